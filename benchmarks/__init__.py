@@ -1,0 +1,1 @@
+"""One question per file: what the project measures about itself."""

@@ -1,0 +1,1 @@
+"""GPT-2, trained from scratch on real text over a device mesh. Start with `python -m examples.gpt2.train --help`."""

@@ -1,0 +1,319 @@
+"""Real text in; a byte-level BPE tokenizer and blocks of token ids, split into training and validation, out. Cached between runs.
+
+Legend: N blocks, T tokens that the model sees at once, B sequences in a batch.
+The same source, settings and seed give the same batches in the same order, on any machine and any mesh.
+"""
+
+import contextlib
+import hashlib
+import json
+import random
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+PYTHON_STDLIB = "python-stdlib"
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # what is read of a folder
+DEFAULT_CACHE_DIR = "~/.cache/spmd/gpt2"
+END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
+MIN_VOCAB_SIZE = 257  # every byte and the end of text
+VALIDATION_SHARE = 0.05
+
+_CACHE_FORMAT = 1
+_SHUFFLE_SEED = 0  # of documents, before the split: the validation part should resemble the training part, and not depend on --seed
+
+
+class TextError(ValueError):
+    """The text cannot be read, or there is too little of it."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Text as token ids, ready to be cut into batches.
+
+    Attributes:
+        train_NT: training blocks, int64, of shape (N, T + 1): inputs are the first T tokens of a block and targets the last T, so consecutive
+            blocks share one token.
+        validation_NT: validation blocks, likewise; no token position is in both parts.
+        tokenizer: encodes and decodes.
+        was_cached: the tokens were read from the cache.
+        summary: one line for people.
+    """
+
+    train_NT: torch.Tensor
+    validation_NT: torch.Tensor
+    tokenizer: Tokenizer
+    was_cached: bool
+    summary: str
+
+
+def load_text(sources: Sequence[str], *, vocab_size: int, seq: int, max_mb: float = 0.0, cache_dir: str = DEFAULT_CACHE_DIR) -> TextData:
+    """Reads the text (or the cache), trains the tokenizer and packs the blocks.
+
+    Args:
+        sources: `python-stdlib` (the source of Python's standard library on this machine), files, folders (their .txt, .md, .rst and .py
+            files), or the name of one dataset of the Hugging Face hub, as `name` or `name:configuration`, with a column `text`.
+        vocab_size: size of the vocabulary, at least 257. A short text may not have that many different pieces.
+        seq: T.
+        max_mb: how much text to use, in millions of bytes; 0 is all of it.
+        cache_dir: where tokenizers and tokens are kept.
+
+    Raises:
+        TextError: a source cannot be read, or there is not enough text for a training and a validation block.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise TextError(f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; got --vocab {vocab_size}. Pass --vocab 512 or more.")
+    documents = _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
+    key = documents.key() | {"format": _CACHE_FORMAT, "vocab_size": vocab_size, "max_mb": max_mb, "tokenizers": tokenizers.__version__}
+    folder = Path(cache_dir).expanduser() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+
+    was_cached = (folder / "tokens.npy").exists()
+    if not was_cached:
+        texts = _within(documents.read(), max_mb)
+        tokenizer = _trained_tokenizer(texts, vocab_size)
+        _write_cache(folder, tokenizer, _encoded(texts, tokenizer), key)
+    tokenizer, tokens = Tokenizer.from_file(str(folder / "tokenizer.json")), np.load(folder / "tokens.npy")
+
+    num_validation = max(seq + 1, int(VALIDATION_SHARE * len(tokens)))
+    num_train = len(tokens) - num_validation
+    if num_train < seq + 1:
+        raise TextError(
+            f"the text must fill one training and one validation block of {seq + 1} tokens each; got {len(tokens)} tokens from {', '.join(sources)}. "
+            f"Give more text with --data, or a shorter --seq than {seq}."
+        )
+    return TextData(
+        train_NT=packed_blocks(tokens[:num_train], seq),
+        validation_NT=packed_blocks(tokens[num_train:], seq),
+        tokenizer=tokenizer,
+        was_cached=was_cached,
+        summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}{', from the cache' if was_cached else ''}",
+    )
+
+
+def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:
+    """Blocks of shape (N, seq + 1), int64; block i starts at token i·seq, and what does not fill a block at the end is left out.
+
+    Example:
+        >>> packed_blocks(np.arange(8), seq=3)
+        tensor([[0, 1, 2, 3],
+                [3, 4, 5, 6]])
+    """
+    starts = np.arange(0, len(tokens) - seq, seq)
+    return torch.from_numpy(tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int64))
+
+
+@dataclass(frozen=True)
+class BlockBatches:
+    """An iterable of `num_batches` pairs (inputs, targets), each int64 of shape (B, T), taken from the blocks over and over.
+
+    With a seed every pass over the blocks has an order of its own; without one the order is that of the text. A pass leaves out
+    the blocks that do not fill a batch.
+    """
+
+    blocks_NT: torch.Tensor
+    batch: int
+    num_batches: int
+    seed: int | None = None
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        num_blocks = len(self.blocks_NT)
+        per_pass = num_blocks // self.batch
+        for index in range(self.num_batches):
+            epoch, position = divmod(index, per_pass)
+            if position == 0:
+                order_N = torch.arange(num_blocks)
+                if self.seed is not None:
+                    order_N = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+            block_BT = self.blocks_NT[order_N[position * self.batch : (position + 1) * self.batch]]
+            yield block_BT[:, :-1].contiguous(), block_BT[:, 1:].contiguous()
+
+
+# --- Sources ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LocalFiles:
+    """UTF-8 files on this machine, in the order in which they are used; one file is one document."""
+
+    paths: tuple[Path, ...]
+
+    def key(self) -> dict[str, Any]:
+        return {"files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in self.paths]}
+
+    def name(self) -> str:
+        return f"{len(self.paths):,} files"
+
+    def read(self) -> list[str]:
+        datasets = _datasets_library()
+        for path in self.paths:
+            _check_readable(path)
+        # The library keeps an Arrow copy of what it reads; ours are the tokens, so that copy goes.
+        with tempfile.TemporaryDirectory() as scratch, _without_bars(datasets):
+            files = [str(path) for path in self.paths]
+            rows = datasets.load_dataset("text", data_files=files, split="train", sample_by="document", cache_dir=scratch, keep_in_memory=True)
+            return rows["text"][:]
+
+
+@dataclass(frozen=True)
+class _HubDataset:
+    """The training split of a dataset of the Hugging Face hub; one row is one document."""
+
+    source: str
+
+    def key(self) -> dict[str, Any]:
+        return {"hub": self.source}
+
+    def name(self) -> str:
+        return self.source
+
+    def read(self) -> Iterator[str]:
+        datasets = _datasets_library()
+        name, _, configuration = self.source.partition(":")
+        try:
+            rows = datasets.load_dataset(name, configuration or None, split="train")
+        except Exception as error:  # the library raises a type of its own for each of: no network, no such name, no such configuration
+            raise TextError(
+                f"--data must be files, folders, {PYTHON_STDLIB!r} or a dataset that the hub can give; got {self.source!r}, which is no file here, "
+                f"and the hub said: {type(error).__name__}: {error}. Check the name and the network, or pass a file."
+            ) from error
+        if "text" not in rows.column_names:
+            raise TextError(f"a dataset must have a column called 'text'; got {self.source!r} with the columns {rows.column_names}. Pass another one.")
+        for row in rows.shuffle(seed=_SHUFFLE_SEED):
+            yield row["text"]
+
+
+def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
+    """The hub dataset that `sources` names, or None where they are local."""
+    only = sources[0] if len(sources) == 1 else ""
+    looks_local = only == PYTHON_STDLIB or only.startswith((".", "/", "~")) or only.endswith(TEXT_SUFFIXES) or Path(only).exists()
+    return _HubDataset(only) if only and not looks_local else None
+
+
+def _listed_files(sources: Sequence[str]) -> list[Path]:
+    """Every file that the local sources mean, in a fixed order."""
+    files: list[Path] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source == PYTHON_STDLIB:
+            files += _stdlib_files()
+        elif path.is_dir():
+            files += sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise TextError(f"every source of --data must exist; got {source!r}, which is neither a file nor a folder. Check the path.")
+    if not files:
+        raise TextError(f"--data must lead to text; got {', '.join(sources)}, with no {', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files.")
+    return files
+
+
+def _stdlib_files() -> list[Path]:
+    """The standard library without its own tests, some of which are broken on purpose, and without installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]
+
+
+def _chosen_files(files: list[Path], max_mb: float) -> tuple[Path, ...]:
+    """The files shuffled, and cut where they pass `max_mb` (0: all of them), so that a small part is still varied and quick to read."""
+    random.Random(_SHUFFLE_SEED).shuffle(files)
+    chosen, num_bytes = [], 0
+    for path in files:
+        chosen.append(path)
+        num_bytes += path.stat().st_size
+        if max_mb and num_bytes >= max_mb * 1e6:
+            break
+    if num_bytes == 0:
+        raise TextError(f"--data must hold text; got {len(files)} empty files. Pass others.")
+    return tuple(chosen)
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TextError(f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. Convert it, or leave it out.") from error
+
+
+def _within(texts: Iterable[str], max_mb: float) -> list[str]:
+    """The first texts up to `max_mb` together (0: all); the last one is cut."""
+    kept: list[str] = []
+    num_left = int(max_mb * 1e6) if max_mb else None
+    for text in texts:
+        data = text.encode() if num_left is not None else b""
+        kept.append(text if num_left is None or len(data) <= num_left else data[:num_left].decode(errors="ignore"))
+        if num_left is not None:
+            num_left -= len(data)
+            if num_left <= 0:
+                break
+    if not any(kept):
+        raise TextError(f"--data must hold text; got {len(kept)} empty documents. Pass another source.")
+    return kept
+
+
+def _datasets_library() -> Any:
+    try:
+        import datasets  # noqa: PLC0415  only a first reading needs it: later runs, and machines that were given the cache, do without
+    except ImportError as error:
+        raise TextError("reading text needs the datasets library; got no such package, and no cached tokens. Run: pip install datasets") from error
+    return datasets
+
+
+@contextlib.contextmanager
+def _without_bars(datasets: Any) -> Iterator[None]:
+    """The library's own progress bars off for a while."""
+    had_bars = datasets.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()
+
+
+# --- Tokens -------------------------------------------------------------------------------------------------------------------
+
+
+def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer, as GPT-2's: any text round-trips, there is no unknown token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
+    """One stream of token ids, an end of text before each document."""
+    end = [tokenizer.token_to_id(END_OF_TEXT)]
+    pieces = [np.array(end + encoding.ids, dtype=np.int32) for encoding in tokenizer.encode_batch_fast(texts)]
+    return np.concatenate(pieces)
+
+
+def _write_cache(folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: dict[str, Any]) -> None:
+    """All files or none: written beside, then renamed, so that two runs which start together do not read half a cache."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        written = Path(scratch) / "cache"
+        written.mkdir()
+        tokenizer.save(str(written / "tokenizer.json"))
+        np.save(written / "tokens.npy", tokens)
+        (written / "key.json").write_text(json.dumps(key, indent=1))
+        try:
+            written.rename(folder)
+        except OSError:
+            if not (folder / "tokens.npy").exists():  # else another run was first, with the same content
+                raise

@@ -1,0 +1,35 @@
+"""PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
+
+from spmd_core import metrics as metrics
+from spmd_core.annotate import apply_sharding as apply_sharding
+from spmd_core.annotate import clear_sharding as clear_sharding
+from spmd_core.annotate import mark_sharding as mark_sharding
+from spmd_core.annotate import sync as sync
+from spmd_core.config import config as config
+from spmd_core.device import device as device
+from spmd_core.errors import DataError as DataError
+from spmd_core.errors import DeviceMemoryError as DeviceMemoryError
+from spmd_core.errors import DeviceMismatchError as DeviceMismatchError
+from spmd_core.errors import HostFallbackError as HostFallbackError
+from spmd_core.errors import MeshError as MeshError
+from spmd_core.errors import NotInSpmdModeError as NotInSpmdModeError
+from spmd_core.errors import PartitionSpecError as PartitionSpecError
+from spmd_core.errors import ProgramError as ProgramError
+from spmd_core.errors import SpmdError as SpmdError
+from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
+from spmd_core.mesh import Mesh as Mesh
+from spmd_core.mesh import get_1d_mesh as get_1d_mesh
+from spmd_core.mesh import get_global_mesh as get_global_mesh
+from spmd_core.mesh import parse_mesh as parse_mesh
+from spmd_core.mesh import set_global_mesh as set_global_mesh
+from spmd_core.runtime import device_attributes as device_attributes
+from spmd_core.runtime import is_spmd as is_spmd
+from spmd_core.runtime import memory_stats as memory_stats
+from spmd_core.runtime import num_devices as global_runtime_device_count
+from spmd_core.runtime import simulate as simulate
+from spmd_core.runtime import use_spmd as use_spmd
+from spmd_core.sharding import PartitionSpec as PartitionSpec
+from spmd_core.sharding import Sharding as Sharding
+from spmd_core.sharding import ShardingSpec as ShardingSpec
+from spmd_core.tensor import XLAShard as XLAShard
+from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor

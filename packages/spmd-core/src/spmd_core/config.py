@@ -1,0 +1,35 @@
+"""The settings a user may change, with their defaults; nothing here has an effect until the device is first used."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def _default_cache_dir() -> str | None:
+    """`SPMD_CACHE_DIR` (empty: no cache on disk), or a folder of the user's cache directory."""
+    chosen = os.environ.get("SPMD_CACHE_DIR")
+    if chosen is not None:
+        return chosen or None
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "spmd-core" / "xla")
+
+
+@dataclass
+class Config:
+    """Assign to the fields of `spmd_core.config` before the setting matters (each says when it is read)."""
+
+    # Folder of JAX's persistent compilation cache; None switches it off. Read at the first compile.
+    cache_dir: str | None = None
+    # Compiled programs kept in memory; the one used longest ago is dropped first. Read at each compile.
+    max_programs: int = 256
+    # Distinct (op, shapes, static arguments) whose inferred results are kept. Read when a new one is met.
+    max_op_entries: int = 200_000
+    # Programs in flight on emulated CPU devices: XLA's collectives abort the process when very many wait for each other.
+    max_in_flight_cpu: int = 8
+    # Programs in flight on GPU and TPU: enough to hide the host, few enough that donated memory is given back soon.
+    max_in_flight: int = 32
+    # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1).
+    strict: bool = False
+
+
+config = Config(cache_dir=_default_cache_dir(), strict=os.environ.get("SPMD_STRICT", "0") == "1")

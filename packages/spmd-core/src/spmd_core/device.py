@@ -1,0 +1,101 @@
+"""Makes `device="xla"` real on a stock torch wheel: the device guard, the device module `torch.xla`, and the two factories under all others."""
+
+import ctypes
+import types
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+
+from spmd_core import dispatch, runtime
+from spmd_core.errors import SpmdError
+from spmd_core.tensor import XLA_DEVICE
+
+
+class _XlaGuard(backend_registration._DummyDeviceGuard):  # type: ignore[misc]
+    """There is one logical device and no stream to switch: torch only asks which type the guard is for."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.XLA
+
+
+def _install_guard() -> None:
+    """Registers a guard for DeviceType.XLA.
+
+    torch's C++ asks c10's registry for the guard of a tensor's device type (in `Tensor.to`, in autograd's engine) and aborts where there is
+    none. It lets Python make one for PrivateUse1 only, so we make that and move it to XLA's slot, leaving PrivateUse1 free. This ends when
+    torch can register a Python guard for any device type.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    xla, private = int(torch._C._autograd.DeviceType.XLA), int(torch._C._autograd.DeviceType.PrivateUse1)
+    if registry[xla]:
+        raise SpmdError(
+            "device type 'xla' must not have an owner when spmd_core is imported; another package (torch_xla?) has registered it. "
+            "Uninstall that package, or import it in another process."
+        )
+    before = registry[private]
+    torch._C._acc.register_python_privateuseone_device_guard(_XlaGuard())
+    if not registry[0] or not registry[private] or registry[private] == before:
+        raise SpmdError(f"torch {torch.__version__} lays out its device guards in a way that spmd_core does not know. Use torch 2.11 or later.")
+    registry[xla], registry[private] = registry[private], before
+
+
+def _device_module() -> types.ModuleType:
+    module = types.ModuleType("torch.xla", "What torch asks of every device type, for device 'xla'.")
+
+    def current_device() -> int:
+        return 0
+
+    def device(index: Any = 0) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def get_rng_state(device: Any = "xla") -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "xla") -> None:
+        torch.default_generator.set_state(new_state)
+
+    def synchronize(device: Any = None) -> None:
+        dispatch.execution.cut(wait=True)
+
+    members = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": current_device,
+        "set_device": lambda index: None,
+        "device": device,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "_is_in_bad_fork": lambda: False,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+        "memory_stats": runtime.memory_stats,
+    }
+    for name, member in members.items():
+        setattr(module, name, member)
+    return module
+
+
+def _install() -> torch.library.Library:
+    _install_guard()
+    torch._register_device_module("xla", _device_module())
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", dispatch.empty, "XLA")
+    library.impl("empty_strided", dispatch.empty_strided, "XLA")
+    return library
+
+
+def device() -> torch.device:
+    """The one logical device, `xla:0`: all devices of all hosts together."""
+    return XLA_DEVICE
+
+
+# torch drops registrations when their Library dies, so it lives as long as the module.
+_library = _install()

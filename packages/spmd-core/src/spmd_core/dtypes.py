@@ -1,0 +1,64 @@
+"""The one table between torch's dtypes and jax's: every tensor keeps torch's dtype, and jax is told which one that is."""
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+_JAX_BY_TORCH: dict[torch.dtype, np.dtype] = {
+    torch.bool: np.dtype(np.bool_),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(jnp.bfloat16),
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+    torch.float8_e4m3fn: np.dtype(jnp.float8_e4m3fn),
+    torch.float8_e5m2: np.dtype(jnp.float8_e5m2),
+}
+_TORCH_BY_JAX = {jax_dtype: torch_dtype for torch_dtype, jax_dtype in _JAX_BY_TORCH.items()}
+# torch converts these to numpy through an integer type of the same width, as numpy itself does not know them.
+_BIT_PATTERN = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+
+
+def to_jax(dtype: torch.dtype) -> np.dtype:
+    """The numpy/jax dtype of a torch dtype. Raises TypeError for a dtype that the device cannot hold (quantised types)."""
+    try:
+        return _JAX_BY_TORCH[dtype]
+    except KeyError:
+        known = ", ".join(str(d).removeprefix("torch.") for d in _JAX_BY_TORCH)
+        raise TypeError(f"a tensor on 'xla' must have one of the dtypes {known}; got {dtype}. Convert it first with .to(dtype).") from None
+
+
+def to_torch(dtype: np.dtype) -> torch.dtype:
+    """The torch dtype of a jax dtype. Raises TypeError where torch has none (for instance int4)."""
+    try:
+        return _TORCH_BY_JAX[np.dtype(dtype)]
+    except KeyError:
+        raise TypeError(f"torch has no dtype for jax's {dtype}; convert the array before it becomes a tensor.") from None
+
+
+def numpy_view(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's memory as a numpy array of the matching jax dtype, without a copy; the tensor must not require grad."""
+    bits = _BIT_PATTERN.get(tensor.dtype)
+    if bits is None:
+        return tensor.numpy()
+    return tensor.view(bits).numpy().view(to_jax(tensor.dtype))
+
+
+def tensor_view(array: np.ndarray) -> torch.Tensor:
+    """A numpy array of a jax dtype as a CPU tensor over the same memory; a read-only array is copied first."""
+    dtype = to_torch(array.dtype)
+    if not array.flags.writeable or not array.flags.c_contiguous:
+        array = array.copy(order="C")
+    bits = _BIT_PATTERN.get(dtype)
+    if bits is None:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16 if bits is torch.int16 else np.uint8)).view(dtype)

@@ -1,0 +1,275 @@
+"""The cut: collect what is live and pending, find or compile its program, hand over donated buffers, and start it."""
+
+import operator
+from typing import Any
+
+import jax
+import torch
+
+from spmd_core import compile_cache, metrics, runtime
+from spmd_core.graph import Spec, Value
+from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
+from spmd_core.runtime import Placement
+from spmd_core.sharding import Sharding
+from spmd_core.storage import Storage, lock, pending
+
+_by_serial = operator.attrgetter("serial")
+_targets: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
+_device_ids: dict[frozenset[tuple[int, ...]], tuple[int, ...]] = {}
+
+
+def host_placement(sharding: Sharding | None = None) -> Placement:
+    """The placement of data that is still in host memory, with the sharding that it will go up with."""
+    return Placement.of(None, sharding)
+
+
+def own_placement(sharding: Sharding) -> Placement:
+    """Device data that lies just as a mark says."""
+    return Placement.of(runtime.named_sharding(sharding), sharding)
+
+
+def cut(*, wait: bool = False) -> None:
+    """Computes every pending tensor that is still held, in one program. Does not wait for the devices unless `wait`.
+
+    Raises:
+        DeviceMemoryError, ProgramError: the program could not be compiled or run. Every tensor that it would have updated in place is
+            back at its value of the last cut; the others stay pending, and reading one raises again.
+    """
+    with lock:
+        live = pending.take()
+        if live:
+            metrics.count("cuts")
+            try:
+                _execute(live)
+            except BaseException as error:
+                _restore(live, roll_back=isinstance(error, Exception))
+                raise
+    if wait:
+        runtime.in_flight.wait_all()
+
+
+def _restore(live: list[Storage], *, roll_back: bool) -> None:
+    """After a failed program: back to the last committed values; after an interruption: pending as before, so nothing is lost."""
+    for storage in live:
+        before = storage.committed
+        if roll_back and before is not None and not (isinstance(before.data, jax.Array) and before.data.is_deleted()):
+            storage.write(before)
+        elif not roll_back:
+            storage.write(storage.value)
+
+
+def materialize(storage: Storage) -> Value:
+    """The storage's value as a leaf, after a cut if it is pending."""
+    with lock:
+        if storage.value.data is None:
+            storage.write(storage.value)  # listed again, where an earlier program failed
+            cut()
+        return storage.value
+
+
+def to_host(storage: Storage) -> torch.Tensor:
+    """The storage's logical value as a new CPU tensor. Cuts if it is pending, and waits for the device."""
+    value = materialize(storage)
+    if value.placement.jax_sharding is None:
+        return value.data.clone()
+    return runtime.download(value.data, value.spec.shape)
+
+
+def place(storage: Storage) -> jax.Array:
+    """The storage's device array, uploaded now if its data is still on the host."""
+    value = materialize(storage)
+    if value.placement.jax_sharding is None:
+        with lock:
+            sharding = value.placement.sharding
+            target = own_placement(sharding) if sharding is not None else Placement.of(runtime.replicated(runtime.default_device_ids()), None)
+            _convert(value, target)
+    return value.data
+
+
+def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
+    """Makes `sharding` the storage's own; device data is laid out anew at once (without waiting), host data when it goes up."""
+    storage.sharding = sharding
+    value = storage.value
+    if value.data is None:
+        return
+    if value.placement.jax_sharding is None:
+        value.placement = host_placement(sharding)
+        return
+    if sharding is None:
+        old = value.placement.sharding
+        if old is not None:
+            target = Placement.of(runtime.replicated(tuple(int(i) for i in old.mesh.device_ids)), None)
+            _move(value, target)
+        return
+    target = own_placement(sharding)
+    if value.placement is not target:
+        _move(value, target)
+
+
+def _move(value: Value, target: Placement) -> None:
+    value.data = runtime.reshard(value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding))
+    value.placement = target
+
+
+def _convert(value: Value, target: Placement) -> jax.Array:
+    """The leaf's array as `target` says. What is not marked, or comes from the host, moves for good; other data is copied for one program."""
+    placement = value.placement
+    if placement.jax_sharding is None:
+        home = target if placement.sharding is None else own_placement(placement.sharding)
+        value.data = runtime.upload(value.data, home.jax_sharding, padded_shape(value.spec, home.sharding))
+        value.placement = placement = home
+    if placement is target:
+        return value.data
+    if placement.sharding is None:
+        _move(value, target)
+        return value.data
+    return runtime.reshard(value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding))
+
+
+def _target(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
+    """How a leaf must lie for a program on these devices."""
+    key = (placement, device_ids)
+    found = _targets.get(key)
+    if found is None:
+        sharding, own = placement.sharding, placement.jax_sharding
+        if sharding is not None:
+            found = Placement.of(runtime.named_sharding(sharding, device_ids), sharding)
+        elif own is not None and runtime.device_ids_of(own) == device_ids:
+            found = placement
+        else:
+            found = Placement.of(runtime.replicated(device_ids), None)
+        _targets[key] = found
+    return found
+
+
+def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
+    """The devices of a program: those of every mesh in it, in a mesh's own order where one mesh has them all."""
+    meshes = frozenset(tuple(int(i) for i in s.mesh.device_ids) for s in shardings)
+    if not meshes:
+        lain = {runtime.device_ids_of(p.jax_sharding) for p in {v.placement for v in leaves} if p.jax_sharding is not None}
+        return lain.pop() if len(lain) == 1 else runtime.default_device_ids()
+    found = _device_ids.get(meshes)
+    if found is None:
+        union = {i for ids in meshes for i in ids}
+        whole = sorted(ids for ids in meshes if len(ids) == len(union))
+        found = _device_ids[meshes] = whole[0] if whole else tuple(sorted(union))
+    return found
+
+
+def _collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
+    """The pending nodes that the storages need, in the order of recording, and the leaves in the order of first use."""
+    nodes: list[Value] = []
+    seen: set[Value] = set()
+    stack = [s.value for s in live]
+    while stack:
+        value = stack.pop()
+        if value in seen or value.data is not None:
+            continue
+        seen.add(value)
+        if value.parent is not None:
+            stack.append(value.parent)
+        else:
+            nodes.append(value)
+            stack.extend(value.inputs)
+    nodes.sort(key=_by_serial)
+    leaves = list(dict.fromkeys(x for node in nodes for x in node.inputs if x.data is not None))
+    return nodes, leaves
+
+
+def _execute(live: list[Storage]) -> None:
+    nodes, leaves = _collect(live)
+    number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
+    structure: list[Any] = []
+    node_inputs: list[list[int]] = []
+    numbers: list[Any] = []
+    marks: set[Sharding] = {s.sharding for s in live if s.sharding is not None}
+    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
+    count = 0
+    for node in nodes:
+        entry = node.entry
+        inputs = [number_of[x] if x.parent is None or x.data is not None else number_of[x.parent] + x.index for x in node.inputs]
+        number_of[node] = count
+        count += len(entry.outs)
+        structure.append(entry)
+        structure.extend(inputs)
+        node_inputs.append(inputs)
+        if node.numbers:
+            numbers.extend(node.numbers)
+        if entry.sharding is not None:
+            marks.add(entry.sharding)
+    device_ids = _program_devices(marks, leaves)
+    targets = tuple(_target(leaf.placement, device_ids) for leaf in leaves)
+
+    out_numbers = [number_of[v] if (v := s.value).parent is None else number_of[v.parent] + v.index for s in live]
+    out_placements = tuple(_output_placement(s, device_ids) for s in live)
+    donated = _donated(live, leaves, targets, out_placements)
+    key = compile_cache.Key(
+        tuple(structure),
+        tuple((leaf.spec, target) for leaf, target in zip(leaves, targets)),
+        tuple(zip(out_numbers, (s.spec for s in live), out_placements)),
+        donated,
+        device_ids,
+    )
+
+    def build() -> Program:
+        graph = Graph(
+            tuple(Leaf(leaf.spec, target) for leaf, target in zip(leaves, targets)),
+            tuple(Node(node.entry, tuple(inputs)) for node, inputs in zip(nodes, node_inputs)),
+            tuple(Output(n, s.spec, p) for n, s, p in zip(out_numbers, live, out_placements)),
+            donated,
+            device_ids,
+        )
+        return Program(graph, f"spmd_{metrics.counter('compiles')}_{len(nodes)}ops")
+
+    program = compile_cache.get(key, build)
+    arrays = [leaf.data if leaf.placement is target else _convert(leaf, target) for leaf, target in zip(leaves, targets)]
+    floats = [x for x in numbers if x.__class__ is float]
+    ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
+    complexes = [x for x in numbers if x.__class__ is complex]
+    results = program.run(floats, ints, complexes, arrays)
+    metrics.count("executions")
+    if donated:
+        metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
+    for storage, array, placement in zip(live, results, program.out_placements):
+        _commit(storage, array, placement)
+
+
+def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
+    sharding = storage.sharding
+    value = storage.value
+    value.settle(array, placement, None)
+    if sharding is not None and placement is not own_placement(sharding):
+        _move(value, own_placement(sharding))
+    storage.write(value)
+
+
+def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placement | None:
+    if storage.sharding is not None:
+        return _target(own_placement(storage.sharding), device_ids)
+    before = storage.committed
+    if before is not None:
+        # An unmarked tensor that is updated in place stays where it is: the next step then meets the same program, and can donate it.
+        return _target(before.placement, device_ids) if before.placement.sharding is None else None
+    return None
+
+
+def _donated(live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: tuple[Placement | None, ...]) -> tuple[int, ...]:
+    """The leaves whose last reader is this program and whose buffer some result can take over, each result taking one."""
+    wanted: dict[tuple[Spec, Placement], int] = {}
+    for storage, placement in zip(live, out_placements):
+        if placement is not None:
+            spec = storage.spec
+            slot = (spec.shape, spec.dtype, placement)
+            wanted[slot] = wanted.get(slot, 0) + 1
+    donated = []
+    for position, (leaf, target) in enumerate(zip(leaves, targets)):
+        slot = (leaf.spec.shape, leaf.spec.dtype, target)
+        if wanted.get(slot, 0) > 0 and _is_last_use(leaf):
+            wanted[slot] -= 1
+            donated.append(position)
+    return tuple(donated)
+
+
+def _is_last_use(leaf: Value) -> bool:
+    owner = leaf.owner() if leaf.owner is not None else None
+    return owner is None or owner.value is not leaf

@@ -1,0 +1,126 @@
+"""The recorded program: immutable specs, interned operation entries, and values that are either pending or computed.
+
+A `Spec` is what torch says of a tensor (shape, strides, dtype). An `Entry` is one operation with every static argument fixed, so two
+recordings of the same call share one entry and a graph's key is little more than a list of entries. A `Value` is the result of one
+recording: pending while `data` is None, and a leaf of later graphs once it holds data. No torch kernel and no device is touched here.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_specs: dict[tuple[Any, ...], "Spec"] = {}
+_serial = itertools.count()
+
+
+class Spec:
+    """Shape, strides (in elements), dtype and storage offset of a tensor; interned, so equality is identity."""
+
+    __slots__ = ("dtype", "offset", "shape", "size", "strides")
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> None:
+        self.shape, self.strides, self.dtype, self.offset = shape, strides, dtype, offset
+        self.size = torch.Size(shape)
+
+    @staticmethod
+    def of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> "Spec":
+        key = (shape, strides, dtype, offset)
+        found = _specs.get(key)
+        if found is None:
+            found = _specs.setdefault(key, Spec(*key))
+        return found
+
+    @staticmethod
+    def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> "Spec":
+        strides, step = [], 1
+        for n in reversed(shape):
+            strides.append(step)
+            step *= max(n, 1)
+        return Spec.of(tuple(shape), tuple(reversed(strides)), dtype)
+
+    @staticmethod
+    def from_tensor(t: torch.Tensor) -> "Spec":
+        return Spec.of(tuple(t.shape), tuple(t.stride()), t.dtype, t.storage_offset())
+
+    @property
+    def num_elements(self) -> int:
+        return self.size.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size.numel() * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Entry:
+    """One operation with its static arguments: what a node of the graph computes, for inputs of fixed specs.
+
+    `kernel(ctx, inputs, numbers)` returns a list of arrays, one per element of `outs`; `structure` says how torch wants the results:
+    None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
+    """
+
+    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "write_dtype")
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Callable[..., Any],
+        outs: tuple[Spec, ...],
+        *,
+        structure: tuple[int | None, ...] | None = None,
+        as_list: bool = False,
+        number_kinds: tuple[type, ...] = (),
+        random: bool = False,
+        sharding: Any = None,
+    ) -> None:
+        self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
+        self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
+        self.spec = outs[0] if outs else None
+        self.write_dtype: torch.dtype | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.name} -> {', '.join(map(repr, self.outs))}"
+
+
+class Value:
+    """One result of the graph. Pending: `entry`, `inputs` and `numbers` say how to compute it (or `parent` and `index`, for one of several
+    results). Computed: `data` holds a device array or host data, and the rest is dropped so that memory is freed."""
+
+    __slots__ = ("data", "entry", "index", "inputs", "numbers", "owner", "parent", "placement", "serial", "spec")
+
+    def __init__(self, entry: Entry | None, inputs: Any, numbers: Any, spec: Spec | None) -> None:
+        self.entry, self.inputs, self.numbers, self.spec = entry, inputs, numbers, spec
+        self.parent: Value | None = None
+        self.data: Any = None
+        self.serial = next(_serial)
+
+    def part(self, index: int) -> "Value":
+        """The value of result `index` of an operation with several results."""
+        part = Value(None, (), (), self.entry.outs[index])
+        part.parent, part.index = self, index
+        return part
+
+    def settle(self, data: Any, placement: Any, owner: Any) -> None:
+        """Turns a pending value into a leaf."""
+        self.data, self.placement, self.owner = data, placement, owner
+        self.entry = self.parent = None
+        self.inputs = self.numbers = ()
+
+    @staticmethod
+    def leaf(spec: Spec, data: Any, placement: Any, owner: Any) -> "Value":
+        value = Value(None, (), (), spec)
+        value.settle(data, placement, owner)
+        return value
+
+    def __repr__(self) -> str:
+        state = "leaf" if self.data is not None else (self.entry.name if self.entry else f"part {self.index} of {self.parent.entry.name}")
+        return f"%{self.serial} {self.spec!r} {state}"
+
+
+def num_specs() -> int:
+    """How many distinct specs have been met."""
+    return len(_specs)

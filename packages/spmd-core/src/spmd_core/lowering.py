@@ -1,0 +1,226 @@
+"""From a recorded graph to one compiled XLA program: traced by `jax.jit`, partitioned by the shardings of leaves, marks and results."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_core import dtypes, metrics, runtime
+from spmd_core.errors import DeviceMemoryError, ProgramError
+from spmd_core.graph import Entry, Spec
+from spmd_core.ops import registry
+from spmd_core.runtime import Placement
+from spmd_core.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Node:
+    """One recorded operation of a graph. `inputs` number the graph's values: n >= 0 is the n-th result of all nodes in order, and
+    n < 0 is leaf -n - 1."""
+
+    entry: Entry
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An input of the program, and how it lies on the program's devices."""
+
+    spec: Spec
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result of the program: which value, and where it goes: as marked, as the buffer that it replaces lay, or as the partitioner likes."""
+
+    value: int
+    spec: Spec
+    placement: Placement | None
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return None if self.placement is None else self.placement.sharding
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Everything that the program depends on; `donated` are positions of leaves whose buffers the results take over."""
+
+    leaves: tuple[Leaf, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    donated: tuple[int, ...]
+    device_ids: tuple[int, ...]
+
+
+def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
+    """The shape that is stored: each sharded dim rounded up to a multiple of its shards."""
+    return spec.shape if sharding is None else sharding.padded_shape(spec.shape)
+
+
+def constrain(x: jax.Array, sharding: Sharding, device_ids: tuple[int, ...]) -> jax.Array:
+    """A sharding constraint that also holds where a dim does not divide: jax drops those in silence, so pad, constrain, cut."""
+    padded = sharding.padded_shape(x.shape)
+    if padded == x.shape:
+        return jax.lax.with_sharding_constraint(x, runtime.named_sharding(sharding, device_ids))
+    wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
+    wide = jax.lax.with_sharding_constraint(wide, runtime.named_sharding(sharding, device_ids))
+    return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
+
+
+class Program:
+    """A compiled graph. `run` starts it and returns without waiting."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.device_ids = graph.device_ids
+        self._num_floats = sum(kind is float for node in graph.nodes for kind in node.entry.number_kinds)
+        self._num_ints = sum(kind in (int, bool) for node in graph.nodes for kind in node.entry.number_kinds)
+        self._num_complex = sum(kind is complex for node in graph.nodes for kind in node.entry.number_kinds)
+        self.record = metrics.ProgramRecord(name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated)
+        self.lowered_text: Callable[[], str]
+        self._compile(name)
+        metrics.count("compiles")
+        metrics.record_program(self.record)
+
+    def _compile(self, name: str) -> None:
+        graph = self.graph
+        everywhere = runtime.replicated(self.device_ids)
+        numbers = [
+            jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
+            for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
+            if count
+        ]
+        leaves = [
+            jax.ShapeDtypeStruct(padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=leaf.placement.jax_sharding)
+            for leaf in graph.leaves
+        ]
+        out_shardings = [None if o.placement is None else o.placement.jax_sharding for o in graph.outputs]
+
+        def program(numbers: list[jax.Array], *leaves: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+            return self._trace(numbers, leaves), jnp.zeros((), np.int32)
+
+        program.__name__ = name
+        with jax.enable_x64(True):
+            start = time.perf_counter()
+            jitted = jax.jit(program, out_shardings=(out_shardings, everywhere), donate_argnums=tuple(i + 1 for i in graph.donated), keep_unused=True)
+            lowered = jitted.lower(numbers, *leaves)
+            middle = time.perf_counter()
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                raise _explain(error, self) from error
+            end = time.perf_counter()
+        self.compiled = compiled
+        self.lowered_text = lowered.as_text
+        self.out_placements = [
+            Placement.of(chosen, None) if o.placement is None else o.placement for o, chosen in zip(graph.outputs, compiled.output_shardings[0])
+        ]
+        self._analyse(middle - start, end - middle)
+
+    def _analyse(self, trace_s: float, compile_s: float) -> None:
+        r = self.record
+        r.trace_s, r.compile_s = trace_s, compile_s
+        memory = self.compiled.memory_analysis()
+        if memory is not None:
+            r.argument_bytes, r.output_bytes = memory.argument_size_in_bytes, memory.output_size_in_bytes
+            r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+            r.peak_bytes = max(getattr(memory, "peak_memory_in_bytes", 0), r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes)
+        cost = self.compiled.cost_analysis()
+        r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
+
+    def _trace(self, packed: list[jax.Array], leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
+        graph = self.graph
+        platform = runtime.platform()
+        packs = iter(packed)
+        sources = {
+            float: iter(next(packs)) if self._num_floats else iter(()),
+            int: iter(next(packs)) if self._num_ints else iter(()),
+            complex: iter(next(packs)) if self._num_complex else iter(()),
+        }
+        logical = [
+            array if array.shape == leaf.spec.shape else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
+            for leaf, array in zip(graph.leaves, leaves)
+        ]
+        values: list[jax.Array] = []
+        for node in graph.nodes:
+            entry = node.entry
+            numbers = [
+                registry.Number(next(sources[int]).astype(np.bool_), bool) if kind is bool else registry.Number(next(sources[kind]), kind)
+                for kind in entry.number_kinds
+            ]
+            key = _prng_key(numbers.pop().value) if entry.random else None
+            context = registry.Context(tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key)
+            inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
+            with jax.named_scope(entry.name):
+                if entry.sharding is not None:
+                    results = [constrain(inputs[0], entry.sharding, self.device_ids)]
+                else:
+                    results = entry.kernel(context, inputs, numbers)
+            _check(entry, results)
+            values.extend(results)
+        taken = {id(x) for x in leaves}
+        outputs = []
+        for output in graph.outputs:
+            x = values[output.value]
+            target = padded_shape(output.spec, output.sharding)
+            if target != x.shape:
+                x = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, target)])
+            if id(x) in taken:
+                # jit would hand out one buffer twice; a later donation of one would then destroy the other.
+                x = jnp.copy(x)
+            taken.add(id(x))
+            outputs.append(x)
+        return outputs
+
+    def run(self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[jax.Array]) -> list[jax.Array]:
+        """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
+        numbers = []
+        if floats:
+            numbers.append(np.array(floats, np.float64))
+        if ints:
+            numbers.append(np.array(ints, np.int64))
+        if complexes:
+            numbers.append(np.array(complexes, np.complex128))
+        try:
+            with jax.enable_x64(True):
+                results, token = self.compiled(numbers, *leaves)
+        except jax.errors.JaxRuntimeError as error:
+            raise _explain(error, self) from error
+        self.record.executions += 1
+        runtime.in_flight.add(token)
+        return results
+
+
+def _prng_key(seed: jax.Array) -> jax.Array:
+    words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def _check(entry: Entry, results: list[Any]) -> None:
+    assert len(results) == len(entry.outs), f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
+    for x, spec in zip(results, entry.outs):
+        assert x.shape == spec.shape and x.dtype == dtypes.to_jax(spec.dtype), (
+            f"{entry.name} is lowered to {x.dtype}{list(x.shape)}; torch says {spec!r}"
+        )
+
+
+def _explain(error: Exception, program: Program) -> Exception:
+    """jax's error as ours: out of memory names the program and its largest buffers."""
+    text = str(error)
+    record, graph = program.record, program.graph
+    if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        return ProgramError(f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed: {text}")
+    sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
+    sized += [(spec.num_bytes, f"{node.entry.name} {spec!r}") for node in graph.nodes for spec in node.entry.outs]
+    largest = "\n".join(f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8])
+    return DeviceMemoryError(
+        f"a program and its arguments must fit the device's memory; {record.name} ({record.num_ops} ops on {record.num_devices} devices, "
+        f"{record.argument_bytes / 1e6:.1f} MB of arguments and {record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
+        f"Shard more, lower the batch, or checkpoint activations. Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
+    )

@@ -1,0 +1,93 @@
+"""Counters of what the device did: compiles, cache hits, executions, bytes moved, and every operation that had to run on the host."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+_counters: Counter[str] = Counter()
+_fallbacks: Counter[str] = Counter()
+_programs: list["ProgramRecord"] = []
+_MAX_PROGRAM_RECORDS = 512
+
+
+@dataclass
+class ProgramRecord:
+    """One compiled program; bytes are per device and come from the compiler's own analysis, flops are the whole program's."""
+
+    name: str
+    num_ops: int
+    num_leaves: int
+    num_outputs: int
+    num_devices: int
+    trace_s: float = 0.0  # building StableHLO
+    compile_s: float = 0.0  # XLA, or reading the persistent cache
+    flops: float = 0.0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    alias_bytes: int = 0  # output bytes that live in a donated argument's buffer
+    temp_bytes: int = 0
+    peak_bytes: int = 0
+    executions: int = 0
+    donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
+
+
+def count(name: str, amount: int = 1) -> None:
+    """Adds to a counter."""
+    _counters[name] += amount
+
+
+def count_fallback(overload: str) -> bool:
+    """Counts an operation that ran on the host; True the first time that this operation does."""
+    _fallbacks[overload] += 1
+    _counters["host_fallbacks"] += 1
+    return _fallbacks[overload] == 1
+
+
+def record_program(record: ProgramRecord) -> None:
+    """Keeps what is known of a compiled program (the newest 512)."""
+    _programs.append(record)
+    del _programs[:-_MAX_PROGRAM_RECORDS]
+
+
+def counters() -> dict[str, int]:
+    """Every counter: `compiles`, `cache_hits`, `executions`, `cuts`, `host_fallbacks`, `host_reads`, `donated_bytes`, `uploaded_bytes`, ..."""
+    return {name: _counters[name] for name in sorted({*_KNOWN, *_counters})}
+
+
+def counter(name: str) -> int:
+    """One counter's value; 0 where it never counted."""
+    return _counters[name]
+
+
+def host_fallbacks() -> dict[str, int]:
+    """How often each overload ran on the CPU because it has neither a lowering nor a decomposition."""
+    return dict(_fallbacks)
+
+
+def programs() -> tuple[ProgramRecord, ...]:
+    """The compiled programs, oldest first."""
+    return tuple(_programs)
+
+
+def reset() -> None:
+    """Sets every counter to zero and forgets the program records; compiled programs stay cached."""
+    _counters.clear()
+    _fallbacks.clear()
+    _programs.clear()
+
+
+def report() -> str:
+    """A table of the counters and programs for people."""
+    rows: list[tuple[str, Any]] = [(name, value) for name, value in counters().items()]
+    rows += [(f"host fallback {name}", n) for name, n in _fallbacks.most_common()]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value:>14,}" for name, value in rows]
+    for p in _programs:
+        lines.append(
+            f"{p.name}: {p.num_ops} ops on {p.num_devices} devices, traced in {p.trace_s:.2f} s, compiled in {p.compile_s:.2f} s, "
+            f"ran {p.executions} times, peak {p.peak_bytes / 1e6:.1f} MB per device"
+        )
+    return "\n".join(lines)
+
+
+_KNOWN = ("compiles", "cache_hits", "cuts", "executions", "host_fallbacks", "host_reads", "donated_bytes", "uploaded_bytes", "resharded_bytes")

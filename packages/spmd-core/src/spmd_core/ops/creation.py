@@ -1,0 +1,123 @@
+"""New tensors from sizes and numbers: constants, ranges, the identity, triangle indices. Shape and dtype come from `ctx`, never from the arguments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_core.ops.registry import Context, as_array, lowering
+
+
+@lowering(
+    *("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default", "aten._efficientzerotensor.default"),
+    # Memory that torch leaves uninitialised: any value is right, and zeros are the same on every run.
+    *("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default", "aten.empty_permuted.default"),
+    *("aten.empty_strided.default", "aten.new_empty_strided.default"),
+)
+def _zeros(ctx: Context, *_: Any, **__: Any) -> jax.Array:
+    return jnp.zeros(ctx.shape, ctx.dtype)
+
+
+@lowering("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default")
+def _ones(ctx: Context, *_: Any, **__: Any) -> jax.Array:
+    return jnp.ones(ctx.shape, ctx.dtype)
+
+
+@lowering("aten.full.default", "aten.full_like.default", "aten.new_full.default")
+def _full(ctx: Context, like: Any, fill_value: Any, *_: Any, **__: Any) -> jax.Array:
+    # `like` is the size of `full`, and for `new_full` the size comes between the two.
+    value = _[0] if isinstance(fill_value, (list, tuple)) else fill_value
+    return jnp.broadcast_to(as_array(value, ctx.dtype), ctx.shape)
+
+
+@lowering("aten.scalar_tensor.default")
+def _scalar_tensor(ctx: Context, s: Any, **_: Any) -> jax.Array:
+    return as_array(s, ctx.dtype)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """The dtype in which torch's CPU kernels compute a range."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64)
+
+
+@lowering("aten.arange.default", static=("end",))
+def _arange(ctx: Context, end: Any, **_: Any) -> jax.Array:
+    return _range_from(ctx, 0, 1)
+
+
+@lowering("aten.arange.start", static=("start", "end"))
+def _arange_start(ctx: Context, start: Any, end: Any, **_: Any) -> jax.Array:
+    return _range_from(ctx, start, 1)
+
+
+@lowering("aten.arange.start_step", static=("start", "end", "step"))
+def _arange_start_step(ctx: Context, start: Any, end: Any, step: Any = 1, **_: Any) -> jax.Array:
+    return _range_from(ctx, start, step)
+
+
+def _range_from(ctx: Context, start: Any, step: Any) -> jax.Array:
+    # The length is torch's (rounding decides whether `end` itself is hit), so it is taken from the shape and not computed again.
+    if jnp.issubdtype(ctx.dtype, jnp.integer):
+        # torch casts start and step before it multiplies: arange(0.5, 3, 1.5, dtype=int64) steps by 1.
+        wide, start, step = np.dtype(np.int64), int(start), int(step)
+    else:
+        wide = np.dtype(np.float64)
+    index = jnp.arange(ctx.shape[0], dtype=wide)
+    return (start + index * step).astype(ctx.dtype)
+
+
+def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> jax.Array:
+    """`steps` numbers from start to end, each half counted from its own end so that the last is exactly `end`."""
+    # torch casts both ends to the result's dtype first: linspace(0.5, 4.5, 5, dtype=int64) runs from 0 to 4.
+    first, last = as_array(start, ctx.dtype).astype(wide), as_array(end, ctx.dtype).astype(wide)
+    if steps == 1:
+        return first.reshape(1)
+    index = jnp.arange(steps, dtype=wide)
+    step = (last - first) / max(steps - 1, 1)
+    return jnp.where(np.arange(steps) < steps // 2, first + step * index, last - step * (steps - 1 - index))
+
+
+_LINSPACE = ("aten.linspace.default", "aten.linspace.Tensor_Tensor", "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor")
+
+
+@lowering(*_LINSPACE)
+def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.Array:
+    return _spaced(ctx, start, end, steps, _wide(ctx.dtype)).astype(ctx.dtype)
+
+
+@lowering(*(name.replace("linspace", "logspace") for name in _LINSPACE))
+def _logspace(ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any) -> jax.Array:
+    if jnp.issubdtype(ctx.dtype, jnp.integer):
+        # Truncation turns a last bit of difference between two pow functions into a whole number: 10**2 may come out as 99.
+        raise NotImplementedError("logspace of an integer dtype depends on the last bit of the host's pow; it is computed on the host.")
+    wide = _wide(ctx.dtype)
+    return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(ctx.dtype)
+
+
+@lowering("aten.eye.default", "aten.eye.m")
+def _eye(ctx: Context, *_: Any, **__: Any) -> jax.Array:
+    return jnp.eye(*ctx.shape, dtype=ctx.dtype)
+
+
+def _triangle(ctx: Context, first_column: np.ndarray, counts: np.ndarray) -> jax.Array:
+    """The (row, column) pairs of a matrix whose row r shows counts[r] columns from first_column[r] on."""
+    # Only one number per row is a constant of the program; a table of all the pairs could be larger than the model.
+    total = ctx.shape[1]
+    row = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=total)
+    column = jnp.arange(total) - jnp.asarray(np.cumsum(counts) - counts - first_column)[row] if total else row
+    return jnp.stack([row, column]).astype(ctx.dtype)
+
+
+@lowering("aten.tril_indices.default")
+def _tril_indices(ctx: Context, row: int, col: int, offset: int = 0, **_: Any) -> jax.Array:
+    counts = np.clip(np.arange(row) + offset + 1, 0, col)
+    return _triangle(ctx, np.zeros(row, np.int64), counts)
+
+
+@lowering("aten.triu_indices.default")
+def _triu_indices(ctx: Context, row: int, col: int, offset: int = 0, **_: Any) -> jax.Array:
+    first = np.clip(np.arange(row) + offset, 0, col)
+    return _triangle(ctx, first, col - first)

@@ -1,0 +1,520 @@
+"""Elementwise arithmetic, comparison, logic, bits, selection and conversion: arrays and numbers in, one array of the broadcast shape out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import is_inexact, is_sixteen_bit, opmath
+from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
+
+
+def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
+    """`function` of the operands in torch's opmath of the result dtype, rounded once to the result dtype."""
+    dtype = opmath(ctx.dtype)
+    return function(*(as_array(x, dtype) for x in operands)).astype(ctx.dtype)
+
+
+# ---- one operand ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _digamma(x: jax.Array) -> jax.Array:
+    # torch: a pole at each negative integer is nan, at +-0 an infinity of the opposite sign; at -inf there is no limit.
+    poles = (x < 0) & (x == jnp.floor(x))
+    return jnp.where(x == 0, jnp.copysign(jnp.inf, -x), jnp.where(poles, jnp.nan, lax.digamma(x)))
+
+
+def _integers_pass(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: function(x) if is_inexact(x.dtype) else x
+
+
+def _entropy(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, jnp.zeros_like(x), jnp.where(x < 0, -jnp.inf, -x * jnp.log(x)))
+
+
+def _sgn(x: jax.Array) -> jax.Array:
+    if not jnp.iscomplexobj(x):
+        return _sign(x)
+    size = jnp.abs(x)
+    return jnp.where(size == 0, jnp.zeros_like(x), x / jnp.where(size == 0, jnp.ones_like(size), size))
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    if x.dtype == np.bool_:
+        return x
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)  # nan has no sign: 0, where jnp.sign gives nan
+
+
+_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
+    "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
+    "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
+    "ceil": _integers_pass(jnp.ceil),
+    "cos": jnp.cos,
+    "cosh": jnp.cosh,
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "digamma": _digamma,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "erfinv": lax.erf_inv,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "floor": _integers_pass(jnp.floor),
+    "frac": lambda x: x - jnp.trunc(x),
+    "i0": lambda x: lax.bessel_i0e(x) * jnp.exp(jnp.abs(x)),
+    "lgamma": lax.lgamma,
+    "log": jnp.log,
+    "log10": jnp.log10,
+    "log1p": jnp.log1p,
+    "log2": jnp.log2,
+    "neg": jnp.negative,
+    "rad2deg": lambda x: x * (180 / math.pi),
+    "reciprocal": lambda x: 1 / x,
+    "round": _integers_pass(jnp.round),
+    "rsqrt": lax.rsqrt,
+    "sgn": _sgn,
+    "sigmoid": lambda x: jax.nn.sigmoid(x) if not jnp.iscomplexobj(x) else 1 / (1 + jnp.exp(-x)),
+    "sign": _sign,
+    "sin": jnp.sin,
+    "sinc": jnp.sinc,
+    "sinh": jnp.sinh,
+    "special_entr": _entropy,
+    "special_i0e": lax.bessel_i0e,
+    "special_i1": lambda x: lax.bessel_i1e(x) * jnp.exp(jnp.abs(x)),
+    "special_i1e": lax.bessel_i1e,
+    "sqrt": jnp.sqrt,
+    "tan": jnp.tan,
+    "tanh": jnp.tanh,
+    "trunc": _integers_pass(jnp.trunc),
+}
+
+
+def _register_unary(op: str, function: Callable[[jax.Array], jax.Array]) -> None:
+    @lowering(f"aten.{op}.default")
+    def lower(ctx: Context, x: Any) -> jax.Array:
+        return _rounded(ctx, function, x)
+
+
+for _op, _function in _UNARY.items():
+    _register_unary(_op, _function)
+
+
+@lowering("aten.abs.default")
+def _abs(ctx: Context, x: Any) -> jax.Array:
+    return x if x.dtype == np.bool_ else jnp.abs(x)
+
+
+_PREDICATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "isnan": jnp.isnan,
+    "isinf": jnp.isinf,
+    "isposinf": lambda x: x == jnp.inf,
+    "isneginf": lambda x: x == -jnp.inf,
+}
+
+
+def _register_predicate(op: str, function: Callable[[jax.Array], jax.Array]) -> None:
+    @lowering(f"aten.{op}.default")
+    def lower(ctx: Context, x: Any) -> jax.Array:
+        return function(x) if is_inexact(x.dtype) else jnp.zeros(x.shape, np.bool_)
+
+
+for _op, _function in _PREDICATES.items():
+    _register_predicate(_op, _function)
+
+
+@lowering("aten.signbit.default")
+def _signbit(ctx: Context, x: Any) -> jax.Array:
+    return jnp.signbit(x) if is_inexact(x.dtype) else (x < jnp.zeros_like(x))
+
+
+@lowering("aten.round.decimals")
+def _round_decimals(ctx: Context, x: Any, *, decimals: int) -> jax.Array:
+    if not is_inexact(x.dtype):
+        if decimals >= 0:
+            return x
+        raise NotImplementedError(f"round of an integer tensor to decimals={decimals} has no lowering; convert to a float dtype first.")
+    ten = as_array(10.0 ** abs(decimals), opmath(ctx.dtype))
+    return _rounded(ctx, lambda x: jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten, x)
+
+
+@lowering("aten.nan_to_num.default")
+def _nan_to_num(ctx: Context, x: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> jax.Array:
+    if not is_inexact(x.dtype):
+        return x
+    if jnp.iscomplexobj(x):
+        parts = (_nan_to_num(ctx, part, nan, posinf, neginf) for part in (lax.real(x), lax.imag(x)))
+        return lax.complex(*parts)
+    limits = jnp.finfo(x.dtype)
+    high = limits.max if posinf is None else as_array(posinf, x.dtype)
+    low = limits.min if neginf is None else as_array(neginf, x.dtype)
+    finite = jnp.where(x == jnp.inf, high, jnp.where(x == -jnp.inf, low, x))
+    return jnp.where(jnp.isnan(x), as_array(nan or 0.0, x.dtype), finite)
+
+
+@lowering("aten.polygamma.default")
+def _polygamma(ctx: Context, n: int, x: Any) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    x = as_array(x, dtype)
+    return (_digamma(x) if n == 0 else lax.polygamma(jnp.full_like(x, n), x)).astype(ctx.dtype)
+
+
+# ---- two operands, computed and returned in the promoted dtype -------------------------------------------------------------------------------
+
+
+def _fmod(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.rem(*jnp.broadcast_arrays(a, b))
+
+
+def _divide_floor(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Python's floor division. For floats floor(a / b) would be wrong by one where a / b rounds up to an integer."""
+    if not is_inexact(a.dtype):
+        return jnp.floor_divide(a, b)
+    a, b = jnp.broadcast_arrays(a, b)
+    remainder = lax.rem(a, b)
+    quotient = (a - remainder) / b
+    quotient = jnp.where((remainder != 0) & ((b < 0) != (remainder < 0)), quotient - 1, quotient)
+    floor = jnp.floor(quotient)
+    floor = jnp.where(quotient - floor > 0.5, floor + 1, floor)
+    floor = jnp.where(quotient == 0, jnp.copysign(jnp.zeros_like(a), a / b), floor)
+    return jnp.where(b == 0, a / b, floor)
+
+
+def _divide_trunc(a: jax.Array, b: jax.Array) -> jax.Array:
+    a, b = jnp.broadcast_arrays(a, b)
+    if not is_inexact(a.dtype):
+        return lax.div(a, b)
+    # The barrier: XLA turns a division by a broadcast scalar into a product with its reciprocal, whose last bit may decide the truncation.
+    return jnp.trunc(a / lax.optimization_barrier(b))
+
+
+def _xlog(log: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda x, y: jnp.where((x == 0) & ~jnp.isnan(y), jnp.zeros_like(x), x * log(y))
+
+
+def _heaviside(x: jax.Array, at_zero: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, at_zero, (x > 0).astype(at_zero.dtype))
+
+
+def _skipping_nan(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def skip(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isnan(a), b, jnp.where(jnp.isnan(b), a, function(a, b))) if is_inexact(a.dtype) else function(a, b)
+
+    return skip
+
+
+def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
+    shift = lax.shift_right_logical if jnp.issubdtype(a.dtype, np.unsignedinteger) else lax.shift_right_arithmetic
+    return shift(*jnp.broadcast_arrays(a, b))
+
+
+def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
+    return lax.shift_left(*jnp.broadcast_arrays(a, b))
+
+
+def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Powers modulo 2**bits by squaring; to a negative exponent only 1 and -1 have an integer power, all others give 0."""
+    base, exponent = jnp.broadcast_arrays(base, exponent)
+    one = jnp.ones_like(base)
+
+    def square(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        result, factor, rest = state
+        return jnp.where(rest & 1 == 1, result * factor, result), factor * factor, rest >> 1
+
+    positive = lax.while_loop(lambda state: jnp.any(state[2] > 0), square, (one, base, jnp.maximum(exponent, jnp.zeros_like(exponent))))[0]
+    if jnp.issubdtype(exponent.dtype, np.unsignedinteger):
+        return positive
+    inverse = jnp.where(base == 1, one, jnp.where(base == -1, jnp.where(exponent & 1 == 1, -one, one), jnp.zeros_like(one)))
+    return jnp.where(exponent < 0, inverse, positive)
+
+
+def _power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    return jnp.power(base, exponent) if is_inexact(base.dtype) else _integer_power(base, exponent)
+
+
+_BINARY: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[str, ...]]] = {
+    "__lshift__": (_shift_left, ("Scalar", "Tensor")),
+    "__rshift__": (_shift_right, ("Scalar", "Tensor")),
+    "atan2": (jnp.arctan2, ("default",)),
+    "bitwise_and": (jnp.bitwise_and, ("Scalar", "Scalar_Tensor", "Tensor")),
+    "bitwise_left_shift": (_shift_left, ("Scalar_Tensor", "Tensor", "Tensor_Scalar")),
+    "bitwise_or": (jnp.bitwise_or, ("Scalar", "Scalar_Tensor", "Tensor")),
+    "bitwise_right_shift": (_shift_right, ("Scalar_Tensor", "Tensor", "Tensor_Scalar")),
+    "bitwise_xor": (jnp.bitwise_xor, ("Scalar", "Scalar_Tensor", "Tensor")),
+    "copysign": (jnp.copysign, ("Scalar", "Tensor")),
+    "div": (lambda a, b: a / b, ("Scalar", "Tensor")),
+    "floor_divide": (_divide_floor, ("Scalar", "default")),
+    "fmax": (_skipping_nan(jnp.maximum), ("default",)),
+    "fmin": (_skipping_nan(jnp.minimum), ("default",)),
+    "fmod": (_fmod, ("Scalar", "Tensor")),
+    "gcd": (jnp.gcd, ("default",)),
+    "heaviside": (_heaviside, ("default",)),
+    "hypot": (jnp.hypot, ("default",)),
+    "igamma": (lambda a, x: lax.igamma(*jnp.broadcast_arrays(a, x)), ("default",)),
+    "igammac": (lambda a, x: lax.igammac(*jnp.broadcast_arrays(a, x)), ("default",)),
+    "lcm": (jnp.lcm, ("default",)),
+    "ldexp": (lambda a, b: a * jnp.exp2(b), ("Tensor",)),
+    "logaddexp": (jnp.logaddexp, ("default",)),
+    "logaddexp2": (jnp.logaddexp2, ("default",)),
+    "maximum": (jnp.maximum, ("default",)),
+    "minimum": (jnp.minimum, ("default",)),
+    "mul": (jnp.multiply, ("Scalar", "Tensor")),
+    "pow": (_power, ("Scalar", "Tensor_Tensor")),
+    "remainder": (jnp.remainder, ("Scalar", "Scalar_Tensor", "Tensor")),
+    "special_xlog1py": (_xlog(jnp.log1p), ("default", "other_scalar", "self_scalar")),
+    "special_zeta": (lambda a, b: lax.zeta(*jnp.broadcast_arrays(a, b)), ("default", "other_scalar", "self_scalar")),
+    "xlogy": (_xlog(jnp.log), ("Scalar_Other", "Scalar_Self", "Tensor")),
+}
+# Their result is one of the operands, or is exact in them: rounding to 16 bits happens once, with or without the way through float32.
+_SELECTING = ("maximum", "minimum", "mul")
+
+
+def _register_binary(op: str, function: Callable[..., jax.Array], overloads: tuple[str, ...]) -> None:
+    @lowering(*(f"aten.{op}.{overload}" for overload in overloads))
+    def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
+        if op in _SELECTING and all(isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b)):
+            return function(a, b)
+        return _rounded(ctx, function, a, b)
+
+
+for _op, (_function, _overloads) in _BINARY.items():
+    _register_binary(_op, _function, _overloads)
+
+
+@lowering("aten.nextafter.default")
+def _nextafter(ctx: Context, a: Any, b: Any) -> jax.Array:
+    return jnp.nextafter(a.astype(ctx.dtype), b.astype(ctx.dtype))  # in its own dtype: float32 has closer neighbours
+
+
+def _round_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=limits.nexp, mantissa_bits=limits.nmant)
+
+
+@lowering("aten.div.Scalar_mode", "aten.div.Tensor_mode")
+def _div_mode(ctx: Context, a: Any, b: Any, *, rounding_mode: str | None) -> jax.Array:
+    def trunc(x: jax.Array, y: jax.Array) -> jax.Array:
+        # torch truncates the 16-bit quotient: 1 / 0.1 in bfloat16 is 10, though a little less in float32. XLA may
+        # drop a mere conversion back and forth, hence reduce_precision.
+        return _divide_trunc(x, y) if not is_sixteen_bit(ctx.dtype) else jnp.trunc(_round_bits(x / y, ctx.dtype))
+
+    function = {None: lambda x, y: x / y, "floor": _divide_floor, "trunc": trunc}[rounding_mode]
+    return _rounded(ctx, function, a, b)
+
+
+def _add_scaled(ctx: Context, a: Any, b: Any, alpha: Any, sign: int) -> jax.Array:
+    """a + sign * alpha * b. Booleans add by `or`, and torch lets only booleans scale them."""
+    plain = not isinstance(alpha, Number) and alpha == 1
+    if ctx.dtype == np.bool_:
+        a, b = as_array(a, ctx.dtype), as_array(b, ctx.dtype)
+        return a | (b if plain else b & as_array(alpha, ctx.dtype))
+    combine = jnp.add if sign > 0 else jnp.subtract
+    if plain:
+        same = all(isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b))
+        return combine(a, b) if same else _rounded(ctx, combine, a, b)
+    return _rounded(ctx, lambda x, y, scale: combine(x, y * scale), a, b, alpha)
+
+
+@lowering("aten.add.Tensor", "aten.add.Scalar")
+def _add(ctx: Context, a: Any, b: Any, alpha: Any = 1) -> jax.Array:
+    return _add_scaled(ctx, a, b, alpha, +1)
+
+
+@lowering("aten.sub.Tensor", "aten.sub.Scalar")
+def _sub(ctx: Context, a: Any, b: Any, alpha: Any = 1) -> jax.Array:
+    return _add_scaled(ctx, a, b, alpha, -1)
+
+
+@lowering("aten.rsub.Tensor", "aten.rsub.Scalar")
+def _rsub(ctx: Context, a: Any, b: Any, alpha: Any = 1) -> jax.Array:
+    return _add_scaled(ctx, b, a, alpha, -1)
+
+
+@lowering("aten.pow.Tensor_Scalar", static=("exponent",))
+def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
+    if not is_inexact(ctx.dtype):
+        return lax.integer_pow(as_array(base, ctx.dtype), int(exponent))
+    if not isinstance(exponent, complex):
+        if exponent == 0.5:
+            return _rounded(ctx, jnp.sqrt, base)
+        if exponent == -0.5:
+            return _rounded(ctx, lax.rsqrt, base)
+        if exponent == int(exponent if math.isfinite(exponent) else 0) and abs(exponent) <= 4:
+            return _rounded(ctx, lambda x: lax.integer_pow(x, int(exponent)), base)
+    return _rounded(ctx, jnp.power, base, exponent)
+
+
+# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------------------------------------------------
+
+_COMPARISONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "eq": jnp.equal,
+    "ge": jnp.greater_equal,
+    "gt": jnp.greater,
+    "le": jnp.less_equal,
+    "lt": jnp.less,
+    "ne": jnp.not_equal,
+}
+
+
+def _register_comparison(op: str, function: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
+    @lowering(f"aten.{op}.Tensor", f"aten.{op}.Scalar")
+    def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
+        dtype = result_dtype(a, b)
+        return function(as_array(a, dtype), as_array(b, dtype))
+
+
+for _op, _function in _COMPARISONS.items():
+    _register_comparison(_op, _function)
+
+_LOGIC: dict[str, Callable[..., jax.Array]] = {
+    "logical_and": jnp.logical_and,
+    "logical_not": jnp.logical_not,
+    "logical_or": jnp.logical_or,
+    "logical_xor": jnp.logical_xor,
+}
+
+
+def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
+    @lowering(f"aten.{op}.default")
+    def lower(ctx: Context, *operands: Any) -> jax.Array:
+        return function(*(as_array(x, np.dtype(np.bool_)) for x in operands))
+
+
+for _op, _function in _LOGIC.items():
+    _register_logic(_op, _function)
+
+
+@lowering("aten.bitwise_not.default")
+def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
+    return jnp.invert(x)
+
+
+@lowering("aten.isin.Tensor_Tensor", "aten.isin.Tensor_Scalar", "aten.isin.Scalar_Tensor")
+def _isin(ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False) -> jax.Array:
+    dtype = result_dtype(elements, tests)
+    found = jnp.any(as_array(elements, dtype)[..., None] == as_array(tests, dtype).reshape(-1), axis=-1)
+    return ~found if invert else found
+
+
+# ---- selection and interpolation ---------------------------------------------------------------------------------------------------------------
+
+
+@lowering("aten.clamp.default", "aten.clamp.Tensor")
+def _clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    x = as_array(x, dtype)
+    if min is not None:
+        x = jnp.maximum(x, as_array(min, dtype))
+    if max is not None:  # last, as torch gives `max` where min > max
+        x = jnp.minimum(x, as_array(max, dtype))
+    return x.astype(ctx.dtype)
+
+
+@lowering("aten.clamp_min.default", "aten.clamp_min.Tensor")
+def _clamp_min(ctx: Context, x: Any, min: Any) -> jax.Array:
+    return _clamp(ctx, x, min, None)
+
+
+@lowering("aten.clamp_max.default", "aten.clamp_max.Tensor")
+def _clamp_max(ctx: Context, x: Any, max: Any) -> jax.Array:
+    return _clamp(ctx, x, None, max)
+
+
+@lowering("aten.where.self")
+def _where(ctx: Context, condition: Any, a: Any, b: Any) -> jax.Array:
+    return jnp.where(as_array(condition, np.dtype(np.bool_)), as_array(a, ctx.dtype), as_array(b, ctx.dtype))
+
+
+@lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+def _masked_fill(ctx: Context, x: Any, mask: Any, value: Any) -> jax.Array:
+    return jnp.where(as_array(mask, np.dtype(np.bool_)), as_array(value, ctx.dtype), x)
+
+
+@lowering("aten.lerp.Scalar", "aten.lerp.Tensor")
+def _lerp(ctx: Context, start: Any, end: Any, weight: Any) -> jax.Array:
+    def interpolate(a: jax.Array, b: jax.Array, w: jax.Array) -> jax.Array:
+        # From the nearer end, so that weight 1 gives exactly `end`.
+        return jnp.where(jnp.abs(w) < 0.5, a + w * (b - a), b - (b - a) * (1 - w))
+
+    return _rounded(ctx, interpolate, start, end, weight)
+
+
+@lowering("aten.addcmul.default")
+def _addcmul(ctx: Context, x: Any, a: Any, b: Any, *, value: Any = 1) -> jax.Array:
+    return _rounded(ctx, lambda x, a, b, scale: x + scale * a * b, x, a, b, value)
+
+
+@lowering("aten.addcdiv.default")
+def _addcdiv(ctx: Context, x: Any, a: Any, b: Any, *, value: Any = 1) -> jax.Array:
+    return _rounded(ctx, lambda x, a, b, scale: x + scale * a / b, x, a, b, value)
+
+
+# ---- complex numbers ----------------------------------------------------------------------------------------------------------------------------
+
+
+@lowering("aten.complex.default")
+def _complex(ctx: Context, real: Any, imag: Any) -> jax.Array:
+    return lax.complex(*jnp.broadcast_arrays(real, imag))
+
+
+@lowering("aten.polar.default")
+def _polar(ctx: Context, size: Any, angle: Any) -> jax.Array:
+    size, angle = jnp.broadcast_arrays(size, angle)
+    return lax.complex(size * jnp.cos(angle), size * jnp.sin(angle))
+
+
+@lowering("aten._conj.default", "aten._conj_physical.default", "aten.conj_physical.default")
+def _conj(ctx: Context, x: Any) -> jax.Array:
+    return jnp.conj(x) if jnp.iscomplexobj(x) else x
+
+
+@lowering("aten.angle.default")
+def _angle(ctx: Context, x: Any) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return jnp.angle(x)
+    return _rounded(ctx, lambda x: jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)), x)
+
+
+# ---- copies and conversion -----------------------------------------------------------------------------------------------------------------------
+
+
+def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """torch's conversion: floats are truncated, and what does not fit a short integer wraps (XLA alone would saturate)."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, np.complexfloating) and dtype != np.bool_:
+        x = lax.real(x)
+    if is_inexact(x.dtype) and jnp.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
+        x = x.astype(np.int64)
+    return x.astype(dtype)
+
+
+@lowering("aten._to_copy.default")
+def _to_copy(ctx: Context, x: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, non_blocking: bool = False,
+             memory_format: Any = None) -> jax.Array:  # fmt: skip
+    return _convert(x, ctx.dtype)
+
+
+@lowering("aten.clone.default")
+def _clone(ctx: Context, x: Any, *, memory_format: Any = None) -> jax.Array:
+    return x
+
+
+@lowering("aten.copy.default")
+def _copy(ctx: Context, x: Any, source: Any, non_blocking: bool = False) -> jax.Array:
+    return jnp.broadcast_to(_convert(as_array(source, source.dtype), ctx.dtype), ctx.shape)
+
+
+@lowering("aten.fill.Scalar", "aten.fill.Tensor")
+def _fill(ctx: Context, x: Any, value: Any) -> jax.Array:
+    return jnp.broadcast_to(_convert(value.value if isinstance(value, Number) else jnp.asarray(value), ctx.dtype), ctx.shape)
+
+
+@lowering("aten.zero.default")
+def _zero(ctx: Context, x: Any) -> jax.Array:
+    return jnp.zeros(ctx.shape, ctx.dtype)

@@ -1,0 +1,94 @@
+"""Reading at positions given by tensors: advanced indexing, index_select, gather, take and embeddings.
+
+An index outside its dim is an error in eager torch on the CPU. A device cannot raise from inside a program, so here it reads the nearest
+element that exists and, in the gradients below, writes nothing; no read ever leaves its array. Negative indices count from the end
+where torch lets them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_core.ops.registry import Context, Number, as_array, lowering
+
+
+def _axis(dim: int, ndim: int) -> int:
+    """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
+    return dim % max(ndim, 1)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """The dtype in which many addends of `dtype` are summed."""
+    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
+    """torch's list of index tensors as a numpy key: a None takes the whole dim. Masks are refused: their results have no static shape."""
+    for index in indices:
+        if index is not None and index.dtype in (np.bool_, np.uint8):
+            raise NotImplementedError("indexing with a mask gives a shape that depends on the mask's values; it is computed on the host.")
+    return tuple(slice(None) if index is None else index for index in indices)
+
+
+@lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
+    return x.at[_key(x, indices)].get(mode="clip").reshape(ctx.shape)
+
+
+@lowering("aten._unsafe_masked_index.default")
+def _unsafe_masked_index(ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Number) -> jax.Array:
+    picked = x.at[_key(x, indices)].get(mode="clip", wrap_negative_indices=False)
+    return jnp.where(mask, picked, fill.astype(x.dtype))
+
+
+@lowering("aten.index_select.default")
+def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
+    axis = _axis(dim, x.ndim)
+    return jnp.take(jnp.atleast_1d(x), index.reshape(-1), axis=axis, mode="clip").reshape(ctx.shape)
+
+
+@lowering("aten.gather.default")
+def _gather(ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False) -> jax.Array:
+    axis = _axis(dim, x.ndim)
+    x, index = jnp.atleast_1d(x), jnp.atleast_1d(index)
+    # numpy would broadcast the other dims; torch reads only as much of them as the index has.
+    region = tuple(slice(None) if d == axis else slice(index.shape[d]) for d in range(x.ndim))
+    return jnp.take_along_axis(x[region], index, axis=axis, mode="clip").reshape(ctx.shape)
+
+
+@lowering("aten.take.default")
+def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
+    return x.reshape(-1).at[index].get(mode="clip")
+
+
+@lowering("aten.nonzero_static.default")
+def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
+    if x.ndim == 0:
+        return jnp.zeros(ctx.shape, ctx.dtype)
+    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1).astype(ctx.dtype).reshape(ctx.shape)
+
+
+@lowering("aten.embedding.default")
+def _embedding(
+    ctx: Context, weight: jax.Array, indices: jax.Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> jax.Array:
+    return jnp.take(weight, indices, axis=0, mode="clip")
+
+
+@lowering("aten.embedding_dense_backward.default")
+def _embedding_dense_backward(
+    ctx: Context, grad_output: jax.Array, indices: jax.Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> jax.Array:
+    rows = indices.reshape(-1)
+    grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(_wide(grad_output.dtype))
+    if padding_idx >= 0:
+        # The row past the end does not exist, and a scatter drops what does not fit.
+        rows = jnp.where(rows == padding_idx, num_weights, rows)
+    if scale_grad_by_freq:
+        counts = jnp.zeros(num_weights, grad.dtype).at[rows].add(1, mode="drop", wrap_negative_indices=False)
+        grad = grad / jnp.take(counts, rows, mode="clip").reshape(-1, *(1,) * (grad.ndim - 1))
+    total = jnp.zeros(ctx.shape, grad.dtype).at[rows].add(grad, mode="drop", wrap_negative_indices=False)
+    return as_array(total, ctx.dtype)

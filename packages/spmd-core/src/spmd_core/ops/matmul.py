@@ -1,0 +1,135 @@
+"""Matrix products: operands of one dtype in, the product out, accumulated in float32 for the 16-bit floats and exactly for integers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import matmul_precision, opmath
+from spmd_core.ops.registry import Context, Number, as_array, lowering
+
+_DOT = (((0,), (0,)), ((), ()))
+_MATRIX_VECTOR = (((1,), (0,)), ((), ()))
+_MATRIX_MATRIX = (((1,), (0,)), ((), ()))
+_BATCHED = (((2,), (1,)), ((0,), (0,)))
+
+
+def _contract(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
+    """The contraction in the accumulation dtype: float32 for 16-bit operands, else their own."""
+    wide = opmath(a.dtype)
+    return lax.dot_general(a, b, dimension_numbers, precision=matmul_precision(a.dtype), preferred_element_type=wide)
+
+
+def _scaled(x: jax.Array, factor: Any) -> jax.Array:
+    return x if not isinstance(factor, Number) and factor == 1 else x * as_array(factor, x.dtype)
+
+
+def _is_zero(factor: Any) -> bool:
+    return not isinstance(factor, Number) and factor == 0
+
+
+def _plus_product(ctx: Context, x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+    """beta * x + alpha * product, rounded once. With a beta of 0 torch ignores `x`, its nans too."""
+    product = _scaled(product, alpha)
+    if _is_zero(beta):
+        return jnp.broadcast_to(product, ctx.shape).astype(ctx.dtype)
+    x = as_array(x, product.dtype)
+    term = _scaled(x, beta)
+    if isinstance(beta, Number):
+        term = jnp.where(as_array(beta, product.dtype) == 0, jnp.zeros_like(x), term)
+    return jnp.broadcast_to(term + product, ctx.shape).astype(ctx.dtype)
+
+
+@lowering("aten.mm.default", "aten.mm.dtype")
+def _mm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
+    return _contract(a, b, _MATRIX_MATRIX).astype(ctx.dtype)
+
+
+@lowering("aten.bmm.default", "aten.bmm.dtype")
+def _bmm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
+    return _contract(a, b, _BATCHED).astype(ctx.dtype)
+
+
+@lowering("aten._int_mm.default")
+def _int_mm(ctx: Context, a: Any, b: Any) -> jax.Array:
+    return lax.dot_general(a, b, _MATRIX_MATRIX, preferred_element_type=np.int32)
+
+
+@lowering("aten.mv.default")
+def _mv(ctx: Context, matrix: Any, vector: Any) -> jax.Array:
+    return _contract(matrix, vector, _MATRIX_VECTOR).astype(ctx.dtype)
+
+
+@lowering("aten.dot.default")
+def _dot(ctx: Context, a: Any, b: Any) -> jax.Array:
+    return _contract(a, b, _DOT).astype(ctx.dtype)
+
+
+@lowering("aten.vdot.default")
+def _vdot(ctx: Context, a: Any, b: Any) -> jax.Array:
+    return _contract(jnp.conj(a) if jnp.iscomplexobj(a) else a, b, _DOT).astype(ctx.dtype)
+
+
+@lowering("aten.addmm.default")
+def _addmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
+
+
+@lowering("aten.addmm.dtype")
+def _addmm_dtype(ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
+
+
+@lowering("aten.baddbmm.default")
+def _baddbmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(a, b, _BATCHED), beta, alpha)
+
+
+@lowering("aten.baddbmm.dtype")
+def _baddbmm_dtype(ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(a, b, _BATCHED), beta, alpha)
+
+
+@lowering("aten.addbmm.default")
+def _addbmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(a, b, (((0, 2), (0, 1)), ((), ()))), beta, alpha)
+
+
+@lowering("aten.addmv.default")
+def _addmv(ctx: Context, x: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    return _plus_product(ctx, x, _contract(matrix, vector, _MATRIX_VECTOR), beta, alpha)
+
+
+@lowering("aten.addr.default")
+def _addr(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    if ctx.dtype == np.bool_:
+        outer = a.astype(dtype)[:, None] & b.astype(dtype)[None, :] & as_array(alpha, dtype)
+        return jnp.broadcast_to(outer | (as_array(x, dtype) & as_array(beta, dtype)), ctx.shape)
+    return _plus_product(ctx, x, as_array(a, dtype)[:, None] * as_array(b, dtype)[None, :], beta, alpha)
+
+
+@lowering("aten._addmm_activation.default")
+def _addmm_activation(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False) -> jax.Array:
+    total = _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
+    return jax.nn.gelu(total, approximate=True) if use_gelu else jnp.maximum(total, jnp.zeros_like(total))
+
+
+@lowering("aten._trilinear.default")
+def _trilinear(ctx: Context, a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1) -> jax.Array:
+    wide = opmath(ctx.dtype)
+    a, b, c = (jnp.expand_dims(as_array(x, wide), tuple(dims)) for x, dims in ((a, expand1), (b, expand2), (c, expand3)))
+    letters = "abcdefghijklmnop"[: a.ndim]
+    kept = "".join(letter for d, letter in enumerate(letters) if d not in sumdim)
+    # einsum asks equal sizes of a shared index; a size of 1 stands for any.
+    full = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
+    terms, operands = [], []
+    for x in (a, b, c):
+        used = [d for d in range(x.ndim) if x.shape[d] == full[d] and full[d] != 1]
+        terms.append("".join(letters[d] for d in used))
+        operands.append(lax.squeeze(x, [d for d in range(x.ndim) if d not in used]))
+    present = "".join(letter for letter in kept if any(letter in term for term in terms))
+    result = jnp.einsum(f"{','.join(terms)}->{present}", *operands, precision=matmul_precision(wide))
+    return result.reshape(ctx.shape).astype(ctx.dtype)

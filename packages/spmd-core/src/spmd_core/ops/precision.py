@@ -1,0 +1,37 @@
+"""In which dtype a lowering computes, and which dims it reduces: the two questions that every family asks torch's way."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SIXTEEN_BITS = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+
+
+def opmath(dtype: np.dtype) -> np.dtype:
+    """The dtype in which torch computes values of `dtype` before it rounds them once: float32 for the 16-bit floats, else `dtype`."""
+    return np.dtype(np.float32) if dtype in _SIXTEEN_BITS else np.dtype(dtype)
+
+
+def is_sixteen_bit(dtype: np.dtype) -> bool:
+    """Whether `dtype` is float16 or bfloat16."""
+    return dtype in _SIXTEEN_BITS
+
+
+def is_inexact(dtype: np.dtype) -> bool:
+    """Whether `dtype` is a float or a complex dtype (numpy does not know bfloat16)."""
+    return jnp.issubdtype(dtype, np.inexact)
+
+
+def matmul_precision(dtype: np.dtype) -> jax.lax.Precision | None:
+    """HIGHEST for float32 and wider, whose products torch does not shorten; GPUs and TPUs would by default."""
+    return None if dtype in _SIXTEEN_BITS or not is_inexact(dtype) else jax.lax.Precision.HIGHEST
+
+
+def reduced_dims(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The dims that a reduction names, as non-negative ints; None or an empty list means all. A 0-dim tensor has none to name."""
+    if dim is None or ndim == 0:
+        return tuple(range(ndim))
+    dims = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % ndim for d in dims) if dims else tuple(range(ndim))

@@ -1,0 +1,262 @@
+"""Samplers: `ctx.key` and the shape decide every value, so one seed gives the same global tensor on any mesh.
+
+Only jax.random functions are used, as their values do not depend on how the result is partitioned. 16-bit floats are sampled in float32
+and cast. torch's `generator` argument is ignored: the caller has made the key from it. Whether probabilities and weights are legal
+depends on values on the device, so it is not checked here.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.registry import Context, lowering
+
+
+def _sampled(dtype: np.dtype) -> np.dtype:
+    """The float dtype in which values for a result of `dtype` are drawn."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.finfo(dtype).dtype
+    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+
+
+def _largest_below(dtype: np.dtype, bound: float) -> float:
+    """The largest number of the float dtype that is less than `bound`."""
+    nearest = np.asarray(bound).astype(dtype)
+    return float(nearest if float(nearest) < bound else np.nextafter(nearest, np.asarray(-np.inf, dtype)))
+
+
+# Uniform floats.
+
+
+def _uniform_between(ctx: Context, low: float, high: float) -> jax.Array:
+    """Uniform on [low, high). Rounding in the scaling or in the cast could reach `high`; what would is moved to the number below it."""
+    dtype = ctx.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jax.random.uniform(ctx.key, (*ctx.shape, 2), _sampled(dtype)) * (high - low) + low
+        return lax.complex(parts[..., 0], parts[..., 1])
+    unit = jax.random.uniform(ctx.key, ctx.shape, _sampled(dtype))
+    scaled = (unit * (high - low) + low).astype(dtype)
+    return scaled if high <= low else jnp.minimum(scaled, np.asarray(_largest_below(dtype, high), dtype))
+
+
+@lowering("aten.uniform.default", random=True)
+def _uniform(ctx: Context, x: jax.Array, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> jax.Array:
+    return _uniform_between(ctx, low, high)
+
+
+@lowering("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator", random=True)
+def _rand(ctx: Context, *_: Any, **__: Any) -> jax.Array:
+    return _uniform_between(ctx, 0.0, 1.0)
+
+
+# Normal floats.
+
+
+def _normal_with(ctx: Context, mean: Any, std: Any) -> jax.Array:
+    """Normal; for a complex dtype `std` is that of the whole number, half of the variance in each part."""
+    wide = ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.complexfloating) else _sampled(ctx.dtype)
+    return (jax.random.normal(ctx.key, ctx.shape, wide) * jnp.asarray(std, wide) + jnp.asarray(mean, wide)).astype(ctx.dtype)
+
+
+@lowering("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator", random=True)
+def _randn(ctx: Context, *_: Any, **__: Any) -> jax.Array:
+    return _normal_with(ctx, 0.0, 1.0)
+
+
+@lowering("aten.normal_functional.default", random=True)
+def _normal_functional(ctx: Context, x: jax.Array, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> jax.Array:
+    return _normal_with(ctx, mean, std)
+
+
+@lowering("aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.float_float", random=True)
+def _normal(ctx: Context, mean: Any, std: Any = 1.0, *_: Any, **__: Any) -> jax.Array:
+    return _normal_with(ctx, mean, std)
+
+
+@lowering("aten.log_normal.default", random=True)
+def _log_normal(ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> jax.Array:
+    wide = _sampled(ctx.dtype)
+    return jnp.exp(jax.random.normal(ctx.key, ctx.shape, wide) * std + mean).astype(ctx.dtype)
+
+
+# Other continuous distributions.
+
+
+@lowering("aten.exponential.default", random=True)
+def _exponential(ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: Any = None) -> jax.Array:
+    wide = _sampled(ctx.dtype)
+    # A uniform draw may be 0, whose logarithm below is 0; half of the smallest step between draws stands in, as torch's own kernel does.
+    half_step = np.asarray(np.finfo(wide).eps / 2, wide)
+    positive = jnp.maximum(-jnp.log1p(-jax.random.uniform(ctx.key, ctx.shape, wide)), half_step)
+    info = jnp.finfo(ctx.dtype)
+    floor = info.smallest_subnormal if ctx.dtype == np.float16 else info.tiny
+    return jnp.clip((positive / lambd).astype(ctx.dtype), floor, info.max)
+
+
+@lowering("aten.cauchy.default", random=True)
+def _cauchy(ctx: Context, x: jax.Array, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> jax.Array:
+    return (jax.random.cauchy(ctx.key, ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(ctx.dtype)
+
+
+@lowering("aten._standard_gamma.default", random=True)
+def _standard_gamma(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
+    return jax.random.gamma(ctx.key, x.astype(_sampled(ctx.dtype))).astype(ctx.dtype)
+
+
+@lowering("aten._standard_gamma_grad.default")
+def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.Array:
+    wide = _sampled(ctx.dtype)
+    return lax.random_gamma_grad(x.astype(wide), output.astype(wide)).astype(ctx.dtype)
+
+
+# Discrete distributions.
+
+
+def _coin(key: Any, p: float, shape: tuple[int, ...]) -> jax.Array:
+    """True with probability `p`, to 2**-32: a float32 draw has only 23 random bits and would treat a p below 2**-23 as 2**-23."""
+    threshold = round(p * 2**32)
+    if threshold >= 2**32:
+        return jnp.ones(shape, bool)
+    return jax.random.bits(key, shape, np.uint32) < np.uint32(threshold)
+
+
+@lowering("aten.bernoulli.p", random=True)
+def _bernoulli_p(ctx: Context, x: jax.Array, p: float = 0.5, *, generator: Any = None) -> jax.Array:
+    return _coin(ctx.key, p, ctx.shape).astype(ctx.dtype)
+
+
+@lowering("aten.bernoulli.default", "aten.bernoulli.Tensor", random=True)
+def _bernoulli(ctx: Context, x: jax.Array, p: jax.Array | None = None, *, generator: Any = None) -> jax.Array:
+    probability = x if p is None else p
+    wide = _sampled(probability.dtype)
+    return (jax.random.uniform(ctx.key, ctx.shape, wide) < probability.astype(wide)).astype(ctx.dtype)
+
+
+@lowering("aten.native_dropout.default", random=True)
+def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, jax.Array]:
+    if train is False:
+        return x, jnp.ones(ctx.shape, bool)
+    mask = _coin(ctx.key, 1.0 - p, ctx.shape)
+    scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
+    # A product and not a select: a NaN in a dropped place stays a NaN, as in torch.
+    wide = np.promote_types(_sampled(x.dtype), x.dtype) if jnp.issubdtype(x.dtype, jnp.complexfloating) else _sampled(x.dtype)
+    return (x.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype), mask
+
+
+@lowering("aten.geometric.default", random=True)
+def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -> jax.Array:
+    wide = _sampled(ctx.dtype)
+    unit = jax.random.uniform(ctx.key, ctx.shape, wide)
+    trials = jnp.ceil(jnp.log1p(-unit) / (math.log1p(-p) if p < 1 else -math.inf))
+    return jnp.maximum(trials, 1).astype(ctx.dtype)
+
+
+@lowering("aten.poisson.default", random=True)
+def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
+    return jax.random.poisson(ctx.key, x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(ctx.dtype)
+
+
+@lowering("aten.binomial.default", random=True)
+def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
+    wide = _sampled(ctx.dtype)
+    return jax.random.binomial(ctx.key, count.astype(wide), prob.astype(wide), ctx.shape, wide).astype(ctx.dtype)
+
+
+@lowering("aten.multinomial.default", random=True)
+def _multinomial(ctx: Context, weights: jax.Array, num_samples: int, replacement: bool = False, *, generator: Any = None) -> jax.Array:
+    weights = weights.astype(_sampled(weights.dtype))
+    if not replacement or num_samples == 1:
+        # Gumbel top-k: the k largest of log-weight plus Gumbel noise are a sample without replacement (Kool et al. 2019, section 3).
+        noise = jax.random.gumbel(ctx.key, weights.shape, weights.dtype)
+        return lax.top_k(jnp.log(weights) + noise, num_samples)[1].astype(ctx.dtype)
+    # By the inverse of the cumulative sum, as noise for each pair of sample and category could be far larger than the weights. A
+    # parallel sum need not rise monotonically; the running maximum over the categories with weight makes it, and no other is drawn.
+    cumulative = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
+    at = jax.random.uniform(ctx.key, ctx.shape, weights.dtype) * cumulative[..., -1:]
+    find = jnp.vectorize(lambda c, v: jnp.searchsorted(c, v, side="right"), signature="(n),(k)->(k)")
+    return find(cumulative, at).astype(ctx.dtype)
+
+
+# Integers.
+
+
+def _integers(ctx: Context, low: int, high: int) -> jax.Array:
+    """Whole numbers from low to high - 1, in the result's dtype; `high` may be one more than the dtype holds."""
+    dtype = ctx.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        drawn = _whole(ctx.key, ctx.shape, low, high).astype(dtype)
+        # Rounding could reach `high`, as in `_uniform_between`.
+        return jnp.minimum(drawn, np.asarray(_largest_below(dtype, high), dtype)) if math.isfinite(float(np.asarray(high).astype(dtype))) else drawn
+    return _whole(ctx.key, ctx.shape, low, high).astype(dtype)
+
+
+def _whole(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
+    """Integers in [low, high), as int32 where both fit and as int64 otherwise; uint64 only for numbers that int64 cannot hold."""
+    if -(2**31) <= low and high < 2**31:
+        return jax.random.randint(key, shape, low, high, np.int32)
+    if -(2**63) <= low and high < 2**63:
+        return jax.random.randint(key, shape, low, high, np.int64)
+    # All 64 bits are needed. The remainder of a division favours no number by more than one part in 2**64 / (high - low).
+    bits = jax.random.bits(key, shape, np.uint64)
+    span = high - low
+    offset = bits if span >= 2**64 else bits % np.uint64(span)
+    whole = offset + np.uint64(low % 2**64)
+    return whole if low >= 0 and high > 2**63 else lax.bitcast_convert_type(whole, np.int64)
+
+
+def _highest(dtype: np.dtype) -> int:
+    """The largest number that torch's random_() draws without bounds: for a float, the last up to which it holds every integer."""
+    if dtype == np.bool_:
+        return 1
+    if jnp.issubdtype(dtype, jnp.floating):
+        return 2 ** (jnp.finfo(dtype).nmant + 1)
+    return int(np.iinfo(dtype).max)
+
+
+@lowering("aten.random.default", random=True)
+def _random(ctx: Context, x: jax.Array, *, generator: Any = None) -> jax.Array:
+    return _integers(ctx, 0, _highest(ctx.dtype) + 1)
+
+
+@lowering("aten.random.to", random=True)
+def _random_to(ctx: Context, x: jax.Array, to: int, *, generator: Any = None) -> jax.Array:
+    return _integers(ctx, 0, to)
+
+
+@lowering("aten.random.from", random=True)
+def _random_from(ctx: Context, x: jax.Array, low: int, to: int | None, *, generator: Any = None) -> jax.Array:
+    return _integers(ctx, low, _highest(ctx.dtype) + 1 if to is None else to)
+
+
+@lowering("aten.randint.default", "aten.randint.generator", random=True)
+def _randint(ctx: Context, high: int, size: list[int], **_: Any) -> jax.Array:
+    return _integers(ctx, 0, high)
+
+
+@lowering("aten.randint.low", "aten.randint.low_generator", random=True)
+def _randint_low(ctx: Context, low: int, high: int, size: list[int], **_: Any) -> jax.Array:
+    return _integers(ctx, low, high)
+
+
+@lowering("aten.randint_like.default", "aten.randint_like.generator", random=True)
+def _randint_like(ctx: Context, x: jax.Array, high: int, **_: Any) -> jax.Array:
+    return _integers(ctx, 0, high)
+
+
+@lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype", random=True)
+def _randint_like_low(ctx: Context, x: jax.Array, low: int, high: int, **_: Any) -> jax.Array:
+    return _integers(ctx, low, high)
+
+
+@lowering("aten.randint_like.Tensor", "aten.randint_like.Tensor_generator", random=True)
+def _randint_like_tensor(ctx: Context, x: jax.Array, high: jax.Array, **_: Any) -> jax.Array:
+    return jax.random.randint(ctx.key, ctx.shape, 0, high.astype(np.int64), np.int64).astype(ctx.dtype)
+
+
+@lowering("aten.randperm.default", "aten.randperm.generator", random=True)
+def _randperm(ctx: Context, n: int, **_: Any) -> jax.Array:
+    return jax.random.permutation(ctx.key, n).astype(ctx.dtype)

@@ -1,0 +1,296 @@
+"""Reductions and cumulative operations: one array in, the array without (or with size-1) reduced dims out, or the running values along a dim."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import is_inexact, opmath, reduced_dims
+from spmd_core.ops.registry import Context, as_array, lowering
+
+_BOOL = np.dtype(np.bool_)
+_INT64 = np.dtype(np.int64)
+
+
+# ---- sums and products ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _accumulator(ctx: Context, x: jax.Array) -> jax.Array:
+    """`x` in the dtype in which torch accumulates a result of ctx's dtype."""
+    return as_array(x, opmath(ctx.dtype))
+
+
+def _count(x: jax.Array, dims: tuple[int, ...]) -> int:
+    return math.prod(x.shape[d] for d in dims)
+
+
+@lowering("aten.sum.default")
+def _sum(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
+    return _sum_dims(ctx, x, None)
+
+
+@lowering("aten.sum.dim_IntList")
+def _sum_dims(ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    return jnp.sum(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(ctx.dtype)
+
+
+@lowering("aten.nansum.default")
+def _nansum(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    kept = jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) if is_inexact(x.dtype) else x
+    return _sum_dims(ctx, kept, dim, keepdim)
+
+
+@lowering("aten.mean.default")
+def _mean(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
+    return _mean_dims(ctx, x, None)
+
+
+@lowering("aten.mean.dim")
+def _mean_dims(ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    dims = reduced_dims(dim, x.ndim)
+    total = jnp.sum(_accumulator(ctx, x), axis=dims, keepdims=keepdim)
+    return (total / as_array(_count(x, dims), total.dtype)).astype(ctx.dtype)
+
+
+@lowering("aten.prod.default")
+def _prod(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
+    return jnp.prod(_accumulator(ctx, x)).astype(ctx.dtype)
+
+
+@lowering("aten.prod.dim_int")
+def _prod_dim(ctx: Context, x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    return jnp.prod(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(ctx.dtype)
+
+
+@lowering("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")
+def _count_nonzero(ctx: Context, x: Any, dim: Any = None) -> jax.Array:
+    return jnp.sum(x != jnp.zeros_like(x), axis=reduced_dims(dim, x.ndim), dtype=_INT64)
+
+
+# ---- logic -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
+    @lowering(f"aten.{op}.default", f"aten.{op}.dim")
+    def over_dim(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
+        # as_array: a uint8 tensor has uint8 answers
+        return as_array(function(as_array(x, _BOOL), axis=reduced_dims(dim, x.ndim), keepdims=keepdim), ctx.dtype)
+
+    @lowering(f"aten.{op}.dims")
+    def over_dims(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
+        if dim is not None and not dim:  # here an empty list means no dim, unlike in a sum
+            return as_array(as_array(x, _BOOL), ctx.dtype)
+        return over_dim(ctx, x, dim, keepdim)
+
+
+_register_logic("any", jnp.any)
+_register_logic("all", jnp.all)
+
+
+@lowering("aten._is_all_true.default")
+def _is_all_true(ctx: Context, x: Any) -> jax.Array:
+    return jnp.all(x)
+
+
+@lowering("aten._is_any_true.default")
+def _is_any_true(ctx: Context, x: Any) -> jax.Array:
+    return jnp.any(x)
+
+
+# ---- extrema: nan wins; of equal values the first -----------------------------------------------------------------------------------------------
+
+
+def _extremum(x: jax.Array, dims: tuple[int, ...], keepdim: bool, largest: bool) -> jax.Array:
+    return (jnp.max if largest else jnp.min)(x, axis=dims, keepdims=keepdim)
+
+
+def _position(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> jax.Array:
+    """The index of the extremum along `dim`, or in the flattened array for None."""
+    if x.ndim == 0:
+        return jnp.zeros((), _INT64)
+    if x.dtype == _BOOL:
+        x = x.astype(np.uint8)
+    flat = x.reshape(-1) if dim is None else x
+    found = (lax.argmax if largest else lax.argmin)(flat, 0 if dim is None else dim % x.ndim, _INT64)
+    if not keepdim:
+        return found
+    return found.reshape((1,) * x.ndim) if dim is None else jnp.expand_dims(found, dim % x.ndim)
+
+
+def _register_extremum(name: str, largest: bool) -> None:
+    @lowering(f"aten.a{name}.default")
+    def over_dims(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
+        return _extremum(x, reduced_dims(dim, x.ndim), keepdim, largest)
+
+    @lowering(f"aten.{name}.default")
+    def over_all(ctx: Context, x: Any) -> jax.Array:
+        return _extremum(x, reduced_dims(None, x.ndim), False, largest)
+
+    @lowering(f"aten.{name}.dim")
+    def with_position(ctx: Context, x: Any, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+        return _extremum(x, reduced_dims(dim, x.ndim), keepdim, largest), _position(x, dim, keepdim, largest)
+
+    @lowering(f"aten.arg{name}.default")
+    def position(ctx: Context, x: Any, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+        return _position(x, dim, keepdim, largest)
+
+
+_register_extremum("max", largest=True)
+_register_extremum("min", largest=False)
+
+
+@lowering("aten.aminmax.default")
+def _aminmax(ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    dims = reduced_dims(dim, x.ndim)
+    return _extremum(x, dims, keepdim, False), _extremum(x, dims, keepdim, True)
+
+
+# ---- moments ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _moments(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+    """Variance (in two passes; real) and mean, both in opmath."""
+    dims = reduced_dims(dim, x.ndim)
+    count = _count(x, dims)
+    x = as_array(x, opmath(x.dtype))
+    mean = jnp.sum(x, axis=dims, keepdims=True) / as_array(count, x.dtype)
+    squares = jnp.square(jnp.abs(x - mean))
+    divisor = max(count - (1 if correction is None else correction), 0)  # at most `correction` values: x / 0, nan or inf as in torch
+    variance = jnp.sum(squares, axis=dims, keepdims=keepdim) / as_array(divisor, squares.dtype)
+    return variance, mean if keepdim else lax.squeeze(mean, dims)
+
+
+@lowering("aten.var.correction", static=("correction",))
+def _var(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+    return _moments(x, dim, correction, keepdim)[0].astype(ctx.dtype)
+
+
+@lowering("aten.std.correction", static=("correction",))
+def _std(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+    return jnp.sqrt(_moments(x, dim, correction, keepdim)[0]).astype(ctx.dtype)
+
+
+@lowering("aten.var_mean.correction", static=("correction",))
+def _var_mean(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return variance.astype(ctx.dtype), mean.astype(x.dtype)
+
+
+@lowering("aten.std_mean.correction", static=("correction",))
+def _std_mean(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    variance, mean = _moments(x, dim, correction, keepdim)
+    return jnp.sqrt(variance).astype(ctx.dtype), mean.astype(x.dtype)
+
+
+@lowering("aten.logsumexp.default")
+def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Array:
+    dims = reduced_dims(dim, x.ndim)
+    x = _accumulator(ctx, x)
+    largest = jnp.max(x.real, axis=dims, keepdims=True, initial=-jnp.inf)
+    shift = jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))
+    total = jnp.log(jnp.sum(jnp.exp(x - shift), axis=dims, keepdims=True)) + shift
+    return (total if keepdim else lax.squeeze(total, dims)).astype(ctx.dtype)
+
+
+# ---- vector norms ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool) -> jax.Array:
+    dims = reduced_dims(dim, x.ndim)
+    dtype = opmath(ctx.dtype)
+    size = jnp.abs(x).astype(dtype)
+    if order is None or order == 2:
+        norm = jnp.sqrt(jnp.sum(jnp.square(size), axis=dims, keepdims=keepdim))
+    elif order == 0:
+        norm = jnp.sum(size != 0, axis=dims, keepdims=keepdim, dtype=dtype)
+    elif order == 1:
+        norm = jnp.sum(size, axis=dims, keepdims=keepdim)
+    elif order == math.inf:
+        norm = jnp.max(size, axis=dims, keepdims=keepdim, initial=0)  # no element is below 0, so that an empty norm is 0
+    elif order == -math.inf:
+        norm = jnp.min(size, axis=dims, keepdims=keepdim, initial=jnp.inf)
+    else:
+        norm = jnp.power(jnp.sum(jnp.power(size, order), axis=dims, keepdims=keepdim), 1 / order)
+    return norm.astype(ctx.dtype)
+
+
+def _as_computed(x: jax.Array, dtype: Any, ctx: Context) -> jax.Array:
+    """`x` in the dtype asked for, so that a widening happens before the powers and not after."""
+    if dtype is None or is_inexact(x.dtype):
+        return x
+    return x.astype(ctx.dtype)
+
+
+@lowering("aten.linalg_vector_norm.default", static=("ord",))
+def _linalg_vector_norm(ctx: Context, x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    return _vector_norm(ctx, _as_computed(x, dtype, ctx), ord, dim, keepdim)
+
+
+@lowering("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", static=("p",))
+def _norm(ctx: Context, x: Any, p: Any = 2, *, dtype: Any = None) -> jax.Array:
+    return _vector_norm(ctx, _as_computed(x, dtype, ctx), p, None, False)
+
+
+@lowering("aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", static=("p",))
+def _norm_dims(ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    return _vector_norm(ctx, _as_computed(x, dtype, ctx), p, dim, keepdim)
+
+
+@lowering("aten.dist.default", static=("p",))
+def _dist(ctx: Context, x: Any, y: Any, p: Any = 2) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    return _vector_norm(ctx, as_array(x, dtype) - as_array(y, dtype), p, None, False)
+
+
+# ---- cumulative ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _along(function: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
+    """`function(x, axis)`; a 0-dim tensor is its own running result."""
+    return function(x, axis=dim % x.ndim) if x.ndim else x
+
+
+@lowering("aten.cumsum.default")
+def _cumsum(ctx: Context, x: Any, dim: int, *, dtype: Any = None) -> jax.Array:
+    return _along(lax.cumsum, _accumulator(ctx, x), dim).astype(ctx.dtype)
+
+
+@lowering("aten.cumprod.default")
+def _cumprod(ctx: Context, x: Any, dim: int, *, dtype: Any = None) -> jax.Array:
+    return _along(lax.cumprod, _accumulator(ctx, x), dim).astype(ctx.dtype)
+
+
+@lowering("aten.logcumsumexp.default", "aten._logcumsumexp.default")
+def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
+    return _along(lax.cumlogsumexp, _accumulator(ctx, x), dim).astype(ctx.dtype)
+
+
+def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Array]:
+    """The extremum so far and its index: of equal values (and of nans) the latest, as torch has it here."""
+    if x.ndim == 0:
+        return x, jnp.zeros((), _INT64)
+    dim %= x.ndim
+    ordered = x.astype(np.uint8) if x.dtype == _BOOL else x
+    running = (lax.cummax if largest else lax.cummin)(ordered, axis=dim)
+    updated = ordered == running
+    if is_inexact(x.dtype):
+        updated |= jnp.isnan(x)
+        # Spelled out, as a running maximum that keeps nan is no promise of every backend.
+        running = jnp.where(lax.cummax(jnp.isnan(x).astype(np.uint8), axis=dim) > 0, jnp.nan, running).astype(x.dtype)
+        updated = jnp.where(jnp.isnan(running), jnp.isnan(x), updated)
+    positions = lax.broadcasted_iota(_INT64, x.shape, dim)
+    return running.astype(x.dtype), lax.cummax(jnp.where(updated, positions, 0), axis=dim)
+
+
+@lowering("aten.cummax.default")
+def _cummax(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _running_extremum(x, dim, largest=True)
+
+
+@lowering("aten.cummin.default")
+def _cummin(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
+    return _running_extremum(x, dim, largest=False)

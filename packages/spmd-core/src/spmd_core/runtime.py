@@ -1,0 +1,284 @@
+"""The devices: which there are, how a sharding becomes jax's, and how data travels between host memory and device memory.
+
+Together with `lowering`, `ops` and `execution`'s calls, the only code that knows jax. No device is touched before the first call that needs one.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_core import dtypes, metrics
+from spmd_core.config import config
+from spmd_core.errors import NotInSpmdModeError, SpmdError
+from spmd_core.mesh import Mesh, check_devices
+from spmd_core.sharding import Sharding
+
+_PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
+
+
+@dataclass
+class _State:
+    spmd: bool = False
+    devices: tuple[Any, ...] | None = None
+
+
+_state = _State()
+_lock = threading.Lock()
+
+
+def simulate(num_devices: int) -> None:
+    """Emulates `num_devices` devices on the CPU of this host. Call it before the device is first used.
+
+    Raises:
+        ValueError: `num_devices` is not a positive int.
+        SpmdError: the devices are already in use with another count.
+    """
+    if not isinstance(num_devices, int) or num_devices < 1:
+        raise ValueError(f"simulate needs a positive number of devices; got {num_devices!r}. Write e.g. simulate(8).")
+    if _state.devices is not None:
+        if len(_state.devices) == num_devices and _state.devices[0].platform == "cpu":
+            return
+        raise SpmdError(
+            f"the number of emulated devices is fixed when the device is first used; it is in use with {len(_state.devices)} "
+            f"{_state.devices[0].platform} devices and simulate({num_devices}) came later. Call simulate at the top of the program."
+        )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def devices() -> tuple[Any, ...]:
+    """Every device of every host, by global id; starts the runtime. `PJRT_DEVICE` (CPU, TPU, CUDA) chooses the platform, else jax does."""
+    if _state.devices is None:
+        with _lock:
+            if _state.devices is None:
+                _state.devices = _start()
+    return _state.devices
+
+
+def _start() -> tuple[Any, ...]:
+    wanted = os.environ.get("PJRT_DEVICE")
+    if wanted is not None and wanted.upper() not in _PLATFORM_OF_PJRT_DEVICE:
+        raise SpmdError(f"PJRT_DEVICE must be one of {', '.join(_PLATFORM_OF_PJRT_DEVICE)}; got {wanted!r}. Set one of them or unset it.")
+    if config.cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", config.cache_dir)
+    try:
+        found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
+    except RuntimeError as error:
+        raise SpmdError(f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. Unset it, or install jax for that platform.") from error
+    return tuple(sorted(found, key=lambda d: d.id))
+
+
+@lru_cache(maxsize=1)
+def _position_of_id() -> dict[int, int]:
+    return {d.id: i for i, d in enumerate(devices())}
+
+
+def platform() -> str:
+    """`"cpu"`, `"gpu"` or `"tpu"`."""
+    return devices()[0].platform
+
+
+def num_devices() -> int:
+    """How many devices there are on all hosts."""
+    return len(devices())
+
+
+def use_spmd() -> None:
+    """Turns on SPMD mode: one program over every device, partitioned by the marks. Tensors made before stay valid."""
+    _state.spmd = True
+
+
+def is_spmd() -> bool:
+    """Whether `use_spmd()` was called."""
+    return _state.spmd
+
+
+def require_spmd(what: str) -> None:
+    """Raises NotInSpmdModeError unless SPMD mode is on."""
+    if not _state.spmd:
+        raise NotInSpmdModeError(f"{what} works in SPMD mode only; it is off. Call spmd_core.use_spmd() first.")
+
+
+def device_attributes() -> list[dict[str, Any]]:
+    """One dict per device: `name`, `kind`, `process_index`, and on TPU `coords`, `core_on_chip` and `slice_index`."""
+    rows = []
+    for i, d in enumerate(devices()):
+        row = {"name": f"{d.platform.upper()}:{i}", "kind": d.device_kind, "process_index": d.process_index}
+        for extra in ("coords", "core_on_chip", "slice_index"):
+            value = getattr(d, extra, None)
+            if value is not None:
+                row[extra] = value
+        rows.append(row)
+    return rows
+
+
+def memory_stats() -> list[dict[str, int]]:
+    """Per local device what the allocator says (`bytes_in_use`, `peak_bytes_in_use`, `bytes_limit`); empty dicts where it says nothing (CPU)."""
+    return [d.memory_stats() or {} for d in devices() if d.process_index == jax.process_index()]
+
+
+# --- Shardings ------------------------------------------------------------------------------------------------------------------------
+
+
+class Placement:
+    """Where a leaf's data lies: jax's sharding, and ours where the user marked it. Interned, so equality is identity.
+
+    `jax_sharding` None means host memory: the data goes up when the first program needs it.
+    """
+
+    __slots__ = ("jax_sharding", "sharding")
+    _known: dict[tuple[Any, Any], "Placement"] = {}
+
+    def __init__(self, jax_sharding: Any, sharding: Sharding | None) -> None:
+        self.jax_sharding, self.sharding = jax_sharding, sharding
+
+    @staticmethod
+    def of(jax_sharding: Any, sharding: Sharding | None) -> "Placement":
+        key = (jax_sharding, sharding)
+        found = Placement._known.get(key)
+        if found is None:
+            found = Placement._known.setdefault(key, Placement(jax_sharding, sharding))
+        return found
+
+    def __repr__(self) -> str:
+        return f"Placement({self.jax_sharding}, marked={self.sharding is not None})"
+
+
+def default_device_ids() -> tuple[int, ...]:
+    """The devices of a program without any mark: all of them in SPMD mode, else the first."""
+    return tuple(range(num_devices())) if _state.spmd else (0,)
+
+
+@lru_cache(maxsize=4096)
+def _jax_mesh(device_ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    every = devices()
+    return jax.sharding.Mesh(np.array([every[i] for i in device_ids], dtype=object).reshape(shape), names)
+
+
+def _axis_names(mesh: Mesh) -> tuple[str, ...]:
+    return mesh.axis_names or tuple(f"axis{i}" for i in range(len(mesh.mesh_shape)))
+
+
+@lru_cache(maxsize=16384)
+def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None) -> NamedSharding:
+    """jax's form of a sharding. With `device_ids` (a program's devices), the same tiles over exactly those devices: the sharding itself
+    where its mesh has them in that order, else its nearest equivalent (tiles kept, spare devices hold replicas, or all replicate)."""
+    mesh = sharding.mesh
+    own_ids = tuple(int(i) for i in mesh.device_ids)
+    names = _axis_names(mesh)
+    spec = PartitionSpec(*(tuple(names[a] for a in axes) if axes else None for axes in sharding.dims))
+    if device_ids is None or device_ids == own_ids:
+        check_devices(mesh, num_devices())
+        return NamedSharding(_jax_mesh(own_ids, tuple(mesh.mesh_shape), names), spec)
+    spare, rest = divmod(len(device_ids), len(own_ids))
+    if rest:
+        return replicated(device_ids)
+    return NamedSharding(_jax_mesh(device_ids, (*mesh.mesh_shape, spare), (*names, "_spare")), spec)
+
+
+@lru_cache(maxsize=1024)
+def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
+    """The whole tensor on each of the devices."""
+    return NamedSharding(_jax_mesh(device_ids, (len(device_ids),), ("all",)), PartitionSpec())
+
+
+def device_ids_of(jax_sharding: Any) -> tuple[int, ...]:
+    """The positions, among all devices, of the devices of a jax sharding, in its order."""
+    position = _position_of_id()
+    return tuple(position[d.id] for d in jax_sharding._device_assignment)
+
+
+# --- Data -----------------------------------------------------------------------------------------------------------------------------
+
+
+def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
+    """Host data as a device array of `padded_shape`; each device receives its own shard only. Does not wait."""
+    data = dtypes.numpy_view(tensor.detach().contiguous())
+    metrics.count("uploaded_bytes", data.nbytes)
+    with jax.enable_x64(True):
+        if padded_shape == data.shape:
+            if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
+                return jax.device_put(data, jax_sharding)
+            return jax.make_array_from_callback(data.shape, jax_sharding, lambda index: data[index])
+        return jax.make_array_from_callback(padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape))
+
+
+def _padded_block(data: np.ndarray, index: tuple[slice, ...], padded_shape: tuple[int, ...]) -> np.ndarray:
+    bounds = [s.indices(n)[:2] for s, n in zip(index, padded_shape)]
+    block = data[tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, data.shape))]
+    return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
+
+
+def reshard(array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_shape: tuple[int, ...]) -> jax.Array:
+    """The array's first `shape` elements, laid out anew with `jax_sharding` and padded to `padded_shape`. Does not wait."""
+    metrics.count("resharded_bytes", array.nbytes)
+    with jax.enable_x64(True):
+        if array.shape == padded_shape:
+            return jax.device_put(array, jax_sharding)
+        whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[tuple(slice(n) for n in shape)]
+        return jax.device_put(jax.numpy.pad(whole, [(0, p - n) for n, p in zip(shape, padded_shape)]), jax_sharding)
+
+
+def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
+    """The logical value in host memory, as a CPU tensor that owns its memory. Waits for the device."""
+    metrics.count("host_reads")
+    if array.is_fully_addressable or array.is_fully_replicated:
+        host = np.asarray(array)
+    else:
+        host = multihost_utils.process_allgather(array, tiled=True)
+    if host.shape != shape:
+        host = host[tuple(slice(n) for n in shape)]
+    return dtypes.tensor_view(np.array(host, copy=True, order="C"))
+
+
+class InFlight:
+    """Bounds the programs that wait on the devices, by waiting for the oldest. Each program gives a token: a result that is never donated."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Any] = deque()
+
+    def add(self, token: jax.Array) -> None:
+        """Counts a program in; waits while there are too many."""
+        limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
+        self._queue.append(token)
+        while len(self._queue) > limit:
+            self._queue.popleft().block_until_ready()
+
+    def wait_all(self) -> None:
+        """Blocks until every program that was started has ended."""
+        while self._queue:
+            self._queue.popleft().block_until_ready()
+
+
+in_flight = InFlight()
+
+
+def addressable(array: jax.Array) -> Sequence[Any]:
+    """The shards that this host holds, by global device id."""
+    return sorted(array.addressable_shards, key=lambda s: s.device.id)
+
+
+def position_of_device(device: Any) -> int:
+    """The position of one jax device among all devices."""
+    return _position_of_id()[device.id]
+
+
+def sharding_text(jax_sharding: Any, ndim: int) -> str:
+    """A jax sharding in XLA's text form with explicit device lists."""
+    sharding = jax_sharding._to_xla_hlo_sharding(ndim)
+    if sharding.is_replicated():
+        return "{replicated}"
+    dims = ",".join(map(str, sharding.tile_assignment_dimensions()))
+    ids = ",".join(map(str, sharding.tile_assignment_devices()))
+    suffix = " last_tile_dim_replicate" if sharding.replicate_on_last_tile_dim() else ""
+    return f"{{devices=[{dims}]{ids}{suffix}}}"

@@ -1,0 +1,291 @@
+"""Where each block of a tensor lives: partition specs are checked here and become one canonical, hashable `Sharding`."""
+
+import math
+import threading
+import weakref
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_core.errors import MeshError, PartitionSpecError
+from spmd_core.mesh import Mesh
+
+Axis: TypeAlias = int | str
+"""A mesh axis, by index (negative counts from the last) or by name."""
+
+PartitionSpec: TypeAlias = tuple[int | str | tuple[int | str, ...] | None, ...]
+"""One entry for each tensor dim: None (not sharded), a mesh axis, or a tuple of mesh axes, the major one first."""
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """A mesh and a partition spec as a user hands them around, for instance to a loader.
+
+    Attributes:
+        mesh: the mesh whose axes the spec names.
+        partition_spec: one entry for each tensor dim; a list is accepted and kept as a tuple.
+        minibatch: the tensors to be sharded hold this process's part of the batch, not the whole batch.
+
+    Raises:
+        PartitionSpecError: the spec does not fit the mesh. The tensor's rank is checked when the spec is applied.
+
+    Example:
+        >>> spec = ShardingSpec(Mesh(range(8), (4, 2), ("data", "model")), ("data", None))
+        >>> spec.can_apply(2), spec.can_apply(3)
+        (True, False)
+    """
+
+    mesh: Mesh
+    partition_spec: PartitionSpec
+    minibatch: bool = False
+
+    def __post_init__(self) -> None:
+        validate_spec(self.mesh, self.partition_spec)
+        entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.partition_spec)
+        object.__setattr__(self, "partition_spec", tuple(entries))
+
+    def can_apply(self, tensor: Any) -> bool:
+        """Whether the spec has one entry for each dim of `tensor`: an int (the rank), or an object with `ndim` or `dim()`.
+
+        Stricter than applying the spec, which replicates the dims that a short spec leaves out: a loader asks this to tell the
+        tensors that are meant from the others in a batch.
+        """
+        return len(self.partition_spec) == _rank_of(tensor)
+
+
+@dataclass(frozen=True, repr=False)
+class Sharding:
+    """The canonical sharding of tensors of one rank: for each tensor dim, the mesh axes that split it.
+
+    Built with `Sharding.of`, which checks the spec and returns the same object for the same sharding. A dim that is split over the
+    axes (a, b) has its blocks numbered with b running fastest. A dim whose size is not a multiple of its number of blocks is stored
+    padded at its end.
+
+    Attributes:
+        mesh: the mesh.
+        dims: for each tensor dim, the mesh axis indices that split it, the major one first. An axis of size 1 is kept, and splits nothing.
+
+    Example:
+        >>> sharding = Sharding.of(Mesh(range(8), (4, 2), ("data", "model")), ("model", None), 2)
+        >>> sharding.tiles, sharding.text
+        ((2, 1), '{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}')
+        >>> sharding.padded_shape((5, 3)), sharding.shard_shape((5, 3))
+        ((6, 3), (3, 3))
+    """
+
+    mesh: Mesh
+    dims: tuple[tuple[int, ...], ...]
+    _hash: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.dims for axis in axes]
+        assert len(set(used)) == len(used), self.dims
+        assert all(0 <= axis < len(self.mesh.mesh_shape) for axis in used), self.dims
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims)))
+
+    @classmethod
+    def of(cls, mesh: Mesh, partition_spec: PartitionSpec, ndim: int) -> "Sharding":
+        """The sharding that `partition_spec` means for tensors of rank `ndim`; a short spec replicates the dims it leaves out.
+
+        Raises:
+            PartitionSpecError: the spec does not fit the mesh, or is longer than `ndim`.
+            MeshError: `mesh` is not a Mesh.
+        """
+        dims = validate_spec(mesh, partition_spec)
+        if len(dims) > ndim:
+            raise PartitionSpecError(
+                f"a partition spec must not have more entries than the tensor has dims; got {tuple(partition_spec)!r} with {len(dims)} entries "
+                f"for a tensor of rank {ndim}. Keep at most {ndim} entries; an omitted entry replicates its dim."
+            )
+        dims += ((),) * (ndim - len(dims))
+        sharding = _interned.get((mesh, dims))
+        if sharding is None:
+            with _interned_lock:
+                sharding = _interned.setdefault((mesh, dims), cls(mesh, dims))
+        return sharding
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the tensors."""
+        return len(self.dims)
+
+    @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """Number of blocks along each tensor dim."""
+        return tuple(math.prod(self.mesh.mesh_shape[axis] for axis in axes) for axes in self.dims)
+
+    @cached_property
+    def num_shards(self) -> int:
+        """Number of different blocks; the mesh holds `mesh.size() // num_shards` copies of each."""
+        return math.prod(self.tiles)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole tensor."""
+        return self.num_shards == 1
+
+    @cached_property
+    def partition_spec(self) -> PartitionSpec:
+        """The canonical spec, of length `ndim`: axis names where the mesh has them; None, one axis, or a tuple of two or more axes."""
+        names: tuple[Axis, ...] = tuple(range(len(self.mesh.mesh_shape))) if self.mesh.axis_names is None else self.mesh.axis_names
+        entries = (tuple(names[axis] for axis in axes) for axes in self.dims)
+        return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries)
+
+    @cached_property
+    def tile_assignment(self) -> np.ndarray:
+        """Device ids as a read-only int64 array of shape `(*tiles, num_replicas)`: `[block]` lists the holders of that block, sorted."""
+        split = [axis for axes in self.dims for axis in axes]
+        rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in split]
+        assignment = np.sort(self.mesh.get_logical_mesh().transpose(*split, *rest).reshape(*self.tiles, -1), axis=-1)
+        assignment.flags.writeable = False
+        return assignment
+
+    @cached_property
+    def text(self) -> str:
+        """XLA's text (GSPMD, V1) of this sharding, such as `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}` or `{replicated}`."""
+        if self.is_replicated:
+            return "{replicated}"
+        is_partial = self.tile_assignment.shape[-1] > 1
+        tile_dims = self.tile_assignment.shape if is_partial else self.tiles
+        ids = ",".join(str(device_id) for device_id in self.tile_assignment.reshape(-1).tolist())
+        suffix = " last_tile_dim_replicate" if is_partial else ""
+        return f"{{devices=[{','.join(str(tile) for tile in tile_dims)}]{ids}{suffix}}}"
+
+    def padded_shape(self, shape: Shape) -> Shape:
+        """`shape` with every size rounded up to a multiple of the number of blocks along its dim; 0 stays 0."""
+        self._check_rank(shape)
+        return tuple(-(-size // tile) * tile for size, tile in zip(shape, self.tiles, strict=True))
+
+    def shard_shape(self, shape: Shape) -> Shape:
+        """Shape of the block that each device stores for a tensor of logical shape `shape`, padding included."""
+        self._check_rank(shape)
+        return tuple(-(-size // tile) for size, tile in zip(shape, self.tiles, strict=True))
+
+    def indices(self, shape: Shape) -> tuple[tuple[slice, ...], ...]:
+        """For each mesh position (the order of `mesh.device_ids`), the slices of the logical tensor that its device holds.
+
+        Slices stop at `shape`, so a block that is all padding has `start == stop` in some dim. Every slice is explicit, with step None.
+
+        Example:
+            >>> Sharding.of(Mesh(range(4), (4,)), (0,), 1).indices((5,))
+            ((slice(0, 2, None),), (slice(2, 4, None),), (slice(4, 5, None),), (slice(5, 5, None),))
+        """
+        per_dim = []
+        for size, block, coordinates in zip(shape, self.shard_shape(shape), self._block_coordinates, strict=True):
+            per_dim.append([slice(min(index * block, size), min((index + 1) * block, size)) for index in coordinates.tolist()])
+        return tuple(zip(*per_dim, strict=True)) if per_dim else ((),) * self.mesh.size()
+
+    def replica_ids(self) -> tuple[int, ...]:
+        """For each mesh position, the rank of its device id among the devices that hold the same block: 0 for the lowest id."""
+        return self._replica_ids
+
+    def __repr__(self) -> str:
+        return f"Sharding.of({self.mesh!r}, {self.partition_spec!r}, {self.ndim})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `dims` is itself a valid spec. Going through `of` keeps one object per sharding, and leaves the per-process hash behind.
+        return Sharding.of, (self.mesh, self.dims, self.ndim)
+
+    @cached_property
+    def _block_coordinates(self) -> tuple[np.ndarray, ...]:
+        """For each tensor dim, an int array of shape `(mesh.size(),)`: the index along that dim of the block at each mesh position."""
+        mesh_shape = self.mesh.mesh_shape
+        positions = np.unravel_index(np.arange(self.mesh.size()), mesh_shape)
+        per_dim = []
+        for axes in self.dims:
+            index = np.zeros(self.mesh.size(), dtype=np.int64)
+            for axis in axes:
+                index = index * mesh_shape[axis] + positions[axis]
+            per_dim.append(index)
+        return tuple(per_dim)
+
+    @cached_property
+    def _replica_ids(self) -> tuple[int, ...]:
+        ranks = list(range(self.tile_assignment.shape[-1])) * self.num_shards
+        rank_by_id = dict(zip(self.tile_assignment.reshape(-1).tolist(), ranks, strict=True))
+        return tuple(rank_by_id[device_id] for device_id in self.mesh.device_ids.tolist())
+
+    def _check_rank(self, shape: Shape) -> None:
+        if len(shape) != self.ndim:
+            raise PartitionSpecError(
+                f"a sharding serves tensors of one rank; got the shape {tuple(shape)} of rank {len(shape)} for {self!r} of rank {self.ndim}. "
+                f"Build a sharding for it: Sharding.of(mesh, partition_spec, {len(shape)})."
+            )
+
+
+# Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds many meshes does not keep them.
+_interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = weakref.WeakValueDictionary()
+# Reentrant: the collector may run a finalizer that builds a sharding while this thread holds the lock.
+_interned_lock = threading.RLock()
+
+
+def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
+    """Checks a partition spec against a mesh; returns, for each entry of the spec, the mesh axis indices that it names.
+
+    Raises:
+        PartitionSpecError: the spec or an entry has a wrong type, names an axis that the mesh lacks, or an axis is used twice.
+        MeshError: `mesh` is not a Mesh.
+
+    Example:
+        >>> validate_spec(Mesh(range(8), (2, 2, 2), ("x", "y", "z")), (("z", 0), None, -2))
+        ((2, 0), (), (1,))
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"a partition spec belongs to a Mesh; got {mesh!r} of type {type(mesh).__name__}. Pass Mesh(device_ids, mesh_shape, axis_names)."
+        )
+    if not isinstance(spec, (tuple, list)):
+        raise PartitionSpecError(_wrong_spec_type(mesh, spec))
+    dims = tuple(_entry_axes(mesh, entry, spec) for entry in spec)
+    used: set[int] = set()
+    for axis in (axis for axes in dims for axis in axes):
+        if axis in used:
+            name = axis if mesh.axis_names is None else mesh.axis_names[axis]
+            raise PartitionSpecError(
+                f"a mesh axis may shard a tensor once; got axis {name!r} more than once in {tuple(spec)!r}. "
+                "Keep it in one place, and write None for a dim that should not be sharded."
+            )
+        used.add(axis)
+    return dims
+
+
+def _entry_axes(mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec) -> tuple[int, ...]:
+    """Axis indices of one entry of `spec`."""
+    if entry is None:
+        return ()
+    if not isinstance(entry, (tuple, list)):
+        return (mesh.axis_index(entry),)
+    axes: tuple[Any, ...] = tuple(entry)
+    for axis in axes:
+        if axis is None or isinstance(axis, (tuple, list)):
+            raise PartitionSpecError(
+                f"a tuple inside a partition spec must hold mesh axes only, by index or name; got {axis!r} in {tuple(spec)!r}. "
+                f"List the axes of one dim side by side, such as {tuple(mesh.shape())!r}."
+            )
+    return tuple(mesh.axis_index(axis) for axis in axes)
+
+
+def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
+    is_axis = any(type(spec) is type(axis) and spec == axis for axis in (*mesh.shape(), *range(len(mesh.mesh_shape))))
+    example = repr((spec if is_axis else next(iter(mesh.shape())),))
+    return (
+        f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
+        f"Write {example} to shard the first dim, or () to replicate."
+    )
+
+
+def _rank_of(tensor: Any) -> int:
+    if isinstance(tensor, (int, np.integer)):
+        return int(tensor)
+    if hasattr(tensor, "ndim"):
+        return int(tensor.ndim)
+    if hasattr(tensor, "dim"):
+        return int(tensor.dim())
+    raise TypeError(f"a rank is asked of a tensor, an array or an int; got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself.")

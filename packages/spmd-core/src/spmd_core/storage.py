@@ -1,0 +1,121 @@
+"""What tensors share: a storage holds one value, views are chains over it, and a write through any view reaches every other.
+
+Invariants. A storage's `value` is always its current value, pending or computed. A view caches the value it last derived together with
+the storage's version; after a write through another alias the versions differ and the view is derived again from the storage. Every
+storage whose value is pending is listed, weakly, in `pending`: what nobody holds any more is never computed.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+from spmd_core.graph import Entry, Spec, Value
+
+# Recording and cutting exclude each other: a cut must see whole operations only. Reentrant, as a host read inside an operation cuts.
+lock = threading.RLock()
+
+
+class _Pending:
+    """The storages with a pending value, in the order in which they became pending."""
+
+    __slots__ = ("epoch", "refs")
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.refs: list[weakref.ref[Storage]] = []
+
+    def take(self) -> list["Storage"]:
+        """The live storages whose value is pending; starts a new epoch."""
+        live = [s for ref in self.refs if (s := ref()) is not None and s.value.data is None]
+        self.epoch += 1
+        self.refs = []
+        return live
+
+    def prune(self) -> None:
+        """Forgets dead storages, so that a long loop without a cut holds no memory for what it dropped."""
+        self.refs = [ref for ref in self.refs if ref() is not None]
+
+
+class Storage:
+    """One value shared by a tensor and its views. `sharding` is the user's mark (or inherited), None where the partitioner may choose.
+
+    `committed` is the value of the last successful cut: where a program fails, the storage returns to it.
+    """
+
+    __slots__ = ("__weakref__", "committed", "epoch", "error", "sharding", "spec", "value", "version")
+
+    def __init__(self, value: Value, spec: Spec) -> None:
+        self.value, self.spec = value, spec
+        self.version = 0
+        self.sharding = self.committed = self.error = None
+        self.epoch = epoch = pending.epoch
+        if value.data is None:
+            refs = pending.refs
+            refs.append(weakref.ref(self))
+            if not len(refs) & 0x3FFF:
+                pending.prune()
+        else:
+            self.epoch = epoch - 1
+
+    def write(self, value: Value) -> None:
+        """Replaces the value; every view derives itself again when it is next read."""
+        self.value = value
+        self.version += 1
+        if value.data is None:
+            if self.epoch != pending.epoch:
+                self.epoch = pending.epoch
+                pending.refs.append(weakref.ref(self))
+        else:
+            self.committed = value
+            value.owner = weakref.ref(self)
+
+    @staticmethod
+    def of_leaf(spec: Spec, data: Any, placement: Any) -> "Storage":
+        """A storage over data that is already there."""
+        storage = Storage(Value.leaf(spec, data, placement, None), spec)
+        storage.value.owner = weakref.ref(storage)
+        storage.committed = storage.value
+        return storage
+
+    @property
+    def storage(self) -> "Storage":
+        return self
+
+
+pending = _Pending()
+
+
+class View:
+    """A chain of view operations over a storage: `chain[-1](...chain[0](storage.value))`."""
+
+    __slots__ = ("chain", "sharding", "spec", "storage", "value", "version")
+
+    def __init__(self, storage: Storage, chain: tuple[Entry, ...], spec: Spec, value: Value) -> None:
+        self.storage, self.chain, self.spec, self.value = storage, chain, spec, value
+        self.version = storage.version
+        self.sharding = None
+
+    def current(self) -> Value:
+        """The view's value, derived again if the storage was written since."""
+        storage = self.storage
+        if self.version != storage.version or (self.value.data is None and storage.value.data is not None and self.sharding is None):
+            value = storage.value
+            for entry in self.chain:
+                value = Value(entry, (value,), (), entry.spec)
+            self.value, self.version = value, storage.version
+        return self.value
+
+    def intermediate_values(self) -> list[Value]:
+        """The storage's value and each value along the chain but the last."""
+        values = [self.storage.value]
+        for entry in self.chain[:-1]:
+            values.append(Value(entry, (values[-1],), (), entry.spec))
+        return values
+
+
+Handle = Storage | View
+
+
+def read(handle: Handle) -> Value:
+    """The handle's current value."""
+    return handle.value if handle.__class__ is Storage else handle.current()

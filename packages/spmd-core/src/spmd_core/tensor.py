@@ -1,0 +1,257 @@
+"""`XLAShardedTensor`: a torch tensor on device `xla` that is metadata plus a handle to a graph value; it holds no arithmetic."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd_core import dtypes, execution, runtime
+from spmd_core.errors import SpmdError
+from spmd_core.graph import Spec
+from spmd_core.sharding import PartitionSpec, Sharding
+from spmd_core.storage import Handle
+
+XLA_DEVICE = torch.device("xla:0")
+_new = torch.Tensor._make_wrapper_subclass
+
+
+class XLAShardedTensor(torch.Tensor):
+    """Every tensor on device `xla`, marked with a sharding or not; behaves as the whole (global) tensor.
+
+    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`), not from this constructor. Operations are
+    recorded and return at once; reading a value on the host (`.cpu()`, `.item()`, `print`) computes everything pending and waits.
+    """
+
+    _handle: Handle
+    # Set by `annotate`: constrains the gradients of a marked leaf. None where nothing is marked.
+    _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
+    # Interception happens below autograd only: above it, gradients would be lost.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, *args: Any, **kwargs: Any) -> "XLAShardedTensor":
+        raise TypeError("XLAShardedTensor is not constructed directly; got a call of the class. Use tensor.to('xla') or torch.randn(..., device='xla').")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise SpmdError(f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone.")
+
+    # --- Sharding ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The canonical sharding that the tensor was marked with or inherited; None where the partitioner may choose."""
+        return self._handle.sharding
+
+    @property
+    def sharding_spec(self) -> str:
+        """XLA's text of the sharding, such as `{devices=[4,2]0,1,2,3,4,5,6,7}`; `''` where the tensor has none. Does not wait.
+
+        For an unmarked tensor that was computed, this is what the partitioner chose.
+        """
+        sharding = self._handle.sharding
+        if sharding is not None:
+            return sharding.text
+        value = self._handle.storage.value
+        if value.data is None or value.placement.jax_sharding is None or self._handle is not self._handle.storage:
+            return ""
+        return runtime.sharding_text(value.placement.jax_sharding, len(value.spec.shape))
+
+    @property
+    def partition_spec(self) -> PartitionSpec | None:
+        """The partition spec, one entry per dim, or None."""
+        return None if self._handle.sharding is None else self._handle.sharding.partition_spec
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...] | None:
+        """The shape of the mesh that the tensor is marked over, or None."""
+        return None if self._handle.sharding is None else tuple(self._handle.sharding.mesh.mesh_shape)
+
+    @property
+    def global_tensor(self) -> torch.Tensor:
+        """The tensor itself: it is the global tensor already."""
+        return self
+
+    @property
+    def local_shards(self) -> list["XLAShard"]:
+        """What each device of this host holds, as CPU copies, padding included, by device id. Cuts, uploads and waits.
+
+        Raises:
+            SpmdError: the tensor has no sharding.
+        """
+        sharding = self._handle.sharding
+        if sharding is None or self._handle is not self._handle.storage:
+            raise SpmdError(
+                f"local_shards needs a tensor with a sharding; this one, of shape {tuple(self.shape)}, has none. "
+                "Call mark_sharding(tensor, mesh, partition_spec) first, on the tensor itself rather than a view of it."
+            )
+        storage = self._handle.storage
+        array = execution.place(storage)
+        runtime.in_flight.wait_all()
+        position = {int(device): i for i, device in enumerate(sharding.mesh.device_ids)}
+        indices, replicas = sharding.indices(storage.spec.shape), sharding.replica_ids()
+        shards = []
+        for shard in runtime.addressable(array):
+            device = runtime.position_of_device(shard.device)
+            where = position[device]
+            data = dtypes.tensor_view(np.array(shard.data, copy=True, order="C"))
+            index: tuple[slice, ...] | EllipsisType = ... if sharding.is_replicated else indices[where]
+            shards.append(XLAShard(data, index, f"{shard.device.platform.upper()}:{device}", replicas[where]))
+        return shards
+
+    # --- Host side --------------------------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        if tensor_contents is not None:
+            return f"XLAShardedTensor({tensor_contents})"
+        text = repr(self.detach().cpu()).removesuffix(")")
+        parts = [text, f"device='{self.device}'"]
+        if self.grad_fn is not None:
+            parts.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            parts.append("requires_grad=True")
+        if self._handle.sharding is not None:
+            parts.append(f"sharding={self._handle.sharding.partition_spec}")
+        text = ", ".join(parts) + ")"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def tolist(self) -> Any:
+        """The values as nested Python lists. Waits for the device."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array in host memory: a copy, so `force=True` is needed just as for any other device."""
+        if not force:
+            raise TypeError("can't convert an xla tensor to numpy: it is not in host memory. Use tensor.detach().cpu().numpy() or numpy(force=True).")
+        return self.detach().cpu().numpy(force=True)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user created (graph leaves) can be deep-copied; this one has a grad_fn. Use detach() or clone().")
+        with torch.no_grad():
+            copied = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        else:
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles through the CPU, in torch's own form for device tensors, so that `torch.load(weights_only=True)` reads it."""
+        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+
+    # --- What torch's C++ setters would do without telling the handle -------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same storage, outside autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, XLAShardedTensor):
+            raise TypeError(f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla').")
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._handle = new._handle
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether autograd tracks the tensor."""
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
+        """As torch's; a marked leaf's gradients follow its sharding from here on."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self._handle.sharding is not None and XLAShardedTensor._on_requires_grad is not None:
+            XLAShardedTensor._on_requires_grad(self)
+        return self
+
+    # --- torch.compile and Module.to need both; a flattened tensor is one meta tensor that leads back to the handle. -------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_meta"], None
+
+    @property
+    def _meta(self) -> torch.Tensor:
+        spec = self._handle.spec
+        meta = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+        meta._xla_handle = self._handle  # type: ignore[attr-defined]
+        return meta
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> "XLAShardedTensor":
+        handle = getattr(inner["_meta"], "_xla_handle", None)
+        if handle is None:
+            raise NotImplementedError("torch.compile over xla tensors is not available: the traced tensor has no recorded value. Call the function directly.")
+        return wrap(handle)
+
+
+def wrap(handle: Handle) -> XLAShardedTensor:
+    """A new tensor over a handle."""
+    spec = handle.spec
+    if spec.offset:
+        tensor = _new(XLAShardedTensor, spec.size, spec.strides, spec.offset, dtype=spec.dtype, device=XLA_DEVICE)
+    else:
+        tensor = _new(XLAShardedTensor, spec.size, spec.strides, dtype=spec.dtype, device=XLA_DEVICE)
+    tensor._handle = handle
+    return tensor
+
+
+def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild_parameter])
+
+
+@dataclass
+class XLAShard:
+    """One device's part of a tensor: a CPU copy.
+
+    Attributes:
+        data: the block as stored, padding included, on the CPU.
+        indices: the slices of the global tensor that the block holds (clamped to its shape), or `...` where it holds all of it.
+        shard_device: such as `"CPU:3"`.
+        replica_id: the block's number among the devices that hold the same block.
+    """
+
+    data: torch.Tensor
+    indices: tuple[slice, ...] | EllipsisType
+    shard_device: str
+    replica_id: int
+
+    @property
+    def unpadded_data(self) -> torch.Tensor:
+        """The block without padding, a view of `data`."""
+        if isinstance(self.indices, EllipsisType):
+            return self.data
+        return self.data[tuple(slice(s.stop - s.start) for s in self.indices)]
+
+    @unpadded_data.setter
+    def unpadded_data(self, value: torch.Tensor) -> None:
+        self.unpadded_data.copy_(value)
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The spec of any tensor."""
+    return tensor._handle.spec if isinstance(tensor, XLAShardedTensor) else Spec.from_tensor(tensor)

@@ -1,0 +1,385 @@
+"""Elementwise lowerings against eager torch on the CPU."""
+
+import math
+
+import pytest
+import torch
+from oracle import check
+
+from spmd_core.ops import elementwise, registry
+
+NAN, INF = math.nan, math.inf
+FLOATS = [torch.float32, torch.bfloat16]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 100.0, -100.0, 1e-3, NAN, INF, -INF]
+
+
+def values(dtype: torch.dtype, low: float = -3.0, high: float = 3.0, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    return x > 0 if dtype is torch.bool else x.to(dtype)
+
+
+# ---- one operand ---------------------------------------------------------------------------------------------------------------------------
+
+# Where the function is defined; outside, torch and XLA agree on nan but the sampled values would all be nan.
+DOMAINS = {
+    "acos": (-1, 1), "asin": (-1, 1), "atanh": (-1, 1), "erfinv": (-1, 1), "acosh": (1, 4), "log": (0, 5), "log10": (0, 5), "log2": (0, 5),
+    "log1p": (-1, 5), "sqrt": (0, 5), "rsqrt": (0.1, 5), "reciprocal": (0.2, 4), "digamma": (0.2, 6), "lgamma": (0.2, 6), "special_entr": (0, 3),
+}  # fmt: skip
+INTEGERS_STAY = ("ceil", "floor", "neg", "round", "sgn", "sign", "trunc")
+COMPLEX_TOO = ("acos", "asin", "atan", "cos", "cosh", "exp", "log", "neg", "reciprocal", "rsqrt", "sgn", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh")
+
+
+@pytest.mark.parametrize("op", sorted(elementwise._UNARY))
+def test_unary(op: str) -> None:
+    low, high = DOMAINS.get(op, (-3, 3))
+    check(f"aten.{op}.default", values(torch.float32, low, high))
+    check(f"aten.{op}.default", values(torch.bfloat16, low, high))
+    check(f"aten.{op}.default", values(torch.float32, low, high, ()))
+    check(f"aten.{op}.default", torch.empty(0, 3))
+    if op not in ("frac",):
+        check(f"aten.{op}.default", torch.tensor([0, 1, 2, 3]) if op in DOMAINS else torch.tensor([-2, -1, 0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("op", sorted(elementwise._UNARY))
+def test_unary_of_special_values(op: str) -> None:
+    check(f"aten.{op}.default", torch.tensor(SPECIAL))
+
+
+@pytest.mark.parametrize("op", COMPLEX_TOO)
+def test_unary_complex(op: str) -> None:
+    check(f"aten.{op}.default", torch.complex(values(torch.float32), values(torch.float32, seed=1)))
+
+
+@pytest.mark.parametrize("op", ["abs", "angle"])
+def test_parts_of_a_complex_number(op: str) -> None:
+    check(f"aten.{op}.default", torch.complex(values(torch.float32), values(torch.float32, seed=1)))
+    check(f"aten.{op}.default", torch.tensor(SPECIAL))
+    check(f"aten.{op}.default", torch.tensor(SPECIAL, dtype=torch.bfloat16))
+    check(f"aten.{op}.default", torch.tensor([-2, 0, 3]))
+
+
+def test_abs_of_bytes() -> None:
+    check("aten.abs.default", torch.tensor([0, 200], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("op", [*elementwise._PREDICATES, "signbit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_predicates(op: str, dtype: torch.dtype) -> None:
+    check(f"aten.{op}.default", torch.tensor(SPECIAL).nan_to_num(posinf=1, neginf=-1).to(dtype) if not dtype.is_floating_point else torch.tensor(SPECIAL, dtype=dtype))
+
+
+@pytest.mark.parametrize("decimals", [-1, 0, 2])
+def test_round_to_decimals(decimals: int) -> None:
+    check("aten.round.decimals", torch.tensor([0.125, -12.345, 55.0, 45.0, 1e-9]), decimals=decimals)
+
+
+def test_round_of_integers_to_tens_says_what_to_do() -> None:
+    with pytest.raises(NotImplementedError, match="convert to a float dtype"):
+        registry.find(torch.ops.aten.round.decimals).function(None, torch.tensor([1]).numpy(), decimals=-1)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
+def test_nan_to_num(dtype: torch.dtype) -> None:
+    x = torch.tensor([NAN, INF, -INF, 1.0]).nan_to_num(0, 5, 6).to(dtype) if dtype is torch.int64 else torch.tensor([NAN, INF, -INF, 1.0], dtype=dtype)
+    check("aten.nan_to_num.default", x)
+    check("aten.nan_to_num.default", x, 2.0, 3.0, -4.0)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_polygamma(n: int) -> None:
+    check("aten.polygamma.default", n, values(torch.float32, 0.5, 5), rtol=1e-4)
+
+
+# ---- two operands ----------------------------------------------------------------------------------------------------------------------------
+
+INTEGER_BINARY = ("bitwise_and", "bitwise_or", "bitwise_xor", "gcd", "lcm")
+SHIFTS = ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
+FLOAT_ONLY = ("hypot", "igamma", "igammac", "logaddexp", "logaddexp2", "special_zeta")
+POSITIVE = ("igamma", "igammac", "pow", "special_xlog1py", "xlogy")
+
+
+def overload(op: str) -> str:
+    """The overload of two tensors."""
+    return next(x for x in ("Tensor", "Tensor_Tensor", "default") if x in elementwise._BINARY[op][1])
+
+
+def operands(op: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    if op == "special_zeta":
+        return values(dtype, 1.5, 4), values(dtype, 0.5, 4, (5,), 1)
+    if op in POSITIVE:
+        return values(dtype, 0.1, 4), values(dtype, 0.1, 3, (5,), 1)
+    low = -7 if dtype is torch.int64 else -3
+    other = values(dtype, low, -low, (5,), 1)
+    return values(dtype, 3 * low, -3 * low), torch.where(other == 0, torch.ones_like(other), other)
+
+
+@pytest.mark.parametrize("op", sorted(set(elementwise._BINARY) - {*INTEGER_BINARY, *SHIFTS}))
+def test_binary(op: str) -> None:
+    name = f"aten.{op}.{overload(op)}"
+    check(name, *operands(op, torch.float32), rtol=1e-4 if op in ("igamma", "igammac", "special_zeta") else None)
+    if op not in ("special_zeta",):
+        check(name, *operands(op, torch.bfloat16))
+    check(name, torch.empty(0, 5), values(torch.float32, 1, 2, (5,)))
+    check(name, torch.tensor(1.5), torch.tensor(2.0), rtol=1e-4)
+    if op not in FLOAT_ONLY:
+        check(name, *operands(op, torch.int64))
+        if op != "heaviside":  # torch wants two operands of one dtype
+            check(name, operands(op, torch.int64)[0], operands(op, torch.float32)[1])
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "atan2", "copysign", "xlogy", "heaviside", "hypot", "logaddexp", "remainder", "fmod", "floor_divide"])
+def test_binary_of_special_values(op: str) -> None:
+    name = f"aten.{op}.{overload(op) if op in elementwise._BINARY else 'Tensor'}"
+    check(name, torch.tensor(SPECIAL)[:, None], torch.tensor(SPECIAL))
+
+
+@pytest.mark.parametrize("op", INTEGER_BINARY)
+def test_integer_binary(op: str) -> None:
+    check(f"aten.{op}.{overload(op)}", values(torch.int64, -50, 50), values(torch.int64, -50, 50, (5,), 1))
+    check(f"aten.{op}.{overload(op)}", values(torch.int32, -50, 50), values(torch.int64, -50, 50, (), 1))
+    if op.startswith("bitwise"):
+        check(f"aten.{op}.Tensor", values(torch.bool), values(torch.bool, seed=1))
+        check(f"aten.{op}.Scalar", values(torch.int64, 0, 50), 6)
+        check(f"aten.{op}.Scalar_Tensor", 6, values(torch.int64, 0, 50))
+
+
+@pytest.mark.parametrize("op", SHIFTS)
+def test_shifts(op: str) -> None:
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        check(f"aten.{op}.Tensor", torch.tensor([1, 5, 100, 77], dtype=dtype), torch.tensor([0, 3, 5, 1], dtype=dtype))
+    check(f"aten.{op}.Tensor", torch.tensor([-1, -5, 9]), torch.tensor([63, 64, 100]))
+    check(f"aten.{op}.{'Tensor_Scalar' if op.startswith('b') else 'Scalar'}", torch.tensor([-1, 5]), 2)
+    if op.startswith("b"):
+        check(f"aten.{op}.Scalar_Tensor", 5, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
+@pytest.mark.parametrize("number", [3, 0.7])
+@pytest.mark.parametrize("op", ["add", "sub", "rsub", "mul", "div", "remainder", "fmod", "floor_divide"])
+def test_a_number_as_the_second_operand(op: str, number: float, dtype: torch.dtype) -> None:
+    x = values(dtype, -9, 9)
+    check(f"aten.{op}.Scalar", x, number)
+    if op == "floor_divide":
+        check("aten.floor_divide.default", x, number)
+    elif op in ("add", "sub", "mul", "div"):  # the others have no such call in torch
+        check(f"aten.{op}.Tensor", x, number)
+
+
+@pytest.mark.parametrize("op", ["copysign", "xlogy", "special_xlog1py", "special_zeta", "remainder"])
+def test_other_overloads_with_numbers(op: str) -> None:
+    x = values(torch.float32, 1.5, 4)
+    for name in elementwise._BINARY[op][1]:
+        if name in ("Scalar", "Scalar_Other", "other_scalar"):
+            check(f"aten.{op}.{name}", x, 2.5, rtol=1e-4)
+        elif name in ("Scalar_Tensor", "Scalar_Self", "self_scalar"):
+            check(f"aten.{op}.{name}", 2.5, x, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "rsub"])
+@pytest.mark.parametrize("overload", ["Tensor", "Scalar"])
+def test_alpha(op: str, overload: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x, other = values(dtype, -9, 9), values(dtype, -9, 9, (5,), 1) if overload == "Tensor" else 3
+        alpha = 2 if dtype is torch.int64 else 0.3
+        if overload == "Tensor":
+            check(f"aten.{op}.Tensor", x, other, alpha=alpha)
+        else:
+            check(f"aten.{op}.Scalar", x, other, alpha)
+
+
+def test_add_and_mul_of_booleans() -> None:
+    a, b = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    check("aten.add.Tensor", a, b)
+    check("aten.add.Tensor", a, b, alpha=False)
+    check("aten.mul.Tensor", a, b)
+    check("aten.add.Tensor", a, 1)
+    check("aten.mul.Tensor", a, True)
+    check("aten.div.Tensor", a, torch.tensor([True]))
+
+
+@pytest.mark.parametrize("a", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize("b", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_promotion(a: torch.dtype, b: torch.dtype) -> None:
+    for shape in ((5,), ()):
+        check("aten.mul.Tensor", values(a, 0, 9), values(b, 0, 9, shape, 1))
+        check("aten.ge.Tensor", values(a, 0, 9), values(b, 0, 9, shape, 1))
+    check("aten.mul.Tensor", values(torch.bfloat16), 2j)
+
+
+def test_sixteen_bits_round_once() -> None:
+    x = values(torch.bfloat16, -100, 100, (64,))
+    check("aten.mul.Tensor", x, 0.1, rtol=0, atol=0)
+    check("aten.addcmul.default", x, x.flip(0), x, value=0.1, rtol=0, atol=0)
+    check("aten.add.Tensor", x, x.flip(0), rtol=0, atol=0)  # alpha: torch rounds it to 16 bits on the CPU and not on GPUs, we do not
+    check("aten.div.Tensor", x, x.flip(0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_div_mode(mode: str | None) -> None:
+    a, b = torch.tensor([-7.0, 7.0, -7.5, 1.0, 0.0, INF, NAN]), torch.tensor([2.0, -2.0, 0.5, 0.1, -3.0, 0.0])
+    check("aten.div.Tensor_mode", a[:, None], b, rounding_mode=mode)
+    check("aten.div.Tensor_mode", a[:, None].bfloat16(), b.bfloat16(), rounding_mode=mode)
+    check("aten.div.Tensor_mode", torch.tensor([-7, 7, -8, 0]), torch.tensor([2, -2, 3, 5]), rounding_mode=mode)
+    check("aten.div.Tensor_mode", torch.tensor([-7, 7, -8, 0]), 3, rounding_mode=mode)
+    check("aten.div.Scalar_mode", a, 0.3, rounding_mode=mode)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 5, -1, -2, 0.5, -0.5, 2.5, INF])
+def test_pow_of_a_number(exponent: float) -> None:
+    for dtype in FLOATS:
+        check("aten.pow.Tensor_Scalar", values(dtype, 0.1, 3), exponent)
+        check("aten.pow.Tensor_Scalar", torch.tensor(SPECIAL), exponent)
+    if isinstance(exponent, int) and exponent >= 0:
+        check("aten.pow.Tensor_Scalar", torch.tensor([-3, 0, 1, 7]), exponent)
+        check("aten.pow.Tensor_Scalar", torch.tensor([True, False]), exponent)
+    else:
+        check("aten.pow.Tensor_Scalar", torch.tensor([3, 1, 7]), float(exponent))
+
+
+def test_pow_with_a_tensor_exponent() -> None:
+    check("aten.pow.Scalar", 2, values(torch.float32))
+    check("aten.pow.Scalar", 2.5, torch.tensor([0, 1, 2, 3]))
+    check("aten.pow.Scalar", 3, torch.tensor([0, 1, 2, 3, 45]))
+    check("aten.pow.Tensor_Tensor", torch.tensor([-3, 2, 1, -1, -1, 0, 3]), torch.tensor([3, -2, -5, -3, -4, 0, 70]))
+    check("aten.pow.Tensor_Tensor", torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([1, 2, 200], dtype=torch.uint8))
+
+
+def test_nextafter() -> None:
+    for dtype in FLOATS:
+        check("aten.nextafter.default", torch.tensor([0.0, 1.0, -1.0, INF], dtype=dtype), torch.tensor([1.0, 2.0, 1.0, 0.0], dtype=dtype), rtol=0, atol=0)
+
+
+# ---- comparison and logic ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", sorted(elementwise._COMPARISONS))
+def test_comparisons(op: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        check(f"aten.{op}.Tensor", values(dtype).round() if dtype.is_floating_point else values(dtype), values(dtype, seed=1))
+    check(f"aten.{op}.Tensor", torch.tensor(SPECIAL)[:, None], torch.tensor(SPECIAL))
+    check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2.5)
+    check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2)
+    check(f"aten.{op}.Scalar", torch.tensor([1.0, 2.0]), 2)
+    check(f"aten.{op}.Scalar", torch.tensor([0.1, 0.2], dtype=torch.bfloat16), 0.1)
+
+
+@pytest.mark.parametrize("op", ["logical_and", "logical_or", "logical_xor"])
+def test_logic(op: str) -> None:
+    a, b = torch.tensor([0.0, 1.0, NAN, 0.0])[:, None], torch.tensor([0, 0, 2, -1])
+    check(f"aten.{op}.default", a, b)
+    check(f"aten.{op}.default", b.bool(), a)
+
+
+def test_not() -> None:
+    check("aten.logical_not.default", torch.tensor([0.0, 1.0, NAN]))
+    check("aten.bitwise_not.default", torch.tensor([0, 1, -9]))
+    check("aten.bitwise_not.default", torch.tensor([0, 7], dtype=torch.uint8))
+    check("aten.bitwise_not.default", torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("invert", [False, True])
+def test_isin(invert: bool) -> None:
+    x = torch.tensor([[1, 2], [3, 4]])
+    check("aten.isin.Tensor_Tensor", x, torch.tensor([[1], [4]]), invert=invert)
+    check("aten.isin.Tensor_Tensor", x, torch.empty(0), invert=invert)
+    check("aten.isin.Tensor_Scalar", x, 3, invert=invert)
+    check("aten.isin.Scalar_Tensor", 3, x, invert=invert)
+
+
+# ---- selection and interpolation ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
+def test_clamp(dtype: torch.dtype) -> None:
+    x = values(dtype, -9, 9)
+    check("aten.clamp.default", x, -2, 3)
+    check("aten.clamp.default", x, min=0.5)
+    check("aten.clamp.default", x, None, 1)
+    check("aten.clamp.default", x, 5, 2)
+    check("aten.clamp.Tensor", x, values(dtype, -9, 9, (5,), 1), None)
+    check("aten.clamp.Tensor", x, values(dtype, -9, 9, (5,), 1), torch.tensor(2.5))
+    check("aten.clamp_min.default", x, 1)
+    check("aten.clamp_max.default", x, 1)
+    check("aten.clamp_min.Tensor", x, values(dtype, -9, 9, (1, 5), 1))
+    check("aten.clamp_max.Tensor", x, values(dtype, -9, 9, (1, 5), 1))
+
+
+def test_clamp_keeps_nan() -> None:
+    check("aten.clamp.default", torch.tensor(SPECIAL), -1.5, 2.0)
+    check("aten.clamp.Tensor", torch.tensor(SPECIAL), torch.tensor(NAN), None)
+
+
+def test_where() -> None:
+    condition = values(torch.bool)
+    check("aten.where.self", condition, values(torch.float32), torch.tensor(2.0))
+    check("aten.where.self", condition, values(torch.bfloat16), values(torch.float32, shape=(5,)))
+    check("aten.where.self", condition[0], torch.tensor(1), values(torch.int32, -9, 9))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool])
+def test_masked_fill(dtype: torch.dtype) -> None:
+    value = True if dtype is torch.bool else 7
+    check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, shape=(5,), seed=1), value)
+    check("aten.masked_fill.Tensor", values(dtype), values(torch.bool, shape=(3, 1), seed=1), torch.tensor(value))
+    if dtype.is_floating_point:
+        check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, seed=1), -INF)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lerp(dtype: torch.dtype) -> None:
+    a, b = values(dtype), values(dtype, shape=(5,), seed=1)
+    check("aten.lerp.Scalar", a, b, 0.3)
+    check("aten.lerp.Scalar", a, b, 1.0, rtol=0, atol=0)
+    check("aten.lerp.Tensor", a, b, values(dtype, 0, 1, seed=2))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_addcmul_and_addcdiv(dtype: torch.dtype) -> None:
+    x, a, b = values(dtype), values(dtype, shape=(5,), seed=1), values(dtype, 1, 3, (3, 1), 2)
+    for op in ("addcmul", "addcdiv"):
+        check(f"aten.{op}.default", x, a, b)
+        check(f"aten.{op}.default", x, a, b, value=-0.1)
+    check("aten.addcmul.default", torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6]), value=2)
+
+
+# ---- complex numbers, copies, conversion ---------------------------------------------------------------------------------------------------------
+
+
+def test_complex() -> None:
+    real, imag = values(torch.float32), values(torch.float32, shape=(5,), seed=1)
+    check("aten.complex.default", real, imag)
+    check("aten.polar.default", real, imag)
+    z = torch.complex(real, imag.expand(3, 5))
+    for op in ("_conj", "_conj_physical", "conj_physical"):
+        check(f"aten.{op}.default", z)
+    check("aten.mul.Tensor", z, real)
+    check("aten.add.Tensor", z, 1j)
+    check("aten.pow.Tensor_Scalar", z, 2)
+    check("aten.pow.Tensor_Tensor", z, z)
+    check("aten.nan_to_num.default", z)
+
+
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_to_copy(target: torch.dtype) -> None:
+    check("aten._to_copy.default", torch.tensor([-1.9, 1.9, 0.0, 100.7]), dtype=target)
+    check("aten._to_copy.default", torch.tensor([-1, 300, 0, 7]), dtype=target)
+    check("aten._to_copy.default", torch.tensor([True, False]), dtype=target)
+    check("aten._to_copy.default", values(torch.bfloat16), dtype=target)
+
+
+def test_to_copy_of_complex() -> None:
+    check("aten._to_copy.default", torch.tensor([1.5, 2.0]), dtype=torch.complex64)
+    check("aten._to_copy.default", torch.tensor([1j, 0j, 1 + 0j]), dtype=torch.bool)
+    check("aten._to_copy.default", torch.tensor([1.5 + 2j]), dtype=torch.float32)
+
+
+def test_clone_copy_fill_zero() -> None:
+    x = values(torch.float32)
+    check("aten.clone.default", x)
+    check("aten.copy.default", x, torch.tensor([1, 2, 3, 4, 5]))
+    check("aten.copy.default", values(torch.int64), values(torch.float32, shape=(3, 1)))
+    for like in (x, values(torch.int64), values(torch.bool), values(torch.bfloat16)):
+        check("aten.fill.Scalar", like, 2.7)
+        check("aten.fill.Tensor", like, torch.tensor(3))
+        check("aten.zero.default", like)

@@ -1,0 +1,6 @@
+"""Batches for sharded programs: moved to the device in the background, sharded on the way, one program per batch."""
+
+from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
+from spmd_data.placement import InputSharding as InputSharding
+from spmd_data.placement import MissingShardingError as MissingShardingError
+from spmd_data.placement import UnevenBatch as UnevenBatch

@@ -1,0 +1,228 @@
+"""The loader: any iterable of host batches in, device batches out. One background thread works ahead; the order never changes.
+
+Invariant: whatever happens in the thread (an end, an exception, a close) reaches the consumer's `next()`; nobody waits for ever.
+"""
+
+import inspect
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+import spmd_core as spmd
+from spmd_core.errors import DataError
+from spmd_data.placement import InputSharding, Placement, UnevenBatch, is_spmd_device
+
+_JOIN_TIMEOUT_S = 30.0
+
+
+class MpDeviceLoader:
+    """Wraps an iterable of batches; iterating gives the same batches on the device, sharded, with the next ones already on their way.
+
+    One batch is one step: everything recorded for a batch is sent to the device (`spmd.sync()`, which does not wait for it) before the
+    next batch is handed over, and after the last one. The training loop needs no sync of its own.
+
+    Each `iter()` starts the wrapped loader afresh and ends the thread of the iteration before it. A loop that is left early ends its
+    thread too; it does not sync.
+
+    Args:
+        loader: iterable of batches: a tensor, or tuples, lists, dicts, named tuples and dataclasses of them, nested in any way. What is
+            not a tensor passes through. Under several processes each one loads its own part: see `ShardingSpec.minibatch`.
+        device: where the tensors go. On "cpu" nothing is sharded or synced, so that the same loop runs in eager torch.
+        input_sharding: one `ShardingSpec` for every tensor, or a dict with one (or None) for each key of a dict batch; keys that the
+            batch lacks are ignored. A tensor with fewer dims than the spec takes its first entries, so that 1-D labels beside 4-D images
+            are split like the images' batch dim; one with more dims is not split along the others.
+        prefetch: number of batches that may wait on the device, at least 1.
+        batches_per_execution: number of batches whose steps are sent to the device as one program, at least 1.
+        uneven_batch: what to do with a batch whose sharded dims do not divide by their number of shards: an `UnevenBatch` or its value.
+
+    Raises:
+        DataError: an argument breaks one of the rules above. (Exceptions of the wrapped loader, and of the transfer, are raised by the
+            `next()` whose batch they stopped, with their own traceback.)
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> for x in MpDeviceLoader(DataLoader(torch.arange(6.0), batch_size=3), "cpu"):
+        ...     print(x.sum())
+        tensor(3.)
+        tensor(12.)
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: torch.device | str,
+        *,
+        input_sharding: InputSharding = None,
+        prefetch: int = 2,
+        batches_per_execution: int = 1,
+        uneven_batch: UnevenBatch | str = UnevenBatch.KEEP,
+    ) -> None:
+        self._loader = loader
+        self._placement = Placement(torch.device(device), input_sharding, _checked_policy(uneven_batch))
+        self._prefetch = _checked_count("prefetch", prefetch)
+        self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
+        self._running: tuple[_Channel, threading.Thread] | None = None
+
+    def __len__(self) -> int:
+        """Number of batches of the wrapped loader (those that `uneven_batch="drop"` will leave out included)."""
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length raises the TypeError that it should
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        # In this thread, so that a shuffling DataLoader draws its seed from torch's generator at a place that does not depend on timing.
+        source = iter(self._loader)
+        channel = _Channel(self._prefetch)
+        thread = threading.Thread(target=_transfer, args=(source, self._placement, channel), name="spmd-data-transfer", daemon=True)
+        self._running = channel, thread
+        thread.start()
+        return _DeviceBatches(channel, self._batches_per_execution if is_spmd_device(self._placement.device) else None)
+
+    def close(self) -> None:
+        """Ends the running iteration, if there is one, and waits for its thread; batches that wait on the device are dropped.
+
+        The thread stops between two batches. When the wrapped loader does not return one within 30 s, a RuntimeWarning says so.
+        """
+        if self._running is None:
+            return
+        (channel, thread), self._running = self._running, None
+        channel.close()
+        thread.join(_JOIN_TIMEOUT_S)
+        if thread.is_alive():
+            warnings.warn(
+                f"a loader should return its next batch in reasonable time; got none within {_JOIN_TIMEOUT_S:g} s of closing the iteration. "
+                "Its thread ends with that batch; look at what the wrapped loader waits for.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> "MpDeviceLoader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _DeviceBatches(Iterator[Any]):
+    """The consumer's end of one iteration.
+
+    Only the consumer's loop holds it (the thread and the loader hold the channel), so leaving the loop collects it and ends the thread.
+    """
+
+    def __init__(self, channel: "_Channel", batches_per_execution: int | None) -> None:
+        self._channel = channel
+        self._batches_per_execution = batches_per_execution  # None: the device is eager, there is nothing to sync
+        self._num_unsynced = 0
+        weakref.finalize(self, channel.close)
+
+    def __next__(self) -> Any:
+        # Before waiting for data: the device should not idle meanwhile.
+        if self._num_unsynced == self._batches_per_execution:
+            self._sync()
+        try:
+            batch = self._channel.get()
+        except StopIteration:
+            if self._num_unsynced and self._batches_per_execution is not None:
+                self._sync()
+            raise
+        self._num_unsynced += 1
+        return batch
+
+    def _sync(self) -> None:
+        self._num_unsynced = 0
+        spmd.sync()
+
+
+class _Channel:
+    """A bounded queue between the thread and the consumer that also carries the end, an exception and a close."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._batches: deque[Any] = deque()
+        self._has_ended = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        # Its lock is reentrant, which it has to be: close() may run from the garbage collector while this thread holds the lock.
+        self._changed = threading.Condition()
+
+    def put(self, batch: Any) -> bool:
+        """Waits for room; False once the channel is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or len(self._batches) < self._capacity)
+            if self._is_closed:
+                return False
+            self._batches.append(batch)
+            self._changed.notify_all()
+            return True
+
+    def end(self, error: BaseException | None) -> None:
+        """No batch follows; `error` is why, when it is not the loader's own end."""
+        with self._changed:
+            self._has_ended, self._error = True, error
+            self._changed.notify_all()
+
+    def get(self) -> Any:
+        """Waits for the next batch; raises the thread's exception (once) in its place, then StopIteration."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._has_ended or self._batches)
+            if self._is_closed:
+                raise RuntimeError(
+                    "an iteration ends when its loader is closed or iterated again; got next() on one that has ended so. "
+                    "Use the newest iterator of the loader, or wrap the dataset in a second MpDeviceLoader."
+                )
+            if self._batches:
+                batch = self._batches.popleft()
+                self._changed.notify_all()
+                return batch
+            error, self._error = self._error, None
+        if isinstance(error, StopIteration):  # would look like the end of the data
+            raise RuntimeError("a batch could not be moved to the device: StopIteration was raised on the way") from error
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        """Drops the batches that wait and makes `put` and `get` return at once."""
+        with self._changed:
+            self._is_closed = True
+            self._batches.clear()
+            self._changed.notify_all()
+
+
+def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) -> None:
+    """The background thread: batches from `source` to `channel`, in order, until the end, an exception or a close."""
+    error: BaseException | None = None
+    try:
+        for batch in source:
+            placed = placement.place(batch)
+            if placed is None and batch is not None:
+                continue
+            if not channel.put(placed):
+                break
+    except BaseException as raised:  # also SystemExit: the consumer would wait for ever
+        error = raised
+    finally:
+        try:
+            if inspect.isgenerator(source):
+                source.close()  # its clean-up runs now, not when it is collected
+        except BaseException as raised:
+            error = error or raised
+        channel.end(error)
+
+
+def _checked_count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name} must be a whole number of batches, at least 1; got {value!r}. Pass for instance {name}=2.")
+    return value
+
+
+def _checked_policy(value: UnevenBatch | str) -> UnevenBatch:
+    try:
+        return UnevenBatch(value)
+    except ValueError:
+        choices = ", ".join(repr(policy.value) for policy in UnevenBatch)
+        raise DataError(f"uneven_batch must be one of {choices}; got {value!r}. Pass one of them.") from None

@@ -1,0 +1,189 @@
+"""The loader's order, ends, exceptions and threads, on eager torch; then the same batches sharded over 8 devices."""
+
+import gc
+import inspect
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import spmd_data
+import spmd_data.loader
+from spmd_core.errors import DataError
+from spmd_data import MpDeviceLoader
+
+
+def transfer_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "spmd-data-transfer"]
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+class Endless:
+    """Tensors 0, 1, 2, ...; counts how many were asked for, and remembers that its generator was closed."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.fail_at, self.num_given, self.is_closed = fail_at, 0, False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        try:
+            for index in itertools.count():
+                if index == self.fail_at:
+                    raise OSError(f"disk gone at batch {index}")
+                self.num_given += 1
+                yield torch.tensor(index)
+        finally:
+            self.is_closed = True
+
+
+def test_public_names() -> None:
+    names = {name for name, value in vars(spmd_data).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert names == {"InputSharding", "MissingShardingError", "MpDeviceLoader", "UnevenBatch"}
+
+
+def test_gives_every_batch_in_order_and_has_the_length_of_the_loader() -> None:
+    x, y = torch.randn(40, 3), torch.arange(40)
+    loader = MpDeviceLoader(DataLoader(TensorDataset(x, y), batch_size=4), "cpu")
+    assert len(loader) == 10
+    for _ in range(2):  # two epochs: each starts afresh
+        batches = list(loader)
+        assert torch.equal(torch.cat([batch[0] for batch in batches]), x)
+        assert torch.equal(torch.cat([batch[1] for batch in batches]), y)
+
+
+def test_shuffling_depends_on_the_seed_only() -> None:
+    loader = MpDeviceLoader(DataLoader(torch.arange(64), batch_size=8, shuffle=True), "cpu")
+    orders = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        orders.append(torch.cat(list(loader)))
+    assert torch.equal(*orders)
+    assert not torch.equal(orders[0], torch.arange(64))
+
+
+def test_works_ahead_but_no_further_than_prefetch() -> None:
+    source = Endless()
+    with MpDeviceLoader(source, "cpu", prefetch=3) as loader:
+        batches = iter(loader)
+        assert next(batches) == 0
+        # One was taken, three wait, and the thread holds the fifth until there is room.
+        assert wait_until(lambda: source.num_given == 5)
+        time.sleep(0.05)
+        assert source.num_given == 5
+
+
+def test_a_second_iteration_starts_afresh_and_ends_the_first() -> None:
+    source = Endless()
+    with MpDeviceLoader(source, "cpu") as loader:
+        first = iter(loader)
+        assert [next(first), next(first)] == [0, 1]
+        second = iter(loader)
+        assert source.is_closed
+        assert len(transfer_threads()) == 1
+        assert [next(second), next(second)] == [0, 1]
+        with pytest.raises(RuntimeError, match=r"got next\(\) on one that has ended so\. Use the newest iterator"):
+            next(first)
+        assert next(second) == 2  # the advice
+
+
+def test_leaving_the_loop_ends_the_thread() -> None:
+    source = Endless()
+    loader = MpDeviceLoader(source, "cpu")
+    for batch in loader:
+        if batch == 3:
+            break
+    gc.collect()
+    assert wait_until(lambda: source.is_closed and not transfer_threads())
+
+
+def test_dropping_the_loader_ends_the_thread() -> None:
+    source = Endless()
+    batches = iter(MpDeviceLoader(source, "cpu"))
+    assert next(batches) == 0
+    del batches
+    gc.collect()
+    assert wait_until(lambda: source.is_closed and not transfer_threads())
+
+
+def test_close_and_the_context_manager_end_the_thread_and_may_be_repeated() -> None:
+    source = Endless()
+    with MpDeviceLoader(source, "cpu") as loader:
+        assert next(iter(loader)) == 0
+    assert source.is_closed
+    assert not transfer_threads()
+    loader.close()
+    loader.close()
+    assert next(iter(loader)) == 0  # a closed loader can be iterated again
+    loader.close()
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 7])
+def test_an_exception_of_the_loader_arrives_in_place_of_its_batch(fail_at: int) -> None:
+    batches = iter(MpDeviceLoader(Endless(fail_at), "cpu"))
+    assert [int(next(batches)) for _ in range(fail_at)] == list(range(fail_at))
+    with pytest.raises(OSError, match=f"disk gone at batch {fail_at}") as caught:
+        next(batches)
+    assert any(frame.name == "__iter__" and "disk gone" in (frame.line or "") for frame in traceback.extract_tb(caught.value.__traceback__))
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert wait_until(lambda: not transfer_threads())
+
+
+@pytest.mark.parametrize("error", [ValueError("bad batch"), StopIteration("bad batch"), SystemExit("bad batch")])
+def test_an_exception_of_the_transfer_arrives_whatever_its_type(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stubborn(torch.Tensor):
+        def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise error
+
+    batches = iter(MpDeviceLoader([torch.zeros(1), torch.zeros(1).as_subclass(Stubborn)], "cpu"))
+    next(batches)
+    expected = RuntimeError if isinstance(error, StopIteration) else type(error)
+    with pytest.raises(expected) as caught:
+        next(batches)
+    assert error in (caught.value, caught.value.__cause__)
+
+
+def test_what_cannot_be_iterated_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(MpDeviceLoader(5, "cpu"))  # type: ignore[arg-type]
+
+
+def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spmd_data.loader, "_JOIN_TIMEOUT_S", 0.05)
+    release = threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 0
+        release.wait(10)
+
+    loader = MpDeviceLoader(slow(), "cpu")
+    assert next(iter(loader)) == 0
+    with pytest.warns(RuntimeWarning, match=r"got none within 0\.05 s of closing the iteration\. Its thread ends with that batch"):
+        loader.close()
+    release.set()
+    assert wait_until(lambda: not transfer_threads())
+
+
+@pytest.mark.parametrize("name", ["prefetch", "batches_per_execution"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_counts_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(DataError, match=rf"{name} must be a whole number of batches, at least 1; got {value!r}\. Pass for instance {name}=2\."):
+        MpDeviceLoader([], "cpu", **{name: value})
+    MpDeviceLoader([], "cpu", **{name: 2})
+
+
+def test_the_policy_for_uneven_batches_is_checked() -> None:
+    with pytest.raises(DataError, match=r"must be one of 'keep', 'drop', 'error'; got 'pad'\."):
+        MpDeviceLoader([], "cpu", uneven_batch="pad")
+    MpDeviceLoader([], "cpu", uneven_batch="drop")
