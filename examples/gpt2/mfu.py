@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import spmd_core as spmd
 import torch
+
+import spmd_core as spmd
 
 # bf16 dense peak of one chip in FLOP/s, from the makers' data sheets. Matched as the longest beginning of the device kind that the runtime reports,
 # so "NVIDIA H100 80GB HBM3" takes the H100's, while the slower PCIe card keeps its own.

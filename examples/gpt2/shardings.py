@@ -7,9 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import spmd_core as spmd
 import torch
 from torch import nn
+
+import spmd_core as spmd
 
 Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 
@@ -21,7 +22,8 @@ BATCH_AXES = ("data", "fsdp")
 # The first pattern that matches the whole name decides. An axis that the mesh lacks is left out of the spec.
 PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
     (r"transformer\.wte\.weight", ("tensor", "fsdp")),  # (V, D); also the output layer, so logits come out split along V
-    (r"transformer\.wpe\.weight", (None, "fsdp")),  # (P, D)
+    # Along P: its gradient, a sum over the batch, comes split along T, and would have to be gathered whole to be split along D.
+    (r"transformer\.wpe\.weight", ("fsdp", None)),  # (P, D)
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),  # (D, F): column parallel
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", ("tensor", "fsdp")),  # (F or D, D): row parallel, ends in one all-reduce

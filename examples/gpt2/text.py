@@ -188,7 +188,9 @@ class _HubDataset:
                 f"and the hub said: {type(error).__name__}: {error}. Check the name and the network, or pass a file."
             ) from error
         if "text" not in rows.column_names:
-            raise TextError(f"a dataset must have a column called 'text'; got {self.source!r} with the columns {rows.column_names}. Pass another one.")
+            raise TextError(
+                f"a dataset must have a column called 'text'; got {self.source!r} with the columns {rows.column_names}. Pass another one."
+            )
         for row in rows.shuffle(seed=_SHUFFLE_SEED):
             yield row["text"]
 
@@ -214,7 +216,9 @@ def _listed_files(sources: Sequence[str]) -> list[Path]:
         else:
             raise TextError(f"every source of --data must exist; got {source!r}, which is neither a file nor a folder. Check the path.")
     if not files:
-        raise TextError(f"--data must lead to text; got {', '.join(sources)}, with no {', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files.")
+        raise TextError(
+            f"--data must lead to text; got {', '.join(sources)}, with no {', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files."
+        )
     return files
 
 

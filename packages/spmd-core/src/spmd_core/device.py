@@ -1,4 +1,4 @@
-"""Makes `device="xla"` real on a stock torch wheel: the device guard, the device module `torch.xla`, and the two factories under all others."""
+"""Makes `device="xla"` real on a stock torch wheel: the device guard, the device module `torch.xla`, and the factories and the copy under all others."""
 
 import ctypes
 import types
@@ -89,6 +89,7 @@ def _install() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", dispatch.empty, "XLA")
     library.impl("empty_strided", dispatch.empty_strided, "XLA")
+    library.impl("_copy_from", dispatch.copy_from, "XLA")
     return library
 
 

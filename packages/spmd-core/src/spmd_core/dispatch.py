@@ -433,9 +433,16 @@ def _in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) 
 
     call = _Call(func, lowering.static, make)
     random = lowering.random
+    # An argument that may be left out here but not in the functional form: `bernoulli_()` is `bernoulli(p=0.5)`.
+    given = {a.name: a for a in func._schema.arguments}
+    needed = [a.name for a in lowering.overload._schema.arguments if not a.has_default_value()]
+    defaults = [given[name].default_value for name in needed if given[name].has_default_value()]
+    num_needed = len(needed)
 
     def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         target = args[0]
+        if defaults and len(args) < num_needed and not kwargs.keys() & set(needed):
+            args = (*args, *defaults)
         if target.__class__ is not XLAShardedTensor:
             raise DeviceMismatchError(f"{func} cannot write a tensor on {target.device} from tensors on xla:0. Move it with .to('xla'), or the others with .cpu().")
         with lock:
@@ -565,6 +572,11 @@ def empty_strided(
     return wrap(_empty(tuple(size), dtype or torch.get_default_dtype(), tuple(stride)))
 
 
+def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`aten::_copy_from` on device `xla`: how C++ copies where it goes round Python's dispatch, as `torch.tensor(..., device="xla")` does."""
+    return _copy_((target, source), _NO_KWARGS)
+
+
 def _item(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return to_host(args[0]).item()
 
@@ -655,9 +667,10 @@ def _make_handler(func: Any) -> Handler:
         return _view_handler(lowering) if facts.is_view else _functional_handler(lowering)
     if facts.written:
         form = schema.functional(func)
-        if form is not None and facts.out_names:
+        writes_lists = any("[]" in str(a.type) or "List" in str(a.type) for a in func._schema.arguments if a.name in facts.written)
+        if form is not None and facts.out_names and not writes_lists:
             return _derived_out(func, form)
-        if form is not None and facts.written == facts.names[:1]:
+        if form is not None and facts.written == facts.names[:1] and not writes_lists:
             computed = registry.find(form)
             return _derived_in_place(func, form) if computed is None else _in_place_handler(func, computed)
     if schema.has_kernel(func, "CompositeImplicitAutograd"):

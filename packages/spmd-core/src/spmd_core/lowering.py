@@ -63,13 +63,13 @@ def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
     return spec.shape if sharding is None else sharding.padded_shape(spec.shape)
 
 
-def constrain(x: jax.Array, sharding: Sharding, device_ids: tuple[int, ...]) -> jax.Array:
+def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
     """A sharding constraint that also holds where a dim does not divide: jax drops those in silence, so pad, constrain, cut."""
     padded = sharding.padded_shape(x.shape)
     if padded == x.shape:
-        return jax.lax.with_sharding_constraint(x, runtime.named_sharding(sharding, device_ids))
+        return jax.lax.with_sharding_constraint(x, named)
     wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
-    wide = jax.lax.with_sharding_constraint(wide, runtime.named_sharding(sharding, device_ids))
+    wide = jax.lax.with_sharding_constraint(wide, named)
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
 
 
@@ -90,17 +90,21 @@ class Program:
 
     def _compile(self, name: str) -> None:
         graph = self.graph
-        everywhere = runtime.replicated(self.device_ids)
+        marks = [runtime.named_sharding(node.entry.sharding, self.device_ids) for node in graph.nodes if node.entry.sharding is not None]
+        placed = [x.placement.jax_sharding for x in (*graph.leaves, *graph.outputs) if x.placement is not None]
+        self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
+        everywhere = on_one_mesh(runtime.replicated(self.device_ids))
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
             if count
         ]
         leaves = [
-            jax.ShapeDtypeStruct(padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=leaf.placement.jax_sharding)
+            jax.ShapeDtypeStruct(padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding))
             for leaf in graph.leaves
         ]
-        out_shardings = [None if o.placement is None else o.placement.jax_sharding for o in graph.outputs]
+        free = None if on_one_mesh.exists else everywhere
+        out_shardings = [free if o.placement is None else on_one_mesh(o.placement.jax_sharding) for o in graph.outputs]
 
         def program(numbers: list[jax.Array], *leaves: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             return self._trace(numbers, leaves), jnp.zeros((), np.int32)
@@ -159,7 +163,7 @@ class Program:
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             with jax.named_scope(entry.name):
                 if entry.sharding is not None:
-                    results = [constrain(inputs[0], entry.sharding, self.device_ids)]
+                    results = [constrain(inputs[0], entry.sharding, self._on_one_mesh(runtime.named_sharding(entry.sharding, self.device_ids)))]
                 else:
                     results = entry.kernel(context, inputs, numbers)
             _check(entry, results)

@@ -192,6 +192,53 @@ def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(_jax_mesh(device_ids, (len(device_ids),), ("all",)), PartitionSpec())
 
 
+class OneMesh:
+    """Writes the shardings of one program over one mesh: the coarsest that refines all of theirs.
+
+    jax derives what the partitioner chose from the first mesh that it meets, and fails where another mesh is needed to say it. Meshes over the
+    same devices in the same order have a common refinement when the sizes at which they split the devices divide each other (4x2 and 8 and
+    2x2x2 do; 2x3 and 3x2 do not, and `exists` is then False and every sharding stays as it is).
+    """
+
+    def __init__(self, shardings: list[NamedSharding], device_ids: tuple[int, ...]) -> None:
+        split = [s for s in shardings if s.spec != PartitionSpec()]
+        meshes = list(dict.fromkeys(s.mesh for s in split))
+        self.exists = True
+        if len(meshes) < 2:
+            self.mesh = meshes[0] if meshes else _jax_mesh(device_ids, (len(device_ids),), ("all",))
+            return
+        bounds = sorted({b for mesh in meshes for b in _bounds(mesh)})
+        self.exists = all(high % low == 0 for low, high in zip(bounds, bounds[1:]))
+        if self.exists:
+            sizes = [high // low for low, high in zip(bounds, bounds[1:])][::-1]
+            self._axis_at = {low: f"m{len(sizes) - 1 - i}" for i, low in enumerate(bounds[:-1])}
+            self.mesh = _jax_mesh(device_ids, tuple(sizes), tuple(f"m{i}" for i in range(len(sizes))))
+
+    def __call__(self, sharding: NamedSharding) -> NamedSharding:
+        """The same sharding over the one mesh."""
+        if not self.exists or sharding.mesh == self.mesh:
+            return sharding
+        if sharding.spec == PartitionSpec():
+            return NamedSharding(self.mesh, PartitionSpec())
+        bounds = _bounds(sharding.mesh)[::-1]
+        parts = {}
+        for name, high, low in zip(sharding.mesh.axis_names, bounds, bounds[1:]):
+            parts[name] = tuple(axis for at, axis in sorted(self._axis_at.items(), reverse=True) if low <= at < high)
+        spec = []
+        for entry in sharding.spec:
+            names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+            spec.append(tuple(axis for name in names for axis in parts[name]) or None)
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def _bounds(mesh: jax.sharding.Mesh) -> list[int]:
+    """The strides of a mesh's axes and its size, ascending: where it splits the row of devices."""
+    bounds = [1]
+    for size in reversed(mesh.devices.shape):
+        bounds.append(bounds[-1] * size)
+    return bounds
+
+
 def device_ids_of(jax_sharding: Any) -> tuple[int, ...]:
     """The positions, among all devices, of the devices of a jax sharding, in its order."""
     position = _position_of_id()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -20,13 +21,8 @@ def _axis(dim: int, ndim: int) -> int:
     return dim % max(ndim, 1)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype in which many addends of `dtype` are summed."""
-    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
-
-
 def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
-    """torch's list of index tensors as a numpy key: a None takes the whole dim. Masks are refused: their results have no static shape."""
+    """The list of index tensors as a numpy key: a None takes the whole dim. Masks are refused: their results have no static shape."""
     for index in indices:
         if index is not None and index.dtype in (np.bool_, np.uint8):
             raise NotImplementedError("indexing with a mask gives a shape that depends on the mask's values; it is computed on the host.")
@@ -39,9 +35,9 @@ def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> j
 
 
 @lowering("aten._unsafe_masked_index.default")
-def _unsafe_masked_index(ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Number) -> jax.Array:
+def _unsafe_masked_index(ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Number | float) -> jax.Array:
     picked = x.at[_key(x, indices)].get(mode="clip", wrap_negative_indices=False)
-    return jnp.where(mask, picked, fill.astype(x.dtype))
+    return jnp.where(mask, picked, as_array(fill, x.dtype))
 
 
 @lowering("aten.index_select.default")
@@ -83,7 +79,7 @@ def _embedding_dense_backward(
     ctx: Context, grad_output: jax.Array, indices: jax.Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> jax.Array:
     rows = indices.reshape(-1)
-    grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(_wide(grad_output.dtype))
+    grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(opmath(grad_output.dtype))
     if padding_idx >= 0:
         # The row past the end does not exist, and a scatter drops what does not fit.
         rows = jnp.where(rows == padding_idx, num_weights, rows)

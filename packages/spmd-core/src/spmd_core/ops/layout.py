@@ -1,24 +1,19 @@
 """Copies that join, repeat, reorder or pad, and those that put a piece back into a whole: scatters along a view, and the gradients of views."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _axis(dim: int, ndim: int) -> int:
     """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
     return dim % max(ndim, 1)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    """The dtype in which many addends of `dtype` are summed."""
-    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 # Joining and repeating.
@@ -208,7 +203,7 @@ def _unfold_backward(ctx: Context, grad: jax.Array, input_sizes: list[int], dim:
     if not ctx.shape:
         return grad.reshape(())
     axis = _axis(dim, len(ctx.shape))
-    wide = _wide(ctx.dtype)
+    wide = opmath(ctx.dtype)
     windows = np.arange(grad.shape[axis])[:, None] * step + np.arange(size)
     region = (slice(None),) * axis + (windows,)
     return jnp.zeros(ctx.shape, wide).at[region].add(jnp.moveaxis(grad, -1, axis + 1).astype(wide)).astype(ctx.dtype)
@@ -257,7 +252,7 @@ def _pad_with(extend: Callable[[jax.Array, int, int, int], jax.Array], x: jax.Ar
 
 def _pad_backward(extend: Callable[[jax.Array, int, int, int], jax.Array], grad: jax.Array, x: jax.Array, padding: Sequence[int]) -> jax.Array:
     # The transpose of the padding: it is linear, so no value of x is read. Summed wide, as one edge may collect many addends.
-    wide = _wide(grad.dtype)
+    wide = opmath(grad.dtype)
     transpose = jax.linear_transpose(lambda y: _pad_with(extend, y, padding), jax.ShapeDtypeStruct(x.shape, wide))
     return transpose(grad.astype(wide))[0].astype(grad.dtype)
 

@@ -196,9 +196,9 @@ def _integers(ctx: Context, low: int, high: int) -> jax.Array:
 
 def _whole(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
     """Integers in [low, high), as int32 where both fit and as int64 otherwise; uint64 only for numbers that int64 cannot hold."""
-    if -(2**31) <= low and high < 2**31:
+    if low >= -(2**31) and high < 2**31:
         return jax.random.randint(key, shape, low, high, np.int32)
-    if -(2**63) <= low and high < 2**63:
+    if low >= -(2**63) and high < 2**63:
         return jax.random.randint(key, shape, low, high, np.int64)
     # All 64 bits are needed. The remainder of a division favours no number by more than one part in 2**64 / (high - low).
     bits = jax.random.bits(key, shape, np.uint64)

@@ -202,7 +202,7 @@ def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Arr
 def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     dtype = opmath(ctx.dtype)
-    size = jnp.abs(x).astype(dtype)
+    size = as_array(jnp.abs(x), dtype)  # a widening happens before the powers
     if order is None or order == 2:
         norm = jnp.sqrt(jnp.sum(jnp.square(size), axis=dims, keepdims=keepdim))
     elif order == 0:
@@ -218,26 +218,19 @@ def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keep
     return norm.astype(ctx.dtype)
 
 
-def _as_computed(x: jax.Array, dtype: Any, ctx: Context) -> jax.Array:
-    """`x` in the dtype asked for, so that a widening happens before the powers and not after."""
-    if dtype is None or is_inexact(x.dtype):
-        return x
-    return x.astype(ctx.dtype)
-
-
 @lowering("aten.linalg_vector_norm.default", static=("ord",))
 def _linalg_vector_norm(ctx: Context, x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    return _vector_norm(ctx, _as_computed(x, dtype, ctx), ord, dim, keepdim)
+    return _vector_norm(ctx, x, ord, dim, keepdim)
 
 
 @lowering("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", static=("p",))
 def _norm(ctx: Context, x: Any, p: Any = 2, *, dtype: Any = None) -> jax.Array:
-    return _vector_norm(ctx, _as_computed(x, dtype, ctx), p, None, False)
+    return _vector_norm(ctx, x, p, None, False)
 
 
 @lowering("aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", static=("p",))
 def _norm_dims(ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    return _vector_norm(ctx, _as_computed(x, dtype, ctx), p, dim, keepdim)
+    return _vector_norm(ctx, x, p, dim, keepdim)
 
 
 @lowering("aten.dist.default", static=("p",))

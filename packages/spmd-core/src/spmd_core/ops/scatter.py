@@ -75,9 +75,175 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
             return _write(base, index, values, method)
 
         # Mapped over the other dims, they are batch dims of one scatter and stay sharded; a table of coordinates would gather them.
-        for d in reversed(range(index.ndim)):
-            if d != axis:
-                write = jax.vmap(write, in_axes=(d if d < axis else 1,) * 3, out_axes=d if d < axis else 1)
-        raise AssertionError
+        for _ in range(index.ndim - 1):
+            write = jax.vmap(write)
+        new = jnp.moveaxis(write(*(jnp.moveaxis(x, axis, -1) for x in (region, index, values))), -1, axis)
+        return lax.dynamic_update_slice(whole, new, [0] * whole.ndim).reshape(base.shape)
 
     return apply
+
+
+@lowering("aten.scatter.src")
+def _scatter_src(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+    return _scattering(dim, index)(x, src, "set")
+
+
+@lowering("aten.scatter.value")
+def _scatter_value(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number | float) -> jax.Array:
+    return _scattering(dim, index)(x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), "set")
+
+
+_METHODS = {"add": "add", "multiply": "multiply"}
+
+
+@lowering("aten.scatter.reduce")
+def _scatter_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *, reduce: str) -> jax.Array:
+    return _scattering(dim, index)(x, src, _METHODS[reduce])
+
+
+@lowering("aten.scatter.value_reduce")
+def _scatter_value_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number, *, reduce: str) -> jax.Array:
+    return _scattering(dim, index)(x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), _METHODS[reduce])
+
+
+@lowering("aten.scatter_add.default")
+def _scatter_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+    return _scattering(dim, index)(x, src, "add")
+
+
+@lowering("aten.scatter_reduce.two")
+def _scatter_reduce_two(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, reduce: str, *, include_self: bool = True
+) -> jax.Array:
+    if index.size == 0:
+        return x
+    src = lax.slice(jnp.atleast_1d(src), [0] * max(src.ndim, 1), jnp.atleast_1d(index).shape)
+    return _reduce(x, src, _scattering(dim, index), reduce, include_self=include_self)
+
+
+# Along one dim, with an index for every slice: index_add, index_copy, index_fill, index_reduce.
+
+
+def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Apply:
+    """Writes the values' i-th slice along `dim` to the base's slice index[i]."""
+    key = (slice(None),) * _axis(dim, ndim) + (index.reshape(-1),)
+
+    def apply(base: jax.Array, values: jax.Array, method: str) -> jax.Array:
+        return _write(jnp.atleast_1d(base), key, jnp.atleast_1d(values), method, wrap=wrap).reshape(base.shape)
+
+    return apply
+
+
+@lowering("aten.index_add.default")
+def _index_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Number | int = 1) -> jax.Array:
+    scaled = source if x.dtype == np.bool_ else source * as_array(alpha, source.dtype)
+    return _slicing(dim, index, x.ndim)(x, scaled, "add")
+
+
+@lowering("aten.index_copy.default")
+def _index_copy(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    return _slicing(dim, index, x.ndim)(x, source, "set")
+
+
+@lowering("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    return _slicing(dim, index, x.ndim, wrap=True)(x, as_array(value, x.dtype), "set")
+
+
+@lowering("aten.index_reduce.default")
+def _index_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True) -> jax.Array:
+    if index.size == 0:
+        return x
+    return _reduce(x, source, _slicing(dim, index, x.ndim), reduce, include_self=include_self)
+
+
+# At points of several dims: index_put.
+
+
+def _put_mask(x: jax.Array, leading: int, mask: jax.Array, values: jax.Array, *, accumulate: bool) -> jax.Array:
+    """The tensor x with `values` at each True of a mask over the dims from `leading` on. The values may not tell one True from another."""
+    rest = x.ndim - leading - mask.ndim
+    if values.ndim > rest:
+        position = values.ndim - rest - 1
+        if values.shape[position] != 1:
+            raise NotImplementedError("writing through a mask one value per True needs the number of Trues; it is computed on the host.")
+        # The one dim that stands for all the Trues becomes the mask's own dims.
+        values = values.reshape(*values.shape[:position], *(1,) * mask.ndim, *values.shape[position + 1 :])
+    where = mask.reshape(*mask.shape, *(1,) * rest)
+    new = jnp.broadcast_to(values, x.shape)
+    if accumulate:
+        new = x | new if x.dtype == np.bool_ else x + new
+    return jnp.where(where, new, x)
+
+
+@lowering("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
+def _index_put(
+    ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False, unsafe: bool = False
+) -> jax.Array:
+    values = as_array(values, x.dtype)
+    given = [d for d, index in enumerate(indices) if index is not None]
+    masks = [d for d in given if indices[d].dtype in (np.bool_, np.uint8)]
+    if masks:
+        if len(given) > 1:
+            raise NotImplementedError("a mask beside other indices selects a number of elements that depends on its values; computed on the host.")
+        mask = indices[masks[0]].astype(bool)
+        return _put_mask(x, masks[0], mask, values, accumulate=accumulate)
+    key = tuple(slice(None) if index is None else index for index in indices)
+    return _write(x, key, values, "add" if accumulate else "set", wrap=True)
+
+
+@lowering("aten._unsafe_masked_index_put_accumulate.default")
+def _unsafe_masked_index_put_accumulate(
+    ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array
+) -> jax.Array:
+    key = tuple(slice(None) if index is None else index for index in indices)
+    return _write(x, key, jnp.where(mask, values, jnp.zeros((), values.dtype)), "add")
+
+
+@lowering("aten.put.default")
+def _put(ctx: Context, x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
+    flat = _write(x.reshape(-1), index.reshape(-1), source.reshape(-1), "add" if accumulate else "set", wrap=True)
+    return flat.reshape(x.shape)
+
+
+# Through a mask, in the order of its Trues.
+
+
+def _ranks(mask: jax.Array) -> jax.Array:
+    """For each element of the flattened mask, how many Trues stand before it."""
+    return jnp.cumsum(mask.reshape(-1).astype(np.int64)) - mask.reshape(-1)
+
+
+@lowering("aten.masked_scatter.default")
+def _masked_scatter(ctx: Context, x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    mask, x = jnp.broadcast_to(mask, ctx.shape), jnp.broadcast_to(x, ctx.shape)
+    if source.size == 0:
+        return x
+    taken = jnp.take(source.reshape(-1), _ranks(mask), mode="clip").reshape(ctx.shape)
+    return jnp.where(mask, taken, x)
+
+
+@lowering("aten.masked_scatter_backward.default")
+def _masked_scatter_backward(ctx: Context, grad_output: jax.Array, mask: jax.Array, sizes: list[int]) -> jax.Array:
+    """The gradient of the source: the masked elements of grad_output in order, then zeros."""
+    mask = jnp.broadcast_to(mask, grad_output.shape)
+    flat = jnp.zeros(int(np.prod(sizes)), ctx.dtype)
+    target = jnp.where(mask.reshape(-1), _ranks(mask), flat.shape[0])
+    return flat.at[target].set(grad_output.reshape(-1), mode="drop", wrap_negative_indices=False).reshape(ctx.shape)
+
+
+# Histograms.
+
+
+@lowering("aten.histc.default")
+def _histc(ctx: Context, x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
+    low, high = as_array(min, x.dtype), as_array(max, x.dtype)
+    flat = x.reshape(-1)
+    if flat.size:
+        # Equal bounds stand for the data's own, and data of one value for a range of 1 on either side of it.
+        low, high = jnp.where(low == high, flat.min(), low), jnp.where(low == high, flat.max(), high)
+    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+    inside = (flat >= low) & (flat <= high)
+    place = jnp.minimum(jnp.floor((flat - low) * bins / (high - low)), bins - 1)
+    target = jnp.where(inside, place, bins).astype(np.int64)
+    return jnp.zeros(bins, np.int64).at[target].add(1, mode="drop").astype(ctx.dtype)

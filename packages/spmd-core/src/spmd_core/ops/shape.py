@@ -34,7 +34,10 @@ def _reshape(ctx: Context, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
     return x.reshape(ctx.shape)
 
 
-@view_write("aten.view.default", "aten._reshape_alias.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.unsqueeze.default")
+@view_write(
+    *("aten.view.default", "aten._reshape_alias.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"),
+    "aten.unsqueeze.default",
+)
 def _reshape_write(base: jax.Array, view: jax.Array, *_: Any) -> jax.Array:
     return view.reshape(base.shape)
 
@@ -172,7 +175,7 @@ def _diagonal_write(base: jax.Array, view: jax.Array, offset: int = 0, dim1: int
 
 # Windows: `unfold` and the general `as_strided`.
 
-_SHARED = "{}: several elements of this view are the same element of its base, so a write to it has no one result. Clone the view, write to the clone."
+_SHARED = "{}: elements of this view share memory, so a write to it has no one result. Clone the view and write to the clone."
 
 
 def _windows(length: int, size: int, step: int) -> np.ndarray:

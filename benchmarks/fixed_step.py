@@ -1,0 +1,256 @@
+"""Is a train step of stock PyTorch code as fast as the same step written by hand as one jitted jax program?
+
+Both run in one process on the same emulated devices, in turns, from the same weights on the same tokens: Hugging Face's GPT-2 with torch.optim.AdamW,
+its parameters marked, and the program of jax_gpt2_step.py. Reported are wall time, CPU time of all threads (machines are noisy, and CPU time less
+so), the ratio of each pair of neighbours in time, and how long Python is busy with a step whose program is already compiled.
+
+Run: python -m benchmarks.fixed_step --rounds 20
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from tqdm import trange
+
+import spmd_core as spmd
+from benchmarks import jax_gpt2_step as reference
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+from examples.gpt2.model import build_model
+from examples.gpt2.presets import ModelPreset
+
+WARM_UP = 4  # steps before timing: two compile (the first one makes the optimizer's state), two fill the allocators
+MAX_RATIO = 1.05
+MAX_TRACING_S = 0.020
+MAX_LOSS_DIFFERENCE = 1e-4
+
+
+@dataclass
+class Timing:
+    """Samples of one of the two programs."""
+
+    wall: Samples = field(default_factory=Samples)
+    cpu: Samples = field(default_factory=Samples)
+    host: Samples = field(default_factory=Samples)  # until Python is free again, the devices idle before
+    burst_wall: Samples = field(default_factory=Samples)  # per step, several in flight
+    burst_cpu: Samples = field(default_factory=Samples)
+
+
+@dataclass
+class Tracing:
+    """What Python does in one step of ours while the devices are idle."""
+
+    recording: Samples = field(default_factory=Samples)  # forward, backward, optimizer; wall
+    recording_cpu: Samples = field(default_factory=Samples)  # autograd's thread included
+    dispatch: Samples = field(default_factory=Samples)  # sync(): cut, look up, enqueue; wall
+    dispatch_cpu: Samples = field(default_factory=Samples)  # this thread only: the devices' threads start working meanwhile
+
+
+class Ours:
+    """The step in stock PyTorch under spmd_core."""
+
+    def __init__(self, shape: reference.Shape, *, num_devices: int, mark_activations: bool) -> None:
+        preset = ModelPreset("fixed", shape.num_layers, shape.width, shape.num_heads, shape.vocabulary, shape.seq, shape.seq, shape.batch, 1e-3)
+        torch.manual_seed(0)
+        self.model = build_model(preset, vocab_size=shape.vocabulary, dropout=0.0)
+        self.initial = {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
+        self.model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, where a configuration does not say
+        self.model.to("xla")
+        mesh = spmd.Mesh(range(num_devices), (num_devices,), (reference.AXIS,))
+        for p in self.model.parameters():
+            spmd.mark_sharding(p, mesh, reference.partition_spec(tuple(p.shape), num_devices))
+        if mark_activations:
+            self._mark_activations(mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        ids = torch.from_numpy(reference.random_tokens(shape)).long().to("xla")
+        self.ids = spmd.mark_sharding(ids, mesh, (reference.AXIS, None))
+        positions = torch.arange(shape.seq).expand(1, -1).contiguous()
+        self.positions = positions.to("xla")
+        self.tracing = Tracing()
+        self.loss: torch.Tensor | None = None
+
+    def _mark_activations(self, mesh: Any) -> None:
+        """The residual stream and the logits are split along the batch, as in the reference."""
+
+        def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            spmd.mark_sharding(output if isinstance(output, torch.Tensor) else output[0], mesh, (reference.AXIS, None, None))
+
+        modules = dict(self.model.named_modules())
+        for name in ("transformer.drop", "transformer.ln_f", "lm_head", *(f"transformer.h.{i}" for i in range(self.model.config.n_layer))):
+            modules[name].register_forward_hook(hook)
+
+    def step(self) -> None:
+        """Records and sends off one step; does not wait for the devices."""
+        with Stopwatch() as recording:
+            loss = self.model(input_ids=self.ids, labels=self.ids, position_ids=self.positions).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.loss = loss.detach()
+            del loss
+        thread_s = time.thread_time()
+        with Stopwatch() as dispatch:
+            spmd.sync()
+        self.tracing.recording.add(recording.wall_s)
+        self.tracing.recording_cpu.add(recording.cpu_s)
+        self.tracing.dispatch.add(dispatch.wall_s)
+        self.tracing.dispatch_cpu.add(time.thread_time() - thread_s)
+
+    def wait(self) -> None:
+        """Waits until the devices have finished."""
+        spmd.sync(wait=True)
+
+    def read_loss(self) -> float:
+        """The last step's loss."""
+        assert self.loss is not None
+        return self.loss.item()
+
+
+class Reference:
+    """The step as one jax program, with the interface of `Ours`."""
+
+    def __init__(self, shape: reference.Shape, *, num_devices: int, parameters: dict[str, np.ndarray]) -> None:
+        self._step, self._state, self._batch = reference.build(num_devices, shape=shape, parameters=parameters)
+        self._loss: Any = None
+
+    def step(self) -> None:
+        """Sends off one step."""
+        self._state, self._loss = self._step(self._state, self._batch)
+
+    def wait(self) -> None:
+        """Waits until the devices have finished."""
+        jax.block_until_ready((self._state, self._loss))
+
+    def read_loss(self) -> float:
+        """The last step's loss."""
+        return float(self._loss)
+
+
+def timed(program: Ours | Reference, *, steps: int) -> tuple[Stopwatch, Stopwatch]:
+    """Runs `steps` steps, waiting after the last one only; returns the time of all of it and the time until Python was free again."""
+    with Stopwatch() as watch:
+        with Stopwatch() as host:
+            for _ in range(steps):
+                program.step()
+        program.wait()
+    return watch, host
+
+
+def measure(ours: Ours, theirs: Reference, *, rounds: int, burst: int) -> tuple[Timing, Timing, list[float]]:
+    """Takes turns; returns both timings and the relative difference of the losses at each single step."""
+    timings = {id(ours): Timing(), id(theirs): Timing()}
+    differences = []
+    for i in trange(rounds, desc="rounds", disable=None):
+        pair: list[Ours | Reference] = [ours, theirs] if i % 2 == 0 else [theirs, ours]
+        for program in pair:
+            watch, host = timed(program, steps=1)
+            timings[id(program)].host.add(host.wall_s)
+            timings[id(program)].wall.add(watch.wall_s)
+            timings[id(program)].cpu.add(watch.cpu_s)
+        mine, right = ours.read_loss(), theirs.read_loss()
+        differences.append(abs(mine - right) / abs(right))
+    tracing, ours.tracing = ours.tracing, Tracing()  # in a burst the devices compete with Python for the cores
+    for i in trange(max(rounds // burst, 2) if burst else 0, desc="bursts", disable=None):
+        pair = [ours, theirs] if i % 2 == 0 else [theirs, ours]
+        for program in pair:
+            watch, _ = timed(program, steps=burst)
+            timings[id(program)].burst_wall.add(watch.wall_s / burst)
+            timings[id(program)].burst_cpu.add(watch.cpu_s / burst)
+    ours.tracing = tracing
+    return timings[id(ours)], timings[id(theirs)], differences
+
+
+def paired_ratio(mine: Samples, right: Samples) -> dict[str, float]:
+    """Median and quartiles of the ratios of measurements that were taken next to each other."""
+    ratios = [a / b for a, b in zip(mine.values, right.values, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return {"median": median, "first_quartile": low, "third_quartile": high}
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="timed pairs of steps (default 20)")
+    parser.add_argument("--burst", type=int, default=4, help="steps in flight when throughput is measured; 0 leaves it out (default 4)")
+    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    parser.add_argument("--no-activation-marks", action="store_true", help="mark parameters and batch only")
+    args = parser.parse_args()
+    spmd.simulate(args.devices)
+    spmd.use_spmd()
+    shape = reference.Shape()
+
+    ours = Ours(shape, num_devices=args.devices, mark_activations=not args.no_activation_marks)
+    theirs = Reference(shape, num_devices=args.devices, parameters=ours.initial)
+    for _ in trange(WARM_UP, desc="warm-up", disable=None):
+        timed(ours, steps=1)
+        timed(theirs, steps=1)
+    compiles = spmd.metrics.counter("compiles")
+    ours.tracing = Tracing()
+    mine, right, differences = measure(ours, theirs, rounds=args.rounds, burst=args.burst)
+    new_compiles = spmd.metrics.counter("compiles") - compiles
+    num_ops = max((p for p in spmd.metrics.programs()), key=lambda p: p.executions).num_ops
+
+    ratios = {"wall": paired_ratio(mine.wall, right.wall), "cpu": paired_ratio(mine.cpu, right.cpu)}
+    rows = [
+        ["step, waited for: wall, median ms", ms(mine.wall.median), ms(right.wall.median), f"{ratios['wall']['median']:.3f}"],
+        ["step, waited for: wall, min ms", ms(mine.wall.min), ms(right.wall.min), f"{mine.wall.min / right.wall.min:.3f}"],
+        ["step, waited for: CPU, median ms", ms(mine.cpu.median), ms(right.cpu.median), f"{ratios['cpu']['median']:.3f}"],
+        ["step, waited for: CPU, min ms", ms(mine.cpu.min), ms(right.cpu.min), f"{mine.cpu.min / right.cpu.min:.3f}"],
+    ]
+    if args.burst:
+        ratios["burst_wall"] = paired_ratio(mine.burst_wall, right.burst_wall)
+        ratios["burst_cpu"] = paired_ratio(mine.burst_cpu, right.burst_cpu)
+        label = f"step, {args.burst} in flight:"
+        rows.append([f"{label} wall, median ms", ms(mine.burst_wall.median), ms(right.burst_wall.median), f"{ratios['burst_wall']['median']:.3f}"])
+        rows.append([f"{label} CPU, median ms", ms(mine.burst_cpu.median), ms(right.burst_cpu.median), f"{ratios['burst_cpu']['median']:.3f}"])
+    tracing = ours.tracing
+    tracing_cpu_s = tracing.recording_cpu.median + tracing.dispatch_cpu.median
+    rows += [
+        [f"Python busy with a step ({num_ops} ops): wall, median ms", ms(mine.host.median), ms(right.host.median), "-"],
+        ["Python busy with a step: wall, min ms", ms(mine.host.min), ms(right.host.min), "-"],
+        ["Python busy with a step: CPU, median ms", ms(tracing_cpu_s), "-", "-"],
+        ["  recording: wall, CPU, median ms", f"{ms(tracing.recording.median)}, {ms(tracing.recording_cpu.median)}", "-", "-"],
+        ["  sync(): wall, CPU, median ms", f"{ms(tracing.dispatch.median)}, {ms(tracing.dispatch_cpu.median)}", "-", "-"],
+        ["compiles in all, after warm-up", f"{spmd.metrics.counter('compiles')}, {new_compiles}", "1, 0", "-"],
+    ]
+    targets = {
+        f"wall ratio at most {MAX_RATIO}": ratios["wall"]["median"] <= MAX_RATIO,
+        f"CPU ratio at most {MAX_RATIO}": ratios["cpu"]["median"] <= MAX_RATIO,
+        f"tracing at most {MAX_TRACING_S * 1e3:.0f} ms of CPU": tracing_cpu_s <= MAX_TRACING_S,
+        "no compile after warm-up": new_compiles == 0,
+        f"losses within {MAX_LOSS_DIFFERENCE:g} of the reference (largest {max(differences):.1e})": max(differences) <= MAX_LOSS_DIFFERENCE,
+    }
+    notes = [
+        f"Ratios are the median over pairs taken in turns; quartiles of the wall ratio {ratios['wall']['first_quartile']:.3f} to "
+        f"{ratios['wall']['third_quartile']:.3f}, of the CPU ratio {ratios['cpu']['first_quartile']:.3f} to {ratios['cpu']['third_quartile']:.3f}.",
+        *(f"{verdict(holds)}: {target}" for target, holds in targets.items()),
+    ]
+    table = Table(f"The fixed GPT-2 step on {args.devices} emulated devices", ["", "PyTorch under spmd_core", "jitted jax", "ratio"], rows, notes)
+    data = {
+        "shape": asdict(shape),
+        "num_devices": args.devices,
+        "activation_marks": not args.no_activation_marks,
+        "ratios": ratios,
+        "ours_s": {name: samples["values"] for name, samples in asdict(mine).items()},
+        "reference_s": {name: samples["values"] for name, samples in asdict(right).items()},
+        "tracing_s": {name: samples["values"] for name, samples in asdict(tracing).items()},
+        "num_ops": num_ops,
+        "compiles": spmd.metrics.counter("compiles"),
+        "compiles_after_warm_up": new_compiles,
+        "largest_relative_loss_difference": max(differences),
+        "targets": targets,
+    }
+    publish("fixed_step", table, data, folder=args.out)
+    return 0 if all(targets.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""What did a benchmark find? A table on the console, and the same as JSON and Markdown in a folder of results."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under column names, with the sentences that explain them."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """The table in GitHub's Markdown."""
+        lines = [f"# {self.title}", "", "| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
+
+    def show(self) -> None:
+        """Prints the table."""
+        table = RichTable(title=self.title)
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        # Without a terminal rich assumes 80 columns and folds the cells.
+        console = Console() if Console().is_terminal else Console(width=150)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Repeated measurements of one quantity, in seconds."""
+
+    values: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float) -> None:
+        """Keeps one measurement."""
+        self.values.append(seconds)
+
+    @property
+    def median(self) -> float:
+        """The middle measurement."""
+        return statistics.median(self.values)
+
+    @property
+    def min(self) -> float:
+        """The least disturbed measurement."""
+        return min(self.values)
+
+
+class Stopwatch:
+    """Wall time and CPU time of a block; CPU time counts every thread of the process, also XLA's.
+
+    Example:
+        >>> with Stopwatch() as watch:
+        ...     total = sum(range(1000))
+        >>> watch.wall_s > 0 and watch.cpu_s >= 0
+        True
+    """
+
+    wall_s: float
+    cpu_s: float
+
+    def __enter__(self) -> "Stopwatch":
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s, self.cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on beside the code: versions and cores."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        **{name: metadata.version(name) for name in ("torch", "jax", "jaxlib", "transformers")},
+    }
+
+
+def publish(name: str, table: Table, data: Mapping[str, Any], *, folder: Path = RESULTS) -> None:
+    """Prints the table and writes `name.json` (the data and the environment) and `name.md` (the table) into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(table.markdown())
+    table.show()
+    print(f"written: {folder / name}.json, {folder / name}.md")
+
+
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the module's docstring, with `--out`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown results (default: benchmarks/results)")
+    return parser
+
+
+def verdict(holds: bool) -> str:
+    """How a table says whether a target is reached."""
+    return "yes" if holds else "NO"

@@ -1,0 +1,331 @@
+"""Trains GPT-2 on real text: single-device PyTorch, plus a mesh and a few marks.
+
+    python -m examples.gpt2.train --smoke                                           a few steps in seconds, one device
+    python -m examples.gpt2.train --smoke --devices 8 --mesh fsdp=4,tensor=2         the same on eight emulated devices
+    python -m examples.gpt2.train --preset 124M --mesh fsdp=8 --dtype bf16           on a machine with eight accelerators
+    python -m examples.gpt2.train --smoke --device cpu                              eager torch: what every mesh has to agree with
+
+Legend: B batch, T sequence, V vocabulary.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd_core as spmd
+from examples.gpt2 import shardings
+from examples.gpt2.log import Report, RunLog
+from examples.gpt2.meter import Meter
+from examples.gpt2.mfu import ModelSize, known_peak, measured_peak
+from examples.gpt2.model import build_model
+from examples.gpt2.presets import PRESETS, padded_vocab
+from examples.gpt2.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB, BlockBatches, TextData, TextError, load_text
+from examples.gpt2.timing import StopOnInterrupt
+from spmd_data import MpDeviceLoader
+
+DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not first built on the host
+READ_LAG = 2  # steps by which the reading of losses stays behind: the device should never wait for Python to ask for the next step
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+
+
+class KnobError(ValueError):
+    """Knobs that do not fit each other."""
+
+
+# --- Knobs --------------------------------------------------------------------------------------------------------------------
+
+
+def knob(default: Any, text: str, kind: type | None = None, **argument: Any) -> Any:
+    """A field of `TrainConfig`; its text is the line that --help prints, and `kind` its type where the default is None."""
+    return dataclasses.field(default=default, metadata={"help": text, "type": kind or type(default), **argument})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every knob, one line each. None takes the preset's value."""
+
+    preset: str = knob("124M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params()))
+    mesh: str = knob("", "device mesh with axes among data, fsdp and tensor, such as data=2,fsdp=4; empty: one device")
+    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
+    device: str = knob("xla", "xla, or cpu for eager torch without any sharding", choices=("xla", "cpu"))
+    dtype: str = knob("fp32", "bf16 computes matrices in bfloat16 under autocast; parameters stay in float32", choices=("fp32", "bf16"))
+    init: str = knob(
+        "auto", "where weights are drawn; auto: on the host (one seed, the same weights everywhere) up to 350M", choices=("auto", "host", "device")
+    )
+    steps: int = knob(200, "optimizer steps")
+    batch: int | None = knob(None, "sequences in a step, over all devices", int)
+    seq: int | None = knob(None, "tokens in a sequence", int)
+    lr: float | None = knob(None, "peak learning rate", float)
+    warmup: int = knob(20, "steps of linear warm-up")
+    min_lr: float | None = knob(None, "learning rate at the end of the cosine; default: a tenth of the peak", float)
+    weight_decay: float = knob(0.1, "decay of matrices and tables; biases and layer norms have none")
+    clip: float = knob(1.0, "largest norm of the gradients; 0: they are not clipped")
+    dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
+    seed: int = knob(0, "of the weights, the order of the batches and dropout")
+    data: Sequence[str] = knob((PYTHON_STDLIB,), "text files, folders, a hub dataset (name or name:configuration), or python-stdlib", str, nargs="+")
+    max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
+    vocab: int | None = knob(None, "tokens of the BPE vocabulary", int)
+    pad_vocab: int = knob(128, "round the model's vocabulary up to a multiple of this; 1: no padding")
+    cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens")
+    eval_every: int = knob(100, "steps between evaluations; 0: one at the end")
+    eval_batches: int = knob(8, "batches in an evaluation; 0: none")
+    log_every: int = knob(10, "steps between log lines")
+    log_dir: str = knob("", "folder for TensorBoard, metrics.jsonl and report.json; empty: no files")
+    results: str = knob("", "file for the report as JSON; empty: none")
+    progress: bool = knob(True, "progress bar", action=argparse.BooleanOptionalAction)
+
+
+SMOKE: dict[str, Any] = {"preset": "smoke", "steps": 12, "warmup": 2, "max_mb": 0.5, "eval_every": 6, "eval_batches": 2, "log_every": 1}
+
+
+def run(config: TrainConfig) -> Report:
+    """One training run, from text to report.
+
+    Raises:
+        KnobError, TextError, spmd.MeshError: something the user asked for cannot be done; raised before the model is built.
+    """
+    config = with_defaults(config)
+    preset = PRESETS[config.preset]
+    on_xla = config.device == "xla"
+
+    # --- Mesh -----------------------------------------------------------------------------------------------------------------
+    if on_xla:
+        if config.devices:
+            spmd.simulate(config.devices)
+        spmd.use_spmd()
+    mesh = parsed_mesh(config)
+    device = spmd.device() if on_xla else torch.device("cpu")
+    num_devices = mesh.size() if mesh else 1
+
+    # --- Data: before the model, as a wrong path should cost seconds --------------------------------------------------------------
+    text = load_text(config.data, vocab_size=config.vocab, seq=config.seq, max_mb=config.max_mb, cache_dir=config.cache_dir)
+    check_amount(config, text)
+    train_batches = BlockBatches(text.train_NT, config.batch, config.steps, seed=config.seed)
+    eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+
+    # --- Model: no word about devices in it ---------------------------------------------------------------------------------------
+    torch.manual_seed(config.seed)
+    vocab_size = padded_vocab(config.vocab, config.pad_vocab)
+    num_params = preset.num_params(vocab_size)
+    inits_on_device = config.init == "device" or (config.init == "auto" and num_params > DEVICE_INIT_ABOVE)
+    with device if inits_on_device else torch.device("cpu"):
+        model = build_model(preset, vocab_size=vocab_size, dropout=config.dropout)
+    model.to(device)
+
+    # --- Shardings: all there is to running on many devices -------------------------------------------------------------------------
+    input_sharding = None
+    if mesh:
+        shardings.shard_parameters(model, mesh)
+        shardings.annotate_activations(model, mesh)
+        input_sharding = shardings.batch_sharding(mesh)
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
+
+    # --- Optimizer ------------------------------------------------------------------------------------------------------------------
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
+    floor = config.min_lr / config.lr
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=config.steps, warmup=config.warmup, floor=floor))
+
+    # --- Loop -----------------------------------------------------------------------------------------------------------------------
+    kind = device_kind(device)
+    peak = known_peak(kind) or measured_peak(device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+    run_log = RunLog(log_dir=config.log_dir, num_steps=config.steps, shows_progress=config.progress)
+    run_log.settings(dataclasses.asdict(config))
+    run_log.say(f"text   {text.summary}")
+    run_log.say(
+        f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {dict(mesh.shape()) if mesh else ''}"
+    )
+    report = Report(
+        config=dataclasses.asdict(config),
+        num_params=num_params,
+        num_devices=num_devices,
+        device_kind=kind,
+        mesh=dict(mesh.shape()) if mesh else {},
+        peak_flops=peak.flops_per_s,
+        peak_source=peak.source,
+    )
+    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
+    meter = Meter(report, size=size, tokens_per_step=config.batch * config.seq, run_log=run_log, on_xla=on_xla)
+    start = time.perf_counter()
+
+    with contextlib.closing(run_log), StopOnInterrupt() as interrupt, MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches:
+        for step, (x_BT, y_BT) in enumerate(batches, start=1):  # on the xla device, asking for a batch sends off the step before it
+            with autocast:
+                loss = next_token_loss(model, x_BT, y_BT)
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+            lr = scheduler.get_last_lr()[0]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()  # here and not before backward: gradients that outlive their step would take memory
+
+            meter.add(step, loss.detach(), grad_norm, lr)
+            if config.eval_batches and (step == config.steps or (config.eval_every and step % config.eval_every == 0)):
+                if on_xla:
+                    spmd.sync()  # the step ends here: an evaluation is a program of its own
+                meter.read(up_to=step)
+                meter.evaluated(step, evaluate(model, MpDeviceLoader(eval_batches, device, input_sharding=input_sharding), autocast))
+            elif step % config.log_every == 0:
+                meter.read(up_to=step - READ_LAG if on_xla else step)
+            if interrupt.requested:
+                run_log.say(f"interrupted: ending after step {step} of {config.steps}")
+                break
+        if on_xla:
+            spmd.sync()
+        meter.read(up_to=config.steps)
+        report = meter.finished(wall_s=time.perf_counter() - start, interrupted=interrupt.requested)
+        run_log.finish(report)
+    if config.results:
+        report.write(config.results)
+    return report
+
+
+def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over the tokens of a batch, in float32: a scalar on the batch's device."""
+    logits_BTV = model(x_BT).logits
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast) -> float:
+    """Mean loss over the batches, without dropout. Waits for the device."""
+    model.eval()
+    losses = []
+    for x_BT, y_BT in batches:
+        with autocast:
+            losses.append(next_token_loss(model, x_BT, y_BT))
+    model.train()
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
+def lr_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
+    """What the peak learning rate is multiplied by at a step counted from 0: up in a line over `warmup` steps, then down a cosine to `floor`.
+
+    Example:
+        >>> [round(lr_factor(step, steps=6, warmup=2, floor=0.1), 3) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def device_kind(device: torch.device) -> str:
+    """What the runtime calls the device: "cpu", "TPU v4", "NVIDIA H200"."""
+    return str(spmd.device_attributes()[0]["kind"]) if device.type == "xla" else device.type
+
+
+# --- What the user asked for --------------------------------------------------------------------------------------------------------
+
+
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """The configuration with the preset's values in place of None, checked as far as that needs no device and no text.
+
+    Raises:
+        KnobError: a knob is out of range, or two of them do not go together.
+    """
+    preset = PRESETS[config.preset]
+    lr = preset.lr if config.lr is None else config.lr
+    config = dataclasses.replace(
+        config,
+        batch=preset.batch if config.batch is None else config.batch,
+        seq=preset.seq if config.seq is None else config.seq,
+        vocab=preset.vocab_size if config.vocab is None else config.vocab,
+        lr=lr,
+        min_lr=lr / 10 if config.min_lr is None else config.min_lr,
+        data=tuple(config.data),
+    )
+    for name in ("steps", "batch", "seq", "pad_vocab", "log_every"):
+        if getattr(config, name) < 1:
+            raise KnobError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}. Leave it out for the default.")
+    if config.seq > preset.positions:
+        raise KnobError(
+            f"--seq must not pass the preset's position table; got {config.seq} for {preset.name} with {preset.positions} positions. Shorten it."
+        )
+    if config.device == "cpu" and (config.mesh or config.devices):
+        raise KnobError(
+            f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and --devices {config.devices}. Leave out --device cpu."
+        )
+    if config.devices > 1 and not config.mesh:
+        raise KnobError(
+            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. Add for instance --mesh fsdp={config.devices}."
+        )
+    return config
+
+
+def parsed_mesh(config: TrainConfig) -> "spmd.Mesh | None":
+    """The mesh, or None for one device.
+
+    Raises:
+        KnobError: an axis that the shardings do not know, or a batch that does not divide.
+        spmd.MeshError: the mesh cannot be read, or does not fit the devices.
+    """
+    if not config.mesh:
+        return None
+    mesh = spmd.parse_mesh(config.mesh, spmd.global_runtime_device_count())
+    unknown = [axis for axis in mesh.shape() if axis not in shardings.MESH_AXES]
+    if unknown:
+        raise KnobError(f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in {config.mesh!r}. Rename them.")
+    num_shards = shardings.num_batch_shards(mesh)
+    if config.batch % num_shards:
+        raise KnobError(f"--batch must divide by data x fsdp; got {config.batch} for {num_shards}. Pass for instance --batch {num_shards}.")
+    return mesh
+
+
+def check_amount(config: TrainConfig, text: TextData) -> None:
+    """Raises KnobError when the text does not fill a batch."""
+    needed = config.batch * (config.eval_batches or 1)
+    if len(text.train_NT) < config.batch or (config.eval_batches and len(text.validation_NT) < needed):
+        raise KnobError(
+            f"the text must fill one training batch of {config.batch} blocks and {config.eval_batches} validation batches ({needed} blocks); got "
+            f"{len(text.train_NT)} and {len(text.validation_NT)} of {config.seq} tokens. Give more text, or lower --batch, --seq or --eval-batches."
+        )
+
+
+def config_from(argv: Sequence[str] | None) -> TrainConfig:
+    """The command line as a configuration; --smoke changes defaults only, so every other knob still works."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.gpt2.train",
+        description=(__doc__ or "").split("Legend")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(TrainConfig):
+        options = {name: value for name, value in field.metadata.items() if value is not bool}
+        default = (
+            "" if field.default in (None, "") else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
+        )
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **options | {"help": options["help"] + default})
+    parser.add_argument("--smoke", action="store_true", help="a run of seconds: " + ", ".join(f"{name}={value}" for name, value in SMOKE.items()))
+    if parser.parse_args(argv).smoke:
+        parser.set_defaults(**SMOKE)
+    values = vars(parser.parse_args(argv))
+    del values["smoke"]
+    return TrainConfig(**values)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 2 for knobs or text that cannot work, 130 after Ctrl-C."""
+    try:
+        report = run(config_from(argv))
+    except (KnobError, TextError, spmd.MeshError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return EXIT_INTERRUPTED if report.interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Losses and their backward ones: predictions and targets in, the loss of each element or its sum or mean out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import opmath
+from spmd_core.ops.registry import Context, as_array, lowering
+
+# torch's numbers for the `reduction` argument
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def _reduced(ctx: Context, losses: jax.Array, reduction: int) -> jax.Array:
+    if reduction == _SUM:
+        losses = jnp.sum(losses)
+    elif reduction == _MEAN:
+        losses = jnp.sum(losses) / as_array(math.prod(losses.shape), losses.dtype)
+    return losses.astype(ctx.dtype)
+
+
+def _spread(grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int) -> jax.Array:
+    """The gradient of each element's loss, given that of the reduced loss."""
+    count = math.prod(jnp.broadcast_shapes(x.shape, y.shape))
+    return grad / as_array(max(count, 1), grad.dtype) if reduction == _MEAN else grad
+
+
+# ---- pointwise losses: loss(x - y), with derivative slope(x - y) ----------------------------------------------------------------------------
+
+
+def _pointwise(ctx: Context, x: jax.Array, y: jax.Array, reduction: int, loss: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    return _reduced(ctx, loss(as_array(x, dtype) - as_array(y, dtype)), reduction)
+
+
+def _pointwise_backward(
+    ctx: Context, grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int, slope: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
+    return (_spread(grad, x, y, reduction) * slope(x - y)).astype(ctx.dtype)
+
+
+@lowering("aten.mse_loss.default")
+def _mse(ctx: Context, x: Any, y: Any, reduction: int = _MEAN) -> jax.Array:
+    return _pointwise(ctx, x, y, reduction, jnp.square)
+
+
+@lowering("aten.mse_loss_backward.default")
+def _mse_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int) -> jax.Array:
+    return _pointwise_backward(ctx, grad, x, y, reduction, lambda d: 2 * d)
+
+
+@lowering("aten.smooth_l1_loss.default")
+def _smooth_l1(ctx: Context, x: Any, y: Any, reduction: int = _MEAN, beta: float = 1.0) -> jax.Array:
+    def loss(d: jax.Array) -> jax.Array:
+        size = jnp.abs(d)
+        return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
+
+    return _pointwise(ctx, x, y, reduction, loss)
+
+
+@lowering("aten.smooth_l1_loss_backward.default")
+def _smooth_l1_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int, beta: float) -> jax.Array:
+    return _pointwise_backward(ctx, grad, x, y, reduction, lambda d: jnp.sign(d) if beta == 0 else jnp.clip(d / beta, -1, 1))
+
+
+@lowering("aten.huber_loss.default")
+def _huber(ctx: Context, x: Any, y: Any, reduction: int = _MEAN, delta: float = 1.0) -> jax.Array:
+    def loss(d: jax.Array) -> jax.Array:
+        size = jnp.abs(d)
+        return jnp.where(size < delta, 0.5 * size * size, delta * (size - 0.5 * delta))
+
+    return _pointwise(ctx, x, y, reduction, loss)
+
+
+@lowering("aten.huber_loss_backward.default")
+def _huber_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int, delta: float) -> jax.Array:
+    return _pointwise_backward(ctx, grad, x, y, reduction, lambda d: jnp.clip(d, -delta, delta))
+
+
+@lowering("aten.soft_margin_loss.default")
+def _soft_margin(ctx: Context, x: Any, y: Any, reduction: int = _MEAN) -> jax.Array:
+    x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
+    return _reduced(ctx, jnp.log1p(jnp.exp(-x * y)), reduction)
+
+
+@lowering("aten.soft_margin_loss_backward.default")
+def _soft_margin_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int) -> jax.Array:
+    grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
+    return (-_spread(grad, x, y, reduction) * y * jax.nn.sigmoid(-x * y)).astype(ctx.dtype)
+
+
+# ---- binary cross entropy --------------------------------------------------------------------------------------------------------------------------
+
+
+def _weighted(losses: jax.Array, weight: jax.Array | None) -> jax.Array:
+    return losses if weight is None else losses * as_array(weight, losses.dtype)
+
+
+@lowering("aten.binary_cross_entropy.default")
+def _binary_cross_entropy(ctx: Context, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+    x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
+    # torch bounds the logarithms from below, so that a certain and wrong prediction costs 100 and not infinity.
+    losses = (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
+    return _reduced(ctx, _weighted(losses, weight), reduction)
+
+
+@lowering("aten.binary_cross_entropy_backward.default")
+def _binary_cross_entropy_backward(ctx: Context, grad: Any, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+    grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
+    slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
+    return (_spread(grad, x, y, reduction) * _weighted(slope, weight)).astype(ctx.dtype)
+
+
+@lowering("aten.binary_cross_entropy_with_logits.default")
+def _binary_cross_entropy_with_logits(
+    ctx: Context, x: Any, y: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
+    x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
+    log_sigmoid = jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x)))
+    scale = 1 if pos_weight is None else (as_array(pos_weight, x.dtype) - 1) * y + 1
+    return _reduced(ctx, _weighted((1 - y) * x - scale * log_sigmoid, weight), reduction)
+
+
+# ---- negative log likelihood: (batch, class, ...) or (class,) against class indices -----------------------------------------------------------
+
+
+def _class_dim(x: jax.Array) -> int:
+    return 1 if x.ndim > 1 else 0
+
+
+def _class_weights(weight: jax.Array | None, target: jax.Array, ignore_index: int, dtype: np.dtype) -> jax.Array:
+    """The weight of each target: its class's, and 0 where it is ignored."""
+    used = target != ignore_index
+    if weight is None:
+        return used.astype(dtype)
+    return jnp.where(used, as_array(weight, dtype)[jnp.where(used, target, 0)], jnp.zeros((), dtype))
+
+
+@lowering("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+def _nll_loss(ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
+    dtype = opmath(ctx.dtype)
+    dim = _class_dim(x)
+    target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
+    weights = _class_weights(weight, target, ignore_index, dtype)
+    used = target != ignore_index
+    picked = jnp.take_along_axis(x, jnp.expand_dims(jnp.where(used, target, 0), dim), axis=dim)
+    likelihood = lax.squeeze(picked, (dim,)).astype(dtype)
+    losses = jnp.where(used, -likelihood * weights, jnp.zeros((), dtype))  # an ignored -inf must not become nan
+    if reduction == _NONE and x.ndim > 1:
+        return losses.astype(ctx.dtype), jnp.zeros((), ctx.dtype)
+    total_weight = jnp.sum(weights)
+    total = jnp.sum(losses)
+    if reduction == _MEAN:
+        total = total / total_weight
+    return total.astype(ctx.dtype), total_weight.astype(ctx.dtype)
+
+
+@lowering("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+def _nll_loss_backward(
+    ctx: Context, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> jax.Array:
+    dtype = opmath(ctx.dtype)
+    dim = _class_dim(x)
+    target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
+    scale = -as_array(grad, dtype) * _class_weights(weight, target, ignore_index, dtype)
+    if reduction == _MEAN:
+        scale = scale / as_array(total_weight, dtype)
+    # A comparison with the class index and not a scatter: each device writes its own shard of a sharded vocabulary without communication.
+    chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
+    chosen &= jnp.expand_dims(target != ignore_index, dim)  # a total weight of 0 makes the scale of ignored targets nan
+    return jnp.where(chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)).astype(ctx.dtype)

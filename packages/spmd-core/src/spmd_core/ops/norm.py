@@ -1,0 +1,287 @@
+"""Normalisation by batch, layer, group or weight, and softmax: forward and backward, computed in float32 where the tensors are 16-bit."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core import dtypes
+from spmd_core.ops.precision import opmath, reduced_dims
+from spmd_core.ops.registry import Context, as_array, lowering
+
+
+def _as_results(ctx: Context, *results: jax.Array) -> tuple[jax.Array, ...]:
+    """The results in the dtypes that torch gives them: statistics of a bfloat16 tensor may be float32 or bfloat16, by op and weight."""
+    return tuple(x.astype(dtypes.to_jax(out.dtype)) for x, out in zip(results, ctx.outs, strict=True))
+
+
+def _masked_results(ctx: Context, output_mask: Sequence[bool], *results: jax.Array) -> tuple[jax.Array | None, ...]:
+    """The results that `output_mask` asks for, in torch's dtypes, and None for the others."""
+    wanted = [i for i, asked in enumerate(output_mask) if asked]
+    outs = [out for out in ctx.outs if out is not None]
+    typed = {i: results[i].astype(dtypes.to_jax(out.dtype)) for i, out in zip(wanted, outs, strict=True)}
+    return tuple(typed.get(i) for i in range(len(output_mask)))
+
+
+def _mean(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    count = math.prod(x.shape[d] for d in dims)
+    return jnp.sum(x, axis=dims, keepdims=True) / as_array(count, x.dtype)
+
+
+def _statistics(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance over `dims`, kept as size 1. Two passes: the mean of squares less the squared mean cancels."""
+    mean = _mean(x, dims)
+    return mean, _mean(jnp.square(x - mean), dims)
+
+
+def _wide(x: jax.Array | None) -> jax.Array | None:
+    return None if x is None else x.astype(opmath(x.dtype))
+
+
+def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    if weight is not None:
+        x = x * weight
+    return x if bias is None else x + bias
+
+
+def _normalised_gradient(grad: jax.Array, normal: jax.Array, rstd: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """The gradient of x where `normal` = (x - mean) * rstd, given the gradient of `normal`."""
+    return rstd * (grad - _mean(grad, dims) - normal * _mean(grad * normal, dims))
+
+
+# ---- batch norm: (batch, channel, ...), statistics of each channel ------------------------------------------------------------------------
+
+
+def _channel_shape(x: jax.Array) -> tuple[int, ...]:
+    return (1, x.shape[1]) + (1,) * (x.ndim - 2)
+
+
+def _all_but_channel(x: jax.Array) -> tuple[int, ...]:
+    return tuple(d for d in range(x.ndim) if d != 1)
+
+
+def _per_channel(values: jax.Array | None, x: jax.Array) -> jax.Array | None:
+    return None if values is None else _wide(values).reshape(_channel_shape(x))
+
+
+def _batch_normalise(x: jax.Array, weight: Any, bias: Any, mean: jax.Array, rstd: jax.Array) -> jax.Array:
+    shape = _channel_shape(x)
+    return _affine((x - mean.reshape(shape)) * rstd.reshape(shape), _per_channel(weight, x), _per_channel(bias, x))
+
+
+def _batch_norm(
+    x: jax.Array, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    """Output, mean and reciprocal deviation used, and the new running mean and variance (None without running statistics)."""
+    x = _wide(x)
+    if not training:
+        mean, rstd = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+        return _batch_normalise(x, weight, bias, mean, rstd), mean, rstd, running_mean, running_var
+    dims = _all_but_channel(x)
+    mean, variance = (s.reshape(-1) for s in _statistics(x, dims))
+    rstd = lax.rsqrt(variance + eps)
+    if running_mean is not None:
+        count = math.prod(x.shape[d] for d in dims)
+        unbiased = variance * count / as_array(count - 1, variance.dtype)
+        running_mean = _wide(running_mean) * (1 - momentum) + mean * momentum
+        running_var = _wide(running_var) * (1 - momentum) + unbiased * momentum
+    return _batch_normalise(x, weight, bias, mean, rstd), mean, rstd, running_mean, running_var
+
+
+def _fit_saved(ctx: Context, saved: jax.Array, index: int) -> jax.Array:
+    """Outside training torch's CPU kernels save nothing (size 0), its meta kernels one value a channel; no backward reads either."""
+    return jnp.zeros((0,), saved.dtype) if ctx.outs[index].shape == (0,) else saved
+
+
+@lowering("aten.native_batch_norm.default")
+def _native_batch_norm(
+    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    if training and running_mean is not None:
+        raise NotImplementedError(
+            "aten.native_batch_norm updates running_mean and running_var in place, which its schema does not say and a pure lowering cannot do; "
+            "record aten._native_batch_norm_legit_functional and write its last two results back."
+        )
+    out, mean, rstd, _, _ = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2))
+
+
+@lowering("aten._native_batch_norm_legit.no_stats")
+def _batch_norm_no_stats(ctx: Context, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple[jax.Array, ...]:
+    return _as_results(ctx, *_batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3])
+
+
+@lowering("aten._native_batch_norm_legit_no_training.default")
+def _batch_norm_no_training(
+    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    return _native_batch_norm(ctx, x, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
+@lowering("aten._native_batch_norm_legit_functional.default")
+def _batch_norm_functional(
+    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    out, mean, rstd, new_mean, new_var = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), new_mean, new_var)
+
+
+@lowering("aten._batch_norm_no_update.default")
+def _batch_norm_no_update(
+    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    out, mean, rstd, _, _ = _batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), jnp.zeros(ctx.outs[3].shape, np.uint8))
+
+
+@lowering("aten._batch_norm_with_update_functional.default")
+def _batch_norm_with_update(
+    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
+    out, mean, rstd, new_mean, new_var = _batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return _as_results(ctx, out, mean, rstd, jnp.zeros(ctx.outs[3].shape, np.uint8), new_mean, new_var)
+
+
+@lowering("aten.native_batch_norm_backward.default")
+def _batch_norm_backward(
+    ctx: Context, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any, train: bool, eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    grad, x = _wide(grad), _wide(x)
+    dims = _all_but_channel(x)
+    mean = _per_channel(save_mean if train else running_mean, x)
+    rstd = _per_channel(save_invstd, x) if train else lax.rsqrt(_per_channel(running_var, x) + eps)
+    normal = (x - mean) * rstd
+    grad_normal = _affine(grad, _per_channel(weight, x), None)
+    grad_x = _normalised_gradient(grad_normal, normal, rstd, dims) if train else grad_normal * rstd
+    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=dims), jnp.sum(grad, axis=dims))
+
+
+@lowering("aten.batch_norm_backward.default")
+def _batch_norm_backward_with_reserve(
+    ctx: Context, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, update: bool, eps: float,
+    output_mask: Sequence[bool], reserve: Any,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    return _batch_norm_backward(ctx, grad, x, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)
+
+
+# ---- layer norm: statistics over the last dims --------------------------------------------------------------------------------------------------
+
+
+@lowering("aten.native_layer_norm.default")
+def _layer_norm(ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[jax.Array, ...]:
+    wide = _wide(x)
+    mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
+    rstd = lax.rsqrt(variance + eps)
+    return _as_results(ctx, _affine((wide - mean) * rstd, _wide(weight), _wide(bias)), mean, rstd)
+
+
+@lowering("aten.native_layer_norm_backward.default")
+def _layer_norm_backward(
+    ctx: Context, grad: Any, x: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Sequence[bool]
+) -> tuple[jax.Array | None, ...]:
+    first = x.ndim - len(normalized_shape)
+    inner, outer = tuple(range(first, x.ndim)), tuple(range(first))
+    grad, rstd = _wide(grad), _wide(rstd)
+    normal = (_wide(x) - _wide(mean)) * rstd
+    grad_x = _normalised_gradient(_affine(grad, _wide(weight), None), normal, rstd, inner)
+    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=outer), jnp.sum(grad, axis=outer))
+
+
+# ---- group norm: statistics of each group of channels ---------------------------------------------------------------------------------------
+
+
+@lowering("aten.native_group_norm.default")
+def _group_norm(
+    ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[jax.Array, ...]:
+    grouped = _wide(x).reshape(N, group, C // group, HxW)
+    mean, variance = _statistics(grouped, (2, 3))
+    rstd = lax.rsqrt(variance + eps)
+    normal = ((grouped - mean) * rstd).reshape(N, C, HxW)
+    out = _affine(normal, *(None if p is None else _wide(p).reshape(1, C, 1) for p in (weight, bias)))
+    return _as_results(ctx, out.reshape(x.shape), mean.reshape(N, group), rstd.reshape(N, group))
+
+
+@lowering("aten.native_group_norm_backward.default")
+def _group_norm_backward(
+    ctx: Context, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, N: int, C: int, HxW: int, group: int, output_mask: Sequence[bool]
+) -> tuple[jax.Array | None, ...]:
+    grouped = (N, group, C // group, HxW)
+    rstd = _wide(rstd).reshape(N, group, 1, 1)
+    normal = (_wide(x).reshape(grouped) - _wide(mean).reshape(N, group, 1, 1)) * rstd
+    grad = _wide(grad).reshape(grouped)
+    grad_normal = _affine(grad, None if weight is None else _wide(weight).reshape(1, group, C // group, 1), None)
+    grad_x = _normalised_gradient(grad_normal, normal, rstd, (2, 3)).reshape(x.shape)
+    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=(0, 3)).reshape(C), jnp.sum(grad, axis=(0, 3)).reshape(C))
+
+
+# ---- weight norm: a direction `v` with its length `g` along one dim ---------------------------------------------------------------------------
+
+
+def _all_but(x: jax.Array, dim: int) -> tuple[int, ...]:
+    return tuple(d for d in range(x.ndim) if d != dim % x.ndim)
+
+
+@lowering("aten._weight_norm_interface.default")
+def _weight_norm(ctx: Context, v: Any, g: Any, dim: int = 0) -> tuple[jax.Array, ...]:
+    v = _wide(v)
+    norm = jnp.sqrt(jnp.sum(v * v, axis=_all_but(v, dim), keepdims=True))
+    return _as_results(ctx, v * (_wide(g) / norm), norm)
+
+
+@lowering("aten._weight_norm_interface_backward.default")
+def _weight_norm_backward(ctx: Context, grad: Any, v: Any, g: Any, norm: Any, dim: int) -> tuple[jax.Array, ...]:
+    grad, v, g, norm = _wide(grad), _wide(v), _wide(g), _wide(norm)
+    along = jnp.sum(grad * v, axis=_all_but(v, dim), keepdims=True) / norm
+    return _as_results(ctx, (g / norm) * (grad - v * along / norm), along)
+
+
+# ---- softmax -------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _shifted(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    """`x` less its maximum, so that no exponential overflows; in opmath."""
+    x = as_array(x, opmath(ctx.dtype))
+    return x - jnp.max(x, axis=dims, keepdims=True, initial=-jnp.inf)
+
+
+def _softmax_over(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    powers = jnp.exp(_shifted(ctx, x, dims))
+    return powers / jnp.sum(powers, axis=dims, keepdims=True)
+
+
+@lowering("aten._softmax.default")
+def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
+    return _softmax_over(ctx, x, reduced_dims(dim, x.ndim)).astype(ctx.dtype)
+
+
+@lowering("aten._safe_softmax.default")
+def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Array:
+    dims = reduced_dims(dim, x.ndim)
+    nothing = jnp.all(x == -jnp.inf, axis=dims, keepdims=True)  # attention to no position at all: zeros, not nan
+    result = _softmax_over(ctx, x, dims)
+    return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
+
+
+@lowering("aten._log_softmax.default")
+def _log_softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
+    dims = reduced_dims(dim, x.ndim)
+    shifted = _shifted(ctx, x, dims)
+    return (shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))).astype(ctx.dtype)
+
+
+@lowering("aten._softmax_backward_data.default")
+def _softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any) -> jax.Array:
+    grad, output = _wide(grad), _wide(output)
+    return (output * (grad - jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True))).astype(ctx.dtype)
+
+
+@lowering("aten._log_softmax_backward_data.default")
+def _log_softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any) -> jax.Array:
+    grad, output = _wide(grad), _wide(output)
+    return (grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)).astype(ctx.dtype)

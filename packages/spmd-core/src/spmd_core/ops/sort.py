@@ -1,0 +1,189 @@
+"""Order: sort, topk, order statistics, mode, and binary search. NaN counts as larger than every number, as in torch; every sort is stable."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
+
+
+def _last(x: jax.Array, dim: int) -> jax.Array:
+    """The tensor with the dim moved to the end; a 0-dim tensor counts as one of length 1."""
+    return jnp.moveaxis(jnp.atleast_1d(x), dim, -1)
+
+
+def _back(ctx: Context, results: tuple[jax.Array, ...], dim: int, *, keepdim: bool = True) -> tuple[jax.Array, ...]:
+    """The results with their last dim moved back to `dim`, or dropped, in the shapes and dtypes that torch says."""
+    moved = (jnp.moveaxis(x, -1, dim) if keepdim else x for x in results)
+    return tuple(x.reshape(out.shape).astype(dtype) for x, out, dtype in zip(moved, ctx.outs, (results[0].dtype, np.int64)))
+
+
+def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Values and their former positions along the last dim."""
+    # Positions travel as int32 where they fit: half of the memory that the sort moves.
+    positions = lax.broadcasted_iota(np.int32 if x.shape[-1] < 2**31 else np.int64, x.shape, x.ndim - 1)
+    keys = x.astype(np.uint8) if x.dtype == np.bool_ else x
+    if descending:
+        # Sorted backwards and read backwards: equal elements keep their order, NaN comes first, and no value needs a negation.
+        keys, positions = lax.rev(keys, [x.ndim - 1]), lax.rev(positions, [x.ndim - 1])
+    keys, positions = lax.sort((keys, positions), dimension=x.ndim - 1, is_stable=True, num_keys=1)
+    if descending:
+        keys, positions = lax.rev(keys, [x.ndim - 1]), lax.rev(positions, [x.ndim - 1])
+    return keys.astype(x.dtype), positions
+
+
+@lowering("aten.sort.default")
+def _sort(ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, ...]:
+    return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
+
+
+@lowering("aten.sort.stable")
+def _sort_stable(ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[jax.Array, ...]:
+    return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
+
+
+@lowering("aten.topk.default")
+def _topk(ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[jax.Array, ...]:
+    rows = _last(x, dim)
+    if not largest or rows.dtype == np.bool_:
+        values, positions = _sorted(rows, descending=largest)
+        return _back(ctx, (values[..., :k], positions[..., :k]), dim)
+    if jnp.issubdtype(rows.dtype, jnp.floating):
+        # top_k orders by bits, by which a NaN with its sign bit set would be the smallest.
+        rows = jnp.where(jnp.isnan(rows), jnp.asarray(jnp.nan, rows.dtype), rows)
+    return _back(ctx, tuple(lax.top_k(rows, k)), dim)
+
+
+# One element by its rank.
+
+
+def _at_rank(ctx: Context, x: jax.Array, rank: Any, dim: int, *, keepdim: bool) -> tuple[jax.Array, ...]:
+    """The element of the given rank, an int or one per row, and where it stood."""
+    rows, positions = _sorted(x)
+    rank = jnp.broadcast_to(rank, x.shape[:-1])[..., None]
+    results = tuple(jnp.take_along_axis(y, rank, axis=-1, mode="clip") for y in (rows, positions))
+    return _back(ctx, results, dim, keepdim=True) if keepdim else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+
+
+def _num_nan(x: jax.Array) -> jax.Array:
+    """How many NaN each row holds."""
+    return jnp.isnan(x).sum(-1) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape[:-1], np.int64)
+
+
+def _median_rank(x: jax.Array) -> jax.Array:
+    """The lower of the two middle ranks; a row with a NaN has its first NaN as its median."""
+    length, num_nan = x.shape[-1], _num_nan(x)
+    return jnp.where(num_nan > 0, length - num_nan, (length - 1) // 2)
+
+
+def _nanmedian_rank(x: jax.Array) -> jax.Array:
+    """The lower middle rank among the numbers; a row of NaN only has a NaN."""
+    return jnp.maximum((x.shape[-1] - _num_nan(x) - 1) // 2, 0)
+
+
+@lowering("aten.kthvalue.default")
+def _kthvalue(ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, ...]:
+    return _at_rank(ctx, _last(x, dim), k - 1, dim, keepdim=keepdim)
+
+
+@lowering("aten.median.dim")
+def _median_dim(ctx: Context, x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, ...]:
+    rows = _last(x, dim)
+    return _at_rank(ctx, rows, _median_rank(rows), dim, keepdim=keepdim)
+
+
+@lowering("aten.nanmedian.dim")
+def _nanmedian_dim(ctx: Context, x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, ...]:
+    rows = _last(x, dim)
+    return _at_rank(ctx, rows, _nanmedian_rank(rows), dim, keepdim=keepdim)
+
+
+def _middle(flat: jax.Array, rank: jax.Array) -> jax.Array:
+    return jnp.take(lax.sort(flat), rank, mode="clip")
+
+
+def _no_middle(ctx: Context) -> jax.Array:
+    """The median of no elements: NaN, which an integer dtype cannot say."""
+    if not jnp.issubdtype(ctx.dtype, jnp.floating):
+        raise NotImplementedError("the median of an empty integer tensor has no value of its own in torch; it is computed on the host.")
+    return jnp.full(ctx.shape, jnp.nan, ctx.dtype)
+
+
+@lowering("aten.median.default")
+def _median(ctx: Context, x: jax.Array) -> jax.Array:
+    flat = x.reshape(-1)
+    return _middle(flat, _median_rank(flat)) if flat.size else _no_middle(ctx)
+
+
+@lowering("aten.nanmedian.default")
+def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
+    flat = x.reshape(-1)
+    return _middle(flat, _nanmedian_rank(flat)) if flat.size else _no_middle(ctx)
+
+
+@lowering("aten.mode.default")
+def _mode(ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, ...]:
+    """The most frequent value, the smallest of several, and the last place where it stands."""
+    rows, positions = _sorted(_last(x, dim))
+    axis = rows.ndim - 1
+    rank = lax.broadcasted_iota(np.int64, rows.shape, axis)
+    begins = jnp.concatenate([jnp.ones_like(rows[..., :1], bool), rows[..., 1:] != rows[..., :-1]], -1)
+    # The element that ends the longest run has the most equals before it, counted from where its run began.
+    run = rank - lax.cummax(jnp.where(begins, rank, 0), axis=axis)
+    end = jnp.argmax(run, axis=-1, keepdims=True)
+    results = tuple(jnp.take_along_axis(y, end, axis=-1, mode="clip") for y in (rows, positions))
+    return _back(ctx, results, dim, keepdim=True) if keepdim else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+
+
+# Binary search.
+
+
+def _search(ctx: Context, sequence: jax.Array, x: Any, right: bool) -> jax.Array:
+    """For each x, the first place in the sorted sequence whose element is not less than it (`right`: is greater than it).
+
+    The comparisons are torch's own, made in its order, so that NaN ends up where torch puts it.
+    """
+    dtype = result_dtype(sequence, x)
+    sequence = as_array(sequence, dtype)
+    values = jnp.broadcast_to(as_array(x, dtype), ctx.shape)
+    length = sequence.shape[-1]
+    batch = sequence.shape[:-1]
+    # One sequence for all values: they form one row. A sequence for each row otherwise.
+    rows = values.reshape(*batch, -1)
+    low, high = jnp.zeros(rows.shape, np.int64), jnp.full(rows.shape, length, np.int64)
+
+    def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low + high) // 2
+        found = jnp.take_along_axis(sequence, middle, axis=-1, mode="clip")
+        beyond = ~(found > rows) if right else ~(found >= rows)
+        searching = low < high
+        return jnp.where(searching & beyond, middle + 1, low), jnp.where(searching & ~beyond, middle, high)
+
+    if length:
+        low, _ = lax.fori_loop(0, length.bit_length(), halve, (low, high))
+    return low.reshape(ctx.shape).astype(ctx.dtype)
+
+
+@lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
+def _searchsorted(
+    ctx: Context,
+    sorted_sequence: jax.Array,
+    x: jax.Array | Number,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: jax.Array | None = None,
+) -> jax.Array:
+    if sorter is not None:
+        sorted_sequence = jnp.take_along_axis(sorted_sequence, sorter, axis=-1, mode="clip")
+    return _search(ctx, sorted_sequence, x, right or side == "right")
+
+
+@lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
+def _bucketize(ctx: Context, x: jax.Array | Number, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False) -> jax.Array:
+    return _search(ctx, boundaries, x, right)

@@ -1,0 +1,196 @@
+"""Marks: every form of partition spec, re-marking, what follows a mark, and what is refused."""
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import spmd_core as spmd
+from spmd_core import compile_cache
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), ("b", "a"), (0, 1), (-2, -1), (("a", "b"), None), (None, ("b", "a")), ("a",), (), (None, None), (None, "b")])
+@pytest.mark.parametrize("state", ["host", "device", "pending"])
+def test_values_and_shards_under_every_spec(spec, state, mesh_2d):
+    expected = torch.arange(16.0 * 8).view(16, 8)
+    x = expected.to("xla")
+    if state == "device":
+        x = x + 0
+        spmd.sync()
+    elif state == "pending":
+        x = x + 0
+    assert spmd.mark_sharding(x, mesh_2d, spec) is x
+    assert x.sharding == spmd.Sharding.of(mesh_2d, spec, 2)  # visible before anything runs
+    torch.testing.assert_close(x.cpu(), expected)
+    for shard, index in zip(x.local_shards, x.sharding.indices((16, 8))):
+        torch.testing.assert_close(shard.data, expected[index])
+
+
+def test_spec_text_is_there_at_once(mesh_1d, num_devices):
+    x = torch.zeros(8, 4, device="xla")
+    assert x.sharding_spec == ""
+    spmd.mark_sharding(x, mesh_1d, ("x",))
+    ids = ",".join(map(str, range(num_devices)))
+    assert x.sharding_spec == (f"{{devices=[{num_devices},1]{ids}}}" if num_devices > 1 else "{replicated}")
+    assert x.partition_spec == ("x", None) and x.mesh_shape == (num_devices,)
+
+
+def test_marking_again_reshards_and_clearing_gathers(mesh_2d):
+    x = spmd.mark_sharding(torch.arange(64.0, device="xla").view(8, 8).clone(), mesh_2d, ("a", None))
+    spmd.sync()
+    spmd.mark_sharding(x, mesh_2d, (None, ("a", "b")))
+    assert x.local_shards[0].data.shape == (8, 8 // x.sharding.num_shards)
+    spmd.clear_sharding(x)
+    assert x.sharding is None and x.tolist() == torch.arange(64.0).view(8, 8).tolist()
+    spmd.mark_sharding(x, mesh_2d, ("b",))
+    assert (x + 1).sum().item() == 64 * 63 / 2 + 64
+
+
+def test_host_data_goes_up_once_and_sharded(mesh_1d):
+    x = torch.zeros(1024, device="cpu").to("xla")
+    before = spmd.metrics.counter("uploaded_bytes")
+    spmd.mark_sharding(x, mesh_1d, ("x",))
+    assert spmd.metrics.counter("uploaded_bytes") == before  # the virtual device: still on the host
+    (x + 1).cpu()
+    (x + 2).cpu()
+    assert spmd.metrics.counter("uploaded_bytes") == before + 4096
+
+
+def test_in_place_updates_keep_the_sharding(mesh_1d):
+    x = spmd.mark_sharding(torch.zeros(16, device="xla"), mesh_1d, ("x",))
+    spmd.sync()
+    x.add_(1).mul_(2)
+    spmd.sync()
+    assert x.sharding is not None and x._handle.value.placement.sharding is x.sharding
+    assert x.local_shards[0].data.tolist() == [2.0] * len(x.local_shards[0].data)
+
+
+def test_gradients_and_optimizer_state_follow_the_parameter(mesh_1d):
+    p = nn.Parameter(torch.randn(16, 4, device="xla"))
+    spmd.mark_sharding(p, mesh_1d, ("x",))
+    optimizer = torch.optim.AdamW([p])
+    (p**2).sum().backward()
+    assert p.grad.sharding == p.sharding
+    optimizer.step()
+    state = optimizer.state[p]
+    assert state["exp_avg"].sharding == p.sharding == state["exp_avg_sq"].sharding
+    spmd.sync()
+    assert state["exp_avg"].local_shards[0].data.shape == p.local_shards[0].data.shape
+
+
+def test_a_parameter_made_from_a_marked_tensor_follows_too(mesh_1d):
+    p = nn.Parameter(spmd.mark_sharding(torch.randn(16, device="xla"), mesh_1d, ("x",)))
+    assert p.sharding is not None
+    (p * 2).sum().backward()
+    assert p.grad.sharding == p.sharding
+
+
+def test_marks_on_intermediates_and_views(mesh_2d):
+    x = torch.randn(8, 8).to("xla")
+    h = spmd.mark_sharding(x @ x, mesh_2d, ("a", "b"))
+    v = spmd.mark_sharding((x + 1).view(4, 16), mesh_2d, (None, "b"))
+    total = (h.sum() + v.sum()).cpu()
+    c = x.cpu()
+    torch.testing.assert_close(total, (c @ c).sum() + (c + 1).sum(), rtol=1e-4, atol=1e-4)
+    assert h.sharding is not None and h._handle.value.placement.sharding is h.sharding
+
+
+def test_gradients_flow_through_a_marked_intermediate(mesh_1d):
+    x = torch.ones(8, 8, device="xla", requires_grad=True)
+    h = spmd.mark_sharding(x * 3, mesh_1d, ("x",))
+    (h * 2).sum().backward()
+    assert x.grad.tolist() == [[6.0] * 8] * 8
+
+
+def test_a_submesh_and_two_meshes_in_one_program(num_devices):
+    if num_devices < 4:
+        pytest.skip("needs four devices")
+    low = spmd.Mesh([0, 1], (2,), ("x",))
+    high = spmd.Mesh([3, 2], (2,), ("y",))
+    a = spmd.mark_sharding(torch.arange(8.0).to("xla"), low, ("x",))
+    b = spmd.mark_sharding(torch.arange(8.0).to("xla") * 10, high, ("y",))
+    assert [s.shard_device for s in a.local_shards] == ["CPU:0", "CPU:1"]
+    assert (a * 1).tolist() == list(range(8))  # a program on the submesh alone
+    both = a + b
+    a.add_(b)
+    spmd.sync()
+    assert both.tolist() == [11.0 * i for i in range(8)] == a.tolist()
+    assert [s.data.tolist() for s in a.local_shards] == [[0, 11, 22, 33], [44, 55, 66, 77]]
+    assert {s.shard_device: s.data.tolist() for s in b.local_shards} == {"CPU:3": [0, 10, 20, 30], "CPU:2": [40, 50, 60, 70]}
+
+
+def test_device_order_of_the_mesh_is_the_placement(num_devices):
+    order = list(reversed(range(num_devices)))
+    x = spmd.mark_sharding(torch.arange(float(num_devices)).to("xla"), spmd.Mesh(order, (num_devices,), ("x",)), ("x",))
+    assert [s.data.item() for s in x.local_shards] == order
+    y = spmd.mark_sharding(torch.arange(float(num_devices)).to("xla"), spmd.Mesh(range(num_devices), (num_devices,), ("x",)), ("x",))
+    assert (x - y).abs().sum().item() == 0
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_spec_keeps_values_and_places_shards(data):
+    num = spmd.global_runtime_device_count()
+    order = data.draw(st.permutations(range(num)))
+    shape = data.draw(st.sampled_from([s for s in [(8,), (4, 2), (2, 4), (2, 2, 2), (2,), (1,), (1, 2)] if np.prod(s) == num] or [(num,)]))
+    mesh = spmd.Mesh(order, shape, tuple("abc"[: len(shape)]))
+    dims = data.draw(st.lists(st.integers(0, 9), min_size=0, max_size=3))
+    axes = list(range(len(shape)))
+    spec = []
+    for _ in dims:
+        take = data.draw(st.integers(0, len(axes)))
+        mine, axes = axes[:take], axes[take:]
+        spec.append(None if not mine else mine[0] if take == 1 else tuple(mine))
+    expected = torch.arange(float(np.prod(dims, dtype=int))).view(dims)
+    x = spmd.mark_sharding(expected.to("xla"), mesh, tuple(spec))
+    torch.testing.assert_close(x.cpu(), expected)
+    position = {int(d): i for i, d in enumerate(mesh.device_ids)}
+    for shard in x.local_shards:
+        index = x.sharding.indices(tuple(dims))[position[int(shard.shard_device.split(":")[1])]]
+        torch.testing.assert_close(shard.unpadded_data, expected if shard.indices is ... else expected[index])
+    y = (x * 2).neg_()
+    torch.testing.assert_close(y.cpu(), expected * -2)
+
+
+def test_an_unmarked_result_says_what_the_partitioner_chose(mesh_1d, num_devices):
+    x = spmd.mark_sharding(torch.ones(8 * num_devices, device="xla"), mesh_1d, ("x",))
+    y = x * 2
+    spmd.sync()
+    assert y.sharding is None and y.sharding_spec == x.sharding_spec
+
+
+def test_uneven_marks_are_real_constraints(mesh_1d, num_devices):
+    if num_devices == 1:
+        pytest.skip("one device shards nothing")
+    x = torch.randn(num_devices * 4 - 3, 6, device="xla", requires_grad=True)
+    spmd.mark_sharding(x, mesh_1d, ("x",))
+    h = spmd.mark_sharding(x * 2, mesh_1d, ("x",))
+    (h**2).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), 8 * x.detach().cpu())
+    assert h.local_shards[0].data.shape == (4, 6) and x.grad.local_shards[0].data.shape == (4, 6)
+    assert compile_cache.newest() is not None
+
+
+BAD = [
+    ("wrong count", lambda m: spmd.Mesh(range(8), (3, 2), ("a", "b")), ValueError, "8"),
+    ("duplicates", lambda m: spmd.Mesh([0, 0], (2,), ("a",)), ValueError, "unique|duplicate|twice|once"),
+    ("out of range", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), spmd.Mesh([98, 99], (2,), ("a",)), ("a",)), ValueError, "99"),
+    ("axis repeated", lambda m: spmd.Mesh(range(4), (2, 2), ("a", "a")), ValueError, "a"),
+    ("axis count", lambda m: spmd.Mesh(range(4), (2, 2), ("a",)), ValueError, "axis_names"),
+    ("too long", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("a", None)), ValueError, "rank 1"),
+    ("unknown axis", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("z",)), ValueError, "z"),
+    ("axis twice", lambda m: spmd.mark_sharding(torch.ones(2, 2, device="xla"), m, ("a", "a")), ValueError, "a"),
+    ("cpu tensor", lambda m: spmd.mark_sharding(torch.ones(2), m, ("a",)), RuntimeError, r"t\.to\('xla'\)"),
+    ("no mesh", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), "mesh", ("a",)), ValueError, "Mesh"),
+    ("no tensor", lambda m: spmd.mark_sharding([1, 2], m, ("a",)), RuntimeError, "got list"),
+    ("clear cpu", lambda m: spmd.clear_sharding(torch.ones(2)), RuntimeError, "clear_sharding needs a tensor on device 'xla'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input_is_refused_at_once(call, error, match, mesh_2d):
+    with pytest.raises(error, match=match) as caught:
+        call(mesh_2d)
+    assert isinstance(caught.value, spmd.SpmdError)

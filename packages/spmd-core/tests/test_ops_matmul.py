@@ -1,0 +1,98 @@
+"""Matrix products against eager torch on the CPU."""
+
+import functools
+import math
+
+import oracle
+import pytest
+import torch
+from oracle import check
+
+from spmd_core.ops import matmul  # noqa: F401  (registers the lowerings)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
+
+
+def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(dtype: torch.dtype) -> None:
+    check("aten.mm.default", values(dtype, 3, 4), values(dtype, 4, 5, seed=1))
+    check("aten.mm.default", values(dtype, 3, 0), values(dtype, 0, 5))
+    check("aten.bmm.default", values(dtype, 2, 3, 4), values(dtype, 2, 4, 5, seed=1))
+    check("aten.mv.default", values(dtype, 3, 4), values(dtype, 4, seed=1))
+    check("aten.dot.default", values(dtype, 4), values(dtype, 4, seed=1))
+    check("aten.vdot.default", values(dtype, 4), values(dtype, 4, seed=1))
+
+
+def test_sixteen_bits_accumulate_in_float32() -> None:
+    ones = torch.ones(1, 3000, dtype=torch.bfloat16)
+    check("aten.mm.default", ones, ones.t(), rtol=0, atol=0)
+
+
+def test_integers_are_exact_beyond_what_a_float_holds() -> None:
+    x = torch.full((2, 2), 2**31 + 1)
+    check("aten.mm.default", x, x)
+    check("aten._int_mm.default", torch.full((32, 16), 100, dtype=torch.int8), torch.full((16, 8), 100, dtype=torch.int8))
+
+
+def test_complex_products() -> None:
+    z = torch.complex(values(torch.float32, 3, 3), values(torch.float32, 3, 3, seed=1))
+    check("aten.mm.default", z, z)
+    check("aten.vdot.default", z[0], z[1])
+    check("aten.dot.default", z[0], z[1])
+
+
+SCALES = [{}, {"beta": 2, "alpha": 3}, {"beta": 0}, {"alpha": 0}]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_with_a_product(scales: dict[str, int], dtype: torch.dtype) -> None:
+    # torch's CPU kernels round some 16-bit terms before they add them: half a unit in the last place of the largest term, 64 or more
+    loose = {torch.bfloat16: 0.5, torch.float16: 0.06}.get(dtype)
+    check = functools.partial(oracle.check, atol=loose, rtol=None if loose is None else 0)
+    a, b = values(dtype, 3, 4, seed=1), values(dtype, 4, 5, seed=2)
+    batch_a, batch_b = values(dtype, 2, 3, 4, seed=1), values(dtype, 2, 4, 5, seed=2)
+    for shape in ((3, 5), (5,), (3, 1), ()):
+        check("aten.addmm.default", values(dtype, *shape), a, b, **scales)
+    for shape in ((2, 3, 5), (3, 5), (1, 1, 5)):
+        check("aten.baddbmm.default", values(dtype, *shape), batch_a, batch_b, **scales)
+    check("aten.addbmm.default", values(dtype, 3, 5), batch_a, batch_b, **scales)
+    check("aten.addmv.default", values(dtype, 3), a, b[:, 0], **scales)
+    check("aten.addr.default", values(dtype, 4), a[:, 0], b[:, 0], **scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float_scales(dtype: torch.dtype) -> None:
+    check("aten.addmm.default", values(dtype, 5), values(dtype, 3, 4), values(dtype, 4, 5), beta=0.5, alpha=-0.3)
+
+
+def test_beta_of_zero_ignores_nan() -> None:
+    nan = torch.full((3, 5), math.nan)
+    check("aten.addmm.default", nan, values(torch.float32, 3, 4), values(torch.float32, 4, 5), beta=0)
+    check("aten.baddbmm.default", nan.expand(2, 3, 5), values(torch.float32, 2, 3, 4), values(torch.float32, 2, 4, 5), beta=0.0)
+    check("aten.addmm.default", nan, values(torch.float32, 3, 0), values(torch.float32, 0, 5), beta=0)
+
+
+def test_addr_of_booleans() -> None:
+    a, b = torch.tensor([True, False]), torch.tensor([True, True, False])
+    check("aten.addr.default", torch.zeros(2, 3, dtype=torch.bool), a, b)
+
+
+@pytest.mark.parametrize("use_gelu", [False, True])
+def test_addmm_with_activation(use_gelu: bool) -> None:
+    x, a, b = values(torch.float32, 5), values(torch.float32, 3, 4), values(torch.float32, 4, 5)
+    check("aten._addmm_activation.default", x, a, b, use_gelu=use_gelu, atol=1e-2)
+
+
+def test_trilinear() -> None:
+    # torch.nn.Bilinear's own calls, forward and backward
+    a, weight, c = values(torch.float32, 5, 2), values(torch.float32, 4, 2, 3), values(torch.float32, 5, 3)
+    grad = values(torch.float32, 5, 4)
+    check("aten._trilinear.default", a, weight, c, [1, 3], [0], [1, 2], [2, 3])
+    check("aten._trilinear.default", grad, weight, c, [2, 3], [0], [1, 2], [1, 3])
+    check("aten._trilinear.default", a, grad, c, [1, 3], [2, 3], [1, 2], [0])
+    check("aten._trilinear.default", a, weight, grad, [1, 3], [0], [2, 3], [1, 2])

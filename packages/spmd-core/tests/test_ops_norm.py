@@ -1,0 +1,177 @@
+"""Normalisations and softmax against eager torch on the CPU."""
+
+import math
+
+import pytest
+import torch
+from oracle import check, lower
+
+from spmd_core import dtypes
+from spmd_core.ops import norm, registry  # noqa: F401  (registers the lowerings)
+
+INF = math.inf
+# (tensor, weights): torch's mixed precision keeps float32 weights beside bfloat16 activations.
+PRECISIONS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+LOOSE = {"rtol": 2e-2, "atol": 5e-2}
+
+
+def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_masked(name: str, *args: object, mask: list[bool], **tolerance: float) -> None:
+    """As `check`, for an op that returns None where `mask` is False."""
+    overload = registry.resolve(name)
+    expected = overload(*args, mask)
+    outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in expected if x is not None)
+    got = lower(name, (*args, mask), {}, outs)
+    assert [x is None for x in got] == [x is None for x in expected]
+    for mine, right in zip(got, expected):
+        if right is not None:
+            assert dtypes.to_torch(mine.dtype) == right.dtype
+            torch.testing.assert_close(torch.tensor(mine.tolist()), right.float(), **({"rtol": 1e-4, "atol": 1e-4} | tolerance), check_dtype=False)
+
+
+MASKS = [[True, True, True], [True, False, False], [False, True, True]]
+
+# ---- batch norm ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", [(4, 3, 5, 2), (6, 3), (2, 3, 4)])
+def test_batch_norm(precision: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]) -> None:
+    dtype, weights = precision
+    x = values(dtype, *shape) * 2 + 1
+    weight, bias, mean = (values(weights, 3, seed=s) for s in (1, 2, 3))
+    var = values(weights, 3, seed=4).abs() + 0.5
+    tolerance = {} if dtype is torch.float32 else LOOSE
+    for training in (True, False):
+        check("aten._native_batch_norm_legit_functional.default", x, weight, bias, mean, var, training, 0.1, 1e-5, **tolerance)
+    check("aten._native_batch_norm_legit_functional.default", x, None, None, mean, var, True, 0.3, 1e-5, **tolerance)
+    check("aten._native_batch_norm_legit_no_training.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
+    check("aten._native_batch_norm_legit.no_stats", x, weight, bias, True, 0.1, 1e-5, **tolerance)
+    check("aten._batch_norm_with_update_functional.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
+    check("aten._batch_norm_no_update.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
+    check("aten.native_batch_norm.default", x, weight, bias, mean, var, False, 0.1, 1e-5, **tolerance)
+    check("aten.native_batch_norm.default", x, weight, bias, None, None, True, 0.1, 1e-5, **tolerance)
+
+
+def test_native_batch_norm_says_that_it_would_have_to_update_statistics() -> None:
+    x, one = torch.ones(2, 3), torch.ones(3)
+    with pytest.raises(NotImplementedError, match="_native_batch_norm_legit_functional"):
+        lower("aten.native_batch_norm.default", (x, one, one, one, one, True, 0.1, 1e-5), {}, ())
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_batch_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
+    dtype, weights = precision
+    x, grad = values(dtype, 4, 3, 5) * 2 + 1, values(dtype, 4, 3, 5, seed=9)
+    weight, mean, var = values(weights, 3, seed=1), values(weights, 3, seed=2), values(weights, 3, seed=4).abs() + 0.5
+    saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.2}
+    for train in (True, False):
+        check_masked("aten.native_batch_norm_backward.default", grad, x, weight, mean, var, *saved, train, 1e-5, mask=mask, **tolerance)
+
+
+def test_batch_norm_backward_with_reserve() -> None:
+    x, grad, weight = values(torch.float32, 4, 3, 5), values(torch.float32, 4, 3, 5, seed=1), values(torch.float32, 3)
+    mean, var, reserve = torch.zeros(3), torch.ones(3), torch.empty(0, dtype=torch.uint8)
+    saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
+    check("aten.batch_norm_backward.default", grad, x, weight, mean, var, *saved, True, 1e-5, [True, True, True], reserve)
+
+
+# ---- layer, group and weight norm --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_layer_norm(precision: tuple[torch.dtype, torch.dtype], dims: int) -> None:
+    dtype, weights = precision
+    x = values(dtype, 2, 3, 8) * 3 + 5
+    shape = list(x.shape[-dims:])
+    tolerance = {} if dtype is torch.float32 else LOOSE
+    check("aten.native_layer_norm.default", x, shape, values(weights, *shape), values(weights, *shape, seed=1), 1e-5, **tolerance)
+    check("aten.native_layer_norm.default", x, shape, None, None, 1e-5, **tolerance)
+    check("aten.native_layer_norm.default", x[:0], shape, values(weights, *shape), values(weights, *shape, seed=1), 1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layer_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
+    dtype, weights = precision
+    x, grad = values(dtype, 2, 3, 8) * 3 + 5, values(dtype, 2, 3, 8, seed=1)
+    weight, bias = values(weights, 8), values(weights, 8, seed=1)
+    saved = torch.ops.aten.native_layer_norm(x, [8], weight, bias, 1e-5)[1:]
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
+    check_masked("aten.native_layer_norm_backward.default", grad, x, [8], *saved, weight, bias, mask=mask, **tolerance)
+
+
+def test_layer_norm_backward_without_weight() -> None:
+    x, grad = values(torch.float32, 2, 3, 8), values(torch.float32, 2, 3, 8, seed=1)
+    saved = torch.ops.aten.native_layer_norm(x, [3, 8], None, None, 1e-5)[1:]
+    check_masked("aten.native_layer_norm_backward.default", grad, x, [3, 8], *saved, None, None, mask=[True, False, False])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_group_norm(precision: tuple[torch.dtype, torch.dtype], groups: int) -> None:
+    dtype, weights = precision
+    x = values(dtype, 3, 4, 5, 2) * 2 + 1
+    tolerance = {} if dtype is torch.float32 else LOOSE
+    check("aten.native_group_norm.default", x, values(weights, 4), values(weights, 4, seed=1), 3, 4, 10, groups, 1e-5, **tolerance)
+    check("aten.native_group_norm.default", x, None, None, 3, 4, 10, groups, 1e-5, **tolerance)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("precision", PRECISIONS[:2])
+def test_group_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
+    dtype, weights = precision
+    x, grad, weight = values(dtype, 3, 4, 5, 2) * 2 + 1, values(dtype, 3, 4, 5, 2, seed=1), values(weights, 4)
+    saved = torch.ops.aten.native_group_norm(x, weight, weight, 3, 4, 10, 2, 1e-5)[1:]
+    tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
+    check_masked("aten.native_group_norm_backward.default", grad, x, *saved, weight, 3, 4, 10, 2, mask=mask, **tolerance)
+
+
+@pytest.mark.parametrize("dim", [0, 2])  # torch's CPU kernel takes the first or the last
+def test_weight_norm(dim: int) -> None:
+    v = values(torch.float32, 3, 4, 5)
+    g = values(torch.float32, *(n if d == dim else 1 for d, n in enumerate(v.shape)), seed=1)
+    check("aten._weight_norm_interface.default", v, g, dim)
+    w, norms = torch.ops.aten._weight_norm_interface(v, g, dim)
+    check("aten._weight_norm_interface_backward.default", values(torch.float32, 3, 4, 5, seed=2), v, g, norms, dim)
+
+
+# ---- softmax -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax(op: str, dtype: torch.dtype) -> None:
+    for dim in (0, 1, -1):
+        check(f"aten.{op}.default", values(dtype, 2, 3, 4) * 10, dim, False)
+    check(f"aten.{op}.default", values(dtype), 0, False)
+    check(f"aten.{op}.default", values(dtype, 0, 3), 1, False)
+    check(f"aten.{op}.default", torch.tensor([[1e4, 0.0, -1e4], [-INF, 0.0, 1.0], [-INF, -INF, -INF]], dtype=dtype), 1, False)
+
+
+@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
+def test_softmax_from_sixteen_bits_to_float32(op: str) -> None:
+    # torch's CPU kernels refuse half_to_float, which is a GPU's; the same values come from widening first.
+    x = values(torch.bfloat16, 3, 4)
+    (got,) = lower(f"aten.{op}.default", (x, -1, True), {}, (registry.Out((3, 4), torch.float32),))
+    torch.testing.assert_close(torch.tensor(got.tolist()), getattr(torch.ops.aten, op)(x.float(), -1, False))
+
+
+def test_safe_softmax() -> None:
+    x = torch.tensor([[1.0, 2.0, -INF], [-INF, -INF, -INF]])
+    check("aten._safe_softmax.default", x, -1)
+    check("aten._safe_softmax.default", x.bfloat16(), 0, torch.float32)
+
+
+@pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_backward(op: str, dtype: torch.dtype) -> None:
+    for dim in (0, -1):
+        output = getattr(torch.ops.aten, op)(values(dtype, 2, 3, 4), dim, False)
+        check(f"aten.{op}_backward_data.default", values(dtype, 2, 3, 4, seed=1), output, dim, dtype)
