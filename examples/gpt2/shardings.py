@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import spmd_core as spmd
@@ -34,6 +35,7 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
 
 HIDDEN_BTD: Spec = (BATCH_AXES, None, None)
 LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
+LOOKED_UP_VD: Spec = ("tensor", None)
 
 
 def parameter_spec(name: str, mesh: "spmd.Mesh") -> Spec:
@@ -85,7 +87,7 @@ def shard_parameters(model: nn.Module, mesh: "spmd.Mesh") -> None:
 
 
 def annotate_activations(model: nn.Module, mesh: "spmd.Mesh") -> None:
-    """Marks what leaves the embeddings, every block and the output layer.
+    """Marks what leaves the embeddings, every block and the output layer, and the token table where it is looked up.
 
     With the batch and the weights both split over fsdp, a partitioner may as well split the hidden state along D and leave the weights where they
     are; these marks say that it is the weights that move.
@@ -104,3 +106,19 @@ def annotate_activations(model: nn.Module, mesh: "spmd.Mesh") -> None:
             module.register_forward_hook(marked(HIDDEN_BTD))
         elif name == "lm_head":
             module.register_forward_hook(marked(LOGITS_BTV))
+        elif name == "transformer.wte" and isinstance(module, nn.Embedding):
+            _gather_at_lookup(module, on_mesh(LOOKED_UP_VD, mesh), mesh)
+
+
+def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: "spmd.Mesh") -> None:
+    """Makes a lookup read a view of the table that is marked with `spec`, and so, by the mark's rule for gradients, its gradient too.
+
+    A row of the table is split over fsdp and so are the tokens that look it up. Left alone, the partitioner gathers the tokens' gradients (B, T, D)
+    on every device before it adds them into the table's.
+    """
+
+    def forward(ids_BT: torch.Tensor) -> torch.Tensor:
+        table_VD = table.weight.view_as(table.weight)  # a view: the parameter itself keeps its own sharding
+        return F.embedding(ids_BT, spmd.mark_sharding(table_VD, mesh, spec))
+
+    table.forward = forward  # type: ignore[method-assign]  # a hook could change the output, but not the weight

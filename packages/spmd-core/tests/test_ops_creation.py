@@ -75,7 +75,7 @@ def test_arange_of_large_and_fine_steps() -> None:
     check("aten.arange.start", 2**24, 2**24 + 6, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_linspace(dtype: torch.dtype | None) -> None:
     for steps in (0, 1, 2, 7, 10):
         check("aten.linspace.default", -3, 9.5, steps, dtype=dtype)
@@ -100,10 +100,9 @@ def test_logspace(dtype: torch.dtype | None) -> None:
 
 
 def test_integers_that_hang_on_the_last_bit_go_to_the_host() -> None:
-    with pytest.raises(NotImplementedError, match="on the host"):
-        lower("aten.linspace.Tensor_Scalar", (torch.tensor(0.0), 3, 4), {"dtype": torch.int64}, (registry.Out((4,), torch.int64),))
-    with pytest.raises(NotImplementedError, match="on the host"):
-        lower("aten.logspace.default", (0, 3, 4), {"dtype": torch.int64}, (registry.Out((4,), torch.int64),))
+    for name in ("linspace", "logspace"):
+        with pytest.raises(NotImplementedError, match=f"{name} of an integer dtype .* on the host"):
+            lower(f"aten.{name}.default", (0, 3, 4), {"dtype": torch.int64}, (registry.Out((4,), torch.int64),))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -90,7 +90,7 @@ def _constrained(value: Value, sharding: Sharding) -> Value:
     entry = _constraints.get(key)
     if entry is None:
         entry = _constraints[key] = Entry("spmd::mark_sharding", lambda context, inputs, numbers: inputs, (value.spec,), sharding=sharding)
-    return Value(entry, (value,), (), value.spec)
+    return Value(entry, (value,), ())
 
 
 def _mark(handle: Handle, sharding: Sharding) -> None:

@@ -19,7 +19,7 @@ from torch._decomp import decomposition_table
 from spmd_core import dtypes, execution, inference, metrics, random_stream, schema
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError, HostFallbackError, UnsupportedOpError
-from spmd_core.graph import Entry, Spec, Value
+from spmd_core.graph import Entry, Part, Spec, Value
 from spmd_core.ops import load_all, registry
 from spmd_core.storage import Handle, Storage, View, lock, read
 from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
@@ -31,7 +31,7 @@ _handlers: dict[Any, Handler] = {}
 _entries: dict[Any, Entry] = {}
 _view_writes: dict[Entry, Entry] = {}
 _view_calls: dict[Entry, tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]] = {}
-_NUMBERS = (float, int, bool, complex)
+_NUMBERS = frozenset({float, int, bool, complex})
 _NO_KWARGS: dict[str, Any] = {}
 _default_dtype = torch.get_default_dtype
 # Same shape in, same shape out, and the result stands for its source: it is sharded like it.
@@ -52,17 +52,18 @@ def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 class _Call:
     """How the calls of one overload are looked up: which arguments are numbers, and how a new entry is made."""
 
-    __slots__ = ("func", "infer", "number_names", "number_positions", "static_when_int")
+    __slots__ = ("func", "infer", "numbers", "static_when_int")
 
     def __init__(self, func: Any, static: frozenset[str], make_entry: Callable[..., Entry]) -> None:
         facts = schema.of(func, static)
         self.func, self.infer = func, make_entry
-        self.number_positions, self.number_names = facts.number_positions, facts.number_names
+        # Both by position and by name, as an argument may come either way.
+        self.numbers = frozenset(facts.number_positions) | facts.number_names
         self.static_when_int = frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
 
 
 def _look_up(call: _Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, list[Value], list[Any]]:
-    """The call's entry, its input values and its numbers. The hot path: about ten bytecodes per argument."""
+    """The call's entry, its input values and its numbers. The hot path: a few bytecodes per argument, and one lookup."""
     key: list[Any] = [call.func, _default_dtype()]
     inputs: list[Value] = []
     numbers: list[Any] = []
@@ -72,44 +73,53 @@ def _look_up(call: _Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[
             handle = a._handle
             key.append(handle.spec)
             inputs.append(handle.value if handle.__class__ is Storage else handle.current())
+        elif kind in _NUMBERS:
+            position = len(key) - 2
+            if position in call.numbers and not (kind is int and position in call.static_when_int):
+                key.append(kind)
+                numbers.append(a)
+            else:
+                key.append(a)
         elif kind is list or kind is tuple:
-            key.append(_look_up_list(a, inputs))
+            key.append(tuple(a) if a and a[0].__class__ is int else _look_up_list(a, inputs))
         elif isinstance(a, torch.Tensor):
             key.append(_host_scalar(call, a, inputs))
         else:
             key.append(a)
-    for position in call.number_positions:
-        if position < len(args):
-            a = args[position]
-            kind = a.__class__
-            if kind in _NUMBERS and not (kind is int and position in call.static_when_int):
-                key[position + 2] = kind
-                numbers.append(a)
     if kwargs:
-        for name, a in kwargs.items():
-            kind = a.__class__
-            if kind is XLAShardedTensor:
-                key.append((name, a._handle.spec))
-                inputs.append(read(a._handle))
-            elif kind in _NUMBERS and name in call.number_names and not (kind is int and name in call.static_when_int):
-                key.append((name, kind))
-                numbers.append(a)
-            elif kind is list or kind is tuple:
-                key.append((name, _look_up_list(a, inputs)))
-            elif isinstance(a, torch.Tensor):
-                key.append((name, _host_scalar(call, a, inputs)))
-            elif kind is not torch.Generator:
-                key.append((name, a))
+        _look_up_keywords(call, kwargs, key, inputs, numbers)
     whole = tuple(key)
     entry = _entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
-        if len(_entries) >= config.max_op_entries:
-            for old in list(_entries)[: config.max_op_entries // 4]:
-                del _entries[old]
-            metrics.count("op_entries_dropped", config.max_op_entries // 4)
-        _entries[whole] = entry
+        _remember(whole, entry)
     return entry, inputs, numbers
+
+
+def _look_up_keywords(call: _Call, kwargs: dict[str, Any], key: list[Any], inputs: list[Value], numbers: list[Any]) -> None:
+    for name, a in kwargs.items():
+        kind = a.__class__
+        if kind is XLAShardedTensor:
+            key.append((name, a._handle.spec))
+            inputs.append(read(a._handle))
+        elif kind in _NUMBERS and name in call.numbers and not (kind is int and name in call.static_when_int):
+            key.append((name, kind))
+            numbers.append(a)
+        elif kind is list or kind is tuple:
+            key.append((name, _look_up_list(a, inputs)))
+        elif isinstance(a, torch.Tensor):
+            key.append((name, _host_scalar(call, a, inputs)))
+        elif kind is not torch.Generator:
+            key.append((name, a))
+
+
+def _remember(key: Any, entry: Entry) -> None:
+    if len(_entries) >= config.max_op_entries:
+        oldest = list(_entries)[: config.max_op_entries // 4]
+        for old in oldest:
+            del _entries[old]
+        metrics.count("op_entries_dropped", len(oldest))
+    _entries[key] = entry
 
 
 def _look_up_list(items: Sequence[Any], inputs: list[Value]) -> Any:
@@ -162,7 +172,7 @@ def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
         execution.materialize(handle.storage)
         copy = Storage(handle.current(), Spec.contiguous(spec.shape, spec.dtype))
         value = handle.current()
-        handle.value = Value(value.entry, value.inputs, (), value.spec)  # the copy owns its value alone
+        handle.value = Value(value.entry, value.inputs, ())  # the copy owns its value alone
     return execution.to_host(copy)
 
 
@@ -180,13 +190,13 @@ def write(handle: Handle, value: Value) -> None:
     bases = handle.intermediate_values()
     written = value
     for entry, base in zip(reversed(handle.chain), reversed(bases)):
-        written = Value(_view_write_entry(entry, base.spec), (base, written), (), base.spec)
+        written = Value(_view_write_entry(entry, base.spec), (base, written), ())
     handle.storage.write(written)
     handle.value, handle.version = value, handle.storage.version
 
 
 def _structured(entry: Entry, node: Value) -> Any:
-    results = [None if i is None else wrap(Storage(node.part(i), entry.outs[i])) for i in entry.structure]
+    results = [None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure]
     return results if entry.as_list else tuple(results)
 
 
@@ -198,7 +208,7 @@ def _functional_handler(lowering: registry.Lowering) -> Handler:
     def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with lock:
             entry, inputs, numbers = _look_up(call, args, kwargs)
-            node = Value(entry, inputs, numbers, entry.spec)
+            node = Value(entry, inputs, numbers)
             if entry.structure is not None:
                 return _structured(entry, node)
             return wrap(Storage(node, entry.spec))
@@ -207,7 +217,7 @@ def _functional_handler(lowering: registry.Lowering) -> Handler:
         with lock:
             entry, inputs, numbers = _look_up(call, args, kwargs)
             numbers.append(random_stream.draw(kwargs.get("generator")))
-            node = Value(entry, inputs, numbers, entry.spec)
+            node = Value(entry, inputs, numbers)
             result = _structured(entry, node) if entry.structure is not None else wrap(Storage(node, entry.spec))
         if inherits:
             _inherit(result, args[0])
@@ -320,7 +330,7 @@ def _view_handler(lowering: registry.Lowering) -> Handler:
         with lock:
             handle = args[0]._handle
             entry, inputs, _ = _look_up(call, args, kwargs)
-            value = Value(entry, inputs, (), entry.spec)
+            value = Value(entry, inputs, ())
             if handle.__class__ is Storage:
                 return wrap(View(handle, (entry,), entry.spec, value))
             return wrap(View(handle.storage, (*handle.chain, entry), entry.spec, value))
@@ -416,7 +426,7 @@ def _as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         entry = _entries[key] = Entry("aten::as_strided", kernel, (spec,))
         _view_writes[entry] = Entry("write.aten::as_strided", write_back, (base,))
     with lock:
-        return wrap(View(storage, (entry,), entry.spec, Value(entry, (storage.value,), (), entry.spec)))
+        return wrap(View(storage, (entry,), entry.spec, Value(entry, (storage.value,), ())))
 
 
 # --- Writes ---------------------------------------------------------------------------------------------------------------------------
@@ -449,7 +459,7 @@ def _in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) 
             entry, inputs, numbers = _look_up(call, args, kwargs)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
-            write(target._handle, Value(entry, inputs, numbers, entry.spec))
+            write(target._handle, Value(entry, inputs, numbers))
         return target
 
     return record
@@ -545,7 +555,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] 
         spec = Spec.contiguous(shape, dtype) if strides is None else Spec.of(shape, strides, dtype)
         entry = _entries[key] = Entry("aten::empty", lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))], (spec,))
     with lock:
-        return Storage(Value(entry, (), (), entry.spec), entry.spec)
+        return Storage(Value(entry, (), ()), entry.spec)
 
 
 def empty(

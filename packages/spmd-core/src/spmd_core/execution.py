@@ -11,7 +11,7 @@ from spmd_core.graph import Spec, Value
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
 from spmd_core.runtime import Placement
 from spmd_core.sharding import Sharding
-from spmd_core.storage import Storage, lock, pending
+from spmd_core.storage import Storage, lock, take_pending
 
 _by_serial = operator.attrgetter("serial")
 _targets: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
@@ -36,7 +36,7 @@ def cut(*, wait: bool = False) -> None:
             back at its value of the last cut; the others stay pending, and reading one raises again.
     """
     with lock:
-        live = pending.take()
+        live = take_pending()
         if live:
             metrics.count("cuts")
             try:
@@ -55,14 +55,14 @@ def _restore(live: list[Storage], *, roll_back: bool) -> None:
         if roll_back and before is not None and not (isinstance(before.data, jax.Array) and before.data.is_deleted()):
             storage.write(before)
         elif not roll_back:
-            storage.write(storage.value)
+            storage.request()
 
 
 def materialize(storage: Storage) -> Value:
     """The storage's value as a leaf, after a cut if it is pending."""
     with lock:
         if storage.value.data is None:
-            storage.write(storage.value)  # listed again, where an earlier program failed
+            storage.request()
             cut()
         return storage.value
 

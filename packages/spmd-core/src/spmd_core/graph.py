@@ -63,7 +63,7 @@ class Entry:
     None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
     """
 
-    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "write_dtype")
+    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure")
 
     def __init__(
         self,
@@ -80,45 +80,58 @@ class Entry:
         self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0] if outs else None
-        self.write_dtype: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} -> {', '.join(map(repr, self.outs))}"
 
 
 class Value:
-    """One result of the graph. Pending: `entry`, `inputs` and `numbers` say how to compute it (or `parent` and `index`, for one of several
-    results). Computed: `data` holds a device array or host data, and the rest is dropped so that memory is freed."""
+    """The result of one recording. Pending: `entry`, `inputs` and `numbers` say how to compute it. Computed: `data` holds a device array or
+    host data, and the rest is dropped so that memory is freed. An operation with several results is one Value, and each result a `Part`."""
 
-    __slots__ = ("data", "entry", "index", "inputs", "numbers", "owner", "parent", "placement", "serial", "spec")
+    __slots__ = ("data", "entry", "inputs", "numbers", "owner", "placement", "serial", "spec")
+    parent: "Value | None" = None
 
-    def __init__(self, entry: Entry | None, inputs: Any, numbers: Any, spec: Spec | None) -> None:
-        self.entry, self.inputs, self.numbers, self.spec = entry, inputs, numbers, spec
-        self.parent: Value | None = None
+    def __init__(self, entry: Entry, inputs: Any, numbers: Any) -> None:
+        self.entry, self.inputs, self.numbers = entry, inputs, numbers
+        self.spec = entry.spec
         self.data: Any = None
         self.serial = next(_serial)
-
-    def part(self, index: int) -> "Value":
-        """The value of result `index` of an operation with several results."""
-        part = Value(None, (), (), self.entry.outs[index])
-        part.parent, part.index = self, index
-        return part
 
     def settle(self, data: Any, placement: Any, owner: Any) -> None:
         """Turns a pending value into a leaf."""
         self.data, self.placement, self.owner = data, placement, owner
-        self.entry = self.parent = None
-        self.inputs = self.numbers = ()
+        self.entry, self.inputs, self.numbers = None, (), ()  # type: ignore[assignment]
 
     @staticmethod
     def leaf(spec: Spec, data: Any, placement: Any, owner: Any) -> "Value":
-        value = Value(None, (), (), spec)
+        """A value over data that is already there."""
+        value: Value = Value.__new__(Value)
+        value.spec = spec
         value.settle(data, placement, owner)
         return value
 
     def __repr__(self) -> str:
-        state = "leaf" if self.data is not None else (self.entry.name if self.entry else f"part {self.index} of {self.parent.entry.name}")
-        return f"%{self.serial} {self.spec!r} {state}"
+        return f"{self.spec!r} {'leaf' if self.data is not None else self.entry.name}"
+
+
+class Part(Value):
+    """One result of an operation with several."""
+
+    __slots__ = ("index", "parent")
+
+    def __init__(self, parent: Value, index: int) -> None:
+        self.parent, self.index = parent, index
+        self.spec = parent.entry.outs[index]
+        self.data = None
+
+    def settle(self, data: Any, placement: Any, owner: Any) -> None:
+        """Turns a pending result into a leaf; its siblings stay as they are."""
+        super().settle(data, placement, owner)
+        self.parent = None
+
+    def __repr__(self) -> str:
+        return f"{self.spec!r} {'leaf' if self.data is not None else f'part {self.index} of {self.parent.entry.name}'}"  # type: ignore[union-attr]
 
 
 def num_specs() -> int:

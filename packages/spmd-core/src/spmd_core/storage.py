@@ -2,7 +2,7 @@
 
 Invariants. A storage's `value` is always its current value, pending or computed. A view caches the value it last derived together with
 the storage's version; after a write through another alias the versions differ and the view is derived again from the storage. Every
-storage whose value is pending is listed, weakly, in `pending`: what nobody holds any more is never computed.
+storage whose value is pending is listed, weakly, in `_pending`: what nobody holds any more is never computed.
 """
 
 import threading
@@ -13,27 +13,8 @@ from spmd_core.graph import Entry, Spec, Value
 
 # Recording and cutting exclude each other: a cut must see whole operations only. Reentrant, as a host read inside an operation cuts.
 lock = threading.RLock()
-
-
-class _Pending:
-    """The storages with a pending value, in the order in which they became pending."""
-
-    __slots__ = ("epoch", "refs")
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.refs: list[weakref.ref[Storage]] = []
-
-    def take(self) -> list["Storage"]:
-        """The live storages whose value is pending; starts a new epoch."""
-        live = [s for ref in self.refs if (s := ref()) is not None and s.value.data is None]
-        self.epoch += 1
-        self.refs = []
-        return live
-
-    def prune(self) -> None:
-        """Forgets dead storages, so that a long loop without a cut holds no memory for what it dropped."""
-        self.refs = [ref for ref in self.refs if ref() is not None]
+_pending: list["weakref.ref[Storage]"] = []
+_weak = weakref.ref
 
 
 class Storage:
@@ -42,39 +23,36 @@ class Storage:
     `committed` is the value of the last successful cut: where a program fails, the storage returns to it.
     """
 
-    __slots__ = ("__weakref__", "committed", "epoch", "error", "sharding", "spec", "value", "version")
+    __slots__ = ("__weakref__", "committed", "sharding", "spec", "value", "version")
 
     def __init__(self, value: Value, spec: Spec) -> None:
         self.value, self.spec = value, spec
         self.version = 0
-        self.sharding = self.committed = self.error = None
-        self.epoch = epoch = pending.epoch
-        if value.data is None:
-            refs = pending.refs
-            refs.append(weakref.ref(self))
-            if not len(refs) & 0x3FFF:
-                pending.prune()
-        else:
-            self.epoch = epoch - 1
+        self.sharding = self.committed = None
+        _pending.append(_weak(self))
+        if not len(_pending) & 0x3FFF:
+            _prune()
 
     def write(self, value: Value) -> None:
         """Replaces the value; every view derives itself again when it is next read."""
+        if value.data is not None:
+            self.committed = value
+            value.owner = _weak(self)
+        elif self.value.data is not None:
+            _pending.append(_weak(self))
         self.value = value
         self.version += 1
-        if value.data is None:
-            if self.epoch != pending.epoch:
-                self.epoch = pending.epoch
-                pending.refs.append(weakref.ref(self))
-        else:
-            self.committed = value
-            value.owner = weakref.ref(self)
+
+    def request(self) -> None:
+        """Lists a pending storage again, after a program that should have computed it failed."""
+        _pending.append(_weak(self))
 
     @staticmethod
     def of_leaf(spec: Spec, data: Any, placement: Any) -> "Storage":
         """A storage over data that is already there."""
-        storage = Storage(Value.leaf(spec, data, placement, None), spec)
-        storage.value.owner = weakref.ref(storage)
-        storage.committed = storage.value
+        storage: Storage = Storage.__new__(Storage)
+        storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
+        storage.spec, storage.version, storage.sharding = spec, 0, None
         return storage
 
     @property
@@ -82,7 +60,16 @@ class Storage:
         return self
 
 
-pending = _Pending()
+def take_pending() -> list[Storage]:
+    """The live storages whose value is pending, in the order in which they became so; the list starts anew."""
+    live = list(dict.fromkeys(s for ref in _pending if (s := ref()) is not None and s.value.data is None))
+    _pending.clear()
+    return live
+
+
+def _prune() -> None:
+    """Forgets dead storages, so that a long loop without a cut holds no memory for what it dropped."""
+    _pending[:] = [ref for ref in _pending if ref() is not None]
 
 
 class View:
@@ -101,7 +88,7 @@ class View:
         if self.version != storage.version or (self.value.data is None and storage.value.data is not None and self.sharding is None):
             value = storage.value
             for entry in self.chain:
-                value = Value(entry, (value,), (), entry.spec)
+                value = Value(entry, (value,), ())
             self.value, self.version = value, storage.version
         return self.value
 
@@ -109,7 +96,7 @@ class View:
         """The storage's value and each value along the chain but the last."""
         values = [self.storage.value]
         for entry in self.chain[:-1]:
-            values.append(Value(entry, (values[-1],), (), entry.spec))
+            values.append(Value(entry, (values[-1],), ()))
         return values
 
 

@@ -16,6 +16,7 @@ from spmd_core.storage import Handle
 
 XLA_DEVICE = torch.device("xla:0")
 _new = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -212,10 +213,8 @@ class XLAShardedTensor(torch.Tensor):
 def wrap(handle: Handle) -> XLAShardedTensor:
     """A new tensor over a handle."""
     spec = handle.spec
-    if spec.offset:
-        tensor = _new(XLAShardedTensor, spec.size, spec.strides, spec.offset, dtype=spec.dtype, device=XLA_DEVICE)
-    else:
-        tensor = _new(XLAShardedTensor, spec.size, spec.strides, dtype=spec.dtype, device=XLA_DEVICE)
+    # By position, as parsing keywords costs: class, size, strides, offset, memory format, dtype, layout, device.
+    tensor = _new(XLAShardedTensor, spec.size, spec.strides, spec.offset, None, spec.dtype, _STRIDED, XLA_DEVICE)
     tensor._handle = handle
     return tensor
 

@@ -71,7 +71,7 @@ def _range_from(ctx: Context, start: Any, step: Any) -> jax.Array:
 
 def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> jax.Array:
     """`steps` numbers from start to end, each half counted from its own end so that the last is exactly `end`."""
-    # torch casts both ends to the result's dtype first: linspace(0.5, 4.5, 5, dtype=int64) runs from 0 to 4.
+    # torch rounds both ends to the result's dtype first.
     first, last = as_array(start, ctx.dtype).astype(wide), as_array(end, ctx.dtype).astype(wide)
     if steps == 1:
         return first.reshape(1)
@@ -80,26 +80,20 @@ def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> j
     return jnp.where(np.arange(steps) < steps // 2, first + step * index, last - step * (steps - 1 - index))
 
 
-@lowering("aten.linspace.default", static=("start", "end"))
-@lowering("aten.linspace.Scalar_Tensor", static=("start",))
-@lowering("aten.linspace.Tensor_Scalar", static=("end",))
-@lowering("aten.linspace.Tensor_Tensor")
+_ON_THE_HOST = "{} of an integer dtype depends on the last bit before truncation, in which torch's kernels differ; it is computed on the host."
+
+
+@lowering("aten.linspace.default", "aten.linspace.Tensor_Tensor", "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor")
 def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.Array:
     if jnp.issubdtype(ctx.dtype, jnp.integer):
-        # XLA may round the product and the sum below only once, which turns a 1.0 into a 0.99.. that truncation makes 0; numpy rounds as torch does.
-        if isinstance(start, jax.Array) or isinstance(end, jax.Array):
-            raise NotImplementedError("linspace of an integer dtype between tensors depends on the last bit of a sum; it is computed on the host.")
-        first, last, index = float(int(start)), float(int(end)), np.arange(steps)
-        step = (last - first) / max(steps - 1, 1)
-        return jnp.asarray(np.where(index < max(steps // 2, 1), first + step * index, last - step * (steps - 1 - index)), ctx.dtype)
+        raise NotImplementedError(_ON_THE_HOST.format("linspace"))
     return _spaced(ctx, start, end, steps, _wide(ctx.dtype)).astype(ctx.dtype)
 
 
 @lowering("aten.logspace.default", "aten.logspace.Tensor_Tensor", "aten.logspace.Tensor_Scalar", "aten.logspace.Scalar_Tensor")
 def _logspace(ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any) -> jax.Array:
     if jnp.issubdtype(ctx.dtype, jnp.integer):
-        # Truncation turns a last bit of difference between two pow functions into a whole number: 10**2 may come out as 99.
-        raise NotImplementedError("logspace of an integer dtype depends on the last bit of the host's pow; it is computed on the host.")
+        raise NotImplementedError(_ON_THE_HOST.format("logspace"))
     wide = _wide(ctx.dtype)
     return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(ctx.dtype)
 
