@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import check, lower
 
+from oracle import check, lower
 from spmd_core import dtypes
-from spmd_core.ops import registry
+from spmd_core.ops import creation, registry  # noqa: F401  (importing the family registers it)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 SIZES: list[list[int]] = [[2, 3], [], [0, 4]]

@@ -5,13 +5,13 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import torch
-from oracle import check, lower
 
-from spmd_core.ops import registry
+from oracle import check, lower
+from spmd_core.ops import index, registry  # noqa: F401  (importing the family registers it)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
-I = torch.tensor([2, 0, 1, -1])
-J = torch.tensor([[1], [0]])
+ROW = torch.tensor([2, 0, 1, -1])
+COLUMN = torch.tensor([[1], [0]])
 
 
 def values(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -22,20 +22,20 @@ def values(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 INDEXED = [
-    ((3, 4), [I]),
-    ((3, 4), [None, I]),
-    ((3, 4), [J, I]),
-    ((3, 4), [I.to(torch.int32), I]),
-    ((3, 4, 5), [I, None, I]),
-    ((3, 4, 5), [None, I, J]),
-    ((3, 4, 5), [J, None, None]),
-    ((3, 4, 5), [torch.tensor(1), None, I]),
+    ((3, 4), [ROW]),
+    ((3, 4), [None, ROW]),
+    ((3, 4), [COLUMN, ROW]),
+    ((3, 4), [ROW.to(torch.int32), ROW]),
+    ((3, 4, 5), [ROW, None, ROW]),
+    ((3, 4, 5), [None, ROW, COLUMN]),
+    ((3, 4, 5), [COLUMN, None, None]),
+    ((3, 4, 5), [torch.tensor(1), None, ROW]),
     ((3, 4, 5), [None, torch.tensor(-1)]),
-    ((3, 4, 5, 6), [None, I, None, J]),
-    ((3, 4, 5, 6), [None, J, I]),
-    ((3, 4), [I[:0]]),
-    ((3, 4), [I[:0], torch.tensor(0)]),
-    ((3, 0), [I]),
+    ((3, 4, 5, 6), [None, ROW, None, COLUMN]),
+    ((3, 4, 5, 6), [None, COLUMN, ROW]),
+    ((3, 4), [ROW[:0]]),
+    ((3, 4), [ROW[:0], torch.tensor(0)]),
+    ((3, 0), [ROW]),
 ]
 
 
@@ -49,13 +49,13 @@ def test_advanced_indexing(name: str, case: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_read_in_every_dtype(dtype: torch.dtype) -> None:
     x = values(3, 4, dtype=dtype)
-    check("aten.index.Tensor", x, [I, J])
-    check("aten.index_select.default", x, 1, I[:3])
-    check("aten.gather.default", x, 1, I[:3].reshape(3, 1))
-    check("aten.take.default", x, I)
+    check("aten.index.Tensor", x, [ROW, COLUMN])
+    check("aten.index_select.default", x, 1, ROW[:3])
+    check("aten.gather.default", x, 1, ROW[:3].reshape(3, 1))
+    check("aten.take.default", x, ROW)
     check("aten.nonzero_static.default", x, size=5)
     if dtype is not torch.bool:
-        check("aten.embedding.default", x, J)
+        check("aten.embedding.default", x, COLUMN)
 
 
 @pytest.mark.parametrize("mask", [torch.tensor([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)], ids=["bool", "uint8"])
@@ -65,16 +65,16 @@ def test_a_mask_goes_to_the_host(mask: torch.Tensor) -> None:
 
 
 def test_masked_index() -> None:
-    index, mask = torch.tensor([0, 9, 2, -4]), torch.tensor([True, False, True, False])
-    check("aten._unsafe_masked_index.default", values(3, 4), mask.reshape(4, 1), [index], 7)
-    check("aten._unsafe_masked_index.default", values(3, 4).to(torch.bfloat16), mask, [index.clamp(0, 2), index], 0.5)
+    where, mask = torch.tensor([0, 9, 2, -4]), torch.tensor([True, False, True, False])
+    check("aten._unsafe_masked_index.default", values(3, 4), mask.reshape(4, 1), [where], 7)
+    check("aten._unsafe_masked_index.default", values(3, 4).to(torch.bfloat16), mask, [where.clamp(0, 2), where], 0.5)
 
 
 def test_index_select() -> None:
     for dim in (0, 2, -1, -2):
         check("aten.index_select.default", values(3, 4, 5), dim, torch.tensor([2, 0, 0], dtype=torch.int32))
     check("aten.index_select.default", values(3), 0, torch.tensor(2))
-    check("aten.index_select.default", values(3, 4), 0, I[:0])
+    check("aten.index_select.default", values(3, 4), 0, ROW[:0])
     check("aten.index_select.default", torch.tensor(5.0), 0, torch.tensor([0]))
 
 
@@ -130,7 +130,12 @@ def test_many_equal_rows_are_summed_in_float32() -> None:
 
 def test_an_index_outside_reads_inside_and_writes_nothing() -> None:
     x, outside = values(3), torch.tensor([7])
-    for name, args in (("aten.index_select.default", (x, 0, outside)), ("aten.gather.default", (x, 0, outside)), ("aten.index.Tensor", (x, [outside]))):
+    reads: tuple[tuple[str, Any], ...] = (
+        ("aten.index_select.default", (x, 0, outside)),
+        ("aten.gather.default", (x, 0, outside)),
+        ("aten.index.Tensor", (x, [outside])),
+    )
+    for name, args in reads:
         (got,) = lower(name, args, {}, (registry.Out((1,), torch.float32),))
         assert float(got[0]) == 3
     args: tuple[Any, ...] = (torch.ones(2, 1), torch.tensor([7, -1]), 3, -1, False)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import check
 
-from spmd_core.ops import registry
+from oracle import check
+from spmd_core.ops import layout, registry  # noqa: F401  (importing the family registers it)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 

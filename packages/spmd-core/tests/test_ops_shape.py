@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from oracle import check
 
+from oracle import check
 from spmd_core import dtypes
 from spmd_core.ops import registry, shape  # noqa: F401  (importing the family registers it)
 
@@ -31,7 +31,8 @@ def check_write(name: str, base: torch.Tensor, *args: Any) -> None:
     assert write is not None, f"{name} has no view write"
     right = base.clone()
     view = overload(right, *args)
-    new = (values(tuple(view.shape), view.dtype).logical_not() if view.dtype is torch.bool else -values(tuple(view.shape), view.dtype) - 7).to(view.dtype)
+    new = values(tuple(view.shape), view.dtype)
+    new = new.logical_not() if view.dtype is torch.bool else (-new - 7).to(view.dtype)
     view.copy_(new)
 
     def array(x: torch.Tensor) -> np.ndarray:
@@ -186,7 +187,10 @@ def test_values_and_writes_in_other_dtypes(case: tuple[Any, ...], dtype: torch.d
     check_write(name, values(size, dtype), *args)
 
 
-@pytest.mark.parametrize("name, args", [("aten.unfold.default", (0, 3, 1)), ("aten.as_strided.default", ([4, 3], [2, 1])), ("aten.as_strided.default", ([2, 3], [0, 1]))])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("aten.unfold.default", (0, 3, 1)), ("aten.as_strided.default", ([4, 3], [2, 1])), ("aten.as_strided.default", ([2, 3], [0, 1]))],
+)
 def test_a_write_to_shared_elements_is_refused(name: str, args: tuple[Any, ...]) -> None:
     view = registry.resolve(name)(values((9,)), *args)
     write = registry.find_view_write(registry.resolve(name))
@@ -213,7 +217,7 @@ BITS = [
 ]
 
 
-@pytest.mark.parametrize("before, after", BITS, ids=label)
+@pytest.mark.parametrize(("before", "after"), BITS, ids=label)
 def test_the_same_bits_as_another_dtype(before: torch.dtype, after: torch.dtype) -> None:
     base = values((2, 8), before) % 2 if after is torch.bool else values((2, 8), before)
     if after is torch.float8_e4m3fn:

@@ -1,5 +1,6 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
+from spmd_core import autocast as autocast
 from spmd_core import metrics as metrics
 from spmd_core.annotate import apply_sharding as apply_sharding
 from spmd_core.annotate import clear_sharding as clear_sharding

@@ -182,12 +182,13 @@ def _index_put(
 ) -> jax.Array:
     values = as_array(values, x.dtype)
     given = [d for d, index in enumerate(indices) if index is not None]
-    masks = [d for d in given if indices[d].dtype in (np.bool_, np.uint8)]
+    if any(indices[d].dtype == np.uint8 for d in given):
+        raise NotImplementedError("torch takes uint8 indices as a mask in some cases and refuses them in others; it is computed on the host.")
+    masks = [d for d in given if indices[d].dtype == np.bool_]
     if masks:
         if len(given) > 1:
             raise NotImplementedError("a mask beside other indices selects a number of elements that depends on its values; computed on the host.")
-        mask = indices[masks[0]].astype(bool)
-        return _put_mask(x, masks[0], mask, values, accumulate=accumulate)
+        return _put_mask(x, masks[0], indices[masks[0]], values, accumulate=accumulate)
     key = tuple(slice(None) if index is None else index for index in indices)
     return _write(x, key, values, "add" if accumulate else "set", wrap=True)
 

@@ -48,8 +48,8 @@ def _sort_stable(ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = 
 @lowering("aten.topk.default")
 def _topk(ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[jax.Array, ...]:
     rows = _last(x, dim)
-    if not largest or rows.dtype == np.bool_:
-        values, positions = _sorted(rows, descending=largest)
+    if not largest:
+        values, positions = _sorted(rows)
         return _back(ctx, (values[..., :k], positions[..., :k]), dim)
     if jnp.issubdtype(rows.dtype, jnp.floating):
         # top_k orders by bits, by which a NaN with its sign bit set would be the smallest.
