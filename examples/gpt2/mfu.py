@@ -80,7 +80,7 @@ def known_peak(device_kind: str) -> Peak | None:
     return Peak(PEAK_FLOPS_BY_KIND[kind] / DEVICES_PER_CHIP.get(kind, 1), "data sheet, bf16")
 
 
-def measured_peak(device: torch.device, mesh: "spmd.Mesh | None", dtype: torch.dtype) -> Peak:
+def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype) -> Peak:
     """What the devices reach in one large matmul, each on its own rows of it; for kinds without a data sheet, such as a CPU.
 
     The size doubles until a matmul takes 30 ms. Emulated devices share the cores of one machine, so each has its part of them.
@@ -94,7 +94,7 @@ def measured_peak(device: torch.device, mesh: "spmd.Mesh | None", dtype: torch.d
     return Peak(2.0 * size**3 / seconds, f"measured, {size}x{size} matmul in {str(dtype).removeprefix('torch.')}")
 
 
-def _matmul_seconds(device: torch.device, mesh: "spmd.Mesh | None", dtype: torch.dtype, *, rows: int, size: int) -> float:
+def _matmul_seconds(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype, *, rows: int, size: int) -> float:
     """The best of five runs, after one that compiles."""
     a, b = torch.ones(rows, size, dtype=dtype).to(device), torch.ones(size, size, dtype=dtype).to(device)
     if mesh is not None:

@@ -38,7 +38,7 @@ LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
 LOOKED_UP_VD: Spec = ("tensor", None)
 
 
-def parameter_spec(name: str, mesh: "spmd.Mesh") -> Spec:
+def parameter_spec(name: str, mesh: spmd.Mesh) -> Spec:
     """The partition spec of the parameter called `name`.
 
     Raises:
@@ -53,7 +53,7 @@ def parameter_spec(name: str, mesh: "spmd.Mesh") -> Spec:
     )
 
 
-def on_mesh(spec: Spec, mesh: "spmd.Mesh") -> Spec:
+def on_mesh(spec: Spec, mesh: spmd.Mesh) -> Spec:
     """`spec` without the axes that `mesh` lacks.
 
     Example:
@@ -69,24 +69,24 @@ def on_mesh(spec: Spec, mesh: "spmd.Mesh") -> Spec:
     return tuple(known(entry) for entry in spec)
 
 
-def num_batch_shards(mesh: "spmd.Mesh") -> int:
+def num_batch_shards(mesh: spmd.Mesh) -> int:
     """Number of pieces that the batch is split into."""
     sizes: Mapping[Any, int] = mesh.shape()
     return sizes.get("data", 1) * sizes.get("fsdp", 1)
 
 
-def batch_sharding(mesh: "spmd.Mesh") -> "spmd.ShardingSpec":
+def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
     """How token ids of shape (B, T) are split."""
     return spmd.ShardingSpec(mesh, on_mesh((BATCH_AXES, None), mesh))
 
 
-def shard_parameters(model: nn.Module, mesh: "spmd.Mesh") -> None:
+def shard_parameters(model: nn.Module, mesh: spmd.Mesh) -> None:
     """Marks every parameter. Gradients and optimizer state follow their parameter."""
     for name, parameter in model.named_parameters():
         spmd.mark_sharding(parameter, mesh, parameter_spec(name, mesh))
 
 
-def annotate_activations(model: nn.Module, mesh: "spmd.Mesh") -> None:
+def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
     """Marks what leaves the embeddings, every block and the output layer, and the token table where it is looked up.
 
     With the batch and the weights both split over fsdp, a partitioner may as well split the hidden state along D and leave the weights where they
@@ -110,7 +110,7 @@ def annotate_activations(model: nn.Module, mesh: "spmd.Mesh") -> None:
             _gather_at_lookup(module, on_mesh(LOOKED_UP_VD, mesh), mesh)
 
 
-def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: "spmd.Mesh") -> None:
+def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: spmd.Mesh) -> None:
     """Makes a lookup read a view of the table that is marked with `spec`, and so, by the mark's rule for gradients, its gradient too.
 
     A row of the table is split over fsdp and so are the tokens that look it up. Left alone, the partitioner gathers the tokens' gradients (B, T, D)
@@ -121,4 +121,4 @@ def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: "spmd.Mesh") -> Non
         table_VD = table.weight.view_as(table.weight)  # a view: the parameter itself keeps its own sharding
         return F.embedding(ids_BT, spmd.mark_sharding(table_VD, mesh, spec))
 
-    table.forward = forward  # type: ignore[method-assign]  # a hook could change the output, but not the weight
+    table.forward = forward  # type: ignore[assignment, method-assign]  # a hook could change the output, but not the weight

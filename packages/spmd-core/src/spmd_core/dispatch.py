@@ -480,11 +480,13 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     names = schema.of(func).out_names
     lowering = registry.find(form)
     compute = form if lowering is None else _call_of(_functional_handler(lowering))
+    # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
+    required = {a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()}
     takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(a.name == "dtype" for a in func._schema.arguments)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         outs = [kwargs[name] for name in names]
-        rest = {name: a for name, a in kwargs.items() if name not in names}
+        rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
         if takes_dtype:
             rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
         results = compute(*args, **rest)

@@ -35,11 +35,19 @@ def infer(func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec_of: Calla
         return metas[id(t)]
 
     meta_args = [map_tensors(a, to_meta) for a in args]
-    meta_kwargs = {name: map_tensors(a, to_meta) for name, a in kwargs.items() if name not in ("generator", "pin_memory")}
+    meta_kwargs = {name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"}
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = None  # no randomness here, and a generator of another device would be refused
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     with torch.no_grad():
-        return func(*meta_args, **meta_kwargs)
+        result = func(*meta_args, **meta_kwargs)
+    names = [a.name for a in func._schema.arguments]
+    if "output_mask" in names:
+        # Some meta kernels make every result; the real ones leave out what the mask does not ask for.
+        mask = {**dict(zip(names, args)), **kwargs}["output_mask"]
+        result = tuple(r if asked else None for r, asked in zip(result, mask))
+    return result
 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def _start() -> tuple[Any, ...]:
         raise SpmdError(f"PJRT_DEVICE must be one of {', '.join(_PLATFORM_OF_PJRT_DEVICE)}; got {wanted!r}. Set one of them or unset it.")
     if config.cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", config.cache_dir)
+        # jax keeps only what took a second to compile; a step of many small programs would compile again in every process.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
     except RuntimeError as error:

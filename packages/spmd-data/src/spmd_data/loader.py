@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core.errors import DataError
+from spmd_core import DataError
 from spmd_data.placement import InputSharding, Placement, UnevenBatch, is_spmd_device
 
 _JOIN_TIMEOUT_S = 30.0

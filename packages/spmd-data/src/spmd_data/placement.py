@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import torch
 
 import spmd_core as spmd
-from spmd_core.errors import DataError
+from spmd_core import DataError
 
-InputSharding: TypeAlias = "spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | None] | None"
+InputSharding: TypeAlias = spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | None] | None
 """One spec for every tensor of a batch, or one (or None: not sharded) for each key of a batch that is a dict, or None for no sharding."""
 
 
@@ -102,7 +102,7 @@ class Placement:
         moved = tensor.to(self.device)
         if spec is None or tensor.ndim == 0:
             return moved
-        return spmd.mark_sharding(moved, spec.mesh, fitted_spec(spec, tensor.ndim))
+        return spmd.apply_sharding(moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim)))
 
 
 def is_spmd_device(device: torch.device) -> bool:

@@ -38,7 +38,7 @@ def _pad_dim(x: jax.Array, dim: int, low: int, high: int, value: Any) -> jax.Arr
 def _adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray]:
     """First and last-plus-one element of each window: torch's floor(i * in / out) and ceil((i + 1) * in / out)."""
     i = np.arange(num_out)
-    return i * num_in // max(num_out, 1), -((-(i + 1) * num_in) // max(num_out, 1))
+    return i * num_in // num_out, -((-(i + 1) * num_in) // num_out)
 
 
 # ---- maximum ---------------------------------------------------------------------------------------------------------------------------------------
@@ -65,7 +65,11 @@ def _best_of(candidates: list[tuple[list[jax.Array], jax.Array]]) -> tuple[list[
 def _max_pool(
     x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Values and flat positions in the spatial dims. One dim at a time, the last first: kh + kw steps instead of kh * kw, and the same winner."""
+    """Values, and their flat positions among the spatial elements, of equal values the first.
+
+    One dim at a time, the last first: the first of the best rows and the first in that row is the first of the window, in kh + kw steps
+    instead of kh * kw.
+    """
     num_dims = len(kernel)
     lowest = -jnp.inf if is_inexact(x.dtype) else jnp.iinfo(x.dtype).min
     fields = [x]  # the value, then its positions along the dims already done, the last dim's last
@@ -91,10 +95,205 @@ def _flat_position(positions: Sequence[jax.Array], sizes: Sequence[int]) -> jax.
     return flat
 
 
-@lowering("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
-def _max_pool_with_indices(
-    ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    num_dims = _num_dims(ctx)
-    kernel, padding, dilation = (_each(v, num_dims) for v in (kernel_size, _as_list(padding), _as_list(dilation)))
-    return _max_pool(x, kernel, _each(stride, num_dims, kernel), padding, dilation, ctx.shape[len(ctx.shape) - num_dims :])
+def _add_at(grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], num_dims: int) -> jax.Array:
+    """The sum of `grad` at each flat spatial position, by a scatter: for windows of any form."""
+    leading, spatial = shape[: len(shape) - num_dims], shape[len(shape) - num_dims :]
+    rows, columns = int(np.prod(leading)), int(np.prod(spatial))
+    zeros = jnp.zeros((rows, columns), grad.dtype)
+    row = lax.broadcasted_iota(_INT64, (rows, int(np.prod(grad.shape[len(leading) :]))), 0)
+    return zeros.at[row, indices.reshape(row.shape)].add(grad.reshape(row.shape)).reshape(shape)
+
+
+def _add_by_window(
+    grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int],
+) -> jax.Array:  # fmt: skip
+    """As `_add_at`, for regular windows: for each element of the kernel, the gradients that it won, spread out to where it looked.
+
+    Unlike a scatter this stays local when the batch, the channels or the spatial dims are sharded.
+    """
+    num_dims = len(kernel)
+    leading, spatial, out_sizes = shape[: len(shape) - num_dims], shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
+    total = jnp.zeros(shape, grad.dtype)
+    for offsets in np.ndindex(*kernel):
+        here, inside = [], []
+        config = [(0, 0, 0)] * len(leading)
+        for d, (offset, size, out_size) in enumerate(zip(offsets, spatial, out_sizes)):
+            first = offset * dilation[d] - padding[d]
+            along = [1] * num_dims
+            along[d] = out_size
+            coordinate = (np.arange(out_size) * stride[d] + first).reshape(along)
+            here.append(jnp.asarray(coordinate))
+            inside.append((coordinate >= 0) & (coordinate < size))
+            config.append((first, size - first - (out_size - 1) * stride[d] - 1, stride[d] - 1))
+        won = indices == _flat_position(here, spatial)
+        for mask in inside:
+            won &= mask
+        total += lax.pad(jnp.where(won, grad, jnp.zeros_like(grad)), jnp.zeros((), grad.dtype), config)
+    return total
+
+
+# Beyond so many elements in a kernel the program of `_add_by_window`, which is as long as the kernel is large, costs more than a scatter.
+_LARGE_KERNEL = 64
+
+
+def _register_max_pool(num_dims: int) -> None:
+    def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[tuple[int, ...], ...]:
+        kernel = _each(kernel_size, num_dims)
+        return kernel, _each(stride, num_dims, kernel), _each(padding, num_dims), _each(dilation, num_dims)
+
+    @lowering(f"aten.max_pool{num_dims}d_with_indices.default")
+    def forward(
+        ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        return _max_pool(x, *geometry(kernel_size, stride, padding, dilation), ctx.shape[len(ctx.shape) - num_dims :])
+
+    @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
+    def backward(
+        ctx: Context, grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Any
+    ) -> jax.Array:
+        kernel, *rest = geometry(kernel_size, stride, padding, dilation)
+        wide = grad.astype(opmath(grad.dtype))
+        if np.prod(kernel) > _LARGE_KERNEL:
+            return _add_at(wide, indices, x.shape, num_dims).astype(ctx.dtype)
+        return _add_by_window(wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
+
+    @lowering(f"aten.adaptive_max_pool{num_dims}d.default")
+    def adaptive(ctx: Context, x: Any, output_size: Any) -> tuple[jax.Array, jax.Array]:
+        fields = [x]
+        for d in reversed(range(num_dims)):
+            dim = x.ndim - num_dims + d
+            first, last = _adaptive_windows(x.shape[dim], ctx.shape[dim])
+            candidates = []
+            for k in range(int((last - first).max(initial=1))):
+                index = np.minimum(first + k, x.shape[dim] - 1)
+                window = [jnp.take(f, index, axis=dim) for f in fields]
+                position = np.where(first + k < last, index, -1).reshape(-1, *(1,) * (x.ndim - dim - 1))
+                candidates.append((window, jnp.broadcast_to(jnp.asarray(position), window[0].shape)))
+            best, best_position = _best_of(candidates)
+            fields = [best[0], best_position, *best[1:]]
+        return fields[0], _flat_position(fields[1:], x.shape[x.ndim - num_dims :])
+
+    @lowering(f"aten.adaptive_max_pool{num_dims}d_backward.default")
+    def adaptive_backward(ctx: Context, grad: Any, x: Any, indices: Any) -> jax.Array:
+        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
+
+
+# ---- mean --------------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _window_sums(
+    x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]
+) -> jax.Array:
+    lead = x.ndim - len(kernel)
+    high = [(n - 1) * s + k - p - have for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])]
+    # reduce_window takes no negative padding; elements that no window reaches are cut first.
+    x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(have + min(h, 0) for have, h in zip(x.shape[lead:], high))))
+    pads = [(0, 0)] * lead + [(p, max(h, 0)) for p, h in zip(padding, high)]
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (1,) * lead + tuple(kernel), (1,) * lead + tuple(stride), pads)
+
+
+def _window_counts(
+    in_sizes: Sequence[int], out_sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], include_pad: bool
+) -> np.ndarray:
+    """How many elements each window has: its share of the padding too, if so asked, but never what ceil mode adds beyond it."""
+    counts = np.ones((1,) * len(kernel), np.int64)
+    for d, (size, out_size) in enumerate(zip(in_sizes, out_sizes)):
+        first = np.arange(out_size) * stride[d] - padding[d]
+        last = np.minimum(first + kernel[d], size + padding[d])
+        if not include_pad:
+            first, last = np.maximum(first, 0), np.minimum(last, size)
+        along = [1] * len(kernel)
+        along[d] = out_size
+        counts = counts * (last - first).reshape(along)
+    return counts
+
+
+def _divided(total: jax.Array, counts: Any) -> jax.Array:
+    divisor = jnp.broadcast_to(jnp.asarray(counts).astype(total.dtype), total.shape)
+    return total / divisor if is_inexact(total.dtype) else lax.div(total, divisor)
+
+
+def _adaptive_sums(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    lead = x.ndim - len(sizes)
+    for dim, num_out in enumerate(sizes, start=lead):
+        num_in = x.shape[dim]
+        if num_out and num_in % num_out == 0:
+            x = jnp.sum(x.reshape(*x.shape[:dim], num_out, num_in // num_out, *x.shape[dim + 1 :]), axis=dim + 1)
+            continue
+        first, last = _adaptive_windows(num_in, num_out)
+        index = first[:, None] + np.arange(int((last - first).max(initial=1)))
+        inside = (index < last[:, None]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
+        windows = jnp.take(x, np.minimum(index, num_in - 1), axis=dim)
+        x = jnp.sum(jnp.where(inside, windows, jnp.zeros((), x.dtype)), axis=dim + 1)
+    return x
+
+
+def _adaptive_counts(in_sizes: Sequence[int], out_sizes: Sequence[int]) -> np.ndarray:
+    counts = np.ones((1,) * len(out_sizes), np.int64)
+    for d, (num_in, num_out) in enumerate(zip(in_sizes, out_sizes)):
+        first, last = _adaptive_windows(num_in, num_out)
+        along = [1] * len(out_sizes)
+        along[d] = num_out
+        counts = counts * (last - first).reshape(along)
+    return counts
+
+
+def _register_mean_pool(num_dims: int) -> None:
+    def spatial(x: jax.Array) -> tuple[int, ...]:
+        return x.shape[x.ndim - num_dims :]
+
+    @lowering(f"aten.avg_pool{num_dims}d.default")
+    def forward(
+        ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False, count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> jax.Array:  # fmt: skip
+        kernel = _each(kernel_size, num_dims)
+        stride, padding = _each(stride, num_dims, kernel), _each(padding, num_dims)
+        sizes = ctx.shape[len(ctx.shape) - num_dims :]
+        total = _window_sums(x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
+        counts = divisor_override or _window_counts(spatial(x), sizes, kernel, stride, padding, count_include_pad)
+        return _divided(total, counts).astype(ctx.dtype)
+
+    @lowering(f"aten.avg_pool{num_dims}d_backward.default")
+    def backward(
+        ctx: Context, grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+        divisor_override: int | None,
+    ) -> jax.Array:  # fmt: skip
+        kernel = _each(kernel_size, num_dims)
+        stride, padding = _each(stride, num_dims, kernel), _each(padding, num_dims)
+        dtype = opmath(x.dtype)
+        counts = divisor_override or _window_counts(spatial(x), spatial(grad), kernel, stride, padding, count_include_pad)
+        sums = jax.linear_transpose(lambda x: _window_sums(x, kernel, stride, padding, spatial(grad)), jax.ShapeDtypeStruct(x.shape, dtype))
+        return sums(_divided(grad.astype(dtype), counts))[0].astype(ctx.dtype)
+
+
+_register_max_pool(2)
+_register_max_pool(3)
+_register_mean_pool(2)
+_register_mean_pool(3)
+
+
+@lowering("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+def _adaptive_avg_pool(ctx: Context, x: Any, output_size: Any) -> jax.Array:
+    sizes = tuple(output_size)
+    total = _adaptive_sums(x.astype(opmath(x.dtype)), sizes)
+    return _divided(total, _adaptive_counts(x.shape[x.ndim - len(sizes) :], sizes)).astype(ctx.dtype)
+
+
+def _adaptive_avg_pool_backward(ctx: Context, grad: jax.Array, x: jax.Array, num_dims: int) -> jax.Array:
+    dtype = opmath(x.dtype)
+    lead = x.ndim - num_dims
+    sizes = grad.shape[lead:]
+    sums = jax.linear_transpose(lambda x: _adaptive_sums(x, sizes), jax.ShapeDtypeStruct(x.shape, dtype))
+    return sums(_divided(grad.astype(dtype), _adaptive_counts(x.shape[lead:], sizes)))[0].astype(ctx.dtype)
+
+
+@lowering("aten._adaptive_avg_pool2d_backward.default")
+def _adaptive_avg_pool2d_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
+    return _adaptive_avg_pool_backward(ctx, grad, x, 2)
+
+
+@lowering("aten._adaptive_avg_pool3d_backward.default")
+def _adaptive_avg_pool3d_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
+    return _adaptive_avg_pool_backward(ctx, grad, x, 3)

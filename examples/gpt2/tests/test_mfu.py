@@ -1,0 +1,58 @@
+"""The formulas against figures that others published, and the table of peaks."""
+
+import pytest
+import torch
+
+from examples.gpt2.mfu import ModelSize, flops_per_token, known_peak, measured_peak, mfu
+
+GPT2_124M = ModelSize(num_params=124_475_904, num_layers=12, width=768, seq=1024)  # llm.c counts the padded vocabulary
+GPT2_1558M = ModelSize(num_params=1_557_611_200, num_layers=48, width=1600, seq=1024)
+
+
+@pytest.mark.parametrize(("size", "tokens_per_s", "published"), [(GPT2_124M, 468_000, 0.407), (GPT2_1558M, 49_900, 0.519)])
+def test_published_rates_give_the_published_utilisation(size: ModelSize, tokens_per_s: float, published: float) -> None:
+    shares = mfu(size, tokens_per_s=tokens_per_s, num_devices=1, peak_flops=989e12)
+    assert shares["6N+12LdS"] == pytest.approx(published, abs=0.0005)
+
+
+def test_the_formulas_differ_as_published() -> None:
+    flops = flops_per_token(GPT2_124M)
+    assert flops["6N+12LdS"] / flops["6N"] == pytest.approx(1.15, abs=0.005)
+    assert flops["6N+6LdS"] - flops["6N"] == (flops["6N+12LdS"] - flops["6N"]) / 2
+
+
+def test_the_announcements_formula() -> None:
+    # 6 * global_batch * seq_len * num_params / step_time / chips / peak, with a batch of 128 x 1024 tokens in 2 s on 8 chips of 275 TFLOP/s.
+    size = ModelSize(num_params=4_000_000_000, num_layers=34, width=3072, seq=1024)
+    shares = mfu(size, tokens_per_s=128 * 1024 / 2.0, num_devices=8, peak_flops=275e12)
+    assert shares["6N"] == pytest.approx(6 * 128 * 1024 * 4e9 / 2.0 / 8 / 275e12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "teraflops"),
+    [
+        ("TPU v3", 61.5),  # a device is one of a chip's two cores
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v5", 459),
+        ("TPU v6 lite", 918),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+    ],
+)
+def test_known_peaks(kind: str, teraflops: float) -> None:
+    peak = known_peak(kind)
+    assert peak is not None
+    assert peak.flops_per_s == pytest.approx(teraflops * 1e12)
+    assert peak.source == "data sheet, bf16"
+
+
+def test_an_unknown_kind_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_peak("cpu") is None
+    monkeypatch.setattr("examples.gpt2.mfu._MIN_MATMUL_S", 0.001)
+    peak = measured_peak(torch.device("cpu"), None, torch.float32)
+    assert peak.flops_per_s > 1e8
+    assert peak.source.startswith("measured, ")
+    assert peak.source.endswith(" matmul in float32")

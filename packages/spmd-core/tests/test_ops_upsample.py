@@ -1,0 +1,56 @@
+"""Upsampling against eager torch on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import check, lower
+
+from spmd_core.ops import registry, upsample  # noqa: F401  (registers the lowerings)
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+SIZES = {1: (5,), 2: (5, 4), 3: (3, 4, 2)}
+SMOOTH = [("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_trilinear3d", 3), ("upsample_bicubic2d", 2)]
+# The factor of each dim: whole, not whole, shrinking.
+FACTORS = [2, 3, 1, 1.7, 0.6]
+
+
+def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+
+
+def check_both(op: str, x: torch.Tensor, sizes: list[int], *options: Any) -> None:
+    sixteen = x.dtype is torch.bfloat16
+    check(f"aten.{op}.default", x, sizes, *options, **({"atol": 6e-2} if sixteen else {}))
+    check(f"aten.{op}_backward.default", values(x.dtype, *x.shape[:2], *sizes), sizes, list(x.shape), *options, **({"atol": 0.2} if sixteen else {}))
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 3])
+@pytest.mark.parametrize("op", ["upsample_nearest", "_upsample_nearest_exact"])
+def test_nearest(op: str, num_dims: int) -> None:
+    for dtype in FLOATS:
+        for factor in FACTORS:
+            sizes = [int(n * factor) for n in SIZES[num_dims]]
+            check_both(f"{op}{num_dims}d", values(dtype, 2, 3, *SIZES[num_dims]), sizes)
+            check_both(f"{op}{num_dims}d", values(dtype, 2, 3, *SIZES[num_dims]), sizes, *[float(factor)] * num_dims)
+
+
+@pytest.mark.parametrize(("op", "num_dims"), SMOOTH)
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_smooth(op: str, num_dims: int, align_corners: bool) -> None:
+    for dtype in FLOATS:
+        for factor in FACTORS:
+            sizes = [int(n * factor) for n in SIZES[num_dims]]
+            check_both(op, values(dtype, 2, 3, *SIZES[num_dims]), sizes, align_corners)
+            check_both(op, values(dtype, 2, 3, *SIZES[num_dims]), sizes, align_corners, *[float(factor)] * num_dims)
+
+
+def test_smooth_upsampling_to_one_element() -> None:
+    check_both("upsample_bilinear2d", values(torch.float32, 1, 1, 4, 4), [1, 1], True)
+
+
+def test_nearest_of_bytes_and_smooth_of_bytes() -> None:
+    x = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 4, 4)
+    check("aten.upsample_nearest2d.default", x, [7, 8])
+    with pytest.raises(NotImplementedError, match="convert to a float dtype"):
+        lower("aten.upsample_bilinear2d.default", (x, [7, 8], False), {}, (registry.Out((1, 1, 7, 8), torch.uint8),))
