@@ -219,7 +219,7 @@ def _execute(live: list[Storage]) -> None:
             donated,
             device_ids,
         )
-        return Program(graph, f"spmd_{metrics.counter('compiles')}_{len(nodes)}ops")
+        return Program(graph, f"spmd_{len(nodes)}ops_{len(leaves)}in")
 
     program = compile_cache.get(key, build)
     arrays = [leaf.data if leaf.placement is target else _convert(leaf, target) for leaf, target in zip(leaves, targets)]
