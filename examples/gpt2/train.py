@@ -129,6 +129,8 @@ def run(config: TrainConfig) -> Report:
         shardings.shard_parameters(model, mesh)
         shardings.annotate_activations(model, mesh)
         input_sharding = shardings.batch_sharding(mesh)
+    if inits_on_device and on_xla:
+        spmd.sync()  # draws the weights, every device its own shards, in a program of its own
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
     # --- Optimizer ------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,16 @@ def test_every_mesh_has_the_losses_of_eager_torch(mesh: str, cache_dir: str, tmp
     assert report["num_devices"] == (8 if mesh else 1)
     assert report["compiles"] == 3  # the first step, which makes the optimizer's state; every other step; the evaluation
     assert report["peak_bytes"] > report["argument_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_the_sample_of_the_readme() -> None:
+    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "examples" / "gpt2" / "README.md").read_text(), flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", sample], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loss, tokens_per_s, share, peak_bytes = map(float, done.stdout.splitlines()[-1].split())
+    assert loss < 6.0
+    assert min(tokens_per_s, share, peak_bytes) > 0
 
 
 def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_a_parameter_made_from_a_marked_tensor_follows_too(mesh_1d):
     assert p.grad.sharding == p.sharding
 
 
+def test_gradients_follow_data_that_was_exchanged(mesh_2d):
+    p = nn.Parameter(torch.randn(16, 4, device="xla"))
+    spmd.mark_sharding(p, mesh_2d, ("a",))
+    p.data = spmd.mark_sharding(torch.randn(8, 8, device="xla"), mesh_2d, (None, "a"))
+    (p * 2).sum().backward()
+    assert p.grad.sharding == p.sharding == spmd.Sharding.of(mesh_2d, (None, "a"), 2)
+
+
 def test_marks_on_intermediates_and_views(mesh_2d):
     x = torch.randn(8, 8).to("xla")
     h = spmd.mark_sharding(x @ x, mesh_2d, ("a", "b"))

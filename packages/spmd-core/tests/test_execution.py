@@ -102,6 +102,42 @@ def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d)
     torch.testing.assert_close(model.weight.detach().cpu(), reference.weight.detach(), rtol=2e-4, atol=2e-5)
 
 
+SCHEDULERS = {
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.9},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 4]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "PolynomialLR": {},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "cycle_momentum": False},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 10},
+}
+
+
+@pytest.mark.parametrize("name", [*SCHEDULERS, "ReduceLROnPlateau"])
+def test_every_scheduler_keeps_the_program(name):
+    counts, ends = [], []
+    for device in ("cpu", "xla"):
+        p = nn.Parameter(torch.ones(4).to(device))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS.get(name, {"patience": 0}))
+        for _ in range(6):
+            loss = p.square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            spmd.sync()
+            counts.append(compiles())
+        ends.append(p.detach().cpu())
+    assert counts[-1] == counts[-5]
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+
+
 def test_dropout_does_not_recompile():
     x = torch.ones(64).to("xla")
     seen = set()

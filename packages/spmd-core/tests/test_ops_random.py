@@ -1,6 +1,7 @@
 """Samplers: moments, ranges, shapes, dtypes, and the same values for the same key; there is no oracle for the values themselves."""
 
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -15,8 +16,13 @@ from spmd_core.ops import registry
 
 N = 20_000
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Each sampler costs most of a second to compile, so a test that only asks for the cast takes one wide and one narrow dtype.
+WIDE_AND_NARROW = [torch.float32, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 MANTISSA = {torch.float32: 24, torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}
+
+
+SOURCE = pathlib.Path(__file__).read_text(encoding="utf-8")
 
 
 def sample(name: str, *args: Any, size: tuple[int, ...] = (N,), dtype: torch.dtype = torch.float32, seed: int = 0, **kwargs: Any) -> np.ndarray:
@@ -41,8 +47,7 @@ def near(got: np.ndarray, mean: float, std: float) -> None:
 
 @pytest.mark.parametrize("name", sorted(str(x.overload) for x in registry.registered() if x.random and x.function.__module__ == family.__name__))
 def test_every_sampler_is_tested_here(name: str) -> None:
-    with open(__file__, encoding="utf-8") as source:
-        assert f'"{name.replace("aten.", "aten.", 1)}"' in source.read()
+    assert f'"{name}"' in SOURCE
 
 
 # Uniform.
@@ -50,14 +55,14 @@ def test_every_sampler_is_tested_here(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_uniform(dtype: torch.dtype) -> None:
-    got = sample("aten.uniform.default", like(dtype), -1.0, 3.0, dtype=dtype)
+    got = sample("aten.uniform.default", like(dtype, (400, 500)), -1.0, 3.0, size=(400, 500), dtype=dtype)
     near(got, 1, 4 / math.sqrt(12))
     assert got.min() >= -1
     assert got.max() < 3
-    got = sample("aten.uniform.default", like(dtype, (400, 500)), size=(400, 500), dtype=dtype)
-    assert got.min() >= 0
-    assert got.max() < 1
-    assert (sample("aten.uniform.default", like(dtype), 2.0, 2.0, dtype=dtype) == 2).all()
+
+
+def test_uniform_between_equal_bounds() -> None:
+    assert (sample("aten.uniform.default", like(), 2.0, 2.0) == 2).all()
 
 
 def test_uniform_never_reaches_an_upper_bound_that_rounds_up() -> None:
@@ -68,37 +73,42 @@ def test_uniform_never_reaches_an_upper_bound_that_rounds_up() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_rand_and_randn(dtype: torch.dtype) -> None:
-    for suffix in ("default", "generator"):
-        extra = {} if suffix == "default" else {"generator": None}
-        for name, args in (("rand", ([N],)), ("rand_like", (like(dtype),)), ("randn", ([N],)), ("randn_like", (like(dtype),))):
-            got = sample(RAND[name, suffix], *args, dtype=dtype, **extra)
-            uniform = name.startswith("rand") and not name.startswith("randn")
-            for part in (got.real, got.imag) if dtype.is_complex else (got,):
-                near(part, 0.5 if uniform else 0.0, 1 / math.sqrt(12) if uniform else math.sqrt(0.5) if dtype.is_complex else 1)
+    for name, args in (("aten.rand.default", ([N],)), ("aten.randn.default", ([N],))):
+        got = sample(name, *args, dtype=dtype)
+        for part in (got.real, got.imag) if dtype.is_complex else (got,):
+            if name == "aten.rand.default":
+                near(part, 0.5, 1 / math.sqrt(12))
+            else:
+                near(part, 0, math.sqrt(0.5) if dtype.is_complex else 1)
 
 
-RAND = {
-    ("rand", "default"): "aten.rand.default",
-    ("rand", "generator"): "aten.rand.generator",
-    ("rand_like", "default"): "aten.rand_like.default",
-    ("rand_like", "generator"): "aten.rand_like.generator",
-    ("randn", "default"): "aten.randn.default",
-    ("randn", "generator"): "aten.randn.generator",
-    ("randn_like", "default"): "aten.randn_like.default",
-    ("randn_like", "generator"): "aten.randn_like.generator",
-}
+def test_other_spellings_of_rand_and_randn() -> None:
+    for name, args, extra in (
+        ("aten.rand.generator", ([9],), {"generator": None}),
+        ("aten.rand_like.default", (like(size=(9,)),), {}),
+        ("aten.rand_like.generator", (like(size=(9,)),), {"generator": None}),
+    ):
+        assert (sample(name, *args, size=(9,), **extra) == sample("aten.rand.default", [9], size=(9,))).all()
+    for name, args, extra in (
+        ("aten.randn.generator", ([9],), {"generator": None}),
+        ("aten.randn_like.default", (like(size=(9,)),), {}),
+        ("aten.randn_like.generator", (like(size=(9,)),), {"generator": None}),
+    ):
+        assert (sample(name, *args, size=(9,), **extra) == sample("aten.randn.default", [9], size=(9,))).all()
 
 
 # Normal and other continuous distributions.
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", WIDE_AND_NARROW, ids=str)
 def test_normal(dtype: torch.dtype) -> None:
     near(sample("aten.normal_functional.default", like(dtype), 2.0, 3.0, dtype=dtype), 2, 3)
     near(sample("aten.normal.float_float", 2.0, 3.0, [N], dtype=dtype), 2, 3)
     mean, std = torch.tensor([[-4.0], [4.0]]).to(dtype), torch.full((10_000,), 0.5, dtype=dtype)
     for row, center in zip(sample("aten.normal.Tensor_Tensor", mean, std, size=(2, 10_000), dtype=dtype), (-4, 4)):
         near(row, center, 0.5)
+    if dtype is not torch.float32:
+        return
     near(sample("aten.normal.Tensor_float", mean.expand(2, 10_000), size=(2, 10_000), dtype=dtype)[1], 4, 1)
     near(sample("aten.normal.float_Tensor", 1.0, std, size=(10_000,), dtype=dtype), 1, 0.5)
 
@@ -109,7 +119,7 @@ def test_a_complex_normal_divides_its_variance() -> None:
     near(got.imag, 0, math.sqrt(2))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", WIDE_AND_NARROW, ids=str)
 def test_log_normal_and_cauchy(dtype: torch.dtype) -> None:
     got = sample("aten.log_normal.default", like(dtype), 1.0, 0.5, dtype=dtype)
     near(np.log(got), 1, 0.5)
@@ -137,7 +147,7 @@ def test_gamma() -> None:
 # Discrete distributions.
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [*WIDE_AND_NARROW, torch.int64, torch.bool], ids=str)
 def test_bernoulli(dtype: torch.dtype) -> None:
     for p in (0.0, 0.3, 1.0):
         got = sample("aten.bernoulli.p", like(dtype), p, dtype=dtype)
@@ -157,7 +167,7 @@ def test_a_rare_event_is_as_rare_as_asked() -> None:
     assert sample("aten.bernoulli.p", like(size=(3000, 1000)), 1e-9, size=(3000, 1000)).sum() == 0
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", WIDE_AND_NARROW, ids=str)
 def test_dropout(dtype: torch.dtype) -> None:
     x = torch.full((N,), 3.0, dtype=dtype)
     outs = (registry.Out((N,), dtype), registry.Out((N,), torch.bool))
@@ -181,9 +191,11 @@ def test_geometric(dtype: torch.dtype) -> None:
 
 
 def test_poisson_and_binomial() -> None:
-    for rate in (0.5, 40.0):
-        near(sample("aten.poisson.default", torch.full((N,), rate)), rate, math.sqrt(rate))
-    assert (sample("aten.poisson.default", like()) == 0).all()
+    rates = [0.0, 0.5, 40.0]
+    got = sample("aten.poisson.default", torch.tensor(rates)[:, None].expand(3, N), size=(3, N))
+    assert (got[0] == 0).all()
+    for row, rate in zip(got[1:], rates[1:]):
+        near(row, rate, math.sqrt(rate))
     near(sample("aten.binomial.default", torch.full((N,), 20.0), torch.full((N,), 0.3)), 6, math.sqrt(20 * 0.3 * 0.7))
 
 
@@ -222,22 +234,30 @@ def test_random_integers_without_bounds(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
 def test_random_integers_in_bounds(dtype: torch.dtype) -> None:
-    assert set(np.unique(sample("aten.random.to", like(dtype), 5, dtype=dtype))) == {0, 1, 2, 3, 4}
     assert set(np.unique(sample("aten.random.from", like(dtype), 3, 7, dtype=dtype))) == {3, 4, 5, 6}
     got = sample("aten.random.from", like(dtype), 3, None, dtype=dtype)
     assert got.min() >= 3
     assert got.max() > 100
-    assert set(np.unique(sample("aten.randint.default", 3, [N], dtype=dtype))) == {0, 1, 2}
-    assert set(np.unique(sample("aten.randint.generator", 3, [N], generator=None, dtype=dtype))) == {0, 1, 2}
-    assert set(np.unique(sample("aten.randint_like.default", like(dtype), 3, dtype=dtype))) == {0, 1, 2}
-    if dtype is torch.float32:
-        assert set(np.unique(sample("aten.randint.low", -2, 1, [N], dtype=dtype))) == {-2, -1, 0}
-        assert set(np.unique(sample("aten.randint.low_generator", -2, 1, [N], generator=None, dtype=dtype))) == {-2, -1, 0}
-        assert set(np.unique(sample("aten.randint_like.generator", like(dtype), 3, generator=None, dtype=dtype))) == {0, 1, 2}
-        assert set(np.unique(sample("aten.randint_like.low_dtype", like(dtype), -2, 1, dtype=dtype))) == {-2, -1, 0}
-        assert set(np.unique(sample("aten.randint_like.low_generator_dtype", like(dtype), -2, 1, generator=None, dtype=dtype))) == {-2, -1, 0}
-        assert set(np.unique(sample("aten.randint_like.Tensor", like(dtype), torch.tensor(3), dtype=dtype))) == {0, 1, 2}
-        assert set(np.unique(sample("aten.randint_like.Tensor_generator", like(dtype), torch.tensor(3), generator=None, dtype=dtype))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
+def test_randint(dtype: torch.dtype) -> None:
+    x, any_generator = like(dtype), {"generator": None, "dtype": dtype}
+    for got in (
+        sample("aten.random.to", x, 3, dtype=dtype),
+        sample("aten.randint.default", 3, [N], dtype=dtype),
+        sample("aten.randint.generator", 3, [N], **any_generator),
+        sample("aten.randint_like.default", x, 3, dtype=dtype),
+        sample("aten.randint_like.generator", x, 3, **any_generator),
+        sample("aten.randint_like.Tensor", x, torch.tensor(3), dtype=dtype),
+        sample("aten.randint_like.Tensor_generator", x, torch.tensor(3), **any_generator),
+        sample("aten.randint.low", -2, 1, [N], dtype=dtype) + 2,
+        sample("aten.randint.low_generator", -2, 1, [N], **any_generator) + 2,
+        sample("aten.randint_like.low_dtype", x, -2, 1, dtype=dtype) + 2,
+        sample("aten.randint_like.low_generator_dtype", x, -2, 1, **any_generator) + 2,
+    ):
+        assert (np.unique(got) == [0, 1, 2]).all()
+        near(got, 1, math.sqrt(2 / 3))
 
 
 def test_random_integers_over_all_of_int64() -> None:
@@ -269,13 +289,13 @@ def test_randperm(dtype: torch.dtype) -> None:
 
 
 def test_the_key_decides_the_values() -> None:
-    for name, args in (("aten.rand.default", ([50],)), ("aten.normal_functional.default", (like(size=(50,)),)), ("aten.bernoulli.p", (like(size=(50,)), 0.5))):
+    for name, args in (("aten.uniform.default", (like(size=(50,)),)), ("aten.bernoulli.p", (like(size=(50,)), 0.5))):
         once, again, other = (sample(name, *args, size=(50,), seed=seed) for seed in (3, 3, 4))
         assert (once == again).all()
         assert (once != other).any()
 
 
 def test_no_elements() -> None:
-    for name in ("aten.uniform.default", "aten.exponential.default", "aten.random.default", "aten.bernoulli.p", "aten.poisson.default"):
+    for name in ("aten.uniform.default", "aten.exponential.default", "aten.random.default", "aten.bernoulli.p"):
         assert sample(name, like(size=(0, 3)), size=(0, 3)).size == 0
     assert sample("aten.randn.default", [], size=()).shape == ()

@@ -21,7 +21,7 @@ def samples():
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
 
 
-@pytest.mark.parametrize("code", samples())
+@pytest.mark.parametrize("code", list(samples()))
 def test_sample_runs(code):
     path = os.pathsep.join(str(ROOT / p) for p in ("packages/spmd-core/src", "packages/spmd-data/src"))
     result = subprocess.run(

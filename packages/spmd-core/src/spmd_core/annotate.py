@@ -94,7 +94,7 @@ def _constrained(value: Value, sharding: Sharding) -> Value:
 
 
 def _mark(handle: Handle, sharding: Sharding) -> None:
-    if handle.sharding is sharding:
+    if handle.sharding == sharding:
         return
     value = read(handle)
     if handle.__class__ is not Storage:
@@ -110,12 +110,13 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
 
 def _follow_gradients(tensor: XLAShardedTensor) -> None:
     """Constrains what autograd sends to a marked leaf (or intermediate) to the sharding that it has at that time."""
-    if getattr(tensor, "_follows", False):
+    if tensor._followed is not None:
         return
-    tensor._follows = True  # type: ignore[attr-defined]
-    handle = tensor._handle
+    # A cell and not the tensor, which its own hook would keep alive; `tensor.data = other` puts the new handle in.
+    cell = tensor._followed = [tensor._handle]
 
     def follow(gradient: torch.Tensor) -> torch.Tensor | None:
+        handle = cell[0]
         sharding = handle.sharding
         if sharding is None or not isinstance(gradient, XLAShardedTensor) or gradient.shape != handle.spec.shape:
             return None

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core import dtypes, metrics
 from spmd_core.config import config
-from spmd_core.errors import NotInSpmdModeError, SpmdError
+from spmd_core.errors import NotInSpmdModeError, ProgramError, SpmdError
 from spmd_core.mesh import Mesh, check_devices
 from spmd_core.sharding import Sharding
 
@@ -281,6 +281,7 @@ def reshard(array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_
 def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     """The logical value in host memory, as a CPU tensor that owns its memory. Waits for the device."""
     metrics.count("host_reads")
+    wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
         host = np.asarray(array)
     else:
@@ -288,6 +289,16 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]
     return dtypes.tensor_view(np.array(host, copy=True, order="C"))
+
+
+def wait_for(array: jax.Array) -> None:
+    """Blocks until the array is computed. Raises ProgramError where the program that should have computed it failed on the device."""
+    try:
+        array.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        raise ProgramError(
+            f"a program that was started without waiting failed on the device: {error}. Its results are lost; call sync(wait=True) after each step to find which."
+        ) from error
 
 
 class InFlight:
@@ -301,12 +312,12 @@ class InFlight:
         limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
         self._queue.append(token)
         while len(self._queue) > limit:
-            self._queue.popleft().block_until_ready()
+            wait_for(self._queue.popleft())
 
     def wait_all(self) -> None:
         """Blocks until every program that was started has ended."""
         while self._queue:
-            self._queue.popleft().block_until_ready()
+            wait_for(self._queue.popleft())
 
 
 in_flight = InFlight()

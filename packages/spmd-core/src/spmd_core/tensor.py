@@ -29,6 +29,8 @@ class XLAShardedTensor(torch.Tensor):
     _handle: Handle
     # Set by `annotate`: constrains the gradients of a marked leaf. None where nothing is marked.
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
+    # The handle whose sharding this tensor's gradients follow, in a cell shared with the hook.
+    _followed: list[Handle] | None = None
     # Interception happens below autograd only: above it, gradients would be lost.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -173,6 +175,8 @@ class XLAShardedTensor(torch.Tensor):
             raise TypeError(f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla').")
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
+        if self._followed is not None:
+            self._followed[0] = new._handle
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
