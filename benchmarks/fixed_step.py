@@ -25,6 +25,7 @@ from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
 WARM_UP = 4  # steps before timing: two compile (the first one makes the optimizer's state), two fill the allocators
+SETTLE_S = 0.05  # between steps: XLA's worker threads spin for a while after their work, which would count as CPU time of the next step
 MAX_RATIO = 1.05
 MAX_TRACING_S = 0.020
 MAX_LOSS_DIFFERENCE = 1e-4
@@ -148,6 +149,7 @@ def measure(ours: Ours, theirs: Reference, *, rounds: int, burst: int) -> tuple[
     for i in trange(rounds, desc="rounds", disable=None):
         pair: list[Ours | Reference] = [ours, theirs] if i % 2 == 0 else [theirs, ours]
         for program in pair:
+            time.sleep(SETTLE_S)
             watch, host = timed(program, steps=1)
             timings[id(program)].host.add(host.wall_s)
             timings[id(program)].wall.add(watch.wall_s)

@@ -3,12 +3,14 @@
 The fixed step: GPT-2, 4 layers, width 256, 8 heads, vocabulary 8192, batch 8 x 256 tokens, no dropout, fp32, AdamW with torch's defaults, parameters
 and batch sharded over 8 devices. Parameters carry Hugging Face's names and shapes, so that weights can be handed over from torch and compared.
 
-What was tried on 8 emulated CPU devices, fastest kept (all within 6% of one another but the last):
-- attention on (batch, heads, seq, head_dim) einsums, 4% less CPU time than (batch, seq, heads, head_dim) einsums or `jax.nn.dot_product_attention`;
-- parameters gathered by one constraint at the top and activations pinned to the batch sharding: 2% less than leaving all of it to the partitioner,
-  which then mixes in all-to-alls;
-- `shard_map` with an explicit all-gather and reduce-scatter per parameter: 5% slower here, as 52 small collectives replace one combined all-reduce;
-- picking the label's logit by gather or by a one-hot product: no difference; the embedding as a one-hot product: 13% slower.
+What was tried on 8 emulated CPU devices, by CPU time (the cheapest was kept; most are within 3% of one another):
+- linear layers on (batch x seq, width), 2% less than on (batch, seq, width);
+- attention on (batch, heads, seq, head_dim), 3% less than (batch, seq, heads, head_dim) einsums or `jax.nn.dot_product_attention`;
+- activations pinned to the batch sharding, 2% less than leaving them to the partitioner, which then mixes in all-to-alls. Gathering all parameters
+  by one constraint at the top, on top of that: no less, and more memory;
+- `shard_map` with an explicit all-gather and reduce-scatter per parameter: 2% more, as 52 small collectives replace one combined all-reduce;
+- the label's logit by a gather, up to 3% less than a one-hot product; the loss over padded labels: 12% more; the embedding as a one-hot product: 13%;
+- backward passes of layer norm and softmax written by hand: no difference beyond noise.
 
 Run: python -m benchmarks.jax_gpt2_step --devices 8 --rounds 20
 """
@@ -112,6 +114,7 @@ def random_tokens(shape: Shape, *, seed: int = 1) -> np.ndarray:
 
 
 def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, bias_D: jax.Array) -> jax.Array:
+    """Over the last dim, with the biased variance."""
     centered = x_BTD - x_BTD.mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt((centered * centered).mean(-1, keepdims=True) + LAYER_NORM_EPSILON) * weight_D + bias_D
 
@@ -127,26 +130,31 @@ def attention(qkv_BTE: jax.Array, *, num_heads: int) -> jax.Array:
     return jnp.einsum("bhts,bhsk->bhtk", weights_BHTS, v_BHSK).transpose(0, 2, 1, 3).reshape(batch, seq, width)
 
 
+def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Array:
+    """One matrix product over all tokens. Returns (B, T, F)."""
+    flat = x_BTD.reshape(-1, x_BTD.shape[-1]) @ weight_DF + bias_F
+    return flat.reshape(*x_BTD.shape[:-1], -1)
+
+
 def loss_fn(parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape: Shape, mesh: Mesh) -> jax.Array:
     """The mean cross entropy of each next token: a float32 scalar. The head is tied to the token embedding."""
 
     def split_batch(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(AXIS)))
 
-    # FSDP: the whole parameter is needed where it is used; the transpose of this gather reduces the gradients.
-    p = {name: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) for name, x in parameters.items()}
+    p = parameters
     wte_VD = p["transformer.wte.weight"]
     x_BTD = split_batch(wte_VD[tokens_BT] + p["transformer.wpe.weight"][: tokens_BT.shape[1]])
     for i in range(shape.num_layers):
         h = f"transformer.h.{i}."
         y_BTD = layer_norm(x_BTD, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
-        y_BTD = attention(y_BTD @ p[h + "attn.c_attn.weight"] + p[h + "attn.c_attn.bias"], num_heads=shape.num_heads)
-        x_BTD = split_batch(x_BTD + y_BTD @ p[h + "attn.c_proj.weight"] + p[h + "attn.c_proj.bias"])
+        y_BTD = attention(linear(y_BTD, p[h + "attn.c_attn.weight"], p[h + "attn.c_attn.bias"]), num_heads=shape.num_heads)
+        x_BTD = split_batch(x_BTD + linear(y_BTD, p[h + "attn.c_proj.weight"], p[h + "attn.c_proj.bias"]))
         y_BTD = layer_norm(x_BTD, p[h + "ln_2.weight"], p[h + "ln_2.bias"])
-        y_BTF = jax.nn.gelu(y_BTD @ p[h + "mlp.c_fc.weight"] + p[h + "mlp.c_fc.bias"], approximate=True)
-        x_BTD = split_batch(x_BTD + y_BTF @ p[h + "mlp.c_proj.weight"] + p[h + "mlp.c_proj.bias"])
+        y_BTF = jax.nn.gelu(linear(y_BTD, p[h + "mlp.c_fc.weight"], p[h + "mlp.c_fc.bias"]), approximate=True)
+        x_BTD = split_batch(x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]))
     x_BTD = layer_norm(x_BTD, p["transformer.ln_f.weight"], p["transformer.ln_f.bias"])
-    logits_BTV = split_batch(x_BTD @ wte_VD.T)[:, :-1]
+    logits_BTV = split_batch((x_BTD.reshape(-1, shape.width) @ wte_VD.T).reshape(*tokens_BT.shape, -1))[:, :-1]
     picked_BT = jnp.take_along_axis(logits_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT).mean()
 

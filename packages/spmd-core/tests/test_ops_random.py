@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from spmd_core.ops import registry
 
 N = 20_000
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Each sampler costs most of a second to compile, so a test that only asks for the cast takes one wide and one narrow dtype.
+# A sampler costs most of a second to compile, so a test that only asks for the cast takes one wide and one narrow dtype.
 WIDE_AND_NARROW = [torch.float32, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 MANTISSA = {torch.float32: 24, torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}
@@ -26,8 +27,14 @@ SOURCE = pathlib.Path(__file__).read_text(encoding="utf-8")
 
 
 def sample(name: str, *args: Any, size: tuple[int, ...] = (N,), dtype: torch.dtype = torch.float32, seed: int = 0, **kwargs: Any) -> np.ndarray:
-    """The op's result for one key, as float64 (int64 for integers) after its shape and dtype have been asserted."""
-    (got,) = lower(name, args, kwargs, (registry.Out(size, dtype),), jax.random.key(seed))
+    """The op's result for one key, as float64 (int64 for integers) after its shape and dtype have been asserted.
+
+    It runs op by op and not as one program: then the parts that samplers share are compiled once and not once for each call.
+    """
+    context = registry.Context((registry.Out(size, dtype),), "cpu", jax.random.key(seed))
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(dtypes.numpy_view(x.contiguous())) if isinstance(x, torch.Tensor) else x for x in args]
+        got = registry.find(registry.resolve(name)).function(context, *arrays, **kwargs)
     assert got.shape == size
     assert got.dtype == dtypes.to_jax(dtype)
     if dtype.is_complex:
@@ -293,6 +300,8 @@ def test_the_key_decides_the_values() -> None:
         once, again, other = (sample(name, *args, size=(50,), seed=seed) for seed in (3, 3, 4))
         assert (once == again).all()
         assert (once != other).any()
+        (program,) = lower(name, args, {}, (registry.Out((50,), torch.float32),), jax.random.key(3))
+        assert (np.asarray(program) == once).all()
 
 
 def test_no_elements() -> None:

@@ -27,7 +27,8 @@ from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 aten = torch.ops.aten
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
 
-_handlers: dict[Any, Handler] = {}
+# By identity: torch keeps one object for an overload, and hashes it in Python, which costs as much as all of the lookup.
+_handlers: dict[int, Handler] = {}
 _entries: dict[Any, Entry] = {}
 _view_writes: dict[Entry, Entry] = {}
 _view_calls: dict[Entry, tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]] = {}
@@ -40,9 +41,9 @@ _INHERITS_SHARDING = frozenset({"zeros_like", "ones_like", "empty_like", "full_l
 
 def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """`XLAShardedTensor.__torch_dispatch__`."""
-    handler = _handlers.get(func)
+    handler = _handlers.get(id(func))
     if handler is None:
-        handler = _handlers[func] = _make_handler(func)
+        handler = _handlers[id(func)] = _make_handler(func)
     return handler(args, kwargs or _NO_KWARGS)
 
 
@@ -64,7 +65,7 @@ class _Call:
 
 def _look_up(call: _Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, list[Value], list[Any]]:
     """The call's entry, its input values and its numbers. The hot path: a few bytecodes per argument, and one lookup."""
-    key: list[Any] = [call.func, _default_dtype()]
+    key: list[Any] = [call, _default_dtype()]
     inputs: list[Value] = []
     numbers: list[Any] = []
     for a in args:

@@ -1,0 +1,114 @@
+"""How many microseconds of Python does it take to record one operation?
+
+Each operation is recorded many times without gradients and without a cut, with every cache warm. What is reported is therefore what tracing costs;
+no device does anything. The best of the repeats is the figure (everything else is other processes), the median is beside it.
+
+Run: python -m benchmarks.op_overhead
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import spmd_core as spmd
+from benchmarks.report import Samples, Table, argument_parser, publish, verdict
+
+MAX_US = 8.0
+SIZE = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: `make` gives a function without arguments that records it once, on fresh tensors."""
+
+    name: str
+    make: Callable[[], Callable[[], object]]
+
+
+def device_tensor(*size: int) -> torch.Tensor:
+    return torch.ones(*size).to("xla")
+
+
+def cases() -> list[Case]:
+    def add() -> Callable[[], object]:
+        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
+        return lambda: x + y
+
+    def mul_scalar() -> Callable[[], object]:
+        x = device_tensor(SIZE, SIZE)
+        return lambda: x * 0.5
+
+    def mm() -> Callable[[], object]:
+        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
+        return lambda: torch.mm(x, y)
+
+    def softmax() -> Callable[[], object]:
+        x = device_tensor(SIZE, SIZE)
+        return lambda: torch.softmax(x, -1)
+
+    def layer_norm() -> Callable[[], object]:
+        x, weight, bias = device_tensor(SIZE, SIZE), device_tensor(SIZE), device_tensor(SIZE)
+        return lambda: F.layer_norm(x, (SIZE,), weight, bias)
+
+    def view() -> Callable[[], object]:
+        x = device_tensor(SIZE, SIZE)
+        return lambda: x.view(-1)
+
+    def add_in_place() -> Callable[[], object]:
+        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
+        return lambda: x.add_(y)
+
+    return [
+        Case("add", add),
+        Case("mul by a number", mul_scalar),
+        Case("mm", mm),
+        Case("softmax", softmax),
+        Case("layer_norm", layer_norm),
+        Case("view", view),
+        Case("add_", add_in_place),
+    ]
+
+
+def measure(case: Case, *, count: int, repeats: int) -> Samples:
+    """Seconds per recorded operation, once per repeat."""
+    samples = Samples()
+    with torch.no_grad():
+        for repeat in range(repeats + 1):
+            record = case.make()  # anew, so that a chain of in-place operations does not grow from repeat to repeat
+            start = time.perf_counter()
+            for _ in range(count):
+                record()
+            seconds = (time.perf_counter() - start) / count
+            if repeat:  # the first one fills the caches
+                samples.add(seconds)
+    return samples
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--count", type=int, default=1000, help="operations in a repeat (default 1000)")
+    parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
+    args = parser.parse_args()
+    spmd.simulate(1)
+    compiles, executions = spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")
+
+    measured = {case.name: measure(case, count=args.count, repeats=args.repeats) for case in tqdm(cases(), desc="operations", disable=None)}
+    if (spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")) != (compiles, executions):
+        raise RuntimeError("a program ran inside the timed loop, so the figures are not those of recording; lower --count.")
+
+    holds = {name: samples.min * 1e6 <= MAX_US for name, samples in measured.items()}
+    rows = [[name, f"{s.min * 1e6:.2f}", f"{s.median * 1e6:.2f}", verdict(holds[name])] for name, s in measured.items()]
+    notes = [f"{args.count} operations in a repeat, {args.repeats} repeats, no gradients, tensors of {SIZE} x {SIZE} float32."]
+    table = Table("Recording one operation", ["operation", "best, us", "median, us", f"at most {MAX_US:.0f} us"], rows, notes)
+    data = {"us": {name: {"best": s.min * 1e6, "median": s.median * 1e6} for name, s in measured.items()}, "target_us": MAX_US}
+    publish("op_overhead", table, data, folder=args.out)
+    return 0 if all(holds.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
