@@ -24,9 +24,9 @@ from spmd_core.mesh import get_global_mesh as get_global_mesh
 from spmd_core.mesh import parse_mesh as parse_mesh
 from spmd_core.mesh import set_global_mesh as set_global_mesh
 from spmd_core.runtime import device_attributes as device_attributes
+from spmd_core.runtime import global_runtime_device_count as global_runtime_device_count
 from spmd_core.runtime import is_spmd as is_spmd
 from spmd_core.runtime import memory_stats as memory_stats
-from spmd_core.runtime import num_devices as global_runtime_device_count
 from spmd_core.runtime import simulate as simulate
 from spmd_core.runtime import use_spmd as use_spmd
 from spmd_core.sharding import PartitionSpec as PartitionSpec

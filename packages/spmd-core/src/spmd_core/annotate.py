@@ -44,7 +44,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     tensor = _device_tensor(t, "mark_sharding")
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mark_sharding needs a Mesh; got {type(mesh).__name__}. Write mark_sharding(tensor, Mesh(device_ids, shape, names), spec).")
-    check_devices(mesh, runtime.num_devices())
+    check_devices(mesh, runtime.global_runtime_device_count())
     sharding = Sharding.of(mesh, partition_spec, tensor.dim())
     with lock:
         _mark(tensor._handle, sharding)

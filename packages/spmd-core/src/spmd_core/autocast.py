@@ -24,9 +24,24 @@ _FP32 = (
 )  # fmt: skip
 # These reduce or normalise; they take the dtype that their `dtype` argument names, and fp32 where it names none.
 _FP32_SET_OPT_DTYPE = (
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "sum.dim_IntList",
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
+    "sum", "sum.dim_IntList",
 )  # fmt: skip
-_PROMOTE = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot", "vdot", "cat", "stack")
+_PROMOTE = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
+    "cat",
+    "stack",
+)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,7 @@
-"""Makes `device="xla"` real on a stock torch wheel: the device guard, the device module `torch.xla`, and the factories and the copy under all others."""
+"""Makes `device="xla"` real on a stock torch wheel.
+
+It installs the router, the device guard, the device module `torch.xla`, and the factories and the copy under all others.
+"""
 
 import ctypes
 import types
@@ -9,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from spmd_core import dispatch, runtime
+from spmd_core import dispatch, execution, runtime, transfer
 from spmd_core.errors import SpmdError
-from spmd_core.tensor import XLA_DEVICE
+from spmd_core.tensor import XLA_DEVICE, XLAShardedTensor
 
 
 class _XlaGuard(backend_registration._DummyDeviceGuard):  # type: ignore[misc]
@@ -59,7 +62,7 @@ def _device_module() -> types.ModuleType:
         torch.default_generator.set_state(new_state)
 
     def synchronize(device: Any = None) -> None:
-        dispatch.execution.cut(wait=True)
+        execution.cut(wait=True)
 
     members = {
         "is_available": lambda: True,
@@ -84,12 +87,13 @@ def _device_module() -> types.ModuleType:
 
 
 def _install() -> torch.library.Library:
+    XLAShardedTensor.__torch_dispatch__ = classmethod(dispatch.route)  # type: ignore[assignment, method-assign]
     _install_guard()
     torch._register_device_module("xla", _device_module())
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", dispatch.empty, "XLA")
-    library.impl("empty_strided", dispatch.empty_strided, "XLA")
-    library.impl("_copy_from", dispatch.copy_from, "XLA")
+    library.impl("empty.memory_format", transfer.empty, "XLA")
+    library.impl("empty_strided", transfer.empty_strided, "XLA")
+    library.impl("_copy_from", transfer.copy_from, "XLA")
     return library
 
 

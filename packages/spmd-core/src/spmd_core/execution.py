@@ -253,7 +253,9 @@ def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placemen
     return None
 
 
-def _donated(live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: tuple[Placement | None, ...]) -> tuple[int, ...]:
+def _donated(
+    live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: tuple[Placement | None, ...]
+) -> tuple[int, ...]:
     """The leaves whose last reader is this program and whose buffer some result can take over, each result taking one."""
     wanted: dict[tuple[Spec, Placement], int] = {}
     for storage, placement in zip(live, out_placements):

@@ -82,7 +82,9 @@ class Program:
         self._num_floats = sum(kind is float for node in graph.nodes for kind in node.entry.number_kinds)
         self._num_ints = sum(kind in (int, bool) for node in graph.nodes for kind in node.entry.number_kinds)
         self._num_complex = sum(kind is complex for node in graph.nodes for kind in node.entry.number_kinds)
-        self.record = metrics.ProgramRecord(name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated)
+        self.record = metrics.ProgramRecord(
+            name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated
+        )
         self.lowered_text: Callable[[], str]
         self._compile(name)
         metrics.count("compiles")
@@ -100,7 +102,9 @@ class Program:
             if count
         ]
         leaves = [
-            jax.ShapeDtypeStruct(padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding))
+            jax.ShapeDtypeStruct(
+                padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding)
+            )
             for leaf in graph.leaves
         ]
         free = None if on_one_mesh.exists else everywhere

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -76,7 +77,9 @@ def _start() -> tuple[Any, ...]:
     try:
         found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
     except RuntimeError as error:
-        raise SpmdError(f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. Unset it, or install jax for that platform.") from error
+        raise SpmdError(
+            f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. Unset it, or install jax for that platform."
+        ) from error
     return tuple(sorted(found, key=lambda d: d.id))
 
 
@@ -90,7 +93,7 @@ def platform() -> str:
     return devices()[0].platform
 
 
-def num_devices() -> int:
+def global_runtime_device_count() -> int:
     """How many devices there are on all hosts."""
     return len(devices())
 
@@ -139,7 +142,7 @@ class Placement:
     """
 
     __slots__ = ("jax_sharding", "sharding")
-    _known: dict[tuple[Any, Any], "Placement"] = {}
+    _known: ClassVar[dict[tuple[Any, Any], "Placement"]] = {}
 
     def __init__(self, jax_sharding: Any, sharding: Sharding | None) -> None:
         self.jax_sharding, self.sharding = jax_sharding, sharding
@@ -158,7 +161,7 @@ class Placement:
 
 def default_device_ids() -> tuple[int, ...]:
     """The devices of a program without any mark: all of them in SPMD mode, else the first."""
-    return tuple(range(num_devices())) if _state.spmd else (0,)
+    return tuple(range(global_runtime_device_count())) if _state.spmd else (0,)
 
 
 @lru_cache(maxsize=4096)
@@ -180,7 +183,7 @@ def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None
     names = _axis_names(mesh)
     spec = PartitionSpec(*(tuple(names[a] for a in axes) if axes else None for axes in sharding.dims))
     if device_ids is None or device_ids == own_ids:
-        check_devices(mesh, num_devices())
+        check_devices(mesh, global_runtime_device_count())
         return NamedSharding(_jax_mesh(own_ids, tuple(mesh.mesh_shape), names), spec)
     spare, rest = divmod(len(device_ids), len(own_ids))
     if rest:
@@ -210,9 +213,9 @@ class OneMesh:
             self.mesh = meshes[0] if meshes else _jax_mesh(device_ids, (len(device_ids),), ("all",))
             return
         bounds = sorted({b for mesh in meshes for b in _bounds(mesh)})
-        self.exists = all(high % low == 0 for low, high in zip(bounds, bounds[1:]))
+        self.exists = all(high % low == 0 for low, high in pairwise(bounds))
         if self.exists:
-            sizes = [high // low for low, high in zip(bounds, bounds[1:])][::-1]
+            sizes = [high // low for low, high in pairwise(bounds)][::-1]
             self._axis_at = {low: f"m{len(sizes) - 1 - i}" for i, low in enumerate(bounds[:-1])}
             self.mesh = _jax_mesh(device_ids, tuple(sizes), tuple(f"m{i}" for i in range(len(sizes))))
 
@@ -297,7 +300,8 @@ def wait_for(array: jax.Array) -> None:
         array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         raise ProgramError(
-            f"a program that was started without waiting failed on the device: {error}. Its results are lost; call sync(wait=True) after each step to find which."
+            f"a program that was started without waiting failed on the device: {error}. "
+            "Its results are lost; call sync(wait=True) after each step to find which."
         ) from error
 
 

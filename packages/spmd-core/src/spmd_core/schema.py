@@ -1,7 +1,7 @@
 """What torch's schemas say of an overload: what it writes, what it aliases, which arguments are numbers, and its functional form."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Schema:
     is_view: bool  # the result aliases an argument without writing it
 
 
-@lru_cache(maxsize=None)
+@cache
 def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Schema:
     """The overload's schema, with the Scalars in `static` counted as static arguments."""
     arguments = func._schema.arguments
@@ -48,7 +48,7 @@ def _may_be_number(argument: Any) -> bool:
     return "Scalar" in kind or "number" in kind.lower() or kind in ("Tensor", "Optional[Tensor]")
 
 
-@lru_cache(maxsize=None)
+@cache
 def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that computes what this in-place or `out=` overload writes; None where torch has none."""
     namespace, name = func._schema.name.split("::")

@@ -36,7 +36,9 @@ class XLAShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> "XLAShardedTensor":
-        raise TypeError("XLAShardedTensor is not constructed directly; got a call of the class. Use tensor.to('xla') or torch.randn(..., device='xla').")
+        raise TypeError(
+            "XLAShardedTensor is not constructed directly; got a call of the class. Use tensor.to('xla') or torch.randn(..., device='xla')."
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +145,9 @@ class XLAShardedTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise RuntimeError("only tensors that the user created (graph leaves) can be deep-copied; this one has a grad_fn. Use detach() or clone().")
+            raise RuntimeError(
+                "only tensors that the user created (graph leaves) can be deep-copied; this one has a grad_fn. Use detach() or clone()."
+            )
         with torch.no_grad():
             copied = self.detach().clone()
         if isinstance(self, torch.nn.Parameter):
@@ -210,7 +214,9 @@ class XLAShardedTensor(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> "XLAShardedTensor":
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
-            raise NotImplementedError("torch.compile over xla tensors is not available: the traced tensor has no recorded value. Call the function directly.")
+            raise NotImplementedError(
+                "torch.compile over xla tensors is not available: the traced tensor has no recorded value. Call the function directly."
+            )
         return wrap(handle)
 
 

@@ -56,7 +56,7 @@ def _cubic_taps(num_in: int, num_out: int, scale: float | None, dtype: np.dtype,
 
 
 def _take(x: jax.Array, index: np.ndarray, dim: int) -> jax.Array:
-    """`x` at the indices; for a whole factor a broadcast, whose transpose is a sum where a gather's is a scatter."""
+    """`x` at the indices of the only tap; for a whole factor a broadcast, whose transpose is a sum where a gather's is a scatter."""
     num_in = x.shape[dim]
     factor = len(index) // num_in
     if np.array_equal(index, np.repeat(np.arange(num_in), factor)):
@@ -67,8 +67,13 @@ def _take(x: jax.Array, index: np.ndarray, dim: int) -> jax.Array:
 
 def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
     for dim, taps in enumerate(taps_by_dim, start=x.ndim - len(taps_by_dim)):
-        along = (-1, *(1,) * (x.ndim - dim - 1))
-        x = sum(_take(x, index, dim) * weight.reshape(along) if weight is not None else _take(x, index, dim) for index, weight in taps)
+        if len(taps) == 1:
+            x = _take(x, taps[0][0], dim)
+            continue
+        # All taps in one gather, and so one scatter in the transpose.
+        index = np.stack([index for index, _ in taps])
+        weights = np.stack([weight for _, weight in taps]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
+        x = jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
     return x
 
 
