@@ -185,6 +185,19 @@ def test_modules_train_as_on_the_cpu(name):
         torch.testing.assert_close(mine, right, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_with_and_without_gradients(grad, affine):
+    x = torch.randn(4, 6)
+    layers = [torch.nn.LayerNorm(6, elementwise_affine=affine), torch.nn.LayerNorm(6, elementwise_affine=affine).to("xla")]
+    with torch.set_grad_enabled(grad):
+        outs = [layer(x.to(device)) for layer, device in zip(layers, ("cpu", "xla"))]
+    torch.testing.assert_close(outs[1].detach().cpu(), outs[0].detach(), rtol=1e-5, atol=1e-5)
+    assert outs[1].requires_grad == (grad and affine)
+    with pytest.raises(RuntimeError, match="(?i)normalized_shape"):
+        torch.nn.functional.layer_norm(torch.ones(4, 6, device="xla"), (5,))
+
+
 def test_dropout_stops_in_eval():
     layer = torch.nn.Dropout(0.5).to("xla")
     x = torch.ones(100, device="xla")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import check, lower
 
+from oracle import check, lower
 from spmd_core import dtypes
 from spmd_core.ops import conv, registry  # noqa: F401  (registers the lowerings)
 

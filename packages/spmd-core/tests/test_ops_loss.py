@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from oracle import check
 
+from oracle import check
 from spmd_core.ops import loss  # noqa: F401  (registers the lowerings)
 
 FLOATS = [torch.float32, torch.bfloat16]

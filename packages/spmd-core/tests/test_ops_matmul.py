@@ -3,11 +3,11 @@
 import functools
 import math
 
-import oracle
 import pytest
 import torch
-from oracle import check
 
+import oracle
+from oracle import check
 from spmd_core.ops import matmul  # noqa: F401  (registers the lowerings)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from oracle import check, lower
 
+from oracle import check, lower
 from spmd_core import dtypes
 from spmd_core.ops import norm, registry  # noqa: F401  (registers the lowerings)
 
@@ -43,9 +43,7 @@ ALL_MASKS_AND_PRECISIONS = [
 # ---- batch norm ----------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("precision", "shape"), [*((p, (4, 3, 5, 2)) for p in PRECISIONS), (PRECISIONS[0], (6, 3)), (PRECISIONS[1], (2, 3, 4))]
-)
+@pytest.mark.parametrize(("precision", "shape"), [*((p, (4, 3, 5, 2)) for p in PRECISIONS), (PRECISIONS[0], (6, 3)), (PRECISIONS[1], (2, 3, 4))])
 def test_batch_norm(precision: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]) -> None:
     dtype, weights = precision
     x = values(dtype, *shape) * 2 + 1
@@ -67,6 +65,14 @@ def test_native_batch_norm_says_that_it_would_have_to_update_statistics() -> Non
     x, one = torch.ones(2, 3), torch.ones(3)
     with pytest.raises(NotImplementedError, match="_native_batch_norm_legit_functional"):
         lower("aten.native_batch_norm.default", (x, one, one, one, one, True, 0.1, 1e-5), {}, ())
+
+
+def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_says() -> None:
+    x, one = values(torch.float32, 2, 3), torch.ones(3)
+    for size in (0, 3):  # torch's CPU kernel, its meta kernel
+        outs = (registry.Out((2, 3), torch.float32), registry.Out((size,), torch.float32), registry.Out((size,), torch.float32))
+        got = lower("aten.native_batch_norm.default", (x, one, one, one, one, False, 0.1, 1e-5), {}, outs)
+        assert [t.shape for t in got] == [out.shape for out in outs]
 
 
 @pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS)

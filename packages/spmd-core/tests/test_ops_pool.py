@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import check
 
+from oracle import check
 from spmd_core.ops import pool  # noqa: F401  (registers the lowerings)
 
 A = torch.ops.aten

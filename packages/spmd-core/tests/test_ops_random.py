@@ -189,6 +189,12 @@ def test_dropout(dtype: torch.dtype) -> None:
         assert np.asarray(mask).all() == (kept > 0)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gradient_of_dropout(dtype: torch.dtype) -> None:
+    mask = torch.tensor([True, False, True])
+    check("aten.native_dropout_backward.default", torch.tensor([1.0, 2.0, float("nan")], dtype=dtype), mask, 1 / 0.9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
 def test_geometric(dtype: torch.dtype) -> None:
     got = sample("aten.geometric.default", like(dtype), 0.2, dtype=dtype)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from oracle import check
 
+from oracle import check
 from spmd_core.ops import reduce  # noqa: F401  (registers the lowerings)
 
 NAN, INF = math.nan, math.inf

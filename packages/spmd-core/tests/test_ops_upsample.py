@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import check, lower
 
+from oracle import check, lower
 from spmd_core.ops import registry, upsample  # noqa: F401  (registers the lowerings)
 
 SIZES = {1: (5,), 2: (5, 4), 3: (3, 4, 2)}

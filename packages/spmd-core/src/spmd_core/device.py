@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from spmd_core import dispatch, execution, runtime, transfer
+from spmd_core import composite, dispatch, execution, runtime, transfer
 from spmd_core.errors import SpmdError
 from spmd_core.tensor import XLA_DEVICE, XLAShardedTensor
 
@@ -102,5 +102,5 @@ def device() -> torch.device:
     return XLA_DEVICE
 
 
-# torch drops registrations when their Library dies, so it lives as long as the module.
-_library = _install()
+# torch drops registrations when their Library dies, so they live as long as the module.
+_libraries = (_install(), composite.install())

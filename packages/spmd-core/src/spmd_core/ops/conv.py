@@ -55,9 +55,7 @@ def _convolve(
 def _convolution(
     ctx: Context, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
 ) -> jax.Array:
-    out = _convolve(
-        x, weight, stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups
-    )
+    out = _convolve(x, weight, stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups)
     return out if bias is None else out + bias.reshape(1, -1, *(1,) * (out.ndim - 2))
 
 

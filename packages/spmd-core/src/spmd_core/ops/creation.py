@@ -24,11 +24,14 @@ def _ones(ctx: Context, *_: Any, **__: Any) -> jax.Array:
     return jnp.ones(ctx.shape, ctx.dtype)
 
 
-@lowering("aten.full.default", "aten.full_like.default", "aten.new_full.default")
-def _full(ctx: Context, like: Any, fill_value: Any, *_: Any, **__: Any) -> jax.Array:
-    # `like` is the size of `full`, and for `new_full` the size comes between the two.
-    value = _[0] if isinstance(fill_value, (list, tuple)) else fill_value
-    return jnp.broadcast_to(as_array(value, ctx.dtype), ctx.shape)
+@lowering("aten.full.default", "aten.full_like.default")
+def _full(ctx: Context, size_or_like: Any, fill_value: Any, **_: Any) -> jax.Array:
+    return jnp.broadcast_to(as_array(fill_value, ctx.dtype), ctx.shape)
+
+
+@lowering("aten.new_full.default")
+def _new_full(ctx: Context, x: jax.Array, size: list[int], fill_value: Any, **_: Any) -> jax.Array:
+    return jnp.broadcast_to(as_array(fill_value, ctx.dtype), ctx.shape)
 
 
 @lowering("aten.scalar_tensor.default")

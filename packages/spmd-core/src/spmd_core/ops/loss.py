@@ -118,9 +118,7 @@ def _binary_cross_entropy_backward(ctx: Context, grad: Any, x: Any, y: Any, weig
 
 
 @lowering("aten.binary_cross_entropy_with_logits.default")
-def _binary_cross_entropy_with_logits(
-    ctx: Context, x: Any, y: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN
-) -> jax.Array:
+def _binary_cross_entropy_with_logits(ctx: Context, x: Any, y: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN) -> jax.Array:
     x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
     log_sigmoid = jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x)))
     scale = 1 if pos_weight is None else (as_array(pos_weight, x.dtype) - 1) * y + 1
@@ -162,9 +160,7 @@ def _nll_loss(ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ig
 
 
 @lowering("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
-def _nll_loss_backward(
-    ctx: Context, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
-) -> jax.Array:
+def _nll_loss_backward(ctx: Context, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any) -> jax.Array:
     dtype = opmath(ctx.dtype)
     dim = _class_dim(x)
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])

@@ -180,6 +180,16 @@ def _layer_norm(ctx: Context, x: Any, normalized_shape: Sequence[int], weight: A
     return _as_results(ctx, _affine((wide - mean) * rstd, _wide(weight), _wide(bias)), mean, rstd)
 
 
+@lowering("aten.layer_norm.default")
+def _layer_norm_alone(
+    ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+) -> jax.Array:
+    """Recorded whole where nothing is differentiated (`composite.layer_norm`): then nobody asks for the statistics."""
+    wide = _wide(x)
+    mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
+    return _affine((wide - mean) * lax.rsqrt(variance + eps), _wide(weight), _wide(bias)).astype(ctx.dtype)
+
+
 @lowering("aten.native_layer_norm_backward.default")
 def _layer_norm_backward(
     ctx: Context, grad: Any, x: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Sequence[bool]
@@ -196,9 +206,7 @@ def _layer_norm_backward(
 
 
 @lowering("aten.native_group_norm.default")
-def _group_norm(
-    ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
-) -> tuple[jax.Array, ...]:
+def _group_norm(ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> tuple[jax.Array, ...]:
     grouped = _wide(x).reshape(N, group, C // group, HxW)
     mean, variance = _statistics(grouped, (2, 3))
     rstd = lax.rsqrt(variance + eps)

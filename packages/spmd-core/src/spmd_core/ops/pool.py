@@ -182,9 +182,7 @@ def _register_max_pool(num_dims: int) -> None:
 # ---- mean --------------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _window_sums(
-    x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]
-) -> jax.Array:
+def _window_sums(x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     lead = x.ndim - len(kernel)
     high = [(n - 1) * s + k - p - have for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])]
     # reduce_window takes no negative padding; elements that no window reaches are cut first.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
 
@@ -143,8 +144,14 @@ def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) ->
     mask = _coin(ctx.key, 1.0 - p, ctx.shape)
     scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
     # A product and not a select: a NaN in a dropped place stays a NaN, as in torch.
-    wide = np.promote_types(_sampled(x.dtype), x.dtype) if jnp.issubdtype(x.dtype, jnp.complexfloating) else _sampled(x.dtype)
+    wide = opmath(x.dtype)
     return (x.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype), mask
+
+
+@lowering("aten.native_dropout_backward.default")
+def _native_dropout_backward(ctx: Context, grad_output: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+    wide = opmath(ctx.dtype)
+    return (grad_output.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype)
 
 
 @lowering("aten.geometric.default", random=True)

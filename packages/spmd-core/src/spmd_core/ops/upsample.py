@@ -87,7 +87,9 @@ def _register(op: str, num_dims: int, make_taps: Any, has_align_corners: bool, *
     @lowering(f"aten.{op}.default")
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
         if has_align_corners and not is_inexact(x.dtype):
-            raise NotImplementedError(f"aten.{op} of a {x.dtype} tensor has no lowering, as torch rounds it in its own way; convert to a float dtype.")
+            raise NotImplementedError(
+                f"aten.{op} of a {x.dtype} tensor has no lowering, as torch rounds it in its own way; convert to a float dtype."
+            )
         dtype = opmath(x.dtype)
         return _resampled(x.astype(dtype), taps(dtype, x.shape[2:], output_size, options)).astype(ctx.dtype)
 
