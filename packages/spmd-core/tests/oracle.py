@@ -70,5 +70,9 @@ def check(name: str, *args: Any, rtol: float | None = None, atol: float | None =
         assert dtypes.to_torch(mine.dtype) == right.dtype, f"{name}: dtype {mine.dtype} instead of {right.dtype}"
         r, a = TOLERANCE.get(right.dtype, (2e-5, 1e-5) if right.dtype.is_complex else (0, 0))
         torch.testing.assert_close(
-            dtypes.tensor_view(np.asarray(mine)), right.contiguous(), rtol=r if rtol is None else rtol, atol=a if atol is None else atol, equal_nan=True
+            dtypes.tensor_view(np.asarray(mine)),
+            right.contiguous(),
+            rtol=r if rtol is None else rtol,
+            atol=a if atol is None else atol,
+            equal_nan=True,
         )

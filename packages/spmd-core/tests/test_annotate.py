@@ -11,7 +11,9 @@ import spmd_core as spmd
 from spmd_core import compile_cache
 
 
-@pytest.mark.parametrize("spec", [("a", "b"), ("b", "a"), (0, 1), (-2, -1), (("a", "b"), None), (None, ("b", "a")), ("a",), (), (None, None), (None, "b")])
+@pytest.mark.parametrize(
+    "spec", [("a", "b"), ("b", "a"), (0, 1), (-2, -1), (("a", "b"), None), (None, ("b", "a")), ("a",), (), (None, None), (None, "b")]
+)
 @pytest.mark.parametrize("state", ["host", "device", "pending"])
 def test_values_and_shards_under_every_spec(spec, state, mesh_2d):
     expected = torch.arange(16.0 * 8).view(16, 8)

@@ -113,5 +113,17 @@ def test_the_persistent_cache_is_used(tmp_path):
 
 
 def test_exported_names():
-    for name in ("use_spmd", "is_spmd", "device", "global_runtime_device_count", "Mesh", "mark_sharding", "clear_sharding", "ShardingSpec", "XLAShardedTensor", "XLAShard", "sync"):
+    for name in (
+        "use_spmd",
+        "is_spmd",
+        "device",
+        "global_runtime_device_count",
+        "Mesh",
+        "mark_sharding",
+        "clear_sharding",
+        "ShardingSpec",
+        "XLAShardedTensor",
+        "XLAShard",
+        "sync",
+    ):
         assert hasattr(spmd, name)

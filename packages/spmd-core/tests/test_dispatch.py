@@ -95,7 +95,7 @@ def test_mixing_devices_is_refused():
 
 def test_shape_mistakes_raise_at_their_line_with_torchs_words():
     x, y = torch.ones(2, 3, device="xla"), torch.ones(4, 5, device="xla")
-    with pytest.raises(RuntimeError, match="(?i)size|shape"):
+    with pytest.raises(RuntimeError, match=r"(?i)size|shape"):
         x + y
     with pytest.raises(RuntimeError, match=r"2.*3.*4.*5|mat1 and mat2"):
         x @ y
@@ -103,7 +103,7 @@ def test_shape_mistakes_raise_at_their_line_with_torchs_words():
         x.t().view(-1)
     with pytest.raises(IndexError):
         x[5]
-    with pytest.raises(RuntimeError, match="can't be cast|result type|in in-place ops are not possible"):
+    with pytest.raises(RuntimeError, match=r"can't be cast|result type|in in-place ops are not possible"):
         torch.ones(2, dtype=torch.int64, device="xla").add_(0.5)
     with pytest.raises(RuntimeError, match=r"can't be cast.*Give `out` the dtype"):
         torch.add(x, x, out=torch.empty(2, 3, dtype=torch.int64, device="xla"))
@@ -194,7 +194,7 @@ def test_layer_norm_with_and_without_gradients(grad, affine):
         outs = [layer(x.to(device)) for layer, device in zip(layers, ("cpu", "xla"))]
     torch.testing.assert_close(outs[1].detach().cpu(), outs[0].detach(), rtol=1e-5, atol=1e-5)
     assert outs[1].requires_grad == (grad and affine)
-    with pytest.raises(RuntimeError, match="(?i)normalized_shape"):
+    with pytest.raises(RuntimeError, match=r"(?i)normalized_shape"):
         torch.nn.functional.layer_norm(torch.ones(4, 6, device="xla"), (5,))
 
 

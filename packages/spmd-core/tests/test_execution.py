@@ -19,7 +19,7 @@ def test_what_nobody_holds_is_not_computed():
     spmd.sync()
     x = torch.ones(4).to("xla")
     y = x + 1
-    y * 123  # noqa: B018  # dropped at once
+    y * 123  # dropped at once
     spmd.sync()
     names = [n.entry.name for n in compile_cache.newest().graph.nodes]
     assert names == ["aten::add.Tensor"] and y.tolist() == [2.0] * 4
@@ -70,7 +70,9 @@ def test_the_default_dtype_is_part_of_the_key():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"])
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"]
+)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d):
     if optimizer == "Adafactor" and not foreach:
@@ -211,7 +213,7 @@ def test_pending_values_die_with_their_tensors():
     spmd.sync()
     x = torch.ones(8, device="xla")
     for _ in range(3 * 0x4000):
-        x + 1  # noqa: B018
+        x + 1
     gc.collect()
     assert len(storage._pending) < 0x4001
 

@@ -40,7 +40,7 @@ ALL_MASKS_AND_PRECISIONS = [
     (PRECISIONS[2], [True, True, True]),
 ]
 
-# ---- batch norm ----------------------------------------------------------------------------------------------------------------------------------
+# ---- batch norm ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("precision", "shape"), [*((p, (4, 3, 5, 2)) for p in PRECISIONS), (PRECISIONS[0], (6, 3)), (PRECISIONS[1], (2, 3, 4))])
@@ -93,7 +93,7 @@ def test_batch_norm_backward_with_reserve() -> None:
     check("aten.batch_norm_backward.default", grad, x, weight, mean, var, *saved, True, 1e-5, [True, True, True], reserve)
 
 
-# ---- layer, group and weight norm --------------------------------------------------------------------------------------------------------------
+# ---- layer, group and weight norm ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -148,11 +148,11 @@ def test_weight_norm(dim: int) -> None:
     v = values(torch.float32, 3, 4, 5)
     g = values(torch.float32, *(n if d == dim else 1 for d, n in enumerate(v.shape)), seed=1)
     check("aten._weight_norm_interface.default", v, g, dim)
-    w, norms = torch.ops.aten._weight_norm_interface(v, g, dim)
+    norms = torch.ops.aten._weight_norm_interface(v, g, dim)[1]
     check("aten._weight_norm_interface_backward.default", values(torch.float32, 3, 4, 5, seed=2), v, g, norms, dim)
 
 
-# ---- softmax -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])

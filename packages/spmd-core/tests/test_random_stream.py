@@ -23,8 +23,6 @@ def test_values_are_the_same_on_any_mesh():
     torch.testing.assert_close(torch.cat([x, y]).cpu(), torch.tensor(expected), rtol=1e-5, atol=1e-5)
 
 
-
-
 def test_generators_and_states():
     g = torch.Generator().manual_seed(3)
     a = torch.empty(4, device="xla").normal_(generator=g)

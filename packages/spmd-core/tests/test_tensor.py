@@ -23,7 +23,22 @@ def test_factories_make_device_tensors():
     assert torch.eye(2, device="xla").tolist() == [[1, 0], [0, 1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    ],
+)
 def test_round_trip_keeps_dtype_and_values(dtype):
     x = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype)
     y = x.to("xla")

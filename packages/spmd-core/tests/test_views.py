@@ -59,7 +59,7 @@ def test_writing_through_an_expanded_view_is_refused():
 
 
 def test_as_strided_stays_inside_the_storage():
-    with pytest.raises(RuntimeError, match="inside the storage.*element 6 of 6"):
+    with pytest.raises(RuntimeError, match=r"inside the storage.*element 6 of 6"):
         torch.zeros(6, device="xla").as_strided((2, 2), (3, 3), 0)
 
 

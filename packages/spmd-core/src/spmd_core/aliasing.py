@@ -27,7 +27,7 @@ def _lowering(func: torch._ops.OpOverload) -> registry.Lowering:
 
 def write(handle: Handle, value: Value) -> None:
     """Makes `value` the handle's value, through the chain where it is a view."""
-    if handle.__class__ is Storage:
+    if isinstance(handle, Storage):
         handle.write(value)
         return
     spec = handle.spec
@@ -65,7 +65,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
             handle = args[0]._handle
             entry, inputs, _ = look_up(call, args, kwargs)
             value = Value(entry, inputs, ())
-            if handle.__class__ is Storage:
+            if isinstance(handle, Storage):
                 return wrap(View(handle, (entry,), entry.spec, value))
             return wrap(View(handle.storage, (*handle.chain, entry), entry.spec, value))
 

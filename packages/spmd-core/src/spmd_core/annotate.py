@@ -58,7 +58,7 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
     tensor = _device_tensor(t, "clear_sharding")
     handle = tensor._handle
     with lock:
-        if handle.__class__ is Storage:
+        if isinstance(handle, Storage):
             execution.set_sharding(handle, None)
         else:
             handle.sharding = None
@@ -97,7 +97,7 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
     if handle.sharding == sharding:
         return
     value = read(handle)
-    if handle.__class__ is not Storage:
+    if not isinstance(handle, Storage):
         # The view's value from here on; its storage keeps its own layout.
         handle.value, handle.sharding = _constrained(value, sharding), sharding
         return

@@ -17,7 +17,7 @@ from spmd_core.errors import SpmdError
 from spmd_core.tensor import XLA_DEVICE, XLAShardedTensor
 
 
-class _XlaGuard(backend_registration._DummyDeviceGuard):  # type: ignore[misc]
+class _XlaGuard(backend_registration._DummyDeviceGuard):
     """There is one logical device and no stream to switch: torch only asks which type the guard is for."""
 
     def type_(self) -> Any:
@@ -33,7 +33,7 @@ def _install_guard() -> None:
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    xla, private = int(torch._C._autograd.DeviceType.XLA), int(torch._C._autograd.DeviceType.PrivateUse1)
+    xla, private = (int(getattr(torch._C._autograd.DeviceType, name)) for name in ("XLA", "PrivateUse1"))
     if registry[xla]:
         raise SpmdError(
             "device type 'xla' must not have an owner when spmd_core is imported; another package (torch_xla?) has registered it. "

@@ -114,12 +114,11 @@ def _set_data(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _with_positions(func: torch._ops.OpOverload) -> Handler:
     """`index`, `index_put`: a boolean mask selects a number of elements that only the data knows, so its positions are read on the host."""
-    inner: list[Handler] = []
+    lowering = registry.find(func if func is aten.index.Tensor else aten.index_put.default)
+    assert lowering is not None
+    record = functional_handler(lowering) if lowering.overload is func else in_place_handler(func, lowering)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not inner:
-            lowering = registry.find(func if func is aten.index.Tensor else aten.index_put.default)
-            inner.append(functional_handler(lowering) if lowering.overload is func else in_place_handler(func, lowering))
         x, indices = args[0], list(args[1])
         masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
         stays = func is not aten.index.Tensor and len(masks) == 1 and sum(i is not None for i in indices) == 1 and args[2].numel() == 1
@@ -133,7 +132,7 @@ def _with_positions(func: torch._ops.OpOverload) -> Handler:
                     chosen.extend(from_host(p) for p in i.cpu().nonzero(as_tuple=True))
             indices = chosen
         indices = [from_host(i) if i is not None and i.__class__ is not XLAShardedTensor else i for i in indices]
-        return inner[0]((x, indices, *args[2:]), kwargs)
+        return record((x, indices, *args[2:]), kwargs)
 
     return handler
 

@@ -7,7 +7,7 @@ import jax
 import torch
 
 from spmd_core import compile_cache, metrics, runtime
-from spmd_core.graph import Spec, Value
+from spmd_core.graph import Part, Value
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
 from spmd_core.runtime import Placement
 from spmd_core.sharding import Sharding
@@ -187,7 +187,7 @@ def _execute(live: list[Storage]) -> None:
     count = 0
     for node in nodes:
         entry = node.entry
-        inputs = [number_of[x] if x.parent is None or x.data is not None else number_of[x.parent] + x.index for x in node.inputs]
+        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
         number_of[node] = count
         count += len(entry.outs)
         structure.append(entry)
@@ -200,7 +200,7 @@ def _execute(live: list[Storage]) -> None:
     device_ids = _program_devices(marks, leaves)
     targets = tuple(_target(leaf.placement, device_ids) for leaf in leaves)
 
-    out_numbers = [number_of[v] if (v := s.value).parent is None else number_of[v.parent] + v.index for s in live]
+    out_numbers = [_number(s.value, number_of) for s in live]
     out_placements = tuple(_output_placement(s, device_ids) for s in live)
     donated = _donated(live, leaves, targets, out_placements)
     key = compile_cache.Key(
@@ -234,6 +234,10 @@ def _execute(live: list[Storage]) -> None:
         _commit(storage, array, placement)
 
 
+def _number(value: Value, number_of: dict[Value, int]) -> int:
+    return number_of[value] if not isinstance(value, Part) or value.parent is None else number_of[value.parent] + value.index
+
+
 def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
     sharding = storage.sharding
     value = storage.value
@@ -257,7 +261,7 @@ def _donated(
     live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: tuple[Placement | None, ...]
 ) -> tuple[int, ...]:
     """The leaves whose last reader is this program and whose buffer some result can take over, each result taking one."""
-    wanted: dict[tuple[Spec, Placement], int] = {}
+    wanted: dict[Any, int] = {}
     for storage, placement in zip(live, out_placements):
         if placement is not None:
             spec = storage.spec

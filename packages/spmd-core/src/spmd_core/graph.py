@@ -42,7 +42,7 @@ class Spec:
 
     @staticmethod
     def from_tensor(t: torch.Tensor) -> "Spec":
-        return Spec.of(tuple(t.shape), tuple(t.stride()), t.dtype, t.storage_offset())
+        return Spec.of(tuple(t.shape), tuple(t.stride()), t.dtype, int(t.storage_offset()))
 
     @property
     def num_elements(self) -> int:
@@ -79,7 +79,7 @@ class Entry:
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
-        self.spec = outs[0] if outs else None
+        self.spec = outs[0]
 
     def __repr__(self) -> str:
         return f"{self.name} -> {', '.join(map(repr, self.outs))}"

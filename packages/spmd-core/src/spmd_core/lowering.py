@@ -93,7 +93,8 @@ class Program:
     def _compile(self, name: str) -> None:
         graph = self.graph
         marks = [runtime.named_sharding(node.entry.sharding, self.device_ids) for node in graph.nodes if node.entry.sharding is not None]
-        placed = [x.placement.jax_sharding for x in (*graph.leaves, *graph.outputs) if x.placement is not None]
+        placements = [*(leaf.placement for leaf in graph.leaves), *(o.placement for o in graph.outputs if o.placement is not None)]
+        placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
         numbers = [

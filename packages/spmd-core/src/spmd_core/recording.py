@@ -196,6 +196,7 @@ def _kernel(
 
 
 def _structured(entry: Entry, node: Value) -> Any:
+    assert entry.structure is not None
     results = [None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure]
     return results if entry.as_list else tuple(results)
 

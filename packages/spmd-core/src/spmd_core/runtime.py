@@ -70,7 +70,7 @@ def _start() -> tuple[Any, ...]:
     wanted = os.environ.get("PJRT_DEVICE")
     if wanted is not None and wanted.upper() not in _PLATFORM_OF_PJRT_DEVICE:
         raise SpmdError(f"PJRT_DEVICE must be one of {', '.join(_PLATFORM_OF_PJRT_DEVICE)}; got {wanted!r}. Set one of them or unset it.")
-    if config.cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
+    if config.cache_dir is not None and jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", config.cache_dir)
         # jax keeps only what took a second to compile; a step of many small programs would compile again in every process.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -236,7 +236,7 @@ class OneMesh:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
-def _bounds(mesh: jax.sharding.Mesh) -> list[int]:
+def _bounds(mesh: Any) -> list[int]:
     """The strides of a mesh's axes and its size, ascending: where it splits the row of devices."""
     bounds = [1]
     for size in reversed(mesh.devices.shape):
@@ -265,7 +265,7 @@ def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...
         return jax.make_array_from_callback(padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape))
 
 
-def _padded_block(data: np.ndarray, index: tuple[slice, ...], padded_shape: tuple[int, ...]) -> np.ndarray:
+def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
     bounds = [s.indices(n)[:2] for s, n in zip(index, padded_shape)]
     block = data[tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, data.shape))]
     return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 from spmd_core.graph import Entry, Spec, Value
+from spmd_core.sharding import Sharding
 
 # Recording and cutting exclude each other: a cut must see whole operations only. Reentrant, as a host read inside an operation cuts.
 lock = threading.RLock()
@@ -28,7 +29,8 @@ class Storage:
     def __init__(self, value: Value, spec: Spec) -> None:
         self.value, self.spec = value, spec
         self.version = 0
-        self.sharding = self.committed = None
+        self.sharding: Sharding | None = None
+        self.committed: Value | None = None
         _pending.append(_weak(self))
         if not len(_pending) & 0x3FFF:
             _prune()
@@ -80,7 +82,7 @@ class View:
     def __init__(self, storage: Storage, chain: tuple[Entry, ...], spec: Spec, value: Value) -> None:
         self.storage, self.chain, self.spec, self.value = storage, chain, spec, value
         self.version = storage.version
-        self.sharding = None
+        self.sharding: Sharding | None = None
 
     def current(self) -> Value:
         """The view's value, derived again if the storage was written since."""
@@ -105,4 +107,4 @@ Handle = Storage | View
 
 def read(handle: Handle) -> Value:
     """The handle's current value."""
-    return handle.value if handle.__class__ is Storage else handle.current()
+    return handle.value if isinstance(handle, Storage) else handle.current()

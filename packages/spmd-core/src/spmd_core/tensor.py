@@ -32,7 +32,7 @@ class XLAShardedTensor(torch.Tensor):
     # The handle whose sharding this tensor's gradients follow, in a cell shared with the hook.
     _followed: list[Handle] | None = None
     # Interception happens below autograd only: above it, gradients would be lost.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> "XLAShardedTensor":
@@ -41,7 +41,7 @@ class XLAShardedTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise SpmdError(f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone.")
 
     # --- Sharding ---------------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class XLAShardedTensor(torch.Tensor):
 
     # --- Host side --------------------------------------------------------------------------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         if tensor_contents is not None:
             return f"XLAShardedTensor({tensor_contents})"
         text = repr(self.detach().cpu()).removesuffix(")")
@@ -183,7 +183,7 @@ class XLAShardedTensor(torch.Tensor):
             self._followed[0] = new._handle
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether autograd tracks the tensor."""
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
 

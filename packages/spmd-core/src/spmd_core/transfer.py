@@ -48,7 +48,7 @@ def like_handler(lowering: registry.Lowering) -> Handler:
 def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
     """The values on the CPU, in a new tensor. Cuts, and waits for the device."""
     handle = tensor._handle
-    if handle.__class__ is Storage:
+    if isinstance(handle, Storage):
         return execution.to_host(handle)
     base, spec = handle.storage.spec, handle.spec
     if base.num_bytes <= 1 << 24 and base is Spec.contiguous(base.shape, base.dtype) and spec.dtype is base.dtype:
@@ -77,7 +77,7 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if source.__class__ is not XLAShardedTensor:
         inference.infer(aten.copy_.default, (target, source), {}, spec_of)
         host = source.detach().to(device="cpu", dtype=target.dtype)
-        if handle.__class__ is Storage and host.shape == target.shape:
+        if isinstance(handle, Storage) and host.shape == target.shape:
             dtypes.to_jax(host.dtype)
             data = host.clone(memory_format=torch.contiguous_format) if host.data_ptr() == source.data_ptr() else host.contiguous()
             with lock:
@@ -94,7 +94,7 @@ def store(target: Any, result: torch.Tensor) -> Any:
 
 def resize(target: XLAShardedTensor, shape: Sequence[int]) -> None:
     """What torch does to an `out=` tensor of another shape: an empty one takes the shape, others are refused."""
-    if target.numel() != 0 or target._handle.__class__ is not Storage:
+    if target.numel() != 0 or not isinstance(target._handle, Storage):
         raise RuntimeError(
             f"an `out` tensor must be empty or have the result's shape {tuple(shape)}; got {tuple(target.shape)}. Pass torch.empty(0, device='xla')."
         )

@@ -26,7 +26,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x)) if jnp.iscomplexobj(x) else jax.nn.sigmoid(x)
 
 
-# ---- smooth --------------------------------------------------------------------------------------------------------------------------------------
+# ---- smooth ----------------------------------------------------------------------------------------------------------
 
 
 @lowering("aten.gelu.default")
@@ -138,7 +138,7 @@ def _logit_backward(ctx: Context, grad: Any, x: Any, eps: float | None = None) -
     return _rounded(ctx, backward, grad, x)
 
 
-# ---- piecewise linear or exponential -----------------------------------------------------------------------------------------------------------------
+# ---- piecewise linear or exponential ---------------------------------------------------------------------------------
 
 
 @lowering("aten.relu.default")
@@ -246,7 +246,7 @@ def _shrink_backward(ctx: Context, grad: Any, x: Any, lambd: Any) -> jax.Array:
     return _rounded(ctx, lambda g, x, edge: _zero_where((x >= -edge) & (x <= edge), g), grad, x, lambd)
 
 
-# ---- gated: one dim holds values and their gates --------------------------------------------------------------------------------------------------
+# ---- gated: one dim holds values and their gates ---------------------------------------------------------------------
 
 
 def _halves(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """Convolutions over 1 to 3 spatial dims: (batch, channel, ...) and a weight in, (batch, channel, ...) out; and their gradients."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,13 +65,15 @@ def _convolution_backward(
     ctx: Context, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
     groups: int, output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    geometry = dict(stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups)
+    convolve = functools.partial(
+        _convolve, stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups
+    )
     # A convolution is linear in each operand; the transpose does not compute the forward again, as a vjp would.
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        (grad_x,) = jax.linear_transpose(lambda x: _convolve(x, weight, **geometry), x)(grad)
+        (grad_x,) = jax.linear_transpose(lambda x: convolve(x, weight), x)(grad)
     if output_mask[1]:
-        (grad_weight,) = jax.linear_transpose(lambda weight: _convolve(x, weight, **geometry), weight)(grad)
+        (grad_weight,) = jax.linear_transpose(lambda weight: convolve(x, weight), weight)(grad)
     if output_mask[2]:
         wide = jnp.promote_types(grad.dtype, jnp.float32)
         grad_bias = jnp.sum(grad.astype(wide), axis=(0, *range(2, grad.ndim))).astype(grad.dtype)

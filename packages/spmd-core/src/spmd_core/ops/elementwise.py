@@ -19,7 +19,7 @@ def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -
     return function(*(as_array(x, dtype) for x in operands)).astype(ctx.dtype)
 
 
-# ---- one operand ---------------------------------------------------------------------------------------------------------------------------
+# ---- one operand -----------------------------------------------------------------------------------------------------
 
 
 def _digamma(x: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ def _polygamma(ctx: Context, n: int, x: Any) -> jax.Array:
     return (_digamma(x) if n == 0 else lax.polygamma(jnp.full_like(x, n), x)).astype(ctx.dtype)
 
 
-# ---- two operands, computed and returned in the promoted dtype -------------------------------------------------------------------------------
+# ---- two operands, computed and returned in the promoted dtype -------------------------------------------------------
 
 
 def _fmod(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -351,7 +351,7 @@ def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
     return _rounded(ctx, jnp.power, base, exponent)
 
 
-# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------------------------------------------------
+# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool --------------------------
 
 _COMPARISONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "eq": jnp.equal,
@@ -403,7 +403,7 @@ def _isin(ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = Fals
     return ~found if invert else found
 
 
-# ---- selection and interpolation ---------------------------------------------------------------------------------------------------------------
+# ---- selection and interpolation -------------------------------------------------------------------------------------
 
 
 @lowering("aten.clamp.default", "aten.clamp.Tensor")
@@ -456,7 +456,7 @@ def _addcdiv(ctx: Context, x: Any, a: Any, b: Any, *, value: Any = 1) -> jax.Arr
     return _rounded(ctx, lambda x, a, b, scale: x + scale * a / b, x, a, b, value)
 
 
-# ---- complex numbers ----------------------------------------------------------------------------------------------------------------------------
+# ---- complex numbers -------------------------------------------------------------------------------------------------
 
 
 @lowering("aten.complex.default")
@@ -482,7 +482,7 @@ def _angle(ctx: Context, x: Any) -> jax.Array:
     return _rounded(ctx, lambda x: jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)), x)
 
 
-# ---- copies and conversion -----------------------------------------------------------------------------------------------------------------------
+# ---- copies and conversion -------------------------------------------------------------------------------------------
 
 
 def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -30,7 +30,7 @@ def _spread(grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int) -> jax.
     return grad / as_array(max(count, 1), grad.dtype) if reduction == _MEAN else grad
 
 
-# ---- pointwise losses: loss(x - y), with derivative slope(x - y) ----------------------------------------------------------------------------
+# ---- pointwise losses: loss(x - y), with derivative slope(x - y) -----------------------------------------------------
 
 
 def _pointwise(ctx: Context, x: jax.Array, y: jax.Array, reduction: int, loss: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -95,7 +95,7 @@ def _soft_margin_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: in
     return (-_spread(grad, x, y, reduction) * y * jax.nn.sigmoid(-x * y)).astype(ctx.dtype)
 
 
-# ---- binary cross entropy --------------------------------------------------------------------------------------------------------------------------
+# ---- binary cross entropy --------------------------------------------------------------------------------------------
 
 
 def _weighted(losses: jax.Array, weight: jax.Array | None) -> jax.Array:
@@ -125,7 +125,7 @@ def _binary_cross_entropy_with_logits(ctx: Context, x: Any, y: Any, weight: Any 
     return _reduced(ctx, _weighted((1 - y) * x - scale * log_sigmoid, weight), reduction)
 
 
-# ---- negative log likelihood: (batch, class, ...) or (class,) against class indices -----------------------------------------------------------
+# ---- negative log likelihood: (batch, class, ...) or (class,) against class indices ----------------------------------
 
 
 def _class_dim(x: jax.Array) -> int:

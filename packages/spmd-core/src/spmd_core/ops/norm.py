@@ -53,7 +53,7 @@ def _normalised_gradient(grad: jax.Array, normal: jax.Array, rstd: jax.Array, di
     return rstd * (grad - _mean(grad, dims) - normal * _mean(grad * normal, dims))
 
 
-# ---- batch norm: (batch, channel, ...), statistics of each channel ------------------------------------------------------------------------
+# ---- batch norm: (batch, channel, ...), statistics of each channel ---------------------------------------------------
 
 
 def _channel_shape(x: jax.Array) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _batch_norm_backward_with_reserve(
     return _batch_norm_backward(ctx, grad, x, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)
 
 
-# ---- layer norm: statistics over the last dims --------------------------------------------------------------------------------------------------
+# ---- layer norm: statistics over the last dims -----------------------------------------------------------------------
 
 
 @lowering("aten.native_layer_norm.default")
@@ -202,7 +202,7 @@ def _layer_norm_backward(
     return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=outer), jnp.sum(grad, axis=outer))
 
 
-# ---- group norm: statistics of each group of channels ---------------------------------------------------------------------------------------
+# ---- group norm: statistics of each group of channels ----------------------------------------------------------------
 
 
 @lowering("aten.native_group_norm.default")
@@ -228,7 +228,7 @@ def _group_norm_backward(
     return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=(0, 3)).reshape(C), jnp.sum(grad, axis=(0, 3)).reshape(C))
 
 
-# ---- weight norm: a direction `v` with its length `g` along one dim ---------------------------------------------------------------------------
+# ---- weight norm: a direction `v` with its length `g` along one dim --------------------------------------------------
 
 
 def _all_but(x: jax.Array, dim: int) -> tuple[int, ...]:
@@ -249,7 +249,7 @@ def _weight_norm_backward(ctx: Context, grad: Any, v: Any, g: Any, norm: Any, di
     return _as_results(ctx, (g / norm) * (grad - v * along / norm), along)
 
 
-# ---- softmax -------------------------------------------------------------------------------------------------------------------------------------------
+# ---- softmax ---------------------------------------------------------------------------------------------------------
 
 
 def _shifted(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:

@@ -20,7 +20,7 @@ def _each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> t
     return value * num_dims if len(value) == 1 else value
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------------------------------------
+# ---- windows ---------------------------------------------------------------------------------------------------------
 
 
 def _window_slice(x: jax.Array, dim: int, offset: int, size: int, stride: int) -> jax.Array:
@@ -41,7 +41,7 @@ def _adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray
     return i * num_in // num_out, -((-(i + 1) * num_in) // num_out)
 
 
-# ---- maximum ---------------------------------------------------------------------------------------------------------------------------------------
+# ---- maximum ---------------------------------------------------------------------------------------------------------
 
 
 def _better(value: jax.Array, position: jax.Array, best: jax.Array, best_position: jax.Array) -> jax.Array:
@@ -179,7 +179,7 @@ def _register_max_pool(num_dims: int) -> None:
         return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
 
 
-# ---- mean --------------------------------------------------------------------------------------------------------------------------------------------
+# ---- mean ------------------------------------------------------------------------------------------------------------
 
 
 def _window_sums(x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:

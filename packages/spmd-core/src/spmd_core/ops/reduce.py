@@ -16,7 +16,7 @@ _BOOL = np.dtype(np.bool_)
 _INT64 = np.dtype(np.int64)
 
 
-# ---- sums and products ---------------------------------------------------------------------------------------------------------------------------
+# ---- sums and products -----------------------------------------------------------------------------------------------
 
 
 def _accumulator(ctx: Context, x: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def _count_nonzero(ctx: Context, x: Any, dim: Any = None) -> jax.Array:
     return jnp.sum(x != jnp.zeros_like(x), axis=reduced_dims(dim, x.ndim), dtype=_INT64)
 
 
-# ---- logic -----------------------------------------------------------------------------------------------------------------------------------------
+# ---- logic -----------------------------------------------------------------------------------------------------------
 
 
 def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
@@ -101,7 +101,7 @@ def _is_any_true(ctx: Context, x: Any) -> jax.Array:
     return jnp.any(x)
 
 
-# ---- extrema: nan wins; of equal values the first -----------------------------------------------------------------------------------------------
+# ---- extrema: nan wins; of equal values the first --------------------------------------------------------------------
 
 
 def _extremum(x: jax.Array, dims: tuple[int, ...], keepdim: bool, largest: bool) -> jax.Array:
@@ -149,7 +149,7 @@ def _aminmax(ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = Fa
     return _extremum(x, dims, keepdim, False), _extremum(x, dims, keepdim, True)
 
 
-# ---- moments ---------------------------------------------------------------------------------------------------------------------------------------
+# ---- moments ---------------------------------------------------------------------------------------------------------
 
 
 def _moments(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
@@ -196,7 +196,7 @@ def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Arr
     return (total if keepdim else lax.squeeze(total, dims)).astype(ctx.dtype)
 
 
-# ---- vector norms ------------------------------------------------------------------------------------------------------------------------------------
+# ---- vector norms ----------------------------------------------------------------------------------------------------
 
 
 def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool) -> jax.Array:
@@ -239,7 +239,7 @@ def _dist(ctx: Context, x: Any, y: Any, p: Any = 2) -> jax.Array:
     return _vector_norm(ctx, as_array(x, dtype) - as_array(y, dtype), p, None, False)
 
 
-# ---- cumulative ----------------------------------------------------------------------------------------------------------------------------------------
+# ---- cumulative ------------------------------------------------------------------------------------------------------
 
 
 def _along(function: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:

@@ -80,7 +80,7 @@ def resolve(name: str) -> torch._ops.OpOverload:
     """The overload that `"aten.add.Tensor"` names. Raises ValueError for a packet (no overload part) or an unknown name."""
     parts = name.split(".")
     if len(parts) != 3:
-        raise ValueError(f"a lowering is registered on one exact overload, namespace.op.overload; got {name!r}. Write e.g. 'aten.add.Tensor'.")
+        raise ValueError(f"a lowering is registered on one exact overload, namespace.op.overload; got {name!r}. Write for instance aten.add.Tensor.")
     namespace, op, overload = parts
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
@@ -95,7 +95,9 @@ def lowering(*names: str, static: tuple[str, ...] = (), random: bool = False) ->
         for name in names:
             overload = resolve(name)
             if overload in _LOWERINGS:
-                raise ValueError(f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place.")
+                raise ValueError(
+                    f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place."
+                )
             _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random)
         return function
 
