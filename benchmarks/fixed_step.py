@@ -76,7 +76,7 @@ class Ours:
         self.loss: torch.Tensor | None = None
 
     def _mark_activations(self, mesh: Any) -> None:
-        """The residual stream and the logits are split along the batch, as in the reference."""
+        """The residual stream and the logits are split along the batch."""
 
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             spmd.mark_sharding(output if isinstance(output, torch.Tensor) else output[0], mesh, (reference.AXIS, None, None))
@@ -183,13 +183,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="timed pairs of steps (default 20)")
     parser.add_argument("--burst", type=int, default=4, help="steps in flight when throughput is measured; 0 leaves it out (default 4)")
     parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    parser.add_argument("--no-activation-marks", action="store_true", help="mark parameters and batch only")
+    parser.add_argument("--activation-marks", action="store_true", help="also mark the residual stream and the logits, along the batch")
     args = parser.parse_args()
     spmd.simulate(args.devices)
     spmd.use_spmd()
     shape = reference.Shape()
 
-    ours = Ours(shape, num_devices=args.devices, mark_activations=not args.no_activation_marks)
+    ours = Ours(shape, num_devices=args.devices, mark_activations=args.activation_marks)
     theirs = Reference(shape, num_devices=args.devices, parameters=ours.initial)
     for _ in trange(WARM_UP, desc="warm-up", disable=None):
         timed(ours, steps=1)
@@ -239,7 +239,7 @@ def main() -> int:
     data = {
         "shape": asdict(shape),
         "num_devices": args.devices,
-        "activation_marks": not args.no_activation_marks,
+        "activation_marks": args.activation_marks,
         "ratios": ratios,
         "ours_s": {name: samples["values"] for name, samples in asdict(mine).items()},
         "reference_s": {name: samples["values"] for name, samples in asdict(right).items()},

@@ -8,6 +8,7 @@ What was tried on 8 emulated CPU devices, by CPU time (the cheapest was kept; mo
 - attention on (batch, heads, seq, head_dim), 3% less than (batch, seq, heads, head_dim) einsums or `jax.nn.dot_product_attention`;
 - activations pinned to the batch sharding, 2% less than leaving them to the partitioner, which then mixes in all-to-alls. Gathering all parameters
   by one constraint at the top, on top of that: no less, and more memory;
+- logits split along the vocabulary, as the tied table is, 4% less than along the batch: 2 MB of activations move instead of an 8 MB table and its gradient;
 - `shard_map` with an explicit all-gather and reduce-scatter per parameter: 2% more, as 52 small collectives replace one combined all-reduce;
 - the label's logit by a gather, up to 3% less than a one-hot product; the loss over padded labels: 12% more; the embedding as a one-hot product: 13%;
 - backward passes of layer norm and softmax written by hand: no difference beyond noise.
@@ -139,24 +140,27 @@ def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Arr
 def loss_fn(parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape: Shape, mesh: Mesh) -> jax.Array:
     """The mean cross entropy of each next token: a float32 scalar. The head is tied to the token embedding."""
 
-    def split_batch(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(AXIS)))
+    def pinned(x: jax.Array, *spec: str | None) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     p = parameters
     wte_VD = p["transformer.wte.weight"]
-    x_BTD = split_batch(wte_VD[tokens_BT] + p["transformer.wpe.weight"][: tokens_BT.shape[1]])
+    x_BTD = pinned(wte_VD[tokens_BT] + p["transformer.wpe.weight"][: tokens_BT.shape[1]], AXIS)
     for i in range(shape.num_layers):
         h = f"transformer.h.{i}."
         y_BTD = layer_norm(x_BTD, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
         y_BTD = attention(linear(y_BTD, p[h + "attn.c_attn.weight"], p[h + "attn.c_attn.bias"]), num_heads=shape.num_heads)
-        x_BTD = split_batch(x_BTD + linear(y_BTD, p[h + "attn.c_proj.weight"], p[h + "attn.c_proj.bias"]))
+        x_BTD = pinned(x_BTD + linear(y_BTD, p[h + "attn.c_proj.weight"], p[h + "attn.c_proj.bias"]), AXIS)
         y_BTD = layer_norm(x_BTD, p[h + "ln_2.weight"], p[h + "ln_2.bias"])
         y_BTF = jax.nn.gelu(linear(y_BTD, p[h + "mlp.c_fc.weight"], p[h + "mlp.c_fc.bias"]), approximate=True)
-        x_BTD = split_batch(x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]))
+        x_BTD = pinned(x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]), AXIS)
     x_BTD = layer_norm(x_BTD, p["transformer.ln_f.weight"], p["transformer.ln_f.bias"])
-    logits_BTV = split_batch((x_BTD.reshape(-1, shape.width) @ wte_VD.T).reshape(*tokens_BT.shape, -1))[:, :-1]
-    picked_BT = jnp.take_along_axis(logits_BTV, tokens_BT[:, 1:, None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(logits_BTV, axis=-1) - picked_BT).mean()
+    # The head is split along the vocabulary, as its table is: every device sees all N = batch x (seq - 1) tokens, and the table stays where it is.
+    x_ND = pinned(pinned(x_BTD[:, :-1], AXIS)).reshape(-1, shape.width)
+    logits_NV = pinned(x_ND @ wte_VD.T, None, AXIS if shape.vocabulary % mesh.size == 0 else None)
+    labels_N = pinned(tokens_BT)[:, 1:].reshape(-1)
+    picked_N = jnp.take_along_axis(logits_NV, labels_N[:, None], axis=-1)[:, 0]
+    return (jax.nn.logsumexp(logits_NV, axis=-1) - picked_N).mean()
 
 
 def adamw(state: State, gradients: Parameters) -> State:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core import compile_cache
+from spmd_core import compile_cache, runtime
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,20 @@ def test_host_data_goes_up_once_and_sharded(mesh_1d):
     (x + 1).cpu()
     (x + 2).cpu()
     assert spmd.metrics.counter("uploaded_bytes") == before + 4096
+
+
+def test_an_upload_may_start_early(mesh_1d, monkeypatch):
+    x = spmd.mark_sharding(torch.arange(1024.0).to("xla"), mesh_1d, ("x",))
+    before = spmd.metrics.counter("uploaded_bytes")
+    assert spmd.start_upload(x) is x and spmd.metrics.counter("uploaded_bytes") == before + 4096
+    spmd.start_upload(x)
+    assert x.sum().item() == 1023 * 512 and spmd.metrics.counter("uploaded_bytes") == before + 4096
+    assert x._handle.value.placement.sharding is x.sharding
+    with pytest.raises(spmd.DeviceMismatchError, match=r"start_upload needs a tensor on device 'xla'; got a tensor on cpu"):
+        spmd.start_upload(torch.ones(2))
+    monkeypatch.setattr(runtime, "num_processes", lambda: 2)
+    with pytest.raises(spmd.UnsupportedOpError, match=r"got 2 processes\. Give every process the whole batch"):
+        spmd.apply_sharding(x, spmd.ShardingSpec(mesh_1d, ("x",), minibatch=True))
 
 
 def test_in_place_updates_keep_the_sharding(mesh_1d):

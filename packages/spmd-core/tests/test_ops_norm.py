@@ -67,6 +67,11 @@ def test_native_batch_norm_says_that_it_would_have_to_update_statistics() -> Non
         lower("aten.native_batch_norm.default", (x, one, one, one, one, True, 0.1, 1e-5), {}, ())
 
 
+def test_batch_norm_without_statistics_outside_training_is_an_error() -> None:
+    with pytest.raises(ValueError, match="training=False"):
+        lower("aten._native_batch_norm_legit.no_stats", (torch.ones(2, 3), None, None, False, 0.1, 1e-5), {}, ())
+
+
 def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_says() -> None:
     x, one = values(torch.float32, 2, 3), torch.ones(3)
     for size in (0, 3):  # torch's CPU kernel, its meta kernel

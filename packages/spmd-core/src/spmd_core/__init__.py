@@ -5,6 +5,7 @@ from spmd_core import metrics as metrics
 from spmd_core.annotate import apply_sharding as apply_sharding
 from spmd_core.annotate import clear_sharding as clear_sharding
 from spmd_core.annotate import mark_sharding as mark_sharding
+from spmd_core.annotate import start_upload as start_upload
 from spmd_core.annotate import sync as sync
 from spmd_core.config import config as config
 from spmd_core.device import device as device

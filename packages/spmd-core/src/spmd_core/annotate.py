@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from spmd_core import execution, runtime
-from spmd_core.errors import DeviceMismatchError, MeshError
+from spmd_core.errors import DeviceMismatchError, MeshError, UnsupportedOpError
 from spmd_core.graph import Entry, Spec, Value
 from spmd_core.mesh import Mesh, check_devices
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingSpec
@@ -66,8 +66,27 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
 
 
 def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
-    """`mark_sharding` with a `ShardingSpec`."""
+    """`mark_sharding` with a `ShardingSpec`.
+
+    Raises:
+        UnsupportedOpError: `spec.minibatch` under several processes, where each process would hold its own part of the batch.
+    """
+    if spec.minibatch and runtime.num_processes() > 1:
+        raise UnsupportedOpError(
+            f"minibatch=True joins the batches of several processes into one global tensor, which is not available yet; got {runtime.num_processes()} "
+            "processes. Give every process the whole batch and minibatch=False."
+        )
     return mark_sharding(t, spec.mesh, spec.partition_spec)
+
+
+def start_upload(t: torch.Tensor) -> XLAShardedTensor:
+    """Sends a tensor's host data to the devices now, sharded as it is marked, instead of when the first program needs it. Returns the tensor.
+
+    For a thread that works ahead of the training loop. Does not wait, and does nothing for data that is not on the host.
+    """
+    tensor = _device_tensor(t, "start_upload")
+    execution.upload(tensor._handle.storage)
+    return tensor
 
 
 def sync(*, wait: bool = False) -> None:

@@ -75,14 +75,29 @@ def to_host(storage: Storage) -> torch.Tensor:
     return runtime.download(value.data, value.spec.shape)
 
 
+def upload(storage: Storage) -> None:
+    """Starts the transfer of data that is still on the host; does nothing for other data. Recording may go on in other threads meanwhile."""
+    value = storage.value
+    if value.data is None or value.placement.jax_sharding is not None:
+        return
+    host, placement = value.data, value.placement
+    target = _home(placement.sharding)
+    array = runtime.upload(host, target.jax_sharding, padded_shape(value.spec, target.sharding))
+    with lock:
+        if value.placement is placement:  # not marked again, and not sent by a program, in the meantime
+            value.data, value.placement = array, target
+
+
+def _home(sharding: Sharding | None) -> Placement:
+    return own_placement(sharding) if sharding is not None else Placement.of(runtime.replicated(runtime.default_device_ids()), None)
+
+
 def place(storage: Storage) -> jax.Array:
     """The storage's device array, uploaded now if its data is still on the host."""
     value = materialize(storage)
     if value.placement.jax_sharding is None:
         with lock:
-            sharding = value.placement.sharding
-            target = own_placement(sharding) if sharding is not None else Placement.of(runtime.replicated(runtime.default_device_ids()), None)
-            _convert(value, target)
+            _convert(value, _home(value.placement.sharding))
     return value.data
 
 

@@ -98,6 +98,12 @@ def global_runtime_device_count() -> int:
     return len(devices())
 
 
+def num_processes() -> int:
+    """How many processes (hosts) run the program together."""
+    devices()
+    return jax.process_count()
+
+
 def use_spmd() -> None:
     """Turns on SPMD mode: one program over every device, partitioned by the marks. Tensors made before stay valid."""
     _state.spmd = True

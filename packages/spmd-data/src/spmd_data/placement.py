@@ -102,7 +102,9 @@ class Placement:
         moved = tensor.to(self.device)
         if spec is None or tensor.ndim == 0:
             return moved
-        return spmd.apply_sharding(moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim)))
+        marked = spmd.apply_sharding(moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim)))
+        # Its layout is final, so it may go up while the step before it computes. What is not marked waits: the loop may still mark it.
+        return spmd.start_upload(marked)
 
 
 def is_spmd_device(device: torch.device) -> bool:

@@ -65,10 +65,10 @@ def _range_from(ctx: Context, start: Any, step: Any) -> jax.Array:
     # The length is torch's (rounding decides whether `end` itself is hit), so it is taken from the shape and not computed again.
     if jnp.issubdtype(ctx.dtype, jnp.integer):
         # torch casts start and step before it multiplies: arange(0.5, 3, 1.5, dtype=int64) steps by 1.
-        wide, start, step = np.dtype(np.int64), int(start), int(step)
+        start, step = int(start), int(step)
+        index = jnp.arange(ctx.shape[0], dtype=np.int64)
     else:
-        wide = np.dtype(np.float64)
-    index = jnp.arange(ctx.shape[0], dtype=wide)
+        index = jnp.arange(ctx.shape[0], dtype=np.float64)
     return (start + index * step).astype(ctx.dtype)
 
 
@@ -103,7 +103,8 @@ def _logspace(ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0
 
 @lowering("aten.eye.default", "aten.eye.m")
 def _eye(ctx: Context, *_: Any, **__: Any) -> jax.Array:
-    return jnp.eye(*ctx.shape, dtype=ctx.dtype)
+    num_rows, num_columns = ctx.shape
+    return jnp.eye(num_rows, num_columns, dtype=ctx.dtype)
 
 
 def _triangle(ctx: Context, first_column: np.ndarray, counts: np.ndarray) -> jax.Array:

@@ -71,7 +71,7 @@ def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int | N
 
 
 @lowering("aten.roll.default")
-def _roll(ctx: Context, x: jax.Array, shifts: list[int], dims: list[int] = ()) -> jax.Array:
+def _roll(ctx: Context, x: jax.Array, shifts: list[int], dims: Sequence[int] = ()) -> jax.Array:
     if x.size == 0:
         return x
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
@@ -83,8 +83,9 @@ def _flip(ctx: Context, x: jax.Array, dims: list[int]) -> jax.Array:
 
 
 @lowering("aten.rot90.default")
-def _rot90(ctx: Context, x: jax.Array, k: int = 1, dims: list[int] = (0, 1)) -> jax.Array:
-    return jnp.rot90(x, k, tuple(dims))
+def _rot90(ctx: Context, x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
+    first, second = dims
+    return jnp.rot90(x, k, (first, second))
 
 
 @lowering("aten.channel_shuffle.default")

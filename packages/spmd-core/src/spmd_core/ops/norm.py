@@ -112,6 +112,8 @@ def _native_batch_norm(
 
 @lowering("aten._native_batch_norm_legit.no_stats")
 def _batch_norm_no_stats(ctx: Context, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple[jax.Array, ...]:
+    if not training:
+        raise ValueError("aten._native_batch_norm_legit.no_stats has no running statistics to use outside training; got training=False.")
     return _as_results(ctx, *_batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3])
 
 

@@ -17,6 +17,11 @@ from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
 
+def _key(ctx: Context) -> jax.Array:
+    assert ctx.key is not None, "a lowering registered with random=True is called with a key"
+    return ctx.key
+
+
 def _sampled(dtype: np.dtype) -> np.dtype:
     """The float dtype in which values for a result of `dtype` are drawn."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -37,9 +42,9 @@ def _uniform_between(ctx: Context, low: float, high: float) -> jax.Array:
     """Uniform on [low, high). Rounding in the scaling or in the cast could reach `high`; what would is moved to the number below it."""
     dtype = ctx.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = jax.random.uniform(ctx.key, (*ctx.shape, 2), _sampled(dtype)) * (high - low) + low
+        parts = jax.random.uniform(_key(ctx), (*ctx.shape, 2), _sampled(dtype)) * (high - low) + low
         return lax.complex(parts[..., 0], parts[..., 1])
-    unit = jax.random.uniform(ctx.key, ctx.shape, _sampled(dtype))
+    unit = jax.random.uniform(_key(ctx), ctx.shape, _sampled(dtype))
     scaled = (unit * (high - low) + low).astype(dtype)
     return scaled if high <= low else jnp.minimum(scaled, np.asarray(_largest_below(dtype, high), dtype))
 
@@ -60,7 +65,7 @@ def _rand(ctx: Context, *_: Any, **__: Any) -> jax.Array:
 def _normal_with(ctx: Context, mean: Any, std: Any) -> jax.Array:
     """Normal; for a complex dtype `std` is that of the whole number, half of the variance in each part."""
     wide = ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.complexfloating) else _sampled(ctx.dtype)
-    return (jax.random.normal(ctx.key, ctx.shape, wide) * jnp.asarray(std, wide) + jnp.asarray(mean, wide)).astype(ctx.dtype)
+    return (jax.random.normal(_key(ctx), ctx.shape, wide) * jnp.asarray(std, wide) + jnp.asarray(mean, wide)).astype(ctx.dtype)
 
 
 @lowering("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator", random=True)
@@ -81,7 +86,7 @@ def _normal(ctx: Context, mean: Any, std: Any = 1.0, *_: Any, **__: Any) -> jax.
 @lowering("aten.log_normal.default", random=True)
 def _log_normal(ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> jax.Array:
     wide = _sampled(ctx.dtype)
-    return jnp.exp(jax.random.normal(ctx.key, ctx.shape, wide) * std + mean).astype(ctx.dtype)
+    return jnp.exp(jax.random.normal(_key(ctx), ctx.shape, wide) * std + mean).astype(ctx.dtype)
 
 
 # Other continuous distributions.
@@ -92,7 +97,7 @@ def _exponential(ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: A
     wide = _sampled(ctx.dtype)
     # A uniform draw may be 0, whose logarithm below is 0; half of the smallest step between draws stands in, as torch's own kernel does.
     half_step = np.asarray(np.finfo(wide).eps / 2, wide)
-    positive = jnp.maximum(-jnp.log1p(-jax.random.uniform(ctx.key, ctx.shape, wide)), half_step)
+    positive = jnp.maximum(-jnp.log1p(-jax.random.uniform(_key(ctx), ctx.shape, wide)), half_step)
     info = jnp.finfo(ctx.dtype)
     floor = info.smallest_subnormal if ctx.dtype == np.float16 else info.tiny
     return jnp.clip((positive / lambd).astype(ctx.dtype), floor, info.max)
@@ -100,12 +105,12 @@ def _exponential(ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: A
 
 @lowering("aten.cauchy.default", random=True)
 def _cauchy(ctx: Context, x: jax.Array, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> jax.Array:
-    return (jax.random.cauchy(ctx.key, ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(ctx.dtype)
+    return (jax.random.cauchy(_key(ctx), ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(ctx.dtype)
 
 
 @lowering("aten._standard_gamma.default", random=True)
 def _standard_gamma(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.gamma(ctx.key, x.astype(_sampled(ctx.dtype))).astype(ctx.dtype)
+    return jax.random.gamma(_key(ctx), x.astype(_sampled(ctx.dtype))).astype(ctx.dtype)
 
 
 @lowering("aten._standard_gamma_grad.default")
@@ -127,21 +132,21 @@ def _coin(key: Any, p: float, shape: tuple[int, ...]) -> jax.Array:
 
 @lowering("aten.bernoulli.p", random=True)
 def _bernoulli_p(ctx: Context, x: jax.Array, p: float = 0.5, *, generator: Any = None) -> jax.Array:
-    return _coin(ctx.key, p, ctx.shape).astype(ctx.dtype)
+    return _coin(_key(ctx), p, ctx.shape).astype(ctx.dtype)
 
 
 @lowering("aten.bernoulli.default", "aten.bernoulli.Tensor", random=True)
 def _bernoulli(ctx: Context, x: jax.Array, p: jax.Array | None = None, *, generator: Any = None) -> jax.Array:
     probability = x if p is None else p
     wide = _sampled(probability.dtype)
-    return (jax.random.uniform(ctx.key, ctx.shape, wide) < probability.astype(wide)).astype(ctx.dtype)
+    return (jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)).astype(ctx.dtype)
 
 
 @lowering("aten.native_dropout.default", random=True)
 def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, jax.Array]:
     if train is False:
         return x, jnp.ones(ctx.shape, bool)
-    mask = _coin(ctx.key, 1.0 - p, ctx.shape)
+    mask = _coin(_key(ctx), 1.0 - p, ctx.shape)
     scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
     # A product and not a select: a NaN in a dropped place stays a NaN, as in torch.
     wide = opmath(x.dtype)
@@ -157,20 +162,20 @@ def _native_dropout_backward(ctx: Context, grad_output: jax.Array, mask: jax.Arr
 @lowering("aten.geometric.default", random=True)
 def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -> jax.Array:
     wide = _sampled(ctx.dtype)
-    unit = jax.random.uniform(ctx.key, ctx.shape, wide)
+    unit = jax.random.uniform(_key(ctx), ctx.shape, wide)
     trials = jnp.ceil(jnp.log1p(-unit) / (math.log1p(-p) if p < 1 else -math.inf))
     return jnp.maximum(trials, 1).astype(ctx.dtype)
 
 
 @lowering("aten.poisson.default", random=True)
 def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.poisson(ctx.key, x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(ctx.dtype)
+    return jax.random.poisson(_key(ctx), x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(ctx.dtype)
 
 
 @lowering("aten.binomial.default", random=True)
 def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
     wide = _sampled(ctx.dtype)
-    return jax.random.binomial(ctx.key, count.astype(wide), prob.astype(wide), ctx.shape, wide).astype(ctx.dtype)
+    return jax.random.binomial(_key(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide).astype(ctx.dtype)
 
 
 @lowering("aten.multinomial.default", random=True)
@@ -178,12 +183,12 @@ def _multinomial(ctx: Context, weights: jax.Array, num_samples: int, replacement
     weights = weights.astype(_sampled(weights.dtype))
     if not replacement or num_samples == 1:
         # Gumbel top-k: the k largest of log-weight plus Gumbel noise are a sample without replacement (Kool et al. 2019, section 3).
-        noise = jax.random.gumbel(ctx.key, weights.shape, weights.dtype)
+        noise = jax.random.gumbel(_key(ctx), weights.shape, weights.dtype)
         return lax.top_k(jnp.log(weights) + noise, num_samples)[1].astype(ctx.dtype)
     # By the inverse of the cumulative sum, as noise for each pair of sample and category could be far larger than the weights. A
     # parallel sum need not rise monotonically; the running maximum over the categories with weight makes it, and no other is drawn.
     cumulative = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
-    at = jax.random.uniform(ctx.key, ctx.shape, weights.dtype) * cumulative[..., -1:]
+    at = jax.random.uniform(_key(ctx), ctx.shape, weights.dtype) * cumulative[..., -1:]
     find = jnp.vectorize(lambda c, v: jnp.searchsorted(c, v, side="right"), signature="(n),(k)->(k)")
     return find(cumulative, at).astype(ctx.dtype)
 
@@ -195,10 +200,10 @@ def _integers(ctx: Context, low: int, high: int) -> jax.Array:
     """Whole numbers from low to high - 1, in the result's dtype; `high` may be one more than the dtype holds."""
     dtype = ctx.dtype
     if jnp.issubdtype(dtype, jnp.floating):
-        drawn = _whole(ctx.key, ctx.shape, low, high).astype(dtype)
+        drawn = _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
         # Rounding could reach `high`, as in `_uniform_between`.
         return jnp.minimum(drawn, np.asarray(_largest_below(dtype, high), dtype)) if math.isfinite(float(np.asarray(high).astype(dtype))) else drawn
-    return _whole(ctx.key, ctx.shape, low, high).astype(dtype)
+    return _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
 
 
 def _whole(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
@@ -261,9 +266,9 @@ def _randint_like_low(ctx: Context, x: jax.Array, low: int, high: int, **_: Any)
 
 @lowering("aten.randint_like.Tensor", "aten.randint_like.Tensor_generator", random=True)
 def _randint_like_tensor(ctx: Context, x: jax.Array, high: jax.Array, **_: Any) -> jax.Array:
-    return jax.random.randint(ctx.key, ctx.shape, 0, high.astype(np.int64), np.int64).astype(ctx.dtype)
+    return jax.random.randint(_key(ctx), ctx.shape, 0, high.astype(np.int64), np.int64).astype(ctx.dtype)
 
 
 @lowering("aten.randperm.default", "aten.randperm.generator", random=True)
 def _randperm(ctx: Context, n: int, **_: Any) -> jax.Array:
-    return jax.random.permutation(ctx.key, n).astype(ctx.dtype)
+    return jax.random.permutation(_key(ctx), n).astype(ctx.dtype)

@@ -181,14 +181,15 @@ def _index_put(
     ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False, unsafe: bool = False
 ) -> jax.Array:
     values = as_array(values, x.dtype)
-    given = [d for d, index in enumerate(indices) if index is not None]
-    if any(indices[d].dtype == np.uint8 for d in given):
+    given = [(d, index) for d, index in enumerate(indices) if index is not None]
+    if any(index.dtype == np.uint8 for _, index in given):
         raise NotImplementedError("torch takes uint8 indices as a mask in some cases and refuses them in others; it is computed on the host.")
-    masks = [d for d in given if indices[d].dtype == np.bool_]
+    masks = [(d, index) for d, index in given if index.dtype == np.bool_]
     if masks:
         if len(given) > 1:
             raise NotImplementedError("a mask beside other indices selects a number of elements that depends on its values; computed on the host.")
-        return _put_mask(x, masks[0], indices[masks[0]], values, accumulate=accumulate)
+        leading, mask = masks[0]
+        return _put_mask(x, leading, mask, values, accumulate=accumulate)
     key = tuple(slice(None) if index is None else index for index in indices)
     return _write(x, key, values, "add" if accumulate else "set", wrap=True)
 

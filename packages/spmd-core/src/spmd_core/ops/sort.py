@@ -18,7 +18,8 @@ def _last(x: jax.Array, dim: int) -> jax.Array:
 def _back(ctx: Context, results: tuple[jax.Array, ...], dim: int, *, keepdim: bool = True) -> tuple[jax.Array, ...]:
     """The results with their last dim moved back to `dim`, or dropped, in the shapes and dtypes that torch says."""
     moved = (jnp.moveaxis(x, -1, dim) if keepdim else x for x in results)
-    return tuple(x.reshape(out.shape).astype(dtype) for x, out, dtype in zip(moved, ctx.outs, (results[0].dtype, np.int64)))
+    dtypes = (results[0].dtype, np.dtype(np.int64))
+    return tuple(x.reshape(out.shape).astype(dtype) for x, out, dtype in zip(moved, ctx.outs, dtypes))
 
 
 def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.Array]:
