@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import oracle
-from oracle import check
-from spmd_core.ops import matmul  # noqa: F401  (registers the lowerings)
+from oracle import check, lower
+from spmd_core.ops import matmul, registry  # noqa: F401  (registers the lowerings)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 
@@ -68,6 +68,20 @@ def test_sums_with_a_product(scales: dict[str, int], dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float_scales(dtype: torch.dtype) -> None:
     check("aten.addmm.default", values(dtype, 5), values(dtype, 3, 4), values(dtype, 4, 5), beta=0.5, alpha=-0.3)
+
+
+def test_sixteen_bits_into_float32() -> None:
+    # torch has these overloads on GPUs only; the same values come from widening first.
+    a, b = values(torch.bfloat16, 2, 3, 4), values(torch.bfloat16, 2, 4, 5, seed=1)
+    x, product = values(torch.bfloat16, 2, 3, 5, seed=2), a.float() @ b.float()
+    for name, args, right in (
+        ("mm", (a[0], b[0]), product[0]),
+        ("bmm", (a, b), product),
+        ("addmm", (x[0], a[0], b[0]), x[0] + product[0]),
+        ("baddbmm", (x, a, b), x + product),
+    ):
+        (got,) = lower(f"aten.{name}.dtype", (*args, torch.float32), {}, (registry.Out(tuple(right.shape), torch.float32),))
+        torch.testing.assert_close(torch.tensor(got.tolist()), right)
 
 
 def test_beta_of_zero_ignores_nan() -> None:

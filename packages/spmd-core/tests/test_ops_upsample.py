@@ -27,7 +27,7 @@ def check_both(op: str, x: torch.Tensor, sizes: list[int], *options: Any) -> Non
 @pytest.mark.parametrize("num_dims", [1, 2, 3])
 @pytest.mark.parametrize("op", ["upsample_nearest", "_upsample_nearest_exact"])
 def test_nearest(op: str, num_dims: int) -> None:
-    for dtype, factor in CASES:
+    for dtype, factor in CASES if num_dims == 2 else CASES[:2]:
         sizes = [int(n * factor) for n in SIZES[num_dims]]
         check_both(f"{op}{num_dims}d", values(dtype, 2, 3, *SIZES[num_dims]), sizes)
         if num_dims == 2:
@@ -37,7 +37,7 @@ def test_nearest(op: str, num_dims: int) -> None:
 @pytest.mark.parametrize(("op", "num_dims"), SMOOTH)
 @pytest.mark.parametrize("align_corners", [False, True])
 def test_smooth(op: str, num_dims: int, align_corners: bool) -> None:
-    for dtype, factor in CASES:
+    for dtype, factor in CASES if num_dims == 2 else CASES[:2]:
         sizes = [int(n * factor) for n in SIZES[num_dims]]
         check_both(op, values(dtype, 2, 3, *SIZES[num_dims]), sizes, align_corners)
     check_both(op, values(torch.float32, 2, 3, *SIZES[num_dims]), sizes, align_corners, *[float(factor)] * num_dims)

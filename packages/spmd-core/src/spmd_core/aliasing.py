@@ -10,13 +10,11 @@ from spmd_core import inference, random_stream, schema
 from spmd_core.errors import DeviceMismatchError, UnsupportedOpError
 from spmd_core.graph import Entry, Spec, Value
 from spmd_core.ops import registry
-from spmd_core.recording import NO_KWARGS, Call, Handler, entries, look_up, new_entry
+from spmd_core.recording import NO_KWARGS, Call, Handler, entries, look_up, new_entry, remember
 from spmd_core.storage import Handle, Storage, View, lock
 from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
-_view_writes: dict[Entry, Entry] = {}
-_view_calls: dict[Entry, tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]] = {}
 
 
 def _lowering(func: torch._ops.OpOverload) -> registry.Lowering:
@@ -54,7 +52,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
         base = spec_of(args[0])
         spec = entry.outs[0]
         entry.spec = Spec.of(spec.shape, spec.strides, spec.dtype, base.offset + spec.offset)
-        _view_calls[entry] = (func, tuple(args[1:]), inference.without_placement(kwargs))
+        entry.view_call = (func, tuple(args[1:]), inference.without_placement(kwargs))
         return entry
 
     # A view's numbers are indices: all of them are static.
@@ -74,15 +72,15 @@ def view_handler(lowering: registry.Lowering) -> Handler:
 
 def _view_write_entry(entry: Entry, base: Spec) -> Entry:
     """The operation that puts a written view back into its base."""
-    found = _view_writes.get(entry)
+    found = entry.view_write
     if found is None:
-        func, args, kwargs = _view_calls[entry]
+        func, args, kwargs = entry.view_call
         place = registry.find_view_write(func) or _write_by_position(func)
 
         def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
             return [place(inputs[0], inputs[1], *args, **kwargs)]
 
-        found = _view_writes[entry] = Entry(f"write.{entry.name}", kernel, (base,))
+        found = entry.view_write = Entry(f"write.{entry.name}", kernel, (base,))
     return found
 
 
@@ -160,8 +158,9 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         def write_back(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
             return [back(inputs[0].transpose(order), inputs[1], size, strides, offset).reshape(shape).transpose(inverse)]
 
-        entry = entries[key] = Entry("aten::as_strided", kernel, (spec,))
-        _view_writes[entry] = Entry("write.aten::as_strided", write_back, (base,))
+        entry = Entry("aten::as_strided", kernel, (spec,))
+        entry.view_write = Entry("write.aten::as_strided", write_back, (base,))
+        remember(key, entry)
     with lock:
         return wrap(View(storage, (entry,), entry.spec, Value(entry, (storage.value,), ())))
 

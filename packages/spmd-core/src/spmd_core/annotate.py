@@ -6,13 +6,12 @@ import torch
 
 from spmd_core import execution, runtime
 from spmd_core.errors import DeviceMismatchError, MeshError, UnsupportedOpError
-from spmd_core.graph import Entry, Spec, Value
+from spmd_core.graph import Entry, Value
 from spmd_core.mesh import Mesh, check_devices
+from spmd_core.recording import entries, remember
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingSpec
 from spmd_core.storage import Handle, Storage, lock, read
 from spmd_core.tensor import XLAShardedTensor, wrap
-
-_constraints: dict[tuple[Spec, Sharding], Entry] = {}
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
@@ -73,8 +72,8 @@ def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """
     if spec.minibatch and runtime.num_processes() > 1:
         raise UnsupportedOpError(
-            f"minibatch=True joins the batches of several processes into one global tensor, which is not available yet; got {runtime.num_processes()} "
-            "processes. Give every process the whole batch and minibatch=False."
+            f"minibatch=True joins the batches of several processes into one global tensor, which is not available yet; "
+            f"got {runtime.num_processes()} processes. Give every process the whole batch and minibatch=False."
         )
     return mark_sharding(t, spec.mesh, spec.partition_spec)
 
@@ -105,10 +104,11 @@ def _device_tensor(t: Any, what: str) -> XLAShardedTensor:
 
 
 def _constrained(value: Value, sharding: Sharding) -> Value:
-    key = (value.spec, sharding)
-    entry = _constraints.get(key)
+    key = ("mark_sharding", value.spec, sharding)
+    entry = entries.get(key)
     if entry is None:
-        entry = _constraints[key] = Entry("spmd::mark_sharding", lambda context, inputs, numbers: inputs, (value.spec,), sharding=sharding)
+        entry = Entry("spmd::mark_sharding", lambda context, inputs, numbers: inputs, (value.spec,), sharding=sharding)
+        remember(key, entry)
     return Value(entry, (value,), ())
 
 

@@ -1,6 +1,7 @@
 """The cut: collect what is live and pending, find or compile its program, hand over donated buffers, and start it."""
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -9,13 +10,12 @@ import torch
 from spmd_core import compile_cache, metrics, runtime
 from spmd_core.graph import Part, Value
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
+from spmd_core.mesh import Mesh
 from spmd_core.runtime import Placement
 from spmd_core.sharding import Sharding
 from spmd_core.storage import Storage, lock, take_pending
 
 _by_serial = operator.attrgetter("serial")
-_targets: dict[tuple[Placement, tuple[int, ...]], Placement] = {}
-_device_ids: dict[frozenset[tuple[int, ...]], tuple[int, ...]] = {}
 
 
 def host_placement(sharding: Sharding | None = None) -> Placement:
@@ -141,34 +141,32 @@ def _convert(value: Value, target: Placement) -> jax.Array:
     return runtime.reshard(value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding))
 
 
+@lru_cache(maxsize=16384)
 def _target(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
     """How a leaf must lie for a program on these devices."""
-    key = (placement, device_ids)
-    found = _targets.get(key)
-    if found is None:
-        sharding, own = placement.sharding, placement.jax_sharding
-        if sharding is not None:
-            found = Placement.of(runtime.named_sharding(sharding, device_ids), sharding)
-        elif own is not None and runtime.device_ids_of(own) == device_ids:
-            found = placement
-        else:
-            found = Placement.of(runtime.replicated(device_ids), None)
-        _targets[key] = found
-    return found
+    sharding, own = placement.sharding, placement.jax_sharding
+    if sharding is not None:
+        return Placement.of(runtime.named_sharding(sharding, device_ids), sharding)
+    if own is not None and runtime.device_ids_of(own) == device_ids:
+        return placement
+    return Placement.of(runtime.replicated(device_ids), None)
 
 
 def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
     """The devices of a program: those of every mesh in it, in a mesh's own order where one mesh has them all."""
-    meshes = frozenset(tuple(int(i) for i in s.mesh.device_ids) for s in shardings)
-    if not meshes:
-        lain = {runtime.device_ids_of(p.jax_sharding) for p in {v.placement for v in leaves} if p.jax_sharding is not None}
-        return lain.pop() if len(lain) == 1 else runtime.default_device_ids()
-    found = _device_ids.get(meshes)
-    if found is None:
-        union = {i for ids in meshes for i in ids}
-        whole = sorted(ids for ids in meshes if len(ids) == len(union))
-        found = _device_ids[meshes] = whole[0] if whole else tuple(sorted(union))
-    return found
+    meshes = frozenset(s.mesh for s in shardings)
+    if meshes:
+        return _union(meshes)
+    lain = {runtime.device_ids_of(p.jax_sharding) for p in {v.placement for v in leaves} if p.jax_sharding is not None}
+    return lain.pop() if len(lain) == 1 else runtime.default_device_ids()
+
+
+@lru_cache(maxsize=1024)
+def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
+    orders = {tuple(int(i) for i in mesh.device_ids) for mesh in meshes}
+    union = {i for ids in orders for i in ids}
+    whole = sorted(ids for ids in orders if len(ids) == len(union))
+    return whole[0] if whole else tuple(sorted(union))
 
 
 def _collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:

@@ -6,19 +6,20 @@ recording: pending while `data` is None, and a leaf of later graphs once it hold
 """
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_specs: dict[tuple[Any, ...], "Spec"] = {}
+_specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
 
 class Spec:
     """Shape, strides (in elements), dtype and storage offset of a tensor; interned, so equality is identity."""
 
-    __slots__ = ("dtype", "offset", "shape", "size", "strides")
+    __slots__ = ("__weakref__", "dtype", "offset", "shape", "size", "strides")
 
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> None:
         self.shape, self.strides, self.dtype, self.offset = shape, strides, dtype, offset
@@ -63,7 +64,7 @@ class Entry:
     None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
     """
 
-    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure")
+    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_call", "view_write")
 
     def __init__(
         self,
@@ -80,6 +81,9 @@ class Entry:
         self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0]
+        # For a view: its overload and static arguments, and the operation that puts a written view back, made when it is first needed.
+        self.view_call: Any = None
+        self.view_write: Entry | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} -> {', '.join(map(repr, self.outs))}"
@@ -132,8 +136,3 @@ class Part(Value):
 
     def __repr__(self) -> str:
         return f"{self.spec!r} {'leaf' if self.data is not None else f'part {self.index} of {self.parent.entry.name}'}"  # type: ignore[union-attr]
-
-
-def num_specs() -> int:
-    """How many distinct specs have been met."""
-    return len(_specs)

@@ -10,7 +10,7 @@ from spmd_core import dtypes, execution, inference
 from spmd_core.aliasing import in_place_handler
 from spmd_core.graph import Entry, Spec, Value
 from spmd_core.ops import registry
-from spmd_core.recording import NO_KWARGS, Handler, entries, from_host, functional_handler, inherit
+from spmd_core.recording import NO_KWARGS, Handler, entries, from_host, functional_handler, inherit, remember
 from spmd_core.storage import Storage, lock
 from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 
@@ -108,7 +108,8 @@ def new_storage(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, 
     entry = entries.get(key)
     if entry is None:
         spec = Spec.contiguous(shape, dtype) if strides is None else Spec.of(shape, strides, dtype)
-        entry = entries[key] = Entry("aten::empty", lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))], (spec,))
+        entry = Entry("aten::empty", lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))], (spec,))
+        remember(key, entry)
     with lock:
         return Storage(Value(entry, (), ()), entry.spec)
 
