@@ -29,7 +29,7 @@ def lower(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[
             if isinstance(y, torch.Tensor):
                 traced.append(jnp.asarray(dtypes.numpy_view(y.detach().resolve_conj().resolve_neg().contiguous())))
                 return ("array", len(traced) - 1)
-            scalar = "Scalar" in str(schema[arg_name].type) or (isinstance(y, (int, float, complex)) and "Tensor" in str(schema[arg_name].type))
+            scalar = "number" in str(schema[arg_name].type) or (isinstance(y, (int, float, complex)) and "Tensor" in str(schema[arg_name].type))
             if scalar and isinstance(y, (bool, int, float, complex)) and arg_name not in entry.static:
                 traced.append(jnp.asarray(y))
                 return ("number", len(traced) - 1, type(y))

@@ -77,9 +77,8 @@ def test_arange_of_large_and_fine_steps() -> None:
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 def test_linspace(dtype: torch.dtype | None) -> None:
-    for steps in (0, 1, 2, 7, 10):
+    for steps in (0, 1, 2, 7):
         check("aten.linspace.default", -3, 9.5, steps, dtype=dtype)
-        check("aten.linspace.default", 9.5, -3, steps, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16, torch.complex64], ids=str)
@@ -107,14 +106,13 @@ def test_integers_that_hang_on_the_last_bit_go_to_the_host() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_eye(dtype: torch.dtype) -> None:
-    for n in (0, 1, 3):
+    for n in (0, 3):
         check("aten.eye.default", n, dtype=dtype)
         check("aten.eye.m", n, 2, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("size", [(3, 3), (2, 5), (5, 2), (0, 3), (3, 0), (1, 1)], ids=str)
-def test_triangle_indices(size: tuple[int, int], dtype: torch.dtype) -> None:
-    for offset in (-6, -2, -1, 0, 1, 3, 7):
+@pytest.mark.parametrize("size", [(3, 3), (2, 5), (5, 2), (0, 3), (3, 0)], ids=str)
+def test_triangle_indices(size: tuple[int, int]) -> None:
+    for offset, dtype in ((-6, torch.int64), (-2, torch.int32), (0, torch.int64), (1, torch.int64), (7, torch.int32)):
         check("aten.tril_indices.default", *size, offset, dtype=dtype)
         check("aten.triu_indices.default", *size, offset, dtype=dtype)

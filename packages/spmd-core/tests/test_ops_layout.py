@@ -119,6 +119,7 @@ def test_scatters_along_a_view(dtype: torch.dtype) -> None:
     check("aten.slice_scatter.default", x, src[:2], 0, 1, 3)
     check("aten.slice_scatter.default", x, src[:, :3], 1, 0, 9223372036854775807, 2)
     check("aten.slice_scatter.default", x, src)
+    check("aten.as_strided_scatter.default", x, torch.ones(2, 2), (2, 2), (5, 1), 1)
     check("aten.slice_scatter.default", x, src[:0], 0, 3, 1)
     check("aten.diagonal_scatter.default", x, src[0, :4])
     check("aten.diagonal_scatter.default", x, src[0, :3], -1, 0, 1)

@@ -61,8 +61,7 @@ def test_sort_is_stable_and_puts_nan_above_infinity(descending: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:-1], ids=str)
 def test_topk(dtype: torch.dtype, largest: bool) -> None:
     x = shuffled(4, 6, dtype=dtype)
-    for k in (0, 3):
-        check("aten.topk.default", x, k, -1, largest)
+    check("aten.topk.default", x, 3, -1, largest)
     check("aten.topk.default", x, 2, 0, largest)
     check("aten.topk.default", x, 6, 1, largest, True)
     check("aten.topk.default", x[0, 0], 1, -1, largest)
@@ -73,8 +72,8 @@ def test_topk(dtype: torch.dtype, largest: bool) -> None:
 def test_topk_counts_nan_as_largest(largest: bool) -> None:
     negative_nan = torch.tensor([-1], dtype=torch.int32).view(torch.float32)[0]
     x = torch.tensor([1.0, NAN, 3, negative_nan, -INF, INF])
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for k in (1, 3, 6):
+    for dtype in (torch.float32, torch.bfloat16):
+        for k in (0, 3, 6):
             check_found("aten.topk.default", x.to(dtype), k, 0, largest)
     lowest = torch.tensor([0, torch.iinfo(torch.int64).min, 5, torch.iinfo(torch.int64).max])
     check("aten.topk.default", lowest, 2, 0, largest)

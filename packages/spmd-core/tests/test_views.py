@@ -56,6 +56,8 @@ def test_writing_through_an_expanded_view_is_refused():
     with pytest.raises(RuntimeError, match=r"one memory location\. clone\(\)"):
         x.add_(1)
     assert x.clone().add_(1).tolist() == [[2.0] * 4] * 3
+    with pytest.raises(RuntimeError, match=r"strides \(1, 1\) several elements share"):
+        torch.zeros(6, device="xla").unfold(0, 3, 1).add_(1)
 
 
 def test_as_strided_stays_inside_the_storage():

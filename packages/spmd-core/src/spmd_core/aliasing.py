@@ -29,10 +29,10 @@ def write(handle: Handle, value: Value) -> None:
         handle.write(value)
         return
     spec = handle.spec
-    if any(step == 0 and n > 1 for step, n in zip(spec.strides, spec.shape)):
+    if _overlaps(spec):
         raise RuntimeError(
-            f"a write needs every element at its own place; this view of shape {spec.shape} is expanded, so several elements share one "
-            "memory location. clone() the tensor before writing to it."
+            f"a write needs every element at its own place; in this view of shape {spec.shape} and strides {spec.strides} several elements share "
+            "one memory location. clone() the tensor before writing to it."
         )
     bases = handle.intermediate_values()
     written = value
@@ -40,6 +40,17 @@ def write(handle: Handle, value: Value) -> None:
         written = Value(_view_write_entry(entry, base.spec), (base, written), ())
     handle.storage.write(written)
     handle.value, handle.version = value, handle.storage.version
+
+
+def _overlaps(spec: Spec) -> bool:
+    """Whether two elements lie at one place: in the order of strides, a step within what the smaller dims span."""
+    span = 0
+    for step, n in sorted(zip(spec.strides, spec.shape)):
+        if n > 1:
+            if step <= span:
+                return True
+            span += (n - 1) * step
+    return False
 
 
 def view_handler(lowering: registry.Lowering) -> Handler:

@@ -103,8 +103,8 @@ def _register_unary(op: str, function: Callable[[jax.Array], jax.Array]) -> None
         return _rounded(ctx, function, x)
 
 
-for _op, _function in _UNARY.items():
-    _register_unary(_op, _function)
+for _op, _unary in _UNARY.items():
+    _register_unary(_op, _unary)
 
 
 @lowering("aten.abs.default")
@@ -126,8 +126,8 @@ def _register_predicate(op: str, function: Callable[[jax.Array], jax.Array]) -> 
         return function(x) if is_inexact(x.dtype) else jnp.zeros(x.shape, np.bool_)
 
 
-for _op, _function in _PREDICATES.items():
-    _register_predicate(_op, _function)
+for _op, _predicate in _PREDICATES.items():
+    _register_predicate(_op, _predicate)
 
 
 @lowering("aten.signbit.default")

@@ -38,7 +38,8 @@ def _statistics(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
     return mean, _mean(jnp.square(x - mean), dims)
 
 
-def _wide(x: jax.Array | None) -> jax.Array | None:
+def _wide(x: Any) -> Any:
+    """The array in the dtype to compute in; None stays None."""
     return None if x is None else x.astype(opmath(x.dtype))
 
 
@@ -64,7 +65,7 @@ def _all_but_channel(x: jax.Array) -> tuple[int, ...]:
     return tuple(d for d in range(x.ndim) if d != 1)
 
 
-def _per_channel(values: jax.Array | None, x: jax.Array) -> jax.Array | None:
+def _per_channel(values: Any, x: jax.Array) -> Any:
     return None if values is None else _wide(values).reshape(_channel_shape(x))
 
 

@@ -138,7 +138,7 @@ _LARGE_KERNEL = 64
 
 
 def _register_max_pool(num_dims: int) -> None:
-    def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[tuple[int, ...], ...]:
+    def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Any:
         kernel = _each(kernel_size, num_dims)
         return kernel, _each(stride, num_dims, kernel), _each(padding, num_dims), _each(dilation, num_dims)
 
@@ -146,7 +146,8 @@ def _register_max_pool(num_dims: int) -> None:
     def forward(
         ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        return _max_pool(x, *geometry(kernel_size, stride, padding, dilation), ctx.shape[len(ctx.shape) - num_dims :])
+        kernel, strides, paddings, dilations = geometry(kernel_size, stride, padding, dilation)
+        return _max_pool(x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :])
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
     def backward(

@@ -154,7 +154,7 @@ def result_dtype(*operands: Any) -> np.dtype:
     if isinstance(result, torch.Tensor):
         return dtypes.to_jax(result.dtype)
     # torch.result_type takes two operands; its result is associative only per category, so fold in tensors, 0-dim tensors, then numbers.
-    order = {"tensor": [], "scalar": [], "number": []}
+    order: dict[str, list[Any]] = {"tensor": [], "scalar": [], "number": []}
     for x in standins:
         kind = "number" if not isinstance(x, torch.Tensor) else ("tensor" if x.dim() else "scalar")
         order[kind].append(x)

@@ -1,7 +1,7 @@
 """Writing at positions given by tensors: scatter, index_put, index_add and their kin, masked_scatter and histograms.
 
 An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU. A device cannot raise from inside a
-program, so here such a write is dropped, and no write ever leaves its array. Where two writes meet in one element and are not
+program: here such an index writes nothing, such a source repeats its last element, and no write ever leaves its array. Where two writes meet in one element and are not
 combined, torch leaves open which one stays, and so does XLA.
 """
 

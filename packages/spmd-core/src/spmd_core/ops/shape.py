@@ -273,6 +273,13 @@ def _as_strided(ctx: Context, x: jax.Array, size: list[int], stride: list[int], 
     return jnp.take(flat, _positions(size, stride, offset), mode="clip")
 
 
+@lowering("aten.as_strided_scatter.default")
+def _as_strided_scatter(
+    ctx: Context, x: jax.Array, src: jax.Array, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> jax.Array:
+    return _as_strided_write(x, src.astype(x.dtype), size, stride, storage_offset)
+
+
 @view_write("aten.as_strided.default")
 def _as_strided_write(base: jax.Array, view: jax.Array, size: list[int], stride: list[int], storage_offset: int | None = None) -> jax.Array:
     flat, offset = base.reshape(-1), storage_offset or 0

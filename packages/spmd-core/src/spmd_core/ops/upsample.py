@@ -72,7 +72,7 @@ def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
             continue
         # All taps in one gather, and so one scatter in the transpose.
         index = np.stack([index for index, _ in taps])
-        weights = np.stack([weight for _, weight in taps]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
+        weights = np.stack([weight for _, weight in taps if weight is not None]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
         x = jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
     return x
 
