@@ -1,8 +1,8 @@
 """Does the recipe's loss depend on how many devices there are, on the mesh, or on whether torch runs eagerly?
 
-The recipe examples/gpt2 trains for 20 steps from one seed on the default text: sharded three ways over 8 emulated devices, on 1 device, and in eager torch
-on the CPU. Each run is a process of its own, as the number of devices is fixed per process. The figure is the largest relative difference of any step's
-loss from eager torch's.
+The recipe examples/gpt2 trains for 20 steps from one seed on the default text: sharded three ways over 8 emulated devices, on 1 device, and in
+eager torch on the CPU. Each run is a process of its own, as the number of devices is fixed per process. The figure is the largest relative
+difference of any step's loss from eager torch's.
 
 Run: python -m benchmarks.loss_agreement
 """

@@ -1,7 +1,7 @@
 """Does a sharded train step hold its state once, and does a sharded model come to life without a full copy anywhere?
 
-(a) The fixed step's program gives each parameter and optimizer-state buffer back to its successor: the bytes that the compiled program aliases equal the
-    bytes of parameters and moments on one device, and its peak is far from two copies.
+(a) The fixed step's program gives each parameter and optimizer-state buffer back to its successor: the bytes that the compiled program aliases
+    equal the bytes of parameters and moments on one device, and its peak is far from two copies.
 (b) A model created under `with torch.device("xla")` and marked before its first use is drawn shard by shard: the peak of the initialising programs on
     one device, and the growth of the process, stay well under what full copies would take. Emulated devices live in the memory of the process, so all
     shards together are one full copy there; the question is that there is no second one.

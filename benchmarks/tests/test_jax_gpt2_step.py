@@ -55,7 +55,7 @@ def test_three_steps_equal_torch(num_devices: int) -> None:
         ):
             bound = tolerance * float(want.abs().max())
             np.testing.assert_allclose(np.asarray(got)[compared], want.numpy()[compared], rtol=1e-4, atol=bound, err_msg=name)
-        assert getattr(state.parameters[name].sharding, "spec") == jax.sharding.PartitionSpec(*reference.partition_spec(p.shape, num_devices)), name
+        assert state.parameters[name].sharding.spec == jax.sharding.PartitionSpec(*reference.partition_spec(p.shape, num_devices)), name
     assert int(state.count) == 3
 
 

@@ -15,9 +15,34 @@ import spmd_core as spmd
 SOURCE = Path(spmd.__file__).parent
 # From top to bottom; a module imports only from those after it.
 ORDER = [
-    "__init__", "annotate", "autocast", "device", "composite", "dispatch", "fallback", "transfer", "aliasing", "recording", "tensor",
-    "execution", "compile_cache", "lowering", "ops", "inference", "schema", "storage", "random_stream", "graph", "runtime", "sharding", "mesh", "dtypes", "metrics", "config", "errors",
-]  # fmt: skip
+    "__init__",
+    "annotate",
+    "autocast",
+    "device",
+    "composite",
+    "dispatch",
+    "fallback",
+    "transfer",
+    "aliasing",
+    "recording",
+    "tensor",
+    "execution",
+    "compile_cache",
+    "lowering",
+    "ops",
+    "inference",
+    "schema",
+    "storage",
+    "random_stream",
+    "graph",
+    "runtime",
+    "sharding",
+    "mesh",
+    "dtypes",
+    "metrics",
+    "config",
+    "errors",
+]
 
 
 def run(code, **environment):

@@ -77,6 +77,26 @@ def test_a_host_fallback_is_counted_and_warned_about_once(monkeypatch):
     assert spmd.metrics.host_fallbacks() == {"aten::nonzero": 2}
 
 
+DECLINED = {
+    "linspace of integers": lambda d: torch.linspace(-3, 9, 10, dtype=torch.int64, device=d),
+    "logspace of integers": lambda d: torch.logspace(0, 3, 4, dtype=torch.int64, device=d),
+    "repeat_interleave without a length": lambda d: torch.repeat_interleave(torch.tensor([2, 0, 3], device=d)),
+    "median of no integers": lambda d: torch.zeros(0, dtype=torch.int64, device=d).median(),
+    "smooth upsampling of bytes": lambda d: F.interpolate(
+        torch.arange(16, dtype=torch.uint8, device=d).view(1, 1, 4, 4), size=(7, 8), mode="bilinear"
+    ),
+    "uint8 mask": lambda d: torch.arange(4, device=d)[torch.tensor([1, 0, 1, 0], dtype=torch.uint8, device=d)],
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+@pytest.mark.filterwarnings("ignore:.*runs on the host", "ignore:indexing with dtype torch.uint8")
+def test_calls_that_a_lowering_declines_run_on_the_host(name):
+    expected = DECLINED[name]("cpu")
+    got = DECLINED[name]("xla")
+    assert got.device.type == "xla" and torch.equal(got.cpu(), expected)
+
+
 def test_strict_mode_refuses_the_host(monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     with pytest.raises(spmd.HostFallbackError, match=r"aten::nonzero.*leave strict mode"):

@@ -98,12 +98,6 @@ def test_logspace(dtype: torch.dtype | None) -> None:
     check("aten.logspace.Scalar_Tensor", 1, torch.tensor(2.5), 5, dtype=dtype)
 
 
-def test_integers_that_hang_on_the_last_bit_go_to_the_host() -> None:
-    for name in ("linspace", "logspace"):
-        with pytest.raises(NotImplementedError, match=f"{name} of an integer dtype .* on the host"):
-            lower(f"aten.{name}.default", (0, 3, 4), {"dtype": torch.int64}, (registry.Out((4,), torch.int64),))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_eye(dtype: torch.dtype) -> None:
     for n in (0, 3):

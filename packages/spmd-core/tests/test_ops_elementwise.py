@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracle import check
-from spmd_core.ops import elementwise, registry
+from spmd_core.ops import elementwise
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float32, torch.bfloat16]
@@ -91,11 +91,6 @@ def test_predicates(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("decimals", [-1, 0, 2])
 def test_round_to_decimals(decimals: int) -> None:
     check("aten.round.decimals", torch.tensor([0.125, -12.345, 55.0, 45.0, 1e-9]), decimals=decimals)
-
-
-def test_round_of_integers_to_tens_says_what_to_do() -> None:
-    with pytest.raises(NotImplementedError, match="convert to a float dtype"):
-        registry.find(torch.ops.aten.round.decimals).function(None, torch.tensor([1]).numpy(), decimals=-1)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])

@@ -105,12 +105,6 @@ def test_repeat_interleave_of_counts() -> None:
         check("aten.repeat_interleave.Tensor", counts, output_size=int(counts.sum()))
 
 
-def test_repeat_interleave_without_its_length_goes_to_the_host() -> None:
-    lowering = registry.find(torch.ops.aten.repeat_interleave.Tensor)
-    with pytest.raises(NotImplementedError, match="pass output_size"):
-        lowering.function(registry.Context((registry.Out((5,), torch.int64),), "cpu"), None)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=label)
 def test_scatters_along_a_view(dtype: torch.dtype) -> None:
     x, src = values(4, 5, dtype=dtype), values(4, 5, dtype=dtype).logical_not().to(dtype)

@@ -43,9 +43,7 @@ def _make_handler(func: Any) -> Handler:
     facts = schema.of(func)
     lowering = registry.find(func)
     if lowering is not None:
-        if facts.is_view:
-            return view_handler(lowering)
-        return like_handler(lowering) if makes_like(func) else functional_handler(lowering)
+        return view_handler(lowering) if facts.is_view else _computed(lowering)
     if facts.written:
         form = schema.functional(func)
         writes_lists = any("[]" in str(a.type) or "List" in str(a.type) for a in func._schema.arguments if a.name in facts.written)
@@ -62,6 +60,16 @@ def _make_handler(func: Any) -> Handler:
     return on_host(func) if function is None else decomposition(func, function)
 
 
+def _computed(lowering: registry.Lowering) -> Handler:
+    """Records the overload, save for the calls that its lowering declines."""
+    record = like_handler(lowering) if makes_like(lowering.overload) else functional_handler(lowering)
+    declines = lowering.host_when
+    if declines is None:
+        return record
+    host = on_host(lowering.overload)
+    return lambda args, kwargs: host(args, kwargs) if declines(args, kwargs) else record(args, kwargs)
+
+
 def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
     """`x.op_(...)` where the functional form is itself decomposed: compute, then copy into place."""
 
@@ -76,7 +84,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     """`op(..., out=x)`: compute, check as torch does, resize where torch would, and copy into place."""
     names = schema.of(func).out_names
     lowering = registry.find(form)
-    compute = form if lowering is None else _call_of(functional_handler(lowering))
+    compute = form if lowering is None else _call_of(_computed(lowering))
     # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
     required = {a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()}
     takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(a.name == "dtype" for a in func._schema.arguments)

@@ -83,20 +83,19 @@ def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> j
     return jnp.where(np.arange(steps) < steps // 2, first + step * index, last - step * (steps - 1 - index))
 
 
-_ON_THE_HOST = "{} of an integer dtype depends on the last bit before truncation, in which torch's kernels differ; it is computed on the host."
+def _is_integer(args: Any, kwargs: Any) -> bool:
+    """The result depends on the last bit before truncation, in which torch's own kernels differ."""
+    dtype = kwargs.get("dtype")
+    return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
 
 
-@lowering("aten.linspace.default", "aten.linspace.Tensor_Tensor", "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor")
+@lowering("aten.linspace.default", "aten.linspace.Tensor_Tensor", "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor", host_when=_is_integer)
 def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.Array:
-    if jnp.issubdtype(ctx.dtype, jnp.integer):
-        raise NotImplementedError(_ON_THE_HOST.format("linspace"))
     return _spaced(ctx, start, end, steps, _wide(ctx.dtype)).astype(ctx.dtype)
 
 
-@lowering("aten.logspace.default", "aten.logspace.Tensor_Tensor", "aten.logspace.Tensor_Scalar", "aten.logspace.Scalar_Tensor")
+@lowering("aten.logspace.default", "aten.logspace.Tensor_Tensor", "aten.logspace.Tensor_Scalar", "aten.logspace.Scalar_Tensor", host_when=_is_integer)
 def _logspace(ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any) -> jax.Array:
-    if jnp.issubdtype(ctx.dtype, jnp.integer):
-        raise NotImplementedError(_ON_THE_HOST.format("logspace"))
     wide = _wide(ctx.dtype)
     return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(ctx.dtype)
 

@@ -135,12 +135,14 @@ def _signbit(ctx: Context, x: Any) -> jax.Array:
     return jnp.signbit(x) if is_inexact(x.dtype) else (x < jnp.zeros_like(x))
 
 
-@lowering("aten.round.decimals")
+def _rounds_integers(args: Any, kwargs: Any) -> bool:
+    return kwargs["decimals"] < 0 and not (args[0].dtype.is_floating_point or args[0].dtype.is_complex)
+
+
+@lowering("aten.round.decimals", host_when=_rounds_integers)
 def _round_decimals(ctx: Context, x: Any, *, decimals: int) -> jax.Array:
     if not is_inexact(x.dtype):
-        if decimals >= 0:
-            return x
-        raise NotImplementedError(f"round of an integer tensor to decimals={decimals} has no lowering; convert to a float dtype first.")
+        return x
     ten = as_array(10.0 ** abs(decimals), opmath(ctx.dtype))
     return _rounded(ctx, lambda x: jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten, x)
 

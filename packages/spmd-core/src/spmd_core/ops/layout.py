@@ -59,11 +59,9 @@ def _repeat(ctx: Context, x: jax.Array, repeats: list[int]) -> jax.Array:
     return jnp.tile(x, repeats)
 
 
-@lowering("aten.repeat_interleave.Tensor")
-def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int | None = None) -> jax.Array:
-    """Each position i of `repeats`, repeats[i] times."""
-    if output_size is None:
-        raise NotImplementedError("repeat_interleave of a tensor of counts has a length that depends on their values; pass output_size.")
+@lowering("aten.repeat_interleave.Tensor", host_when=lambda args, kwargs: kwargs.get("output_size") is None)
+def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int) -> jax.Array:
+    """Each position i of `repeats`, repeats[i] times; without `output_size` the length depends on the values."""
     return jnp.repeat(jnp.arange(repeats.shape[0], dtype=ctx.dtype), repeats, total_repeat_length=output_size)
 
 

@@ -69,6 +69,7 @@ class Lowering:
     function: Callable[..., Any]
     static: frozenset[str] = field(default_factory=frozenset)
     random: bool = False
+    host_when: Callable[[Any, Any], bool] | None = None  # (args, kwargs) -> whether this call must run on the host
 
 
 _LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
@@ -88,8 +89,13 @@ def resolve(name: str) -> torch._ops.OpOverload:
         raise ValueError(f"this torch has no overload {name!r}; list them with torch.ops.{namespace}.{op}.overloads().") from None
 
 
-def lowering(*names: str, static: tuple[str, ...] = (), random: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated function for each overload in `names`. Registering one overload twice is a ValueError."""
+def lowering(
+    *names: str, static: tuple[str, ...] = (), random: bool = False, host_when: Callable[[Any, Any], bool] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated function for each overload in `names`. Registering one overload twice is a ValueError.
+
+    `host_when(args, kwargs)`, over the recorded call's tensors, says which calls the function declines: those run on the host, counted.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
@@ -98,7 +104,7 @@ def lowering(*names: str, static: tuple[str, ...] = (), random: bool = False) ->
                 raise ValueError(
                     f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place."
                 )
-            _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random)
+            _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random, host_when)
         return function
 
     return register

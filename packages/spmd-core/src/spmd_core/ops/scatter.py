@@ -1,8 +1,8 @@
 """Writing at positions given by tensors: scatter, index_put, index_add and their kin, masked_scatter and histograms.
 
-An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU. A device cannot raise from inside a
-program: here such an index writes nothing, such a source repeats its last element, and no write ever leaves its array. Where two writes meet in one element and are not
-combined, torch leaves open which one stays, and so does XLA.
+An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU. A device cannot raise from inside
+a program: here such an index writes nothing, such a source repeats its last element, and no write ever leaves its array. Where two
+writes meet in one element and are not combined, torch leaves open which one stays, and so does XLA.
 """
 
 from collections.abc import Callable, Sequence

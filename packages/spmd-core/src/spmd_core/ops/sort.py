@@ -106,20 +106,23 @@ def _middle(flat: jax.Array, rank: jax.Array) -> jax.Array:
     return jnp.take(lax.sort(flat), rank, mode="clip")
 
 
+def _has_no_middle(args: Any, kwargs: Any) -> bool:
+    """NaN is the median of nothing, which an integer dtype cannot say; the value that torch gives instead is its own."""
+    return args[0].numel() == 0 and not args[0].dtype.is_floating_point
+
+
 def _no_middle(ctx: Context) -> jax.Array:
-    """The median of no elements: NaN, which an integer dtype cannot say."""
-    if not jnp.issubdtype(ctx.dtype, jnp.floating):
-        raise NotImplementedError("the median of an empty integer tensor has no value of its own in torch; it is computed on the host.")
+    """The median of no elements."""
     return jnp.full(ctx.shape, jnp.nan, ctx.dtype)
 
 
-@lowering("aten.median.default")
+@lowering("aten.median.default", host_when=_has_no_middle)
 def _median(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     return _middle(flat, _median_rank(flat)) if flat.size else _no_middle(ctx)
 
 
-@lowering("aten.nanmedian.default")
+@lowering("aten.nanmedian.default", host_when=_has_no_middle)
 def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     return _middle(flat, _nanmedian_rank(flat)) if flat.size else _no_middle(ctx)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import is_inexact, opmath
+from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
 # One dim's result is the sum of its taps: the source index of every element, and its weight (None for 1).
@@ -84,12 +84,12 @@ def _register(op: str, num_dims: int, make_taps: Any, has_align_corners: bool, *
         scales += [None] * (num_dims - len(scales))
         return [make_taps(i, o, s, dtype, **keywords) for i, o, s in zip(in_sizes, out_sizes, scales)]
 
-    @lowering(f"aten.{op}.default")
+    def rounds(args: Any, kwargs: Any) -> bool:
+        """torch rounds an interpolated integer in its own way."""
+        return has_align_corners and not args[0].dtype.is_floating_point
+
+    @lowering(f"aten.{op}.default", host_when=rounds)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
-        if has_align_corners and not is_inexact(x.dtype):
-            raise NotImplementedError(
-                f"aten.{op} of a {x.dtype} tensor has no lowering, as torch rounds it in its own way; convert to a float dtype."
-            )
         dtype = opmath(x.dtype)
         return _resampled(x.astype(dtype), taps(dtype, x.shape[2:], output_size, options)).astype(ctx.dtype)
 
