@@ -75,8 +75,6 @@ def test_the_default_dtype_is_part_of_the_key():
 )
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d):
-    if optimizer == "Adafactor" and not foreach:
-        pytest.skip("reads its clipping factors on the host one by one")
     reference = nn.Linear(16, 8)
     model = nn.Linear(16, 8)
     model.load_state_dict(reference.state_dict())
@@ -102,6 +100,33 @@ def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d)
     # RAdam takes another formula from its sixth step on.
     assert counts[4] == counts[1]
     torch.testing.assert_close(model.weight.detach().cpu(), reference.weight.detach(), rtol=2e-4, atol=2e-5)
+
+
+def test_optimizers_with_another_interface():
+    matrices = [nn.Parameter(torch.ones(8, 4).to(device)) for device in ("cpu", "xla")]
+    data = torch.randn(3, 8)
+    for p in matrices:
+        optimizer = torch.optim.Muon([p], lr=1e-2)
+        for _ in range(3):
+            (data.to(p.device) @ p).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # Muon orthogonalises in bfloat16.
+    torch.testing.assert_close(matrices[1].detach().cpu(), matrices[0].detach(), rtol=2e-2, atol=2e-3)
+
+    vectors = [nn.Parameter(torch.arange(4.0).to(device)) for device in ("cpu", "xla")]
+    for p in vectors:
+        optimizer = torch.optim.LBFGS([p], max_iter=5)
+
+        def closure(p=p, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (p - 3).pow(2).sum() + p.pow(4).sum() / 10
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    torch.testing.assert_close(vectors[1].detach().cpu(), vectors[0].detach(), rtol=1e-3, atol=1e-3)
 
 
 SCHEDULERS = {
