@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from spmd_core import autocast
 
+pytestmark = pytest.mark.one_device
+
 
 def x(*shape):
     return torch.randn(*shape, device="xla")

@@ -10,6 +10,8 @@ from torch import nn
 import spmd_core as spmd
 from spmd_core import compile_cache, storage
 
+pytestmark = pytest.mark.one_device
+
 
 def compiles():
     return spmd.metrics.counter("compiles")

@@ -1,8 +1,11 @@
 """One random stream: torch's seeds, generators and saved states rule it, and the values do not depend on the mesh."""
 
+import pytest
 import torch
 
 import spmd_core as spmd
+
+pytestmark = pytest.mark.one_device
 
 
 def test_the_seed_rules(mesh_1d, num_devices):

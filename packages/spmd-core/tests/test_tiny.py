@@ -1,9 +1,12 @@
 """The whole system in one short file: read it first, run it first."""
 
+import pytest
 import torch
 from torch import nn
 
 import spmd_core as spmd
+
+pytestmark = pytest.mark.one_device
 
 
 def test_a_tensor_lives_on_the_device_and_comes_back():

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 import spmd_core as spmd
 
+pytestmark = pytest.mark.one_device
+
 WRITES = {
     "view(-1).add_": lambda x: x.view(-1).add_(1),
     "t()[0] =": lambda x: x.t().__setitem__(0, 5),
