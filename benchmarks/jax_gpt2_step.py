@@ -56,7 +56,7 @@ class State(NamedTuple):
     parameters: Parameters
     mean: Parameters
     square: Parameters
-    count: jax.Array  # int32, the number of steps done
+    num_steps: jax.Array  # int32, done so far
 
 
 Step = Callable[[State, jax.Array], tuple[State, jax.Array]]
@@ -165,8 +165,8 @@ def loss_fn(parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape:
 
 def adamw(state: State, gradients: Parameters) -> State:
     """torch.optim.AdamW's step (Loshchilov and Hutter 2019, decoupled weight decay), in the order of operations that torch uses."""
-    count = state.count + 1
-    steps = count.astype(jnp.float32)
+    num_steps = state.num_steps + 1
+    steps = num_steps.astype(jnp.float32)
     # 1 - beta**t loses half of its digits in float32 at t = 1; expm1 keeps them.
     correction_1 = -jnp.expm1(steps * np.float32(math.log(BETA_1)))
     correction_2_sqrt = jnp.sqrt(-jnp.expm1(steps * np.float32(math.log(BETA_2))))
@@ -176,7 +176,7 @@ def adamw(state: State, gradients: Parameters) -> State:
         square[name] = BETA_2 * state.square[name] + (1 - BETA_2) * g * g
         decayed = state.parameters[name] * (1 - LEARNING_RATE * WEIGHT_DECAY)
         parameters[name] = decayed - LEARNING_RATE / correction_1 * mean[name] / (jnp.sqrt(square[name]) / correction_2_sqrt + EPSILON)
-    return State(parameters, mean, square, count)
+    return State(parameters, mean, square, num_steps)
 
 
 def build(

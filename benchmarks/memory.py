@@ -3,17 +3,19 @@
 (a) The fixed step's program gives each parameter and optimizer-state buffer back to its successor: the bytes that the compiled program aliases
     equal the bytes of parameters and moments on one device, and its peak is far from two copies.
 (b) A model created under `with torch.device("xla")` and marked before its first use is drawn shard by shard: the peak of the initialising programs on
-    one device, and the growth of the process, stay well under what full copies would take. Emulated devices live in the memory of the process, so all
-    shards together are one full copy there; the question is that there is no second one.
+    one device stays well under a full copy. Emulated devices live in the memory of the process, so it grows by what all of them hold at their peak:
+    the shards, one full copy in all, and the temporaries of drawing them. The question is that the host adds no copy of its own.
 
 Run: python -m benchmarks.memory
 """
 
+import gc
 import json
 import resource
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,8 @@ from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
 MAX_INIT_SHARE = 0.5  # of a full copy, on one device
-MAX_HOST_COPIES = 2.0
+MAX_HOST_SHARE = 0.05  # of a full copy, on the host beside what the emulated devices hold
+MAX_HELD_COPIES = 1.5  # once drawn; the emulated devices' shards are one
 
 
 def preset_for(shape: reference.Shape) -> ModelPreset:
@@ -91,13 +94,20 @@ def max_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
+def held_bytes() -> int:
+    """The memory that this process holds now, after what Python can free. Falls back to the most it ever held where there is no /proc."""
+    gc.collect()
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else max_rss_bytes()
+
+
 def measure_init(num_devices: int, *, width: int, num_layers: int) -> dict[str, Any]:
     """Part (b), in a process of its own."""
     warm_up, _ = marked_model(reference.Shape(num_layers=1, width=64), num_devices=num_devices)  # the runtime's own memory is not the model's
     spmd.sync(wait=True)
     del warm_up
     spmd.metrics.reset()
-    before = max_rss_bytes()
+    before, held_before = max_rss_bytes(), held_bytes()
     shape = reference.Shape(num_layers=num_layers, width=width, num_heads=16, vocabulary=32768, seq=1024)
     model, _ = marked_model(shape, num_devices=num_devices)
     lazy = max_rss_bytes()
@@ -115,6 +125,7 @@ def measure_init(num_devices: int, *, width: int, num_layers: int) -> dict[str, 
         "uploaded_bytes": spmd.metrics.counter("uploaded_bytes"),
         "host_growth_before_sync_bytes": lazy - before,
         "host_growth_bytes": after - before,
+        "host_held_bytes": held_bytes() - held_before,
     }
 
 
@@ -149,7 +160,10 @@ def main() -> int:
         "(a) the peak without temporaries holds less than two copies of the state": step["peak_bytes"] - step["temp_bytes"] < 2 * state,
         f"(b) initialisation peaks under {MAX_INIT_SHARE:.0%} of a full copy on each device": init["peak_bytes"]
         <= MAX_INIT_SHARE * init["full_bytes"],
-        f"(b) the process grows by less than {MAX_HOST_COPIES:g} full copies": init["host_growth_bytes"] < MAX_HOST_COPIES * init["full_bytes"],
+        f"(b) before anything is computed the process grows by less than {MAX_HOST_SHARE:.0%} of a full copy": init["host_growth_before_sync_bytes"]
+        < MAX_HOST_SHARE * init["full_bytes"],
+        f"(b) less than {MAX_HOST_SHARE:.0%} of a full copy is uploaded from the host": init["uploaded_bytes"] < MAX_HOST_SHARE * init["full_bytes"],
+        f"(b) afterwards the process holds less than {MAX_HELD_COPIES:g} full copies": init["host_held_bytes"] < MAX_HELD_COPIES * init["full_bytes"],
     }
     rows = [
         ["(a) parameters and optimizer state, one device", mb(state), ""],
@@ -162,8 +176,14 @@ def main() -> int:
         ["(b) initialisation: peak, one device", mb(init["peak_bytes"]), f"{init['peak_bytes'] / init['full_bytes']:.3f} x full"],
         ["(b) process growth, all devices in it", mb(init["host_growth_bytes"]), f"{init['host_growth_bytes'] / init['full_bytes']:.3f} x full"],
         ["(b) of it before anything was computed", mb(init["host_growth_before_sync_bytes"]), ""],
+        ["(b) uploaded from the host", mb(init["uploaded_bytes"]), ""],
+        ["(b) held by the process afterwards", mb(init["host_held_bytes"]), f"{init['host_held_bytes'] / init['full_bytes']:.3f} x full"],
     ]
     notes = [f"{verdict(holds)}: {target}." for target, holds in targets.items()]
+    notes.append(
+        f"The growth of the process is not judged: it holds {args.devices} emulated devices at their peak ({mb(args.devices * init['peak_bytes'])}) "
+        "and the compiler."
+    )
     table = Table(f"Memory on {args.devices} emulated devices", ["", "bytes", "relative"], rows, notes)
     publish("memory", table, {"num_devices": args.devices, "step": step, "init": init, "targets": targets}, folder=args.out)
     return 0 if all(targets.values()) else 1

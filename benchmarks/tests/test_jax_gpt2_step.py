@@ -55,8 +55,10 @@ def test_three_steps_equal_torch(num_devices: int) -> None:
         ):
             bound = tolerance * float(want.abs().max())
             np.testing.assert_allclose(np.asarray(got)[compared], want.numpy()[compared], rtol=1e-4, atol=bound, err_msg=name)
-        assert state.parameters[name].sharding.spec == jax.sharding.PartitionSpec(*reference.partition_spec(p.shape, num_devices)), name
-    assert int(state.count) == 3
+        sharding = state.parameters[name].sharding
+        assert isinstance(sharding, jax.sharding.NamedSharding)
+        assert sharding.spec == jax.sharding.PartitionSpec(*reference.partition_spec(p.shape, num_devices)), name
+    assert int(state.num_steps) == 3
 
 
 def test_state_is_donated() -> None:
