@@ -113,6 +113,7 @@ def plot(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     memory.bar(names, arguments, label="parameters, optimizer, batch", width=0.6)
     memory.bar(names, temporary, bottom=arguments, label="temporary", width=0.6)
     memory.set(ylabel="MiB per device", title="Memory of the step")
+    memory.margins(y=0.25)  # room for the legend above the taller bar
     memory.legend(loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
