@@ -41,6 +41,18 @@ def test_spec_text_is_there_at_once(mesh_1d, num_devices):
     assert x.partition_spec == ("x", None) and x.mesh_shape == (num_devices,)
 
 
+def test_the_type_of_a_sharding_and_jaxs_mesh(mesh_2d, num_devices):
+    x = torch.zeros(8, 8, device="xla")
+    with pytest.raises(spmd.SpmdError, match=r"sharding_type needs a tensor with a sharding.*mark_sharding"):
+        _ = x.sharding_type
+    spmd.mark_sharding(x, mesh_2d, ("a", "b"))
+    assert x.sharding_type == (spmd.ShardingType.TILED if num_devices > 1 else spmd.ShardingType.REPLICATED)
+    jax_mesh = mesh_2d.get_jax_mesh()
+    assert dict(jax_mesh.shape) == dict(mesh_2d.shape()) and [d.id for d in jax_mesh.devices.flat] == mesh_2d.device_ids.tolist()
+    with pytest.raises(spmd.MeshError, match="99"):
+        spmd.Mesh([99], (1,)).get_jax_mesh()
+
+
 def test_marking_again_reshards_and_clearing_gathers(mesh_2d):
     x = spmd.mark_sharding(torch.arange(64.0, device="xla").view(8, 8).clone(), mesh_2d, ("a", None))
     spmd.sync()

@@ -106,6 +106,8 @@ def test_strict_mode_refuses_the_host(monkeypatch):
 def test_mixing_devices_is_refused():
     with pytest.raises(spmd.DeviceMismatchError, match=r"one device.*\(3,\) on cpu.*\.to\('xla'\)"):
         torch.ones(3, device="xla") + torch.ones(3)
+    with pytest.raises(spmd.DeviceMismatchError, match=r"one device.*\(2,\) on cpu"):
+        torch.cat([torch.ones(3, device="xla"), torch.ones(2)])
     with pytest.raises(RuntimeError, match="Move it"):
         torch.ones(3).add_(torch.ones(3, device="xla"))
     cpu = torch.zeros(3)
@@ -129,6 +131,14 @@ def test_shape_mistakes_raise_at_their_line_with_torchs_words():
         torch.add(x, x, out=torch.empty(2, 3, dtype=torch.int64, device="xla"))
     with pytest.raises(RuntimeError, match=r"must be empty or have the result's shape \(2, 3\); got \(4,\)"):
         torch.add(x, x, out=torch.empty(4, device="xla"))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(2, dtype=torch.float8_e4m3fnuz).to("xla"), lambda: torch.empty(2, dtype=torch.float8_e4m3fnuz, device="xla")]
+)
+def test_a_dtype_that_the_device_cannot_hold_is_refused(make):
+    with pytest.raises(TypeError, match=r"must have one of the dtypes bool, .*got torch\.float8_e4m3fnuz\. Convert it first"):
+        make()
 
 
 def test_set_and_resize_are_refused_with_the_reason():

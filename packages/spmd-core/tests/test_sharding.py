@@ -27,7 +27,7 @@ from spmd_core import mesh as mesh_module
 from spmd_core import sharding as sharding_module
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.mesh import Mesh
-from spmd_core.sharding import Sharding, ShardingSpec, validate_spec
+from spmd_core.sharding import OpSharding, Sharding, ShardingSpec, ShardingType, validate_spec
 
 MESH_4X2 = Mesh(range(8), (4, 2), ("data", "model"))
 MESH_2X2X2 = Mesh(range(8), (2, 2, 2), ("x", "y", "z"))
@@ -577,3 +577,14 @@ def test_the_values_import_numpy_and_the_standard_library_only(module):
             imported.add(node.module)
     allowed = {"numpy", "spmd_core.errors", "spmd_core.mesh"}
     assert {name for name in imported - allowed if name.split(".")[0] not in sys.stdlib_module_names} == set()
+
+
+def test_op_sharding_is_xlas_description():
+    mesh = Mesh([3, 1, 2, 0], (2, 2), ("a", "b"))
+    tiled = mesh.get_op_sharding(("b", "a"))
+    assert tiled == OpSharding(ShardingType.TILED, (2, 2), (3, 2, 1, 0), False)
+    partial = mesh.get_op_sharding(("b",))
+    assert partial == OpSharding(ShardingType.PARTIAL, (2, 2), (2, 3, 0, 1), True)
+    assert mesh.get_op_sharding((None, None)) == OpSharding(ShardingType.REPLICATED, (), (), False)
+    with pytest.raises(PartitionSpecError, match="z"):
+        mesh.get_op_sharding(("z",))

@@ -30,8 +30,10 @@ from spmd_core.runtime import is_spmd as is_spmd
 from spmd_core.runtime import memory_stats as memory_stats
 from spmd_core.runtime import simulate as simulate
 from spmd_core.runtime import use_spmd as use_spmd
+from spmd_core.sharding import OpSharding as OpSharding
 from spmd_core.sharding import PartitionSpec as PartitionSpec
 from spmd_core.sharding import Sharding as Sharding
 from spmd_core.sharding import ShardingSpec as ShardingSpec
+from spmd_core.sharding import ShardingType as ShardingType
 from spmd_core.tensor import XLAShard as XLAShard
 from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor

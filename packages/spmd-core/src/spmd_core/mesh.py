@@ -5,8 +5,8 @@ import math
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 
@@ -49,6 +49,9 @@ class Mesh:
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
     _hash: int
+    # Completed by the modules above that know shardings and devices: `sharding` and `runtime`.
+    get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
+    get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
 
     def __init__(self, device_ids: Iterable[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
         shape = _checked_shape(mesh_shape)

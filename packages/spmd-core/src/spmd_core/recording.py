@@ -60,7 +60,7 @@ def look_up(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
             else:
                 key.append(a)
         elif kind is list or kind is tuple:
-            key.append(tuple(a) if a and a[0].__class__ is int else _look_up_list(a, inputs))
+            key.append(tuple(a) if a and a[0].__class__ is int else _look_up_list(call, a, inputs))
         elif isinstance(a, torch.Tensor):
             key.append(_host_scalar(call, a, inputs))
         else:
@@ -85,22 +85,21 @@ def _look_up_keywords(call: Call, kwargs: dict[str, Any], key: list[Any], inputs
             key.append((name, kind))
             numbers.append(a)
         elif kind is list or kind is tuple:
-            key.append((name, _look_up_list(a, inputs)))
+            key.append((name, _look_up_list(call, a, inputs)))
         elif isinstance(a, torch.Tensor):
             key.append((name, _host_scalar(call, a, inputs)))
         elif kind is not torch.Generator:
             key.append((name, a))
 
 
-def _look_up_list(items: Sequence[Any], inputs: list[Value]) -> Any:
+def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
     key: list[Any] = ["["]
     for a in items:
         if a.__class__ is XLAShardedTensor:
             key.append(a._handle.spec)
             inputs.append(read(a._handle))
         elif isinstance(a, torch.Tensor):
-            key.append(Spec.from_tensor(a))
-            inputs.append(host_leaf(a).value)
+            key.append(_host_scalar(call, a, inputs))
         else:
             key.append((a.__class__, a))
     return tuple(key)

@@ -203,6 +203,15 @@ def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(_jax_mesh(device_ids, (len(device_ids),), ("all",)), PartitionSpec())
 
 
+def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
+    """jax's mesh over the same devices: `Mesh.get_jax_mesh`. Raises MeshError where the mesh names a device that does not exist."""
+    check_devices(mesh, global_runtime_device_count())
+    return _jax_mesh(tuple(int(i) for i in mesh.device_ids), tuple(mesh.mesh_shape), _axis_names(mesh))
+
+
+Mesh.get_jax_mesh = jax_mesh
+
+
 class OneMesh:
     """Writes the shardings of one program over one mesh: the coarsest that refines all of theirs.
 

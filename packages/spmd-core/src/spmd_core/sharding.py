@@ -4,6 +4,7 @@ import math
 import threading
 import weakref
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -19,6 +20,35 @@ PartitionSpec: TypeAlias = tuple[int | str | tuple[int | str, ...] | None, ...]
 """One entry for each tensor dim: None (not sharded), a mesh axis, or a tuple of mesh axes, the major one first."""
 
 Shape: TypeAlias = tuple[int, ...]
+
+
+class ShardingType(IntEnum):
+    """How a tensor lies on its mesh; the numbers are XLA's."""
+
+    REPLICATED = 0
+    MAXIMAL = 1
+    TUPLE = 2
+    TILED = 3
+    MANUAL = 4
+    PARTIAL = 5
+    UNKNOWN = 6
+
+
+@dataclass(frozen=True)
+class OpSharding:
+    """XLA's description of one sharding: which block each device holds.
+
+    Attributes:
+        type: tiled, replicated, or partial (each block on several devices).
+        tile_assignment_dimensions: blocks along each tensor dim; for PARTIAL a last entry counts the holders of a block. Empty for REPLICATED.
+        tile_assignment_devices: device ids in the order of the blocks.
+        replicate_on_last_tile_dim: whether that last entry is there.
+    """
+
+    type: ShardingType
+    tile_assignment_dimensions: tuple[int, ...]
+    tile_assignment_devices: tuple[int, ...]
+    replicate_on_last_tile_dim: bool
 
 
 @dataclass(frozen=True)
@@ -144,16 +174,32 @@ class Sharding:
         assignment.flags.writeable = False
         return assignment
 
+    @property
+    def type(self) -> ShardingType:
+        """Replicated, tiled (one device to a block), or partial (several)."""
+        if self.is_replicated:
+            return ShardingType.REPLICATED
+        return ShardingType.PARTIAL if self.tile_assignment.shape[-1] > 1 else ShardingType.TILED
+
+    @property
+    def op_sharding(self) -> OpSharding:
+        """XLA's description of this sharding."""
+        kind = self.type
+        if kind is ShardingType.REPLICATED:
+            return OpSharding(kind, (), (), False)
+        is_partial = kind is ShardingType.PARTIAL
+        dimensions = self.tile_assignment.shape if is_partial else self.tiles
+        return OpSharding(kind, tuple(dimensions), tuple(self.tile_assignment.reshape(-1).tolist()), is_partial)
+
     @cached_property
     def text(self) -> str:
         """XLA's text (GSPMD, V1) of this sharding, such as `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}` or `{replicated}`."""
-        if self.is_replicated:
+        op = self.op_sharding
+        if op.type is ShardingType.REPLICATED:
             return "{replicated}"
-        is_partial = self.tile_assignment.shape[-1] > 1
-        tile_dims = self.tile_assignment.shape if is_partial else self.tiles
-        ids = ",".join(str(device_id) for device_id in self.tile_assignment.reshape(-1).tolist())
-        suffix = " last_tile_dim_replicate" if is_partial else ""
-        return f"{{devices=[{','.join(str(tile) for tile in tile_dims)}]{ids}{suffix}}}"
+        tiles = ",".join(map(str, op.tile_assignment_dimensions))
+        ids = ",".join(map(str, op.tile_assignment_devices))
+        return f"{{devices=[{tiles}]{ids}{' last_tile_dim_replicate' if op.replicate_on_last_tile_dim else ''}}}"
 
     def padded_shape(self, shape: Shape) -> Shape:
         """`shape` with every size rounded up to a multiple of the number of blocks along its dim; 0 stays 0."""
@@ -279,6 +325,22 @@ def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
         f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
         f"Write {example} to shard the first dim, or () to replicate."
     )
+
+
+def op_sharding(mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
+    """What `partition_spec` means to XLA for a tensor of the spec's length: `Mesh.get_op_sharding`.
+
+    Raises:
+        PartitionSpecError: the spec does not fit the mesh.
+
+    Example:
+        >>> Mesh(range(4), (2, 2), ("a", "b")).get_op_sharding(("b",)).tile_assignment_devices
+        (0, 2, 1, 3)
+    """
+    return Sharding.of(mesh, partition_spec, len(validate_spec(mesh, partition_spec))).op_sharding
+
+
+Mesh.get_op_sharding = op_sharding
 
 
 def _rank_of(tensor: Any) -> int:

@@ -11,7 +11,7 @@ import torch
 from spmd_core import dtypes, execution, runtime
 from spmd_core.errors import SpmdError
 from spmd_core.graph import Spec
-from spmd_core.sharding import PartitionSpec, Sharding
+from spmd_core.sharding import PartitionSpec, Sharding, ShardingType
 from spmd_core.storage import Handle
 
 XLA_DEVICE = torch.device("xla:0")
@@ -64,6 +64,16 @@ class XLAShardedTensor(torch.Tensor):
         if value.data is None or value.placement.jax_sharding is None or self._handle is not self._handle.storage:
             return ""
         return runtime.sharding_text(value.placement.jax_sharding, len(value.spec.shape))
+
+    @property
+    def sharding_type(self) -> ShardingType:
+        """Tiled, partial or replicated. Raises SpmdError where the tensor has no sharding."""
+        sharding = self._handle.sharding
+        if sharding is None:
+            raise SpmdError(
+                "sharding_type needs a tensor with a sharding; this one has none. Call mark_sharding(tensor, mesh, partition_spec) first."
+            )
+        return sharding.type
 
     @property
     def partition_spec(self) -> PartitionSpec | None:
