@@ -141,6 +141,23 @@ def test_a_dtype_that_the_device_cannot_hold_is_refused(make):
         make()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda d: torch.full((2,), 300, dtype=torch.int8, device=d),
+        lambda d: torch.zeros(2, dtype=torch.int8, device=d).fill_(300),
+        lambda d: torch.full_like(torch.zeros(2, device=d), 300, dtype=torch.int8),
+        lambda d: torch.zeros(2, dtype=torch.int8, device=d).masked_fill(torch.ones(2, dtype=torch.bool, device=d), 300),
+        lambda d: torch.full((2,), 2**40, dtype=torch.int32, device=d),
+    ],
+)
+def test_a_number_that_does_not_fit_its_integers_is_refused_as_on_the_cpu(write):
+    for device in ("cpu", "xla"):
+        with pytest.raises(RuntimeError, match="overflow"):
+            write(device)
+    both(lambda x, y: torch.full_like(x.to(torch.uint8), 200) + torch.full((3, 4), True, device=x.device), a, b)
+
+
 def test_set_and_resize_are_refused_with_the_reason():
     x = torch.ones(2, device="xla")
     with pytest.raises(spmd.UnsupportedOpError, match=r"Assign tensor\.data"):

@@ -38,8 +38,10 @@ def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 
 def _make_handler(func: Any) -> Handler:
     special = _SPECIAL.get(func)
-    if special is not None:
-        return special
+    return _ordinary_handler(func) if special is None else special
+
+
+def _ordinary_handler(func: Any) -> Handler:
     facts = schema.of(func)
     lowering = registry.find(func)
     if lowering is not None:
@@ -145,6 +147,21 @@ def _with_positions(func: torch._ops.OpOverload) -> Handler:
     return handler
 
 
+def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
+    """A number that is written into integers must fit them: as it is an input of the program, only the recording can refuse it."""
+    inner: list[Handler] = []
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not inner:
+            inner.append(_ordinary_handler(func))
+        dtype = kwargs.get("dtype") or args[0].dtype
+        if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
+            torch.empty((), dtype=dtype, device="cpu").fill_(args[position])  # raises what eager torch raises
+        return inner[0](args, kwargs)
+
+    return handler
+
+
 def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`native_batch_norm` moves the running statistics, which its schema does not say: the functional form, then two writes."""
     x, weight, bias, mean, var, training, momentum, eps = args
@@ -173,6 +190,11 @@ _SPECIAL: dict[Any, Handler] = {
     aten.index_put.default: _with_positions(aten.index_put.default),
     aten._index_put_impl_.default: lambda args, kwargs: route(None, aten.index_put_.default, (), args[:4]),
     aten.native_batch_norm.default: _native_batch_norm,
+    aten.fill_.Scalar: _checked(aten.fill_.Scalar, 1),
+    aten.fill.Scalar: _checked(aten.fill.Scalar, 1),
+    aten.full_like.default: _checked(aten.full_like.default, 1),
+    aten.masked_fill_.Scalar: _checked(aten.masked_fill_.Scalar, 2),
+    aten.masked_fill.Scalar: _checked(aten.masked_fill.Scalar, 2),
     aten.resize_.default: _set_data,
     **{getattr(aten.set_, name): _set_data for name in aten.set_.overloads()},
 }
