@@ -62,8 +62,8 @@ BACKWARD: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 def test_forward(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for dtype in FLOATS:
         check(f"aten.{op}.default", values(dtype, 3, 8), *args, **kwargs)
-    # torch's CPU kernel gives nan for gelu(inf), its formula and ours inf
-    check(f"aten.{op}.default", SPECIAL if op != "gelu" else SPECIAL[torch.inf > SPECIAL], *args, **kwargs)
+    # gelu(inf) and gelu(-inf) are inf * 1 and inf * 0 in torch's formulas: nan in some of its kernels and in some versions of XLA
+    check(f"aten.{op}.default", SPECIAL if op != "gelu" else SPECIAL[SPECIAL.isfinite()], *args, **kwargs)
     check(f"aten.{op}.default", torch.empty(0, 4), *args, **kwargs)
     if op != "glu":
         check(f"aten.{op}.default", values(torch.float32), *args, **kwargs)
