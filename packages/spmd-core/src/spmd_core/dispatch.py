@@ -165,10 +165,10 @@ def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
 def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`native_batch_norm` moves the running statistics, which its schema does not say: the functional form, then two writes."""
     x, weight, bias, mean, var, training, momentum, eps = args
-    if not training or mean is None:
-        empty_mean = mean if mean is not None else None
-        form = aten._native_batch_norm_legit_no_training if not training else aten._native_batch_norm_legit.no_stats
-        return form(x, weight, bias, empty_mean, var, momentum, eps) if not training else form(x, weight, bias, training, momentum, eps)
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
     out, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, training, momentum, eps)
     store(mean, new_mean)
     store(var, new_var)

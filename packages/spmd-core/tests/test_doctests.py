@@ -1,0 +1,35 @@
+"""Every example in a docstring runs and prints what it says."""
+
+import doctest
+import importlib
+
+import pytest
+
+import spmd_core as spmd
+
+MODULES = (
+    "spmd_core.annotate",
+    "spmd_core.mesh",
+    "spmd_core.sharding",
+    "spmd_data.loader",
+    "spmd_data.placement",
+    "examples.gpt2.mfu",
+    "examples.gpt2.presets",
+    "examples.gpt2.shardings",
+    "examples.gpt2.text",
+    "examples.gpt2.timing",
+    "examples.gpt2.train",
+    "benchmarks.report",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name):
+    if spmd.global_runtime_device_count() != 8:
+        pytest.skip("the examples have eight devices")
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_examples():
+    finder = doctest.DocTestFinder()
+    assert sum(len(test.examples) for name in MODULES for test in finder.find(importlib.import_module(name))) >= 15
