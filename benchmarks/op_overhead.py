@@ -18,7 +18,7 @@ from tqdm import tqdm
 import spmd_core as spmd
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 
-MAX_US = 8.0
+MAX_US, MAX_VIEW_US = 8.0, 5.0
 SIZE = 256
 
 
@@ -28,6 +28,7 @@ class Case:
 
     name: str
     make: Callable[[], Callable[[], object]]
+    max_us: float = MAX_US
 
 
 def device_tensor(*size: int) -> torch.Tensor:
@@ -59,6 +60,10 @@ def cases() -> list[Case]:
         x = device_tensor(SIZE, SIZE)
         return lambda: x.view(-1)
 
+    def transpose() -> Callable[[], object]:
+        x = device_tensor(SIZE, SIZE)
+        return lambda: x.t()
+
     def add_in_place() -> Callable[[], object]:
         x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
         return lambda: x.add_(y)
@@ -69,7 +74,8 @@ def cases() -> list[Case]:
         Case("mm", mm),
         Case("softmax", softmax),
         Case("layer_norm", layer_norm),
-        Case("view", view),
+        Case("view", view, MAX_VIEW_US),
+        Case("transpose", transpose, MAX_VIEW_US),
         Case("add_", add_in_place),
     ]
 
@@ -101,11 +107,12 @@ def main() -> int:
     if (spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")) != (compiles, executions):
         raise RuntimeError("a program ran inside the timed loop, so the figures are not those of recording; lower --count.")
 
-    holds = {name: samples.min * 1e6 <= MAX_US for name, samples in measured.items()}
-    rows = [[name, f"{s.min * 1e6:.2f}", f"{s.median * 1e6:.2f}", verdict(holds[name])] for name, s in measured.items()]
+    most = {case.name: case.max_us for case in cases()}
+    holds = {name: samples.min * 1e6 <= most[name] for name, samples in measured.items()}
+    rows = [[name, f"{s.min * 1e6:.2f}", f"{s.median * 1e6:.2f}", f"{most[name]:.0f}", verdict(holds[name])] for name, s in measured.items()]
     notes = [f"{args.count} operations in a repeat, {args.repeats} repeats, no gradients, tensors of {SIZE} x {SIZE} float32."]
-    table = Table("Recording one operation", ["operation", "best, us", "median, us", f"at most {MAX_US:.0f} us"], rows, notes)
-    data = {"us": {name: {"best": s.min * 1e6, "median": s.median * 1e6} for name, s in measured.items()}, "target_us": MAX_US}
+    table = Table("Recording one operation", ["operation", "best, us", "median, us", "at most, us", "holds"], rows, notes)
+    data = {"us": {name: {"best": s.min * 1e6, "median": s.median * 1e6} for name, s in measured.items()}, "target_us": most}
     publish("op_overhead", table, data, folder=args.out)
     return 0 if all(holds.values()) else 1
 

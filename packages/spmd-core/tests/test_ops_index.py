@@ -84,6 +84,7 @@ def test_gather() -> None:
     check("aten.gather.default", x, -1, torch.randint(5, (2, 1, 9)))
     check("aten.gather.default", x, 0, torch.randint(3, (1, 4, 1)), sparse_grad=False)
     check("aten.gather.default", x, 0, torch.zeros(0, 4, 5, dtype=torch.int64))
+    check("aten.gather.default", x, 0, torch.zeros(0, dtype=torch.int64))
     check("aten.gather.default", values(1), 0, torch.tensor(0))
     check("aten.gather.default", torch.tensor(4.0), 0, torch.tensor([0, 0]))
     check("aten.gather.default", torch.tensor(4.0), -1, torch.tensor(0))

@@ -89,3 +89,25 @@ def test_nll_loss_of_ignored_targets_only(reduction: int) -> None:
     check("aten.nll_loss_forward.default", x, target, None, reduction, -100)
     check("aten.nll_loss_backward.default", gradient(torch.float32, reduction, 2), x, target, None, reduction, -100, torch.tensor(0.0))
     check("aten.nll_loss_forward.default", torch.empty(0, 3), torch.empty(0, dtype=torch.int64), None, reduction, -100)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("p", [1, 2])
+def test_multi_margin(p, reduction):
+    target = torch.tensor([1, 0, 3])
+    for weight in (None, torch.rand(4, dtype=torch.float64)):
+        for x, y in ((torch.randn(3, 4, dtype=torch.float64), target), (torch.randn(4, dtype=torch.float64), target[0])):
+            check("aten.multi_margin_loss.default", x, y, p, 0.7, weight, reduction)
+            grad = torch.rand(3 if x.dim() == 2 and reduction == 0 else (), dtype=torch.float64)
+            check("aten.multi_margin_loss_backward.default", grad, x, y, p, 0.7, weight, reduction)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_multilabel_margin(reduction):
+    # A list that ends early, one that is empty, one with a label twice, and one without an end.
+    target = torch.tensor([[3, 0, -1, 1], [-1, 1, 0, 0], [2, 2, -1, -1], [0, 1, 2, 3]])
+    for x, y in ((torch.randn(4, 4, dtype=torch.float64), target), (torch.randn(4, dtype=torch.float64), target[0])):
+        check("aten.multilabel_margin_loss_forward.default", x, y, reduction)
+        grad = torch.rand(4 if x.dim() == 2 and reduction == 0 else (), dtype=torch.float64)
+        present = torch.ops.aten.multilabel_margin_loss_forward(x, y, reduction)[1]
+        check("aten.multilabel_margin_loss_backward.default", grad, x, y, reduction, present)

@@ -110,3 +110,37 @@ def test_trilinear() -> None:
     check("aten._trilinear.default", grad, weight, c, [2, 3], [0], [1, 2], [1, 3])
     check("aten._trilinear.default", a, grad, c, [1, 3], [2, 3], [1, 2], [0])
     check("aten._trilinear.default", a, weight, grad, [1, 3], [0], [2, 3], [1, 2])
+
+
+OFFSETS = torch.tensor([2, 2, 8], dtype=torch.int32)
+GROUPED = [((8, 8), (3, 8, 16)), ((8, 8), (8, 16)), ((3, 8, 8), (8, 8)), ((3, 8, 8), (3, 8, 16))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("a", "b"), GROUPED)
+def test_grouped_products(a, b, dtype):
+    check("aten._grouped_mm.default", values(dtype, *a), values(dtype, *b, seed=1), OFFSETS if len(a) + len(b) < 6 else None)
+
+
+@pytest.mark.parametrize(("a", "b"), GROUPED[:2])
+def test_grouped_products_and_their_gradients_on_the_device(a, b):
+    results = []
+    for device in ("cpu", "xla"):
+        x, y = (values(torch.float32, *shape, seed=seed).to(device).requires_grad_() for seed, shape in enumerate((a, b)))
+        out = torch.nn.functional.grouped_mm(x, y, offs=OFFSETS.to(device))
+        out.square().sum().backward()
+        results.append([t.detach().cpu() for t in (out, x.grad, y.grad)])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-4)
+
+
+def test_rows_after_the_last_group_are_zero():
+    x, y = values(torch.float32, 8, 4).to("xla"), values(torch.float32, 3, 4, 8).to("xla")
+    assert torch.ops.aten._grouped_mm(x, y, OFFSETS.to("xla") // 2)[4:].count_nonzero().item() == 0
+
+
+def test_operands_of_a_grouped_product_must_fit():
+    x, y = values(torch.float32, 8, 4), values(torch.float32, 3, 5, 8)
+    for device in ("cpu", "xla"):
+        with pytest.raises(RuntimeError, match="contraction dimension of mat_a and mat_b must match"):
+            torch.ops.aten._grouped_mm(x.to(device), y.to(device), OFFSETS.to(device))
+        torch.ops.aten._grouped_mm(x.to(device), y[:, :4].to(device), OFFSETS.to(device))

@@ -190,3 +190,26 @@ def test_softmax_backward(op: str, dtype: torch.dtype) -> None:
     for dim in (0, -1):
         output = getattr(torch.ops.aten, op)(values(dtype, 2, 3, 4), dim, False)
         check(f"aten.{op}_backward_data.default", values(dtype, 2, 3, 4, seed=1), output, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_softmax(dtype: torch.dtype) -> None:
+    x, grad = values(dtype, 2, 3, 4, 4), values(dtype, 2, 3, 4, 4, seed=1)
+    mask = values(torch.float32, 2, 3, 4, 4, seed=2) > 1
+    output = torch.softmax(x, -1)
+    for dim in (None, -1, 0, 2):
+        check("aten._masked_softmax.default", x, mask, dim, 2)
+        check("aten._masked_softmax_backward.default", grad, output, mask, dim)
+    check("aten._masked_softmax.default", x, mask[0, 0], -1, 0)
+    check("aten._masked_softmax.default", x, mask[:, 0, 0], None, 1)
+    check("aten._masked_softmax.default", x, torch.ones_like(mask))
+
+
+def test_masks_that_are_refused() -> None:
+    x = torch.ones(2, 4, 4, 4, device="xla")
+    with pytest.raises(RuntimeError, match="Mask should be a boolean tensor"):
+        torch.ops.aten._masked_softmax(x, x, -1, 2)
+    torch.ops.aten._masked_softmax(x, x.bool(), -1, 2)
+    with pytest.raises(RuntimeError, match=r"mask shape should be \(B, L\)"):
+        torch.ops.aten._masked_softmax(x, x[0, 0].bool(), -1, 1)
+    torch.ops.aten._masked_softmax(x, x[:, 0, 0].bool(), -1, 1)

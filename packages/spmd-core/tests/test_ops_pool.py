@@ -144,3 +144,14 @@ def test_adaptive_avg_pool3d() -> None:
     x = values(torch.float32, 2, 3, 4, 7, 5)
     check("aten._adaptive_avg_pool3d.default", x, [2, 3, 4])
     check("aten._adaptive_avg_pool3d_backward.default", values(torch.float32, 2, 3, 2, 3, 4, seed=1), x)
+
+
+@pytest.mark.parametrize("num_dims", [2, 3])
+def test_fractional_maximum(num_dims):
+    sizes, outs, kernel = (9, 8, 7)[:num_dims], (4, 3, 1)[:num_dims], (2, 3, 2)[:num_dims]
+    for x in (torch.randn(2, 3, *sizes), torch.ones(2, 3, *sizes, dtype=torch.float64), torch.randn(3, *sizes)):
+        samples = torch.rand(2 if x.dim() == num_dims + 2 else 1, 3, num_dims, dtype=x.dtype)
+        name = f"fractional_max_pool{num_dims}d"
+        check(f"aten.{name}.default", x, kernel, outs, samples)
+        out, indices = getattr(torch.ops.aten, name)(x, kernel, outs, samples)
+        check(f"aten.{name}_backward.default", torch.randn_like(out), x, kernel, outs, indices)

@@ -151,6 +151,30 @@ def test_gamma() -> None:
     check("aten._standard_gamma_grad.default", alpha, torch.tensor([0.3, 1.5, 2.0, 11.0], dtype=torch.float64), rtol=1e-3, atol=1e-4)
 
 
+def test_dirichlet() -> None:
+    alpha = torch.tensor([0.5, 1.0, 3.0, 10.0]).expand(N, 4)
+    got = sample("aten._sample_dirichlet.default", alpha, size=(N, 4))
+    np.testing.assert_allclose(got.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(got.mean(0), alpha[0] / alpha[0].sum(), atol=0.01)
+    # Gammas this small are all 0 in float32; one of the four has nearly everything.
+    tiny = sample("aten._sample_dirichlet.default", torch.full((100, 4), 1e-4), size=(100, 4))
+    np.testing.assert_allclose(tiny.max(-1), 1, atol=0.3)
+
+
+def test_dirichlet_gradient() -> None:
+    values = torch.tensor([0.01, 0.5, 2.0, 20.0, 1000.0], dtype=torch.float64)
+    alpha, beta = (t.contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        x = torch.distributions.Beta(alpha, beta).sample().clamp(1e-9, 1 - 1e-9)
+    # eager torch's own polynomials are good to three digits or so
+    check("aten._dirichlet_grad.default", x, alpha, alpha + beta, rtol=5e-3, atol=0)
+    # Beta(a, 1): F = t^a, so that the derivative is known: -x log(x) / (a (1 - x))
+    one, t = torch.ones(5, dtype=torch.float64), torch.tensor([1e-6, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+    (got,) = lower("aten._dirichlet_grad.default", (t, 3 * one, 4 * one), {}, (registry.Out((5,), torch.float64),))
+    np.testing.assert_allclose(got, (-t * t.log() / (3 * (1 - t))).numpy(), rtol=1e-6)
+
+
 # Discrete distributions.
 
 
@@ -314,3 +338,26 @@ def test_no_elements() -> None:
     for name in ("aten.uniform.default", "aten.exponential.default", "aten.random.default", "aten.bernoulli.p"):
         assert sample(name, like(size=(0, 3)), size=(0, 3)).size == 0
     assert sample("aten.randn.default", [], size=()).shape == ()
+
+
+def test_rrelu_draws_slopes_for_what_is_not_positive():  # "aten.rrelu_with_noise_functional.default"
+    x = torch.randn(1000).to("xla").requires_grad_()
+    out = torch.nn.functional.rrelu(x, 0.2, 0.4, training=True)
+    out.sum().backward()
+    values, results = x.detach().cpu(), out.detach().cpu()
+    negative = values <= 0
+    slopes = (results / values)[negative]
+    assert torch.equal(results[~negative], values[~negative])
+    assert 0.2 <= slopes.min() < 0.22
+    assert 0.38 < slopes.max() <= 0.4
+    torch.testing.assert_close(x.grad.cpu(), torch.where(negative, results / values, torch.ones_like(values)))
+
+
+def test_rrelu_without_training_draws_nothing():
+    state = torch.get_rng_state()
+    x = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(torch.nn.functional.rrelu(x.to("xla")).cpu(), torch.nn.functional.rrelu(x))
+    y = x.to("xla")
+    torch.nn.functional.rrelu_(y)
+    torch.testing.assert_close(y.cpu(), torch.nn.functional.rrelu(x))
+    assert torch.equal(state, torch.get_rng_state())

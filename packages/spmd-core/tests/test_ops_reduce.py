@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import spmd_core
 from oracle import check
 from spmd_core.ops import reduce  # noqa: F401  (registers the lowerings)
 
@@ -249,3 +250,36 @@ def test_running_extrema(op: str, dtype: torch.dtype) -> None:
 def test_running_extrema_of_equal_values_and_nan(op: str) -> None:
     check(f"aten.{op}.default", torch.tensor([1, 3, 3, 1, 0, 0]), 0)
     check(f"aten.{op}.default", torch.tensor([1.0, NAN, 3.0, NAN, -INF, INF]), 0)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32])
+def test_trace(dtype: torch.dtype) -> None:
+    check("aten.trace.default", values(dtype, (3, 5)))
+    check("aten.trace.default", values(dtype, (0, 2)))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool])
+def test_hash(dtype: torch.dtype) -> None:
+    x = values(dtype, (3, 4))
+    check("aten.hash_tensor.default", x)
+    check("aten.hash_tensor.default", x, [1])
+    check("aten.hash_tensor.default", x, [0, 1], keepdim=True)
+    check("aten.hash_tensor.default", x[:, :0], [0])
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, INF, -INF, NAN, -NAN, 1e-40, -1.4e-45, 1.2e-38, 3e38])
+def test_hash_of_special_floats(value: float) -> None:
+    check("aten.hash_tensor.default", torch.tensor(value))
+    check("aten.hash_tensor.default", torch.tensor(value).half())
+
+
+def test_hash_over_several_devices(mesh_2d: spmd_core.Mesh) -> None:
+    x = values(torch.float32, (16, 8, 3))
+    split = spmd_core.mark_sharding(x.to("xla"), mesh_2d, ("a", "b", None))
+    for dims in ([], [0], [1, 2]):
+        assert torch.equal(torch.hash_tensor(split, dims).cpu(), torch.hash_tensor(x, dims))
+
+
+def test_hash_has_one_mode() -> None:
+    with pytest.raises(RuntimeError, match="Unknown hash_tensor mode"):
+        torch.hash_tensor(torch.ones(2, device="xla"), mode=1).cpu()

@@ -215,15 +215,20 @@ def test_masked_scatter(dtype: torch.dtype) -> None:
     check("aten.masked_scatter_backward.default", x, FULL, [2, 2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_histc(dtype: torch.dtype) -> None:
-    x = torch.rand(200, generator=torch.Generator().manual_seed(0), dtype=dtype) * 10
-    check("aten.histc.default", x, 7)
-    check("aten.histc.default", x, 5, 2, 8)
-    check("aten.histc.default", x.reshape(20, 10), 10, -1, 10)
-    check("aten.histc.default", torch.full((4,), 3.0, dtype=dtype), 4)
-    check("aten.histc.default", torch.tensor([1.0, 2, 3, float("nan")], dtype=dtype), 4, 1, 3)
-    check("aten.histc.default", torch.zeros(0, dtype=dtype), 4)
+def test_slices_that_do_not_fit_are_refused() -> None:
+    x, index, source = torch.ones(3, 2), torch.tensor([0, 1]), torch.ones(2)
+    outs = (registry.Out((3, 2), torch.float32),)
+    for name, options in (("aten.index_add.default", ()), ("aten.index_reduce.default", ("prod",))):
+        with pytest.raises(RuntimeError, match="Expand the source"):
+            lower(name, (x, 0, index, source, *options), {}, outs)
+        lower(name, (x, 0, index, source.expand(2, 2), *options), {}, outs)
+        with pytest.raises(RuntimeError, match="Give one index for each slice"):
+            lower(name, (x, 0, index[:1], source.expand(2, 2), *options), {}, outs)
+    mine = x.to("xla")
+    for write in (torch.index_add, mine.index_reduce, mine.index_add_, mine.index_reduce_):
+        arguments = (0, index.to("xla"), source.to("xla"), *(("prod",) if "reduce" in write.__name__ else ()))
+        with pytest.raises(RuntimeError, match="source tensor shape must match self tensor shape"):
+            write(mine, *arguments) if write is torch.index_add else write(*arguments)
 
 
 def test_a_write_outside_is_dropped() -> None:

@@ -1,5 +1,6 @@
 """Sorting, order statistics and binary search, against eager torch."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -147,3 +148,19 @@ def test_binary_search_by_rows_sides_and_sorters() -> None:
     check("aten.searchsorted.Tensor", sequence[0], torch.tensor([NAN, INF, -INF, 3]))
     check("aten.searchsorted.Tensor", torch.tensor([1.0, 2, INF, NAN]), torch.tensor([NAN, INF, 1.5, 3]), right=True)
     check("aten.searchsorted.Tensor", torch.tensor([1.0, 2, INF, NAN]), torch.tensor([NAN, INF, 1.5, 3]))
+
+
+def test_searches_in_and_for_nothing() -> None:
+    for shape, wanted in (((0,), (3,)), ((0,), ()), ((3,), (2, 0)), ((2, 0), (2, 3)), ((0, 3), (0, 2)), ((2, 3), (2, 0)), ((0, 0), (0, 0))):
+        sequence = torch.arange(float(math.prod(shape))).reshape(shape)
+        check("aten.searchsorted.Tensor", sequence, torch.rand(wanted))
+        if len(shape) == 1:
+            check("aten.bucketize.Tensor", torch.rand(wanted), sequence)
+    check("aten.searchsorted.Scalar", torch.zeros(0), 2.0)
+
+
+def test_boundaries_of_rows_are_refused() -> None:
+    boundaries = torch.rand(2, 2).to("xla")
+    with pytest.raises(RuntimeError, match="boundaries tensor must be 1 dimension"):
+        torch.bucketize(boundaries, boundaries)
+    torch.searchsorted(boundaries, boundaries)

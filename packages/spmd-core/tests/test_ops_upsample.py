@@ -50,3 +50,13 @@ def test_smooth_upsampling_to_one_element() -> None:
 def test_nearest_of_bytes() -> None:
     x = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 4, 4)
     check("aten.upsample_nearest2d.default", x, [7, 8])
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("size", [(3, 5), (11, 10), (8, 2)])
+def test_antialiased(mode, align_corners, size):
+    name = f"aten._upsample_{mode}2d_aa"
+    for scales in ((None, None), (None if size[0] == 8 else size[0] / 8 + 0.01, size[1] / 9 + 0.01)):
+        check(f"{name}.default", torch.randn(2, 3, 8, 9), size, align_corners, *scales)
+        check(f"{name}_backward.default", torch.randn(2, 3, *size), size, (2, 3, 8, 9), align_corners, *scales)

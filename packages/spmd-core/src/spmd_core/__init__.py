@@ -8,6 +8,7 @@ from spmd_core.annotate import mark_sharding as mark_sharding
 from spmd_core.annotate import start_upload as start_upload
 from spmd_core.annotate import sync as sync
 from spmd_core.config import config as config
+from spmd_core.config import strict as strict
 from spmd_core.device import device as device
 from spmd_core.errors import DataError as DataError
 from spmd_core.errors import DeviceMemoryError as DeviceMemoryError

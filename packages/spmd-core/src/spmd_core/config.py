@@ -1,6 +1,8 @@
 """The settings a user may change, with their defaults; nothing here has an effect until the device is first used."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +30,28 @@ class Config:
     max_in_flight_cpu: int = 8
     # Programs in flight on GPU and TPU: enough to hide the host, few enough that donated memory is given back soon.
     max_in_flight: int = 32
-    # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1).
+    # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1, and `strict()` for a region).
     strict: bool = False
 
 
 config = Config(cache_dir=_default_cache_dir(), strict=os.environ.get("SPMD_STRICT", "0") == "1")
+
+
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Inside, an operation that would run on the host raises `HostFallbackError`; with False it may, also under `SPMD_STRICT=1`.
+
+    What is read on the host by its nature (`item()`, the number of elements that a mask selects) stays allowed.
+
+    Example:
+        >>> import torch, spmd_core as spmd
+        >>> with spmd.strict():
+        ...     total = torch.ones(3, device="xla").sum()
+        >>> total.item()
+        3.0
+    """
+    before, config.strict = config.strict, enabled
+    try:
+        yield
+    finally:
+        config.strict = before

@@ -5,14 +5,16 @@ It installs the router, the device guard, the device module `torch.xla`, and the
 
 import ctypes
 import types
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import optimizer
 from torch.utils import backend_registration
 
-from spmd_core import composite, dispatch, execution, runtime, transfer
+from spmd_core import composite, dispatch, execution, runtime, torchvision_ops, transfer
 from spmd_core.errors import SpmdError
 from spmd_core.tensor import XLA_DEVICE, XLAShardedTensor
 
@@ -86,6 +88,19 @@ def _device_module() -> types.ModuleType:
     return module
 
 
+def _made_on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Positions that only the arguments decide, and for which torch has a kernel for each device: a constant."""
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, dtype=kwargs.get("dtype") or torch.int64, device="cpu").to(XLA_DEVICE)
+
+    return kernel
+
+
+def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    return lambda: [*supported(), "xla"]
+
+
 def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(dispatch.route)  # type: ignore[assignment, method-assign]
     _install_guard()
@@ -94,6 +109,12 @@ def _install() -> torch.library.Library:
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
     library.impl("_copy_from", transfer.copy_from, "XLA")
+    # Autograd asks for zeros that are known to be zero only to save work, which the compiler saves anyhow.
+    library.impl("_efficientzerotensor", torch.zeros, "XLA")
+    for name in ("tril_indices", "triu_indices"):
+        library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
+    # torch keeps the list of devices with fused optimizers in a function, and has no registration for it.
+    optimizer._get_fused_kernels_supported_devices = _with_xla(optimizer._get_fused_kernels_supported_devices)
     return library
 
 
@@ -103,4 +124,4 @@ def device() -> torch.device:
 
 
 # torch drops registrations when their Library dies, so they live as long as the module.
-_libraries = (_install(), composite.install())
+_libraries = (_install(), composite.install(), torchvision_ops.install())

@@ -9,23 +9,39 @@ Each overload gets a handler the first time that it is met:
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 
-from spmd_core import inference, metrics, schema
-from spmd_core.aliasing import alias, as_strided, in_place_handler, pieces_handler, view_handler
-from spmd_core.errors import UnsupportedOpError
+from spmd_core import data_dependent, inference, linear_algebra, memory, schema
+from spmd_core.aliasing import alias, as_strided, pieces_handler, view_handler
 from spmd_core.fallback import composite_explicit, decomposition, on_host
+from spmd_core.in_place import in_place_handler, several_written_handler
 from spmd_core.ops import registry
-from spmd_core.recording import NO_KWARGS, Handler, from_host, functional_handler
-from spmd_core.tensor import XLAShardedTensor, spec_of
-from spmd_core.transfer import copy_, item, like_handler, makes_like, resize, store
+from spmd_core.recording import NO_KWARGS, Handler, entries, functional_handler
+from spmd_core.tensor import become, spec_of
+from spmd_core.transfer import copy_, item, like_handler, makes_like, store
 
 aten = torch.ops.aten
 # By identity: torch keeps one object for an overload, and hashes it in Python, which costs as much as all of the lookup.
 _handlers: dict[int, Handler] = {}
+
+
+class How(StrEnum):
+    """How the calls of an overload are carried out."""
+
+    LOWERED = "lowered"
+    VIEW = "a view of shared storage"
+    SPECIAL = "its own handler"
+    IN_PLACE = "in place, derived from the functional form"
+    OUT = "out=, derived from the functional form"
+    COMPOSED = "torch's composition"
+    DECOMPOSED = "torch's decomposition"
+    HOST = "on the host"
 
 
 def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,30 +52,50 @@ def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
     return handler(args, kwargs or NO_KWARGS)
 
 
+def forget() -> None:
+    """Forgets every inferred result, as in a new process: what is recorded next fills `recording.entries` anew. Programs stay compiled."""
+    _handlers.clear()
+    entries.clear()
+
+
 def _make_handler(func: Any) -> Handler:
     special = _SPECIAL.get(func)
     return _ordinary_handler(func) if special is None else special
 
 
+def how(func: torch._ops.OpOverload) -> How:
+    """How calls of an overload are carried out, save for those that a lowering or a decomposition declines."""
+    return How.SPECIAL if func in _SPECIAL else _choose(func)[0]
+
+
 def _ordinary_handler(func: Any) -> Handler:
+    return _choose(func)[1]()
+
+
+def _choose(func: Any) -> tuple[How, Callable[[], Handler]]:
     facts = schema.of(func)
     lowering = registry.find(func)
     if lowering is not None:
-        return view_handler(lowering) if facts.is_view else _computed(lowering)
+        return (How.VIEW, partial(view_handler, lowering)) if facts.is_view else (How.LOWERED, partial(_computed, lowering))
     if facts.written:
         form = schema.functional(func)
+        if form is not None and torch.Tag.inplace_view in func.tags:
+            return How.IN_PLACE, partial(_in_place_view, form)
         writes_lists = any("[]" in str(a.type) or "List" in str(a.type) for a in func._schema.arguments if a.name in facts.written)
-        if form is not None and facts.out_names and not writes_lists:
-            return _derived_out(func, form)
+        if form is not None and facts.out_names:
+            return How.OUT, partial(_derived_out, func, form)
+        several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
+        computed = None if form is None else registry.find(form)
+        if several and computed is not None:
+            return How.IN_PLACE, partial(several_written_handler, func, computed)
         if form is not None and facts.written == facts.names[:1] and not writes_lists:
-            computed = registry.find(form)
-            return _derived_in_place(func, form) if computed is None else in_place_handler(func, computed)
+            return How.IN_PLACE, partial(_derived_in_place, func, form) if computed is None else partial(in_place_handler, func, computed)
     if schema.has_kernel(func, "CompositeImplicitAutograd"):
-        return lambda args, kwargs: func.decompose(*args, **kwargs)
+        return How.COMPOSED, lambda: lambda args, kwargs: func.decompose(*args, **kwargs)
     if schema.has_kernel(func, "CompositeExplicitAutograd"):
-        return composite_explicit(func)
+        return How.COMPOSED, partial(composite_explicit, func)
     function = decomposition_table.get(func)
-    return on_host(func) if function is None else decomposition(func, function)
+    return (How.HOST, partial(on_host, func)) if function is None else (How.DECOMPOSED, partial(decomposition, func, function))
 
 
 def _computed(lowering: registry.Lowering) -> Handler:
@@ -70,6 +106,16 @@ def _computed(lowering: registry.Lowering) -> Handler:
         return record
     host = on_host(lowering.overload)
     return lambda args, kwargs: host(args, kwargs) if declines(args, kwargs) else record(args, kwargs)
+
+
+def _in_place_view(form: torch._ops.OpOverload) -> Handler:
+    """`t_`, `squeeze_` and their kin change what the tensor itself shows of its storage."""
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        become(args[0], form(*args, **kwargs)._handle)
+        return args[0]
+
+    return handler
 
 
 def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
@@ -85,66 +131,50 @@ def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) 
 def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
     """`op(..., out=x)`: compute, check as torch does, resize where torch would, and copy into place."""
     names = schema.of(func).out_names
-    lowering = registry.find(form)
+    # What has a handler of its own, `linalg_inv_ex` for instance, has it here too.
+    lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
     # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
     required = {a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()}
     takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(a.name == "dtype" for a in func._schema.arguments)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        outs = [kwargs[name] for name in names]
+        given = [kwargs[name] for name in names]
+        outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
+        # For its errors, and its warning where it gives `out` another shape. What has no meta kernel is checked in its pieces.
+        with suppress(NotImplementedError):
+            inference.infer(func, args, kwargs, spec_of)
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
         if takes_dtype:
             rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
         results = compute(*args, **rest)
         results = (results,) if isinstance(results, torch.Tensor) else results
+        if len(results) != len(outs):
+            raise RuntimeError(f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. Give one tensor for each result.")
         for out, result in zip(outs, results):
             if not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
                 )
             if out.shape != result.shape:
-                resize(out, result.shape)
+                memory.resize_((out, result.shape), NO_KWARGS)
             store(out, result)
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        if not func._schema.returns:
+            return None
+        return given[0] if len(given) == 1 else tuple(given)
 
     return handler
+
+
+def out_handler(func: torch._ops.OpOverload) -> Handler:
+    """A handler for an `out=` overload that torch would compose."""
+    form = schema.functional(func)
+    assert form is not None, f"{func} has no functional form"
+    return _derived_out(func, form)
 
 
 def _call_of(handler: Handler) -> Callable[..., Any]:
     return lambda *args, **kwargs: handler(args, kwargs)
-
-
-def _set_data(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    raise UnsupportedOpError(
-        "set_ and resize_ exchange the memory under a tensor, which a recorded value does not have; got a call on a tensor of shape "
-        f"{tuple(args[0].shape)}. Assign tensor.data = other, or make a new tensor."
-    )
-
-
-def _with_positions(func: torch._ops.OpOverload) -> Handler:
-    """`index`, `index_put`: a boolean mask selects a number of elements that only the data knows, so its positions are read on the host."""
-    lowering = registry.find(func if func is aten.index.Tensor else aten.index_put.default)
-    assert lowering is not None
-    record = functional_handler(lowering) if lowering.overload is func else in_place_handler(func, lowering)
-
-    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        x, indices = args[0], list(args[1])
-        masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        stays = func is not aten.index.Tensor and len(masks) == 1 and sum(i is not None for i in indices) == 1 and args[2].numel() == 1
-        if masks and not stays:
-            metrics.count("host_reads_of_masks")
-            chosen: list[Any] = []
-            for i in indices:
-                if i is None or i.dtype not in (torch.bool, torch.uint8):
-                    chosen.append(i)
-                else:
-                    chosen.extend(from_host(p) for p in i.cpu().nonzero(as_tuple=True))
-            indices = chosen
-        indices = [from_host(i) if i is not None and i.__class__ is not XLAShardedTensor else i for i in indices]
-        return record((x, indices, *args[2:]), kwargs)
-
-    return handler
 
 
 def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
@@ -156,7 +186,8 @@ def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            torch.empty((), dtype=dtype, device="cpu").fill_(args[position])  # raises what eager torch raises
+            standin, chosen = torch.zeros((), dtype=dtype), [torch.zeros((), dtype=torch.bool)] if position == 2 else []
+            getattr(standin, "masked_fill_" if chosen else "fill_")(*chosen, args[position])  # raises what eager torch raises
         return inner[0](args, kwargs)
 
     return handler
@@ -175,6 +206,26 @@ def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return out, save_mean, save_var
 
 
+def _native_batch_norm_out(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    outs = [kwargs[name] for name in ("out", "save_mean", "save_invstd")]
+    for out, result in zip(outs, _native_batch_norm(args, NO_KWARGS)):
+        if out.shape != result.shape:
+            memory.resize_((out, result.shape), NO_KWARGS)
+        store(out, result)
+    return tuple(outs)
+
+
+def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Writes the slopes that it drew into `noise`. Without training it draws none, so that torch's generator stays where it is."""
+    given = {**dict(zip(schema.of(aten.rrelu_with_noise.default).names, args)), **kwargs}
+    lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
+    if not given.get("training", False):
+        return aten.leaky_relu(given["self"], (lower + upper) / 2)
+    result, noise = aten.rrelu_with_noise_functional(given["self"], given["noise"], lower, upper, True, given.get("generator"))
+    store(given["noise"], noise)
+    return result
+
+
 _SPECIAL: dict[Any, Handler] = {
     aten.detach.default: alias,
     aten.alias.default: alias,
@@ -185,16 +236,25 @@ _SPECIAL: dict[Any, Handler] = {
     aten.split_with_sizes.default: pieces_handler(aten.split_with_sizes.default),
     aten.unbind.int: pieces_handler(aten.unbind.int),
     aten._local_scalar_dense.default: item,
-    aten.index.Tensor: _with_positions(aten.index.Tensor),
-    aten.index_put_.default: _with_positions(aten.index_put_.default),
-    aten.index_put.default: _with_positions(aten.index_put.default),
+    **data_dependent.HANDLERS,
+    **linear_algebra.HANDLERS,
     aten._index_put_impl_.default: lambda args, kwargs: route(None, aten.index_put_.default, (), args[:4]),
     aten.native_batch_norm.default: _native_batch_norm,
+    aten._native_batch_norm_legit.default: _native_batch_norm,
+    aten.rrelu_with_noise.default: _rrelu_with_noise,
+    aten.rrelu_with_noise_.default: lambda args, kwargs: store(args[0], _rrelu_with_noise(args, kwargs)),
+    # A question of TransformerEncoder's, whether it may go on with nested tensors, which this device does not have; answering it would read the mask.
+    aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
+    aten._native_batch_norm_legit.out: _native_batch_norm_out,
+    aten.resize_as_.default: lambda args, kwargs: memory.resize_((args[0], args[1].shape), kwargs),
     aten.fill_.Scalar: _checked(aten.fill_.Scalar, 1),
     aten.fill.Scalar: _checked(aten.fill.Scalar, 1),
     aten.full_like.default: _checked(aten.full_like.default, 1),
     aten.masked_fill_.Scalar: _checked(aten.masked_fill_.Scalar, 2),
     aten.masked_fill.Scalar: _checked(aten.masked_fill.Scalar, 2),
-    aten.resize_.default: _set_data,
-    **{getattr(aten.set_, name): _set_data for name in aten.set_.overloads()},
+    aten.resize_.default: memory.resize_,
+    aten.is_set_to.default: memory.is_set_to,
+    **{getattr(aten.set_, name): memory.refuse_storage for name in aten.set_.overloads()},
+    aten.set_.default: memory.set_to_nothing,
+    aten.set_.source_Tensor: memory.set_to_tensor,
 }

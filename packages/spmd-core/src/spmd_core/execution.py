@@ -218,8 +218,8 @@ def _execute(live: list[Storage]) -> None:
     donated = _donated(live, leaves, targets, out_placements)
     key = compile_cache.Key(
         tuple(structure),
-        tuple((leaf.spec, target) for leaf, target in zip(leaves, targets)),
-        tuple(zip(out_numbers, (s.spec for s in live), out_placements)),
+        tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
+        tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         donated,
         device_ids,
     )

@@ -1,7 +1,9 @@
 """What has no lowering: torch's own compositions and decompositions, whose pieces come back to the router, then the CPU, counted."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,29 +12,40 @@ from spmd_core import inference, metrics, schema
 from spmd_core.config import config
 from spmd_core.errors import HostFallbackError
 from spmd_core.recording import NO_KWARGS, Handler, from_host
+from spmd_core.source import user_frame, user_line
 from spmd_core.tensor import XLAShardedTensor
 from spmd_core.transfer import copy_, resize, to_host
+
+# Some of torch's compositions are defined by each other (`frexp` by `frexp.Tensor_out` and the reverse): the second time around it is the host.
+_MAX_NESTING = 4
+_nesting: Counter[torch._ops.OpOverload] = Counter()
+
+
+def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
+    """Calls what torch composes the operation of; the host where that declines, or needs the operation itself."""
+    fall_back = on_host(func)
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if _nesting[func] >= _MAX_NESTING:
+            return fall_back(args, kwargs)
+        _nesting[func] += 1
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _nesting[func] -= 1
+        return fall_back(args, kwargs) if result is NotImplemented else result
+
+    return handler
 
 
 def composite_explicit(func: torch._ops.OpOverload) -> Handler:
     """torch's own C++ composition, for instance foreach forms: its pieces come back here."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
-
-    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return func.redispatch(keys, *args, **kwargs)
-
-    return handler
+    return _composed(func, partial(func.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)))
 
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
     """torch's decomposition table; the host where it declines."""
-    fall_back = on_host(func)
-
-    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = function(*args, **kwargs)
-        return fall_back(args, kwargs) if result is NotImplemented else result
-
-    return handler
+    return _composed(func, function)
 
 
 def on_host(func: torch._ops.OpOverload) -> Handler:
@@ -44,13 +57,14 @@ def on_host(func: torch._ops.OpOverload) -> Handler:
         if config.strict:
             raise HostFallbackError(
                 f"strict mode allows no operation on the host; {name} has neither a lowering nor a decomposition. "
-                "Rewrite it with other operations, or leave strict mode."
+                f"It was called at {user_line()}. Rewrite it with other operations, or leave strict mode."
             )
-        if metrics.count_fallback(name):
+        filename, line, level = user_frame()
+        if metrics.count_fallback(name, f"{filename}:{line}"):
             warnings.warn(
                 f"{name} has no lowering for device 'xla' and runs on the host: it cuts the program and copies its arguments. "
                 "Counted in metrics.host_fallbacks().",
-                stacklevel=3,
+                stacklevel=level,
             )
         moved: dict[int, torch.Tensor] = {}
 

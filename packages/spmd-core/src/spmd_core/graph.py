@@ -7,7 +7,7 @@ recording: pending while `data` is None, and a leaf of later graphs once it hold
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,31 @@ _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValue
 _serial = itertools.count()
 
 
+def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
 class Spec:
-    """Shape, strides (in elements), dtype and storage offset of a tensor; interned, so equality is identity."""
+    """Shape, strides (in elements) and dtype of a tensor; interned, so equality is identity.
 
-    __slots__ = ("__weakref__", "dtype", "offset", "shape", "size", "strides")
+    Where a view begins in its storage is not part of it: what is computed from `x[0]` and from `x[1]` is the same operation.
+    """
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> None:
-        self.shape, self.strides, self.dtype, self.offset = shape, strides, dtype, offset
+    __slots__ = ("__weakref__", "_packed", "dtype", "shape", "size", "strides")
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.strides, self.dtype = shape, strides, dtype
         self.size = torch.Size(shape)
+        packed = _packed_strides(shape)
+        self._packed = None if packed == strides else Spec.of(shape, packed, dtype)
 
     @staticmethod
-    def of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> "Spec":
-        key = (shape, strides, dtype, offset)
+    def of(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> "Spec":
+        key = (shape, strides, dtype)
         found = _specs.get(key)
         if found is None:
             found = _specs.setdefault(key, Spec(*key))
@@ -35,15 +48,16 @@ class Spec:
 
     @staticmethod
     def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> "Spec":
-        strides, step = [], 1
-        for n in reversed(shape):
-            strides.append(step)
-            step *= max(n, 1)
-        return Spec.of(tuple(shape), tuple(reversed(strides)), dtype)
+        return Spec.of(tuple(shape), _packed_strides(shape), dtype)
 
     @staticmethod
     def from_tensor(t: torch.Tensor) -> "Spec":
-        return Spec.of(tuple(t.shape), tuple(t.stride()), t.dtype, int(t.storage_offset()))
+        return Spec.of(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+    @property
+    def logical(self) -> "Spec":
+        """The contiguous spec of this shape and dtype: what the data on the devices has, whatever strides the tensor shows."""
+        return self._packed or self
 
     @property
     def num_elements(self) -> int:
@@ -64,7 +78,7 @@ class Entry:
     None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
     """
 
-    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_call", "view_write")
+    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_write")
 
     def __init__(
         self,
@@ -81,8 +95,7 @@ class Entry:
         self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0]
-        # For a view: its overload and static arguments, and the operation that puts a written view back, made when it is first needed.
-        self.view_call: Any = None
+        # For a view: the operation that puts a written view back into its base.
         self.view_write: Entry | None = None
 
     def __repr__(self) -> str:

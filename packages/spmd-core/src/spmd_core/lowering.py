@@ -164,7 +164,7 @@ class Program:
                 for kind in entry.number_kinds
             ]
             key = _prng_key(numbers.pop().value) if entry.random else None
-            context = registry.Context(tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key)
+            context = registry.Context(tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key, len(self.device_ids))
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             with jax.named_scope(entry.name):
                 if entry.sharding is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _counters: Counter[str] = Counter()
-_fallbacks: Counter[str] = Counter()
+_fallbacks: Counter[tuple[str, str]] = Counter()
 _programs: list["ProgramRecord"] = []
 _MAX_PROGRAM_RECORDS = 512
 
@@ -31,16 +31,26 @@ class ProgramRecord:
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
 
 
+@dataclass(frozen=True)
+class HostFallback:
+    """An operation that ran on the host: which overload, from which `file:line` of the user's program, how often."""
+
+    op: str
+    source: str
+    count: int
+
+
 def count(name: str, amount: int = 1) -> None:
     """Adds to a counter."""
     _counters[name] += amount
 
 
-def count_fallback(overload: str) -> bool:
+def count_fallback(overload: str, source: str) -> bool:
     """Counts an operation that ran on the host; True the first time that this operation does."""
-    _fallbacks[overload] += 1
+    first = all(op != overload for op, _ in _fallbacks)
+    _fallbacks[overload, source] += 1
     _counters["host_fallbacks"] += 1
-    return _fallbacks[overload] == 1
+    return first
 
 
 def record_program(record: ProgramRecord) -> None:
@@ -59,9 +69,9 @@ def counter(name: str) -> int:
     return _counters[name]
 
 
-def host_fallbacks() -> dict[str, int]:
-    """How often each overload ran on the CPU because it has neither a lowering nor a decomposition."""
-    return dict(_fallbacks)
+def host_fallbacks() -> tuple[HostFallback, ...]:
+    """Every overload that ran on the CPU because it has neither a lowering nor a decomposition, by source line, the most frequent first."""
+    return tuple(HostFallback(op, source, n) for (op, source), n in _fallbacks.most_common())
 
 
 def programs() -> tuple[ProgramRecord, ...]:
@@ -79,7 +89,7 @@ def reset() -> None:
 def report() -> str:
     """A table of the counters and programs for people."""
     rows: list[tuple[str, Any]] = [(name, value) for name, value in counters().items()]
-    rows += [(f"host fallback {name}", n) for name, n in _fallbacks.most_common()]
+    rows += [(f"host fallback {f.op} at {f.source}", f.count) for f in host_fallbacks()]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value:>14,}" for name, value in rows]
     for p in _programs:

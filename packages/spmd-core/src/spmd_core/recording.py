@@ -19,7 +19,8 @@ from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
 
-entries: dict[Any, Entry] = {}
+# Entries by key; for views their links, and what `aliasing` knows of positions that move.
+entries: dict[Any, Any] = {}
 NUMBERS = frozenset({float, int, bool, complex})
 NO_KWARGS: dict[str, Any] = {}
 _default_dtype = torch.get_default_dtype
@@ -33,11 +34,11 @@ class Call:
 
     __slots__ = ("func", "infer", "numbers", "static_when_int")
 
-    def __init__(self, func: Any, static: frozenset[str], make_entry: Callable[..., Entry]) -> None:
+    def __init__(self, func: Any, static: frozenset[str], make_entry: Callable[..., Entry], numbers: frozenset[str] = frozenset()) -> None:
         facts = schema.of(func, static)
         self.func, self.infer = func, make_entry
         # Both by position and by name, as an argument may come either way.
-        self.numbers = frozenset(facts.number_positions) | facts.number_names
+        self.numbers = frozenset(facts.number_positions) | facts.number_names | numbers
         self.static_when_int = frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
 
 
@@ -116,7 +117,7 @@ def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
     return Spec.from_tensor(a)
 
 
-def remember(key: Any, entry: Entry) -> None:
+def remember(key: Any, entry: Any) -> None:
     """Keeps an entry under its key; the oldest quarter goes when there are too many."""
     if len(entries) >= config.max_op_entries:
         oldest = list(entries)[: config.max_op_entries // 4]
@@ -154,7 +155,7 @@ def new_entry(
     )
 
 
-def _bind(facts: schema.Schema, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _bind(facts: schema.Schema, lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with a placeholder for each tensor and each number."""
 
     def place(name: str, a: Any, *, in_list: bool = False) -> Any:
@@ -162,7 +163,8 @@ def _bind(facts: schema.Schema, static: frozenset[str], args: Sequence[Any], kwa
             return _TENSOR
         if isinstance(a, (list, tuple)):
             return [place(name, x, in_list=True) for x in a]
-        is_number = not in_list and a.__class__ in NUMBERS and name in facts.number_names and name not in static
+        may_be_number = name in lowering.numbers or (name in facts.number_names and name not in lowering.static)
+        is_number = may_be_number and not in_list and a.__class__ in NUMBERS
         return _NUMBER if is_number and not (a.__class__ is int and name in facts.static_when_int) else a
 
     plan = [place(name, a) for name, a in zip(facts.names, args)]
@@ -180,7 +182,7 @@ def _fill(plan: Any, inputs: Any, numbers: Any) -> Any:
 def _kernel(
     lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any], outs: tuple[Spec, ...], into: Spec | None
 ) -> Callable[..., list[Any]]:
-    plan, keywords = _bind(schema.of(lowering.overload, lowering.static), lowering.static, args, kwargs)
+    plan, keywords = _bind(schema.of(lowering.overload, lowering.static), lowering, args, kwargs)
     contexts = tuple(registry.Out(s.shape, s.dtype) for s in outs)
 
     def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
@@ -204,7 +206,9 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
     """Records an operation whose results are new tensors."""
     func = lowering.overload
     call = Call(
-        func, lowering.static, lambda args, kwargs, kinds: new_entry(lowering, inference.infer(func, args, kwargs, spec_of), args, kwargs, kinds)
+        func,
+        lowering.static,
+        lambda args, kwargs, kinds: new_entry(lowering, inference.infer(func, args, kwargs, spec_of, meta=lowering.meta), args, kwargs, kinds),
     )
 
     def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from spmd_core import dtypes, execution, runtime
-from spmd_core.errors import SpmdError
+from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.graph import Spec
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingType
-from spmd_core.storage import Handle
+from spmd_core.storage import Handle, Storage, address
 
 XLA_DEVICE = torch.device("xla:0")
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
+_as_strided_ = torch.ops.aten.as_strided_.default
+# torch's kernel that only sets the metadata of a tensor; it is registered for every device but XLA.
+_METADATA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional)
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -180,8 +183,8 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same storage, outside autograd."""
-        return self.detach()
+        """The same storage, outside autograd and its count of writes."""
+        return wrap(self._handle)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -191,6 +194,29 @@ class XLAShardedTensor(torch.Tensor):
         self._handle = new._handle
         if self._followed is not None:
             self._followed[0] = new._handle
+
+    def data_ptr(self) -> int:
+        """A number that two tensors share if they begin at one place of one storage: tied weights are found by it. No memory lies there."""
+        return address(self._handle)
+
+    def untyped_storage(self) -> Any:
+        """What all views of one tensor share, as far as it can be told without memory: `data_ptr()`, `nbytes()`, `size()`, `device`."""
+        return DeviceMemory(self._handle.storage)
+
+    def storage(self) -> Any:
+        """Refused: torch's typed storage shows elements in memory. Raises UnsupportedOpError."""
+        raise UnsupportedOpError(
+            f"an xla tensor has no storage whose elements Python can reach; got storage() of a tensor of shape {tuple(self.shape)}. "
+            "Use untyped_storage().data_ptr() to tell storages apart, or tensor.cpu().storage()."
+        )
+
+    def is_shared(self) -> bool:
+        """True, as for every tensor that is not in host memory."""
+        return True
+
+    def share_memory_(self) -> "XLAShardedTensor":
+        """Does nothing, as for every tensor that is not in host memory: sent to another process, it goes as a copy."""
+        return self
 
     @property
     def requires_grad(self) -> bool:
@@ -230,13 +256,59 @@ class XLAShardedTensor(torch.Tensor):
         return wrap(handle)
 
 
+class DeviceMemory:
+    """In the place of torch's storage object, whose bytes a device array does not show. Two are equal if they are of one storage.
+
+    Raises:
+        AttributeError: for everything that would read, write or resize the bytes.
+    """
+
+    device = XLA_DEVICE
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def data_ptr(self) -> int:
+        """A number that is the storage's own."""
+        return address(self._storage)
+
+    def nbytes(self) -> int:
+        """Bytes of all elements, over all shards."""
+        return self._storage.spec.num_bytes
+
+    size = __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceMemory) and other._storage is self._storage
+
+    def __hash__(self) -> int:
+        return hash(self._storage)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. Use the tensor itself, or tensor.cpu().untyped_storage()."
+        )
+
+
 def wrap(handle: Handle) -> XLAShardedTensor:
     """A new tensor over a handle."""
     spec = handle.spec
     # By position, as parsing keywords costs: class, size, strides, offset, memory format, dtype, layout, device.
-    tensor = _new(XLAShardedTensor, spec.size, spec.strides, spec.offset, None, spec.dtype, _STRIDED, XLA_DEVICE)
+    tensor = _new(XLAShardedTensor, spec.size, spec.strides, handle.offset, None, spec.dtype, _STRIDED, XLA_DEVICE)
     tensor._handle = handle
     return tensor
+
+
+def become(tensor: XLAShardedTensor, handle: Handle) -> None:
+    """Gives a tensor another handle, of any shape and strides, in place: what `t_()` and `squeeze_()` do to a tensor's own metadata."""
+    spec = handle.spec
+    if tensor._handle.spec.num_elements < spec.num_elements:
+        # The kernel holds the metadata against the size of the storage that the tensor was made with; torch's setter replaces that too.
+        tensor.data = wrap(handle)
+        return
+    with torch._C._DisableTorchDispatch():
+        _as_strided_.redispatch(_METADATA_KEYS, tensor, spec.size, spec.strides, handle.offset)
+    tensor._handle = handle
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:

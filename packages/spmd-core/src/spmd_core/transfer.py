@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import torch
 
 from spmd_core import dtypes, execution, inference
-from spmd_core.aliasing import in_place_handler
+from spmd_core.aliasing import is_dense, strided_view
 from spmd_core.graph import Entry, Spec, Value
+from spmd_core.in_place import in_place_handler
 from spmd_core.ops import registry
 from spmd_core.recording import NO_KWARGS, Handler, entries, from_host, functional_handler, inherit, remember
-from spmd_core.storage import Storage, lock
+from spmd_core.storage import Handle, Storage, View, lock
 from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
@@ -50,16 +51,43 @@ def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
     handle = tensor._handle
     if isinstance(handle, Storage):
         return execution.to_host(handle)
-    base, spec = handle.storage.spec, handle.spec
-    if base.num_bytes <= 1 << 24 and base is Spec.contiguous(base.shape, base.dtype) and spec.dtype is base.dtype:
-        # A small base is read whole: a program for each different view of it would cost a compile.
-        return execution.to_host(handle.storage).as_strided(spec.shape, spec.strides, spec.offset).clone(memory_format=torch.contiguous_format)
+    storage = handle.storage
+    if storage.spec.num_bytes <= 1 << 24:
+        # A small base is read whole, and torch itself takes the views of it: a program for each different view would cost a compile.
+        return _view_on_host(handle)
     with lock:
-        execution.materialize(handle.storage)
-        copy = Storage(handle.current(), Spec.contiguous(spec.shape, spec.dtype))
+        execution.materialize(storage)
         value = handle.current()
-        handle.value = Value(value.entry, value.inputs, ())  # the copy owns its value alone
+        copy = Storage(Value(value.entry, value.inputs, value.numbers), Spec.contiguous(handle.spec.shape, handle.spec.dtype))
     return execution.to_host(copy)
+
+
+def _view_on_host(view: View) -> torch.Tensor:
+    spec = view.storage.spec
+    host = execution.to_host(view.storage)
+    if host.stride() != spec.strides:
+        host = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype).copy_(host)
+    for step in view.chain():
+        func, args, kwargs = step.link.call
+        if func is aten.as_strided.default:
+            size, strides, offset, changes = args
+            host = _memory_on_host(host, changes).as_strided(size, strides, offset)
+        else:
+            # Resolved at once: the device computes a conjugate, so a view of its parts is allowed here.
+            host = func(host, *args, **kwargs).resolve_conj().resolve_neg()
+    return host.clone(memory_format=torch.contiguous_format)
+
+
+def _memory_on_host(host: torch.Tensor, changes: Sequence[Any]) -> torch.Tensor:
+    """All elements in the order of memory, after what a chain of views did to their values (`aliasing` lists it)."""
+    flat = host.as_strided((host.numel(),), (1,))
+    for how in changes:
+        if isinstance(how, torch.dtype):
+            ratio = max(how.itemsize // flat.dtype.itemsize, 1)
+            flat = flat[: flat.numel() // ratio * ratio].view(how)
+        else:
+            flat = how(flat).resolve_conj().resolve_neg()
+    return flat
 
 
 def copy_to(source: XLAShardedTensor, device: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -101,9 +129,12 @@ def resize(target: XLAShardedTensor, shape: Sequence[int]) -> None:
     target.data = wrap(new_storage(tuple(shape), target.dtype))
 
 
-def new_storage(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Storage:
-    """A storage of zeros: memory on the device is never uninitialised."""
+def new_storage(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Handle:
+    """A storage of zeros: memory on the device is never uninitialised. Strides with gaps or shared places are a view of a dense one."""
     dtypes.to_jax(dtype)
+    if strides is not None and not is_dense(shape, strides):
+        length = 1 + sum((n - 1) * step for n, step in zip(shape, strides)) if all(shape) else 0
+        return strided_view(new_storage((length,), dtype), shape, strides, 0)
     key = ("empty", shape, dtype, strides)
     entry = entries.get(key)
     if entry is None:

@@ -49,6 +49,8 @@ def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax
 @lowering("aten.gather.default")
 def _gather(ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False) -> jax.Array:
     axis = _axis(dim, x.ndim)
+    if index.size == 0:  # of any number of dims, where torch looks no further
+        return jnp.zeros(ctx.shape, ctx.dtype)
     x, index = jnp.atleast_1d(x), jnp.atleast_1d(index)
     # numpy would broadcast the other dims; torch reads only as much of them as the index has.
     region = tuple(slice(None) if d == axis else slice(index.shape[d]) for d in range(x.ndim))

@@ -59,9 +59,9 @@ def _repeat(ctx: Context, x: jax.Array, repeats: list[int]) -> jax.Array:
     return jnp.tile(x, repeats)
 
 
-@lowering("aten.repeat_interleave.Tensor", host_when=lambda args, kwargs: kwargs.get("output_size") is None)
+@lowering("aten.repeat_interleave.Tensor")
 def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int) -> jax.Array:
-    """Each position i of `repeats`, repeats[i] times; without `output_size` the length depends on the values."""
+    """Each position i of `repeats`, repeats[i] times. Where `output_size` was not given, the recording has read the sum."""
     return jnp.repeat(jnp.arange(repeats.shape[0], dtype=ctx.dtype), repeats, total_repeat_length=output_size)
 
 

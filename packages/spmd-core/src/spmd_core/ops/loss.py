@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from spmd_core.ops.precision import opmath
@@ -171,3 +172,87 @@ def _nll_loss_backward(ctx: Context, grad: Any, x: Any, target: Any, weight: Any
     chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
     chosen &= jnp.expand_dims(target != ignore_index, dim)  # a total weight of 0 makes the scale of ignored targets nan
     return jnp.where(chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)).astype(ctx.dtype)
+
+
+# ---- margins between classes: (batch, class) or (class,) -------------------------------------------------------------
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
+
+
+def _reduced_rows(ctx: Context, losses: jax.Array, reduction: int) -> jax.Array:
+    return _reduced(ctx, losses, reduction).reshape(ctx.shape)
+
+
+def _multi_margin_losses(x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None) -> jax.Array:
+    """For each row the sum over the other classes of max(0, margin - x[target] + x)^p, over the number of classes."""
+    target = target.reshape(-1, 1)
+    hinge = jnp.maximum(as_array(margin, x.dtype) - jnp.take_along_axis(x, target, axis=1, mode="clip") + x, 0)
+    losses = hinge if p == 1 else hinge * hinge
+    if weight is not None:
+        losses = losses * jnp.take(weight.astype(x.dtype), target, mode="clip")
+    others = jnp.arange(x.shape[1]) != target
+    return jnp.sum(jnp.where(others, losses, jnp.zeros_like(losses)), axis=1) / x.shape[1]
+
+
+@lowering("aten.multi_margin_loss.default", static=("p",))
+def _multi_margin(ctx: Context, x: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+    return _reduced_rows(ctx, _multi_margin_losses(_rows(as_array(x, opmath(ctx.dtype))), target, p, margin, weight), reduction)
+
+
+def _like_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@lowering("aten.multi_margin_loss_backward.default", static=("p",), meta=_like_second)
+def _multi_margin_backward(
+    ctx: Context, grad: Any, x: Any, target: Any, p: Any, margin: Any, weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
+    rows = _rows(as_array(x, opmath(ctx.dtype)))
+    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (rows.shape[0] if reduction == _MEAN else 1)
+    # A hinge's slope at its corner: torch counts a difference of 0 as outside, jax.grad of a maximum as half.
+    target = target.reshape(-1, 1)
+    hinge = as_array(margin, rows.dtype) - jnp.take_along_axis(rows, target, axis=1, mode="clip") + rows
+    slope = jnp.where(hinge > 0, jnp.ones_like(hinge) if p == 1 else 2 * hinge, jnp.zeros_like(hinge)) / rows.shape[1]
+    if weight is not None:
+        slope = slope * jnp.take(weight.astype(rows.dtype), target, mode="clip")
+    is_target = jnp.arange(rows.shape[1]) == target
+    others = jnp.where(is_target, jnp.zeros_like(slope), slope)
+    slope = jnp.where(is_target, -jnp.sum(others, axis=1, keepdims=True), others)
+    return (slope * each[:, None]).reshape(ctx.shape).astype(ctx.dtype)
+
+
+def _label_lists(target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For lists of class indices that end at the first -1: the indices, which of them count, and which classes are in the list."""
+    rows = _rows(target)
+    counts = jnp.cumsum(rows < 0, axis=1) == 0
+    labels = jnp.where(counts, rows, 0)
+    present = jnp.any((labels[:, :, None] == jnp.arange(rows.shape[1])) & counts[:, :, None], axis=1)
+    return labels, counts, present
+
+
+def _multilabel_hinges(x: jax.Array, labels: jax.Array, counts: jax.Array, present: jax.Array) -> jax.Array:
+    """(batch, label, class): 1 - x[label] + x[class] for each label that counts and each class that is not in the list; 0 elsewhere or below."""
+    hinge = 1 - jnp.take_along_axis(x, labels, axis=1, mode="clip")[:, :, None] + x[:, None, :]
+    return jnp.where(counts[:, :, None] & ~present[:, None, :], jnp.maximum(hinge, 0), jnp.zeros((), x.dtype))
+
+
+# torch's own decomposition lets the unused ends of the lists count as label 0 (2.13), so this must not be left to it.
+@lowering("aten.multilabel_margin_loss_forward.default")
+def _multilabel_margin(ctx: Context, x: Any, target: Any, reduction: int) -> tuple[jax.Array, jax.Array]:
+    rows = _rows(as_array(x, opmath(ctx.dtype)))
+    labels, counts, present = _label_lists(target)
+    losses = jnp.sum(_multilabel_hinges(rows, labels, counts, present), axis=(1, 2)) / rows.shape[1]
+    return _reduced_rows(ctx, losses, reduction), present.reshape(target.shape).astype(ctx.dtype)
+
+
+@lowering("aten.multilabel_margin_loss_backward.default", meta=_like_second)
+def _multilabel_margin_backward(ctx: Context, grad: Any, x: Any, target: Any, reduction: int, is_target: Any) -> jax.Array:
+    rows = _rows(as_array(x, opmath(ctx.dtype)))
+    labels, counts, present = _label_lists(target)
+    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (rows.shape[0] if reduction == _MEAN else 1)
+    active = (_multilabel_hinges(rows, labels, counts, present) > 0).astype(rows.dtype)
+    at_labels = jnp.sum(active, axis=2)[:, :, None] * (labels[:, :, None] == jnp.arange(rows.shape[1]))
+    slope = (jnp.sum(active, axis=1) - jnp.sum(at_labels, axis=1)) / rows.shape[1]
+    return (slope * each[:, None]).reshape(ctx.shape).astype(ctx.dtype)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from spmd_core.ops.precision import matmul_precision, opmath
@@ -133,3 +134,46 @@ def _trilinear(ctx: Context, a: Any, b: Any, c: Any, expand1: Any, expand2: Any,
     present = "".join(letter for letter in kept if any(letter in term for term in terms))
     result = jnp.einsum(f"{','.join(terms)}->{present}", *operands, precision=matmul_precision(wide))
     return result.reshape(ctx.shape).astype(ctx.dtype)
+
+
+def _ragged(
+    ctx: Context, a: jax.Array, b: jax.Array, ends: jax.Array, *, contracting: tuple[int, int], ragged: int, groups: tuple[int, ...]
+) -> jax.Array:
+    """A product whose dim `ragged` of `a` is cut into groups that end at `ends`; dim 0 of `b`, or of the result, counts the groups."""
+    if ctx.platform == "cpu":
+        # XLA's CPU backend refuses some batched dots of 16-bit operands into float32, which ragged dots become there.
+        a, b = a.astype(opmath(a.dtype)), b.astype(opmath(b.dtype))
+    sizes = jnp.diff(ends.astype(np.int32), prepend=np.int32(0))
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((contracting[0],), (contracting[1],)), ((), ())), lhs_ragged_dimensions=[ragged], rhs_group_dimensions=groups
+    )
+    return lax.ragged_dot_general(a, b, sizes, dims, precision=matmul_precision(a.dtype), preferred_element_type=opmath(a.dtype))
+
+
+def _grouped_meta(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+    """torch's own takes 16-bit operands only, whose strides are multiples of 16 bytes."""
+    groups = b.shape[0] if offs is None else offs.shape[0]
+    flat = a.dim() == b.dim() == 2
+    fits = a.shape[-1] == b.shape[-2] and (offs is None) == (a.dim() == b.dim() == 3) and (flat or groups in (a.shape[0], b.shape[0]))
+    if not fits or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise RuntimeError(
+            "_grouped_mm multiplies (rows, k) or (groups, rows, k) by (k, columns) or (groups, k, columns), in float32, bfloat16 or float16, and one "
+            f"offset for each group unless both have groups; got {tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype} and "
+            f"{None if offs is None else tuple(offs.shape)} offsets. Give both one dtype and matching dims."
+        )
+    leading = (groups,) if flat or offs is None else ()
+    return torch.empty((*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype, device="meta")
+
+
+@lowering("aten._grouped_mm.default", meta=_grouped_meta)
+def _grouped_mm(ctx: Context, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> jax.Array:
+    """One product for each group. Rows or columns after the last group, which torch leaves unwritten, are 0."""
+    if offs is None:
+        product = _contract(a, b, _BATCHED)
+    elif a.ndim == 2 and b.ndim == 2:
+        product = _ragged(ctx, a, b, offs, contracting=(1, 0), ragged=1, groups=())
+    elif a.ndim == 2:
+        product = _ragged(ctx, a, b, offs, contracting=(1, 1), ragged=0, groups=(0,))
+    else:
+        product = _ragged(ctx, b, a, offs, contracting=(0, 2), ragged=1, groups=(0,)).T
+    return (product if bias is None else product + as_array(bias, product.dtype)).astype(ctx.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from spmd_core import dtypes
@@ -296,3 +297,40 @@ def _softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtyp
 def _log_softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any) -> jax.Array:
     grad, output = _wide(grad), _wide(output)
     return (grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)).astype(ctx.dtype)
+
+
+# torch's numbers for `mask_type`: (query, key), (batch, key), and the whole shape for 2 or None
+_SOURCE_MASK, _PADDING_MASK = 0, 1
+
+
+def _check_masked(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(f"Mask should be a boolean tensor; got {mask.dtype}. Convert it with .bool(), where True means left out.")
+    wanted: tuple[int, ...] = tuple(x.shape)
+    if mask_type == _SOURCE_MASK:
+        wanted = tuple(x.shape[-2:])
+    elif mask_type == _PADDING_MASK:
+        wanted = (x.shape[0], x.shape[-1])
+    if tuple(mask.shape) != wanted:
+        raise RuntimeError(
+            f"Mask shape should match the input's: {list(wanted)} for mask type {mask_type}; got {list(mask.shape)}. Give it that shape."
+        )
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@lowering("aten._masked_softmax.default", meta=_check_masked)
+def _masked_softmax(ctx: Context, x: Any, mask: Any, dim: int | None = None, mask_type: int | None = None) -> jax.Array:
+    """True is left out. A row of which nothing is left is NaN, as in torch."""
+    if mask_type == _PADDING_MASK:
+        mask = mask.reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
+    x = jnp.where(mask, jnp.asarray(-jnp.inf, x.dtype), x)
+    return _softmax_over(ctx, x, reduced_dims(-1 if dim is None else dim, x.ndim)).astype(ctx.dtype)
+
+
+@lowering("aten._masked_softmax_backward.default", meta=lambda grad, output, mask, dim=None: _check_masked(grad, mask))
+def _masked_softmax_backward(ctx: Context, grad: Any, output: Any, mask: Any, dim: int | None = None) -> jax.Array:
+    zero = jnp.zeros((), opmath(grad.dtype))
+    # Left out before the products: a masked gradient may be NaN.
+    grad, output = jnp.where(mask, zero, _wide(grad)), jnp.where(mask, zero, _wide(output))
+    total = jnp.sum(grad * output, axis=reduced_dims(-1 if dim is None else dim, grad.ndim), keepdims=True)
+    return jnp.where(mask, zero, output * (grad - total)).astype(ctx.dtype)

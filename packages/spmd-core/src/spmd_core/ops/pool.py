@@ -129,7 +129,9 @@ def _add_by_window(
         won = indices == _flat_position(here, spatial)
         for mask in inside:
             won &= mask
-        total += lax.pad(jnp.where(won, grad, jnp.zeros_like(grad)), jnp.zeros((), grad.dtype), config)
+        # Spread out, then moved: the partitioner aborts on a pad that has zeros between the elements and cuts at an edge.
+        apart = lax.pad(jnp.where(won, grad, jnp.zeros_like(grad)), jnp.zeros((), grad.dtype), [(0, 0, between) for _, _, between in config])
+        total += lax.pad(apart, jnp.zeros((), grad.dtype), [(low, high, 0) for low, high, _ in config])
     return total
 
 
@@ -177,6 +179,43 @@ def _register_max_pool(num_dims: int) -> None:
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d_backward.default")
     def adaptive_backward(ctx: Context, grad: Any, x: Any, indices: Any) -> jax.Array:
+        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
+
+
+# ---- fractional maximum: windows of one size at positions that a random number decides (Graham 2014, "Fractional Max-Pooling") -------
+
+
+def _first_elements(samples: jax.Array, num_in: int, num_out: int, kernel: int) -> jax.Array:
+    """Where the windows begin along one dim, for each batch and channel: a pseudo-random sequence of steps, the last window at the end."""
+    if num_out == 1:
+        return jnp.full((*samples.shape, 1), num_in - kernel)
+    alpha = jnp.asarray((num_in - kernel) / (num_out - 1), samples.dtype)
+    steps = jnp.arange(num_out - 1, dtype=samples.dtype)
+    begins = jnp.floor((steps + samples[..., None]) * alpha) - jnp.floor(samples[..., None] * alpha)
+    return jnp.concatenate([begins.astype(_INT64), jnp.full((*samples.shape, 1), num_in - kernel)], axis=-1)
+
+
+def _register_fractional_max_pool(num_dims: int) -> None:
+    @lowering(f"aten.fractional_max_pool{num_dims}d.default")
+    def forward(ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> tuple[jax.Array, jax.Array]:
+        kernel, sizes = _each(kernel_size, num_dims), _each(output_size, num_dims)
+        spatial = x.shape[x.ndim - num_dims :]
+        fields = [x.reshape(*random_samples.shape[:2], *spatial)]
+        for d in reversed(range(num_dims)):
+            # torch takes the samples for two dims in the order width, height and for three in the order of the dims.
+            sample = random_samples[..., num_dims - 1 - d if num_dims == 2 else d]
+            begins = _first_elements(sample, spatial[d], sizes[d], kernel[d])
+            begins = begins.reshape(*begins.shape[:2], *(1,) * d, sizes[d], *(1,) * (num_dims - 1 - d))
+            candidates = []
+            for k in range(kernel[d]):
+                window = [jnp.take_along_axis(f, begins + k, axis=d + 2, mode="clip") for f in fields]
+                candidates.append((window, jnp.broadcast_to(begins + k, window[0].shape)))
+            best, position = _best_of(candidates)
+            fields = [best[0], position, *best[1:]]
+        return fields[0].reshape(ctx.shape), _flat_position(fields[1:], spatial).reshape(ctx.shape)
+
+    @lowering(f"aten.fractional_max_pool{num_dims}d_backward.default", meta=lambda grad, x, *rest: x.new_empty(x.shape))
+    def backward(ctx: Context, grad: Any, x: Any, kernel_size: Any, output_size: Any, indices: Any) -> jax.Array:
         return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
 
 
@@ -269,6 +308,8 @@ def _register_mean_pool(num_dims: int) -> None:
 
 _register_max_pool(2)
 _register_max_pool(3)
+_register_fractional_max_pool(2)
+_register_fractional_max_pool(3)
 _register_mean_pool(2)
 _register_mean_pool(3)
 

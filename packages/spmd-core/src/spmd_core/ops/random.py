@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from spmd_core.ops.precision import opmath
-from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _key(ctx: Context) -> jax.Array:
@@ -119,6 +120,48 @@ def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.A
     return lax.random_gamma_grad(x.astype(wide), output.astype(wide)).astype(ctx.dtype)
 
 
+@lowering("aten._sample_dirichlet.default", random=True, meta=lambda x, generator=None: torch.empty_like(x, memory_format=torch.contiguous_format))
+def _sample_dirichlet(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
+    concentration = x.astype(_sampled(ctx.dtype))
+    # Normalised in logarithms, so that a row of small concentrations, whose gammas all underflow, still adds up to 1.
+    return jax.nn.softmax(jax.random.loggamma(_key(ctx), concentration), axis=-1).astype(ctx.dtype)
+
+
+# Nodes and weights of the double exponential rule for an integral over (0, inf) whose integrand decays like exp(-y)
+# (Takahasi and Mori 1974, "Double exponential formulas for numerical integration"): y = exp(u - exp(-u)).
+_U = np.arange(-4.0, 4.6, 0.1)
+_NODES = np.exp(_U - np.exp(-_U))
+_NODE_WEIGHTS = _NODES * (1 + np.exp(-_U)) * 0.1
+
+
+@lowering("aten._dirichlet_grad.default", meta=lambda x, alpha, total: torch.empty_like(x, memory_format=torch.contiguous_format))
+def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Array) -> jax.Array:
+    """How a value moves with its own concentration: -(dF/d alpha) / (1 - x) / F' where F is the distribution function of Beta(alpha, total - alpha).
+
+    (Figurnov, Mohamed, Mnih 2018, "Implicit reparameterization gradients", eq. 5.) dF/d alpha = integral of (log t - E log T) p(t) over t < x, and
+    as it vanishes over all t, also less that over t > x. Each is taken where its integrand has one sign. In y = logit t, relative to its value at x.
+    """
+    wide = np.dtype(np.float64)
+    x, a, total = (y.astype(wide) for y in (x, alpha, total))
+    b = total - a
+    y_end, mean_log = jnp.log(x) - jnp.log1p(-x), jax.scipy.special.digamma(a) - jax.scipy.special.digamma(total)
+    left = jnp.log(x) < mean_log
+    direction = jnp.where(left, -1.0, 1.0)
+    scale = jnp.maximum(1 / jnp.where(left, a, b), jnp.sqrt(1 / a + 1 / b))
+
+    def add(total_so_far: jax.Array, node: Any) -> tuple[jax.Array, None]:
+        at, weight = node
+        y = y_end + direction * scale * at
+        log_t = jax.nn.log_sigmoid(y)
+        # p(t) dt = t^a (1-t)^b dy, over its value at x
+        density = jnp.exp(a * (log_t - jnp.log(x)) + b * (jax.nn.log_sigmoid(-y) - jnp.log1p(-x)))
+        return total_so_far + weight * density * (log_t - mean_log), None
+
+    summed, _ = lax.scan(add, jnp.zeros_like(x), (jnp.asarray(_NODES), jnp.asarray(_NODE_WEIGHTS)))
+    # What is relative to t^a (1-t)^b is to be divided by t^(a-1) (1-t)^(b-1): one factor x (1-x), of which 1 / (1-x) takes a part away.
+    return (direction * scale * summed * x).astype(ctx.dtype)
+
+
 # Discrete distributions.
 
 
@@ -157,6 +200,17 @@ def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) ->
 def _native_dropout_backward(ctx: Context, grad_output: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
     wide = opmath(ctx.dtype)
     return (grad_output.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype)
+
+
+@lowering("aten.rrelu_with_noise_functional.default", random=True)
+def _rrelu_with_noise(
+    ctx: Context, x: jax.Array, noise: jax.Array, lower: Number, upper: Number, training: bool, generator: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """In training only; without it the router records a leaky_relu, which draws nothing."""
+    low, high = (as_array(bound, _sampled(x.dtype)) for bound in (lower, upper))
+    slopes = jax.random.uniform(_key(ctx), x.shape, _sampled(x.dtype)) * (high - low) + low
+    factors = jnp.where(x <= 0, slopes, jnp.ones_like(slopes)).astype(ctx.dtype)
+    return x * factors, factors
 
 
 @lowering("aten.geometric.default", random=True)

@@ -149,6 +149,45 @@ def _aminmax(ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = Fa
     return _extremum(x, dims, keepdim, False), _extremum(x, dims, keepdim, True)
 
 
+@lowering("aten.trace.default")
+def _trace(ctx: Context, x: Any) -> jax.Array:
+    # A comparison of positions and not a gather of the diagonal: each device adds up its own shard.
+    diagonal = lax.broadcasted_iota(np.int32, x.shape, 0) == lax.broadcasted_iota(np.int32, x.shape, 1)
+    x = _accumulator(ctx, x)
+    return jnp.sum(jnp.where(diagonal, x, jnp.zeros_like(x))).astype(ctx.dtype)
+
+
+def _float64_bits(x: jax.Array) -> jax.Array:
+    """The bits of the floats as float64; from narrower ones by integers alone, as TPUs have no bits of a float64 to show."""
+    if x.dtype == np.float64:
+        return lax.bitcast_convert_type(x, np.uint64)
+    bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32).astype(np.uint64)
+    sign, exponent, fraction = bits >> 31, (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    # A subnormal's leading bit moves up to where it is implied.
+    shift = jnp.where((exponent == 0) & (fraction != 0), lax.clz(fraction) - 40, 0)
+    fraction = (fraction << shift) & 0x7FFFFF
+    wide = jnp.where(exponent == 0xFF, 0x7FF, exponent + jnp.uint64(897) - jnp.maximum(shift, exponent > 0))
+    wide = jnp.where((bits << 33) == 0, 0, wide)
+    return (sign << 63) | (wide << 52) | (fraction << 29)
+
+
+@lowering("aten.hash_tensor.default")
+def _hash_tensor(ctx: Context, x: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> jax.Array:
+    """The exclusive or of all values: of floats as float64, of integers as 64 bits with their sign."""
+    if mode != 0:
+        raise RuntimeError(f"Unknown hash_tensor mode: {mode}; the only one is 0, the exclusive or.")
+    bits = (
+        _float64_bits(x) if is_inexact(x.dtype) else x.astype(np.int64 if jnp.issubdtype(x.dtype, np.signedinteger) else np.uint64).astype(np.uint64)
+    )
+    dims = reduced_dims(dim, x.ndim)
+    if ctx.num_devices == 1:
+        return lax.reduce(bits, np.uint64(0), lax.bitwise_xor, dims).reshape(ctx.shape)
+    # Devices can add what they hold, and XLA has no exclusive or between them: the parity of each bit's sum.
+    places = jnp.arange(64, dtype=np.uint64)
+    counts = jnp.sum(((bits[..., None] >> places) & 1).astype(np.uint32), axis=dims, dtype=np.uint32)
+    return jnp.sum((counts & 1).astype(np.uint64) << places, axis=-1, dtype=np.uint64).reshape(ctx.shape)
+
+
 # ---- moments ---------------------------------------------------------------------------------------------------------
 
 

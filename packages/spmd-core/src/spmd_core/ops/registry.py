@@ -49,6 +49,7 @@ class Context:
     outs: tuple[Out, ...]
     platform: str  # "cpu", "gpu" or "tpu"
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
+    num_devices: int = 1  # over which the program is partitioned
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,6 +71,8 @@ class Lowering:
     static: frozenset[str] = field(default_factory=frozenset)
     random: bool = False
     host_when: Callable[[Any, Any], bool] | None = None  # (args, kwargs) -> whether this call must run on the host
+    meta: Callable[..., Any] | None = None  # in place of torch's meta kernel: the overload over meta tensors
+    numbers: frozenset[str] = field(default_factory=frozenset)
 
 
 _LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
@@ -90,11 +93,19 @@ def resolve(name: str) -> torch._ops.OpOverload:
 
 
 def lowering(
-    *names: str, static: tuple[str, ...] = (), random: bool = False, host_when: Callable[[Any, Any], bool] | None = None
+    *names: str,
+    static: tuple[str, ...] = (),
+    random: bool = False,
+    host_when: Callable[[Any, Any], bool] | None = None,
+    meta: Callable[..., Any] | None = None,
+    numbers: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function for each overload in `names`. Registering one overload twice is a ValueError.
 
+    `numbers` names keyword arguments of schema type `float` that arrive as `Number` too, where they change from call to call.
+
     `host_when(args, kwargs)`, over the recorded call's tensors, says which calls the function declines: those run on the host, counted.
+    `meta` gives the results' shapes and dtypes as meta tensors, where torch has no meta kernel or one that asks what only CUDA's kernel needs.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +115,7 @@ def lowering(
                 raise ValueError(
                     f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place."
                 )
-            _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random, host_when)
+            _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random, host_when, meta, frozenset(numbers))
         return function
 
     return register

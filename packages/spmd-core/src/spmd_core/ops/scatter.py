@@ -1,4 +1,4 @@
-"""Writing at positions given by tensors: scatter, index_put, index_add and their kin, masked_scatter and histograms.
+"""Writing at positions given by tensors: scatter, index_put, index_add and their kin, and masked_scatter.
 
 An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU. A device cannot raise from inside
 a program: here such an index writes nothing, such a source repeats its last element, and no write ever leaves its array. Where two
@@ -134,8 +134,25 @@ def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Ap
     return apply
 
 
+def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
+    """Refused when recorded, save where the tensors are too large to try (`inference`); jax would broadcast the source."""
+    axis = _axis(dim, x.ndim)
+    if x.ndim and source.ndim and (source.ndim != x.ndim or any(m != n for d, (m, n) in enumerate(zip(source.shape, x.shape)) if d != axis)):
+        raise RuntimeError(
+            "source tensor shape must match self tensor shape, excluding the specified dimension. "
+            f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}. Expand the source."
+        )
+    num_slices = source.shape[axis] if source.ndim else 1
+    if num_slices != (index.shape[0] if index.ndim else 1):
+        raise RuntimeError(
+            f"Number of indices ({list(index.shape)}) should be equal to source.size(dim): ({num_slices}), for dim: {axis}. "
+            "Give one index for each slice of the source."
+        )
+
+
 @lowering("aten.index_add.default")
 def _index_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Number | int = 1) -> jax.Array:
+    _check_slices(x, dim, index, source)
     scaled = source if x.dtype == np.bool_ else source * as_array(alpha, source.dtype)
     return _slicing(dim, index, x.ndim)(x, scaled, "add")
 
@@ -152,6 +169,7 @@ def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: A
 
 @lowering("aten.index_reduce.default")
 def _index_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True) -> jax.Array:
+    _check_slices(x, dim, index, source)
     if index.size == 0:
         return x
     return _reduce(x, source, _slicing(dim, index, x.ndim), reduce, include_self=include_self)
@@ -232,20 +250,3 @@ def _masked_scatter_backward(ctx: Context, grad_output: jax.Array, mask: jax.Arr
     flat = jnp.zeros(int(np.prod(sizes)), ctx.dtype)
     target = jnp.where(mask.reshape(-1), _ranks(mask), flat.shape[0])
     return flat.at[target].set(grad_output.reshape(-1), mode="drop", wrap_negative_indices=False).reshape(ctx.shape)
-
-
-# Histograms.
-
-
-@lowering("aten.histc.default")
-def _histc(ctx: Context, x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:
-    low, high = as_array(min, x.dtype), as_array(max, x.dtype)
-    flat = x.reshape(-1)
-    if flat.size:
-        # Equal bounds stand for the data's own, and data of one value for a range of 1 on either side of it.
-        low, high = jnp.where(low == high, flat.min(), low), jnp.where(low == high, flat.max(), high)
-    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
-    inside = (flat >= low) & (flat <= high)
-    place = jnp.minimum(jnp.floor((flat - low) * bins / (high - low)), bins - 1)
-    target = jnp.where(inside, place, bins).astype(np.int64)
-    return jnp.zeros(bins, np.int64).at[target].add(1, mode="drop").astype(ctx.dtype)

@@ -156,7 +156,7 @@ def _search(ctx: Context, sequence: jax.Array, x: Any, right: bool) -> jax.Array
     length = sequence.shape[-1]
     batch = sequence.shape[:-1]
     # One sequence for all values: they form one row. A sequence for each row otherwise.
-    rows = values.reshape(*batch, -1)
+    rows = values if batch else values.reshape(values.size)
     low, high = jnp.zeros(rows.shape, np.int64), jnp.full(rows.shape, length, np.int64)
 
     def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

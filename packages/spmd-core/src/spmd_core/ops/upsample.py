@@ -1,13 +1,13 @@
 """Upsampling over 1 to 3 spatial dims, nearest, linear and cubic: each dim is a weighted sum of shifted copies; forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
 # One dim's result is the sum of its taps: the source index of every element, and its weight (None for 1).
@@ -108,3 +108,66 @@ _register("upsample_linear1d", 1, _linear_taps, True)
 _register("upsample_bilinear2d", 2, _linear_taps, True)
 _register("upsample_trilinear3d", 3, _linear_taps, True)
 _register("upsample_bicubic2d", 2, _cubic_taps, True)
+
+
+# ---- antialiased: on the way down, each result element is a weighted mean of all source elements under a stretched filter ---------------
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _keys(x: np.ndarray) -> np.ndarray:
+    """Keys's cubic convolution with the parameter a = -0.5, as in Pillow's resize."""
+    a, x = -0.5, np.abs(x)
+    return np.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
+
+
+def _lanczos(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0)
+
+
+def _filter_matrix(
+    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool, kernel: Callable[[np.ndarray], np.ndarray], radius: int
+) -> np.ndarray:
+    """(result, source) weights; the ends of each filter are rounded in torch's dtype. A dim that keeps its size is left alone."""
+    if num_in == num_out:
+        return np.eye(num_in, dtype=dtype)
+    if align_corners:
+        step = dtype.type((num_in - 1) / (num_out - 1) if num_out > 1 else 0)
+    else:
+        step = _step(num_in, num_out, scale, dtype)
+    stretch = max(step, dtype.type(1))
+    center = step * (np.arange(num_out, dtype=dtype) + dtype.type(0.5))
+    reach = dtype.type(radius) * stretch
+    first = np.maximum((center - reach + dtype.type(0.5)).astype(np.int64), 0)
+    last = np.minimum((center + reach + dtype.type(0.5)).astype(np.int64), num_in)
+    source = np.arange(num_in)
+    weights = kernel((source - center[:, None] + dtype.type(0.5)) / stretch)
+    weights = np.where((source >= first[:, None]) & (source < last[:, None]), weights, 0)
+    total = weights.sum(axis=1, keepdims=True)
+    return (weights / np.where(total == 0, 1, total)).astype(dtype)
+
+
+def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int) -> None:
+    def matrices(dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]) -> list[np.ndarray]:
+        align_corners, *scales = options
+        scales += [None] * (2 - len(scales))
+        return [_filter_matrix(i, o, s, dtype, align_corners, kernel, radius) for i, o, s in zip(in_sizes, out_sizes, scales)]
+
+    @lowering(f"aten.{op}.default", host_when=lambda args, kwargs: not args[0].dtype.is_floating_point)
+    def forward(ctx: Context, x: Any, output_size: Any, *options: Any, **named: Any) -> jax.Array:
+        dtype = opmath(x.dtype)
+        rows, columns = matrices(dtype, x.shape[2:], output_size, (*options, *named.values()))
+        return jnp.einsum("nchw,ih,jw->ncij", x.astype(dtype), rows, columns, precision=matmul_precision(dtype)).astype(ctx.dtype)
+
+    @lowering(f"aten.{op}_backward.default")
+    def backward(ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any, **named: Any) -> jax.Array:
+        dtype = opmath(grad.dtype)
+        rows, columns = matrices(dtype, input_size[2:], output_size, (*options, *named.values()))
+        return jnp.einsum("ncij,ih,jw->nchw", grad.astype(dtype), rows, columns, precision=matmul_precision(dtype)).astype(ctx.dtype)
+
+
+_register_antialiased("_upsample_bilinear2d_aa", _triangle, 1)
+_register_antialiased("_upsample_bicubic2d_aa", _keys, 2)
+_register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3)

@@ -1,0 +1,93 @@
+"""What does attention cost that never holds a matrix of (queries, keys)? Time and memory beside torch's composition of it, in one run.
+
+A forward and a backward of causal attention on one device. "math" is what `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` records: two matrix
+products around a softmax whose matrix the backward reads again. "blocks" is what the device does otherwise on this platform. Memory is the compiler's
+own figure for the program: temporaries, and the peak with arguments and results. The two take turns, and the best of the repeats is the time.
+
+Run: python -m benchmarks.attention
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm import tqdm
+
+import spmd_core as spmd
+from benchmarks.report import Samples, Table, argument_parser, publish
+
+BACKENDS = {"math": [SDPBackend.MATH], "blocks": [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]}
+
+
+@dataclass
+class Measured:
+    """One way to compute attention at one length."""
+
+    samples: Samples = field(default_factory=Samples)
+    temp_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def step(inputs: list[torch.Tensor], backend: str) -> float:
+    """Seconds of one forward and backward, with the wait for both."""
+    start = time.perf_counter()
+    with sdpa_kernel(BACKENDS[backend]):
+        query, key, value = inputs
+        out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    loss = out.square().sum()
+    grads = torch.autograd.grad(loss, inputs)
+    loss.item()  # the gradients are pending, too, and so part of the same program
+    del grads
+    return time.perf_counter() - start
+
+
+def measure(seq: int, *, batch: int, heads: int, dim: int, repeats: int) -> dict[str, Measured]:
+    """Both ways at one length."""
+    inputs = [torch.randn(batch, heads, seq, dim).to("xla").requires_grad_() for _ in range(3)]
+    measured = {backend: Measured() for backend in BACKENDS}
+    for repeat in range(repeats + 2):
+        for backend, m in measured.items():
+            programs = len(spmd.metrics.programs())
+            seconds = step(inputs, backend)
+            if repeat == 0:  # compiles, and uploads the inputs
+                program = spmd.metrics.programs()[programs]
+                m.temp_bytes, m.peak_bytes = program.temp_bytes, program.peak_bytes
+            elif repeat > 1:
+                m.samples.add(seconds)
+    return measured
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--seq", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="lengths (default 256 512 1024 2048 4096)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each (default 5)")
+    args = parser.parse_args()
+    spmd.simulate(1)
+    sizes = {"batch": args.batch, "heads": args.heads, "dim": args.dim}
+    found = {seq: measure(seq, **sizes, repeats=args.repeats) for seq in tqdm(args.seq, desc="lengths", disable=None)}
+    rows = [
+        [str(seq), *(f"{m[b].samples.min * 1e3:.1f}" for b in BACKENDS), *(f"{m[b].temp_bytes / 1e6:.1f}" for b in BACKENDS)]
+        + [f"{m[b].peak_bytes / 1e6:.1f}" for b in BACKENDS]
+        for seq, m in found.items()
+    ]
+    columns = ["length", "math, ms", "blocks, ms", "math, temp MB", "blocks, temp MB", "math, peak MB", "blocks, peak MB"]
+    notes = [f"Forward and backward, causal, float32, {args.batch} x {args.heads} heads of {args.dim}, one CPU device; best of {args.repeats} steps."]
+    data = {
+        "sizes": sizes,
+        "lengths": {
+            seq: {b: {"best_s": m[b].samples.min, "temp_bytes": m[b].temp_bytes, "peak_bytes": m[b].peak_bytes} for b in BACKENDS}
+            for seq, m in found.items()
+        },
+    }
+    publish("attention", Table("Attention in blocks", columns, rows, notes), data, folder=args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

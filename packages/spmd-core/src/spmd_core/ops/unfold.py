@@ -1,0 +1,56 @@
+"""Sliding blocks: (batch, channel, height, width) in, the windows as columns (batch, channel * window, places) out; and back, summed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import opmath
+from spmd_core.ops.registry import Context, lowering
+
+
+def _pair(value: Sequence[int]) -> tuple[int, int]:
+    return (value[0], value[-1])
+
+
+def _num_places(size: int, kernel: int, dilation: int, padding: int, stride: int) -> int:
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+
+
+@lowering("aten.im2col.default")
+def _im2col(ctx: Context, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
+    # One slice for each element of the window along a dim, and one dim after the other: no index, so no gather.
+    out = x
+    for d, (kernel, step, pad, hop) in enumerate(zip(*map(_pair, (kernel_size, dilation, padding, stride)))):
+        axis = x.ndim - 2 + 2 * d  # behind the window and the places of the dim before
+        places = _num_places(x.shape[x.ndim - 2 + d], kernel, step, pad, hop)
+        out = jnp.pad(out, [(pad, pad) if a == axis else (0, 0) for a in range(out.ndim)])
+        slices = [lax.slice_in_dim(out, k * step, k * step + (places - 1) * hop + 1, hop, axis) for k in range(kernel)]
+        out = jnp.stack(slices, axis=axis)
+    # (..., window height, places down, window width, places across)
+    out = jnp.swapaxes(out, -3, -2)
+    return out.reshape(ctx.shape)
+
+
+@lowering("aten.col2im.default")
+def _col2im(ctx: Context, columns: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
+    options = list(zip(_pair(output_size), *map(_pair, (kernel_size, dilation, padding, stride))))
+    kernels, places = [o[1] for o in options], [_num_places(*o) for o in options]
+    wide = np.dtype(np.int32) if columns.dtype == np.bool_ else opmath(columns.dtype)
+    # (..., window height, places down, window width, places across)
+    out = jnp.swapaxes(columns.astype(wide).reshape(*ctx.shape[:-2], *kernels, *places), -3, -2)
+    for d in (1, 0):
+        size, kernel, step, pad, hop = options[d]
+        axis = out.ndim - 2 if d else len(ctx.shape) - 2
+        whole = size + 2 * pad
+        span = (places[d] - 1) * hop + 1
+        total: Any = 0
+        for k in range(kernel):
+            at = lax.index_in_dim(out, k, axis, keepdims=False)
+            edges = [(k * step, whole - k * step - span, hop - 1) if a == axis else (0, 0, 0) for a in range(at.ndim)]
+            total = total + lax.pad(at, jnp.zeros((), wide), edges)
+        out = lax.slice_in_dim(total, pad, pad + size, axis=axis)
+    return (out != 0).astype(ctx.dtype) if ctx.dtype == np.bool_ else out.astype(ctx.dtype)

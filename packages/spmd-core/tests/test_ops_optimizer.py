@@ -1,0 +1,84 @@
+"""Fused optimizers and gradient scaling against eager torch: the same parameters, one program whatever the schedule does."""
+
+import pytest
+import torch
+
+import spmd_core as spmd
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True, amsgrad=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True, weight_decay=0.1, maximize=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, fused=True, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd with dampening": lambda p: torch.optim.SGD(p, lr=0.1, fused=True, momentum=0.9, dampening=0.2, maximize=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True, lr_decay=0.1, weight_decay=0.1),
+    "not fused": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+
+
+def train(make, device, *, scaled=False, dtype=torch.float32):
+    """Five steps under a schedule; with a scaler the third loss is infinite, so that its step is left out."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype).to(device)
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
+    x = torch.randn(16, 4, dtype=dtype).to(device)
+    scaler = torch.amp.GradScaler(device, init_scale=128.0, growth_interval=2) if scaled else None
+    for step in range(5):
+        loss = model(x).square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss * (float("inf") if step == 2 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+    return [p.detach().cpu() for p in model.parameters()], None if scaler is None else scaler.get_scale()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:.*lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("name", "scaled"), [*((name, False) for name in OPTIMIZERS), ("amsgrad", True), ("sgd with momentum", True), ("not fused", True)]
+)
+def test_parameters_are_eager_torchs(name, scaled):
+    expected, scale = train(OPTIMIZERS[name], "cpu", scaled=scaled)
+    with spmd.strict():
+        compiles = spmd.metrics.counter("compiles")
+        got, scale_here = train(OPTIMIZERS[name], "xla", scaled=scaled)
+    assert scale_here == scale
+    if name != "not fused":  # which reads on the host whether to step
+        assert spmd.metrics.counter("compiles") - compiles <= 1
+    for mine, right in zip(got, expected):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_of_16_bits_are_updated_in_32():
+    # The oracle is float32: eager torch's own bfloat16 step differs from it by as much, as each step rounds the parameter.
+    expected, _ = train(OPTIMIZERS["adamw"], "cpu")
+    got, _ = train(OPTIMIZERS["adamw"], "xla", dtype=torch.bfloat16)
+    for mine, right in zip(got, expected):
+        assert mine.dtype is torch.bfloat16
+        torch.testing.assert_close(mine.float(), right, rtol=0.03, atol=0.01)
+
+
+def test_a_fused_step_keeps_sharding_and_is_one_operation(mesh_1d, num_devices):
+    params = [torch.ones(num_devices, 3).to("xla").requires_grad_() for _ in range(3)]
+    for p in params:
+        spmd.mark_sharding(p, mesh_1d, ("x", None))
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    for _ in range(2):
+        sum((p * i).sum() for i, p in enumerate(params)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()
+    assert all(p.sharding_spec == optimizer.state[p]["exp_avg"].sharding_spec == params[0].sharding_spec for p in params)
+
+
+def test_lists_of_different_lengths_are_refused():
+    p, state = torch.ones(3, device="xla"), [torch.zeros(3, device="xla")] * 2
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    with pytest.raises(ValueError, match=r"lists of one length.*'self': 1.*'exp_avgs': 2.*one tensor in each list"):
+        torch._fused_adamw_([p], [p], state, state, [], [torch.ones((), device="xla")], **options)
