@@ -24,8 +24,9 @@ import torch
 from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks import opinfo_cases
-from benchmarks.opinfo_cases import DTYPES, VARIANTS, Status
+from benchmarks import opinfo_cases, opinfo_samples
+from benchmarks.opinfo_cases import Status
+from benchmarks.opinfo_samples import DTYPES, VARIANTS
 from benchmarks.report import Table, argument_parser, publish
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +42,7 @@ def _serve(num_devices: int) -> None:
         spmd.use_spmd()
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",)) if num_devices > 1 else None
     torch.set_num_threads(1)
-    ops = {op.formatted_name: op for op in opinfo_cases.entries()}
+    ops = {op.formatted_name: op for op in opinfo_samples.entries()}
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an operator prints is not an answer
     print(json.dumps("ready"), file=answers, flush=True)
@@ -231,7 +232,7 @@ def main() -> int:
     if unknown:
         parser.error(f"variants are {', '.join(VARIANTS)} and dtypes are {', '.join(_NAMES)}; got {', '.join(unknown)}")
     chosen = [
-        op for op in opinfo_cases.entries() if any(fnmatch.fnmatch(name, p) for p in args.ops.split(",") for name in (op.formatted_name, op.name))
+        op for op in opinfo_samples.entries() if any(fnmatch.fnmatch(name, p) for p in args.ops.split(",") for name in (op.formatted_name, op.name))
     ]
     if not chosen:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
@@ -240,7 +241,7 @@ def main() -> int:
         for op in chosen
         for variant in variants
         for dtype in dtypes
-        if opinfo_cases.applies(op, variant, _NAMES[dtype])
+        if opinfo_samples.applies(op, variant, _NAMES[dtype])
     ]
     journal = args.out / f"opinfo_{args.devices}_devices.journal"
     verdicts = run(tasks, jobs=args.jobs, num_devices=args.devices, timeout_s=args.timeout, journal=journal, resume=args.resume)

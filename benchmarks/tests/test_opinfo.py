@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import opinfo, opinfo_cases
+from benchmarks import opinfo, opinfo_cases, opinfo_samples
 from benchmarks.opinfo_cases import Status, Verdict, examine
 
-ENTRIES = {op.formatted_name: op for op in opinfo_cases.entries()}
+ENTRIES = {op.formatted_name: op for op in opinfo_samples.entries()}
 EVERY = 3
 
 

@@ -99,6 +99,7 @@ def test_index_add_copy_and_fill(dtype: torch.dtype) -> None:
     check("aten.index_fill.int_Scalar", x, 1, index, 1)
     check("aten.index_fill.int_Tensor", x, 0, torch.tensor([-1]), torch.tensor(1, dtype=dtype))
     check("aten.index_add.default", x, 0, torch.tensor([1, 1, 0]), x[:3])
+    check("aten.index_add.default", torch.zeros_like(x), 0, torch.tensor([1, 1, 0]), x[:3], alpha=0)
     if dtype is not torch.bool:
         check("aten.index_add.default", x, -1, torch.tensor([1, 1, 0], dtype=torch.int32), x[:, :3], alpha=2)
         for reduce in REDUCTIONS[1:]:

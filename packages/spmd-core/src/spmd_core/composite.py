@@ -199,6 +199,20 @@ def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
+# Operations whose derivative torch knows, but which it takes apart above a backend without a kernel of its own for them. `linear` in parts merges
+# the dims of its input, and rounds a sum of 16 bits twice.
+_KEPT_WHOLE = ("linear", "mish_backward", "silu_backward")
+
+
+def _beneath(name: str) -> Callable[..., Any]:
+    """A backend's kernel. That it is there is what torch looks for: our tensors are recorded before it is called."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"aten::{name} reached the backend without being recorded")
+
+    return kernel
+
+
 def install() -> torch.library.Library:
     """Registers the kernels; they live as long as the library that is returned."""
     library = torch.library.Library("aten", "IMPL")
@@ -209,4 +223,6 @@ def install() -> torch.library.Library:
         library.impl(f"{overload._schema.name.removeprefix('aten::')}.out", _written_out(overload), "AutogradXLA")
     library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")
     library.impl("ctc_loss.IntList", ctc_loss, "AutogradXLA")
+    for name in _KEPT_WHOLE:
+        library.impl(name, _beneath(name), "XLA")
     return library

@@ -97,6 +97,10 @@ class Program:
         placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
+        # Where no dim behind batch and channels is split, windows are told so, and may take the faster of their forms.
+        splits_space = any(axes for sharding in (*placed, *marks) for axes in sharding.spec[2:])
+        self._mesh = everywhere.mesh
+        self._keep_whole = None if len(self.device_ids) == 1 or splits_space else self._with_whole_dims
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
@@ -143,6 +147,12 @@ class Program:
         cost = self.compiled.cost_analysis()
         r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
 
+    def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
+        """`x` with its last `num` dims whole on each device; how the others lie is the partitioner's choice."""
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        spec = jax.sharding.PartitionSpec(*(free,) * (x.ndim - num), *(None,) * num)
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+
     def _trace(self, packed: list[jax.Array], leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
         graph = self.graph
         platform = runtime.platform()
@@ -164,7 +174,9 @@ class Program:
                 for kind in entry.number_kinds
             ]
             key = _prng_key(numbers.pop().value) if entry.random else None
-            context = registry.Context(tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key, len(self.device_ids))
+            context = registry.Context(
+                tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key, len(self.device_ids), self._keep_whole
+            )
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             with jax.named_scope(entry.name):
                 if entry.sharding is not None:

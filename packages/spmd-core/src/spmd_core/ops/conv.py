@@ -1,20 +1,34 @@
 """Convolutions over 1 to 3 spatial dims: (batch, channel, ...) and a weight in, (batch, channel, ...) out; and their gradients."""
 
-import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd_core.ops import windows
 from spmd_core.ops.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.windows import each
 
 
-def _each(value: Sequence[int], num_dims: int) -> tuple[int, ...]:
-    """One number per spatial dim: torch lets one number stand for all."""
-    return tuple(value) * num_dims if len(value) == 1 else tuple(value)
+@dataclass(frozen=True)
+class _Form:
+    """What is static about one convolution; one number of each per spatial dim."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+def _form(num_dims: int, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int) -> _Form:
+    stride, padding, dilation, output_padding = (each(v, num_dims) for v in (stride, padding, dilation, output_padding))
+    return _Form(stride, padding, dilation, transposed, output_padding, groups)
 
 
 def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
@@ -24,76 +38,75 @@ def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
     return jnp.flip(jnp.swapaxes(grouped, 1, 2).reshape(groups * num_out, num_in // groups, *kernel), tuple(range(2, weight.ndim)))
 
 
-def _spread(x: jax.Array, stride: Sequence[int]) -> jax.Array:
-    """Zeros between the elements of the spatial dims, by a reshape: the partitioner gets a pad with zeros between elements wrong too."""
-    for dim, step in enumerate(stride, 2):
-        size = x.shape[dim]
-        wide = jnp.pad(jnp.expand_dims(x, dim + 1), [(0, step - 1) if d == dim + 1 else (0, 0) for d in range(x.ndim + 1)])
-        x = lax.slice_in_dim(wide.reshape(*x.shape[:dim], size * step, *x.shape[dim + 1 :]), 0, (size - 1) * step + 1, axis=dim)
-    return x
+def _operands(ctx: Context, *arrays: jax.Array) -> Any:
+    """What is multiplied: on a CPU in the dtype in which torch computes, as XLA adds up 16 bits in 16 bits there; chips have units for 16 bits."""
+    return [x.astype(opmath(x.dtype)) for x in arrays] if ctx.platform == "cpu" else arrays
 
 
-def _every(x: jax.Array, stride: Sequence[int]) -> jax.Array:
-    """Every `stride`-th element of the spatial dims from the first on, by a reshape, so that its transpose is `_spread`'s."""
-    for dim, step in enumerate(stride, 2):
-        num = -(-x.shape[dim] // step)
-        whole = jnp.pad(x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
-        x = lax.index_in_dim(whole.reshape(*x.shape[:dim], num, step, *x.shape[dim + 1 :]), 0, dim + 1, keepdims=False)
-    return x
-
-
-def _convolve(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    spread_apart: bool,
-) -> jax.Array:
-    """The convolution. With `spread_apart` neither it nor its transposes dilate an operand that may be sharded over its spatial dims.
-
-    XLA's partitioner aborts the process on such a window where the padding is negative, and gives wrong sums for others (a stride of 2 with a
-    padding of 2 over 6 elements on 8 devices). Zeros between the elements, put there before, partition well; they cost multiplications by zero
-    where the compiler does not see through them. This ends when the partitioner is right.
-    """
+def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
+    """The convolution, linear in each operand. Neither it nor its transposes dilate what may be split (see `windows`)."""
     num_dims = x.ndim - 2
-    stride, padding, dilation, output_padding = (_each(v, num_dims) for v in (stride, padding, dilation, output_padding))
-    if transposed:
+    if windows.are_split(ctx):
+        return _transposed_of_split(ctx, x, weight, form) if form.transposed else _convolve_split(ctx, x, weight, form)
+    if max(form.stride) > 1:
+        x = windows.keep_whole(ctx, x, num_dims)
+    if form.transposed:
         # The gradient of a convolution with this stride: the input is spread out and the window slides over it by 1.
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:])]
-        weight = _swap_channels(weight, groups)
-        pads = [(r - p, r - p + extra) for r, p, extra in zip(reach, padding, output_padding)]
-        strides, spread = (1,) * num_dims, stride
-        if spread_apart:
-            x, spread = _spread(x, stride), strides
+        reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
+        pads = [(r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)]
+        out = _dense(x, _swap_channels(weight, form.groups), form.groups, pads, spread=form.stride, dilation=form.dilation)
     else:
-        pads, strides, spread = [(p, p) for p in padding], stride, (1,) * num_dims
-    every = strides if spread_apart and not transposed and max(strides) > 1 else None
-    if every is not None:
-        strides = (1,) * num_dims
-    spatial = "DHW"[3 - num_dims :]
+        out = _dense(x, weight, form.groups, [(p, p) for p in form.padding], stride=form.stride, dilation=form.dilation)
+    return windows.keep_whole(ctx, out, num_dims) if max(form.stride) > 1 else out
+
+
+def _dense(
+    x: jax.Array, weight: jax.Array, groups: int, pads: Sequence[tuple[int, int]], *,
+    stride: Sequence[int] | None = None, spread: Sequence[int] | None = None, dilation: Sequence[int] | None = None,
+) -> jax.Array:  # fmt: skip
+    spatial = "DHW"[5 - x.ndim :]
+    dims = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
     # No preferred_element_type: XLA accumulates 16-bit convolutions in float32 anyway, and with it jax cannot differentiate them.
-    out = lax.conv_general_dilated(
-        x, weight, strides, pads, spread, dilation, (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}"), groups, precision=matmul_precision(x.dtype)
+    return lax.conv_general_dilated(
+        x, weight, stride or (1,) * (x.ndim - 2), pads, spread, dilation, dims, feature_group_count=groups, precision=matmul_precision(x.dtype)
     )
-    return out if every is None else _every(out, every)
+
+
+def _convolve_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
+    """A convolution whose window moves by 1, however large the stride: what lies within a stride becomes channels."""
+    if max(form.stride) == 1:
+        return _dense(windows.cut_or_pad(x, [(p, p) for p in form.padding]), weight, form.groups, [(0, 0)] * len(form.stride), dilation=form.dilation)
+    weight = windows.spread(ctx, weight, form.dilation)
+    kernel = weight.shape[2:]
+    edges = []
+    for size, k, step, pad in zip(x.shape[2:], kernel, form.stride, form.padding):
+        num = (size + 2 * pad - k) // step + 1
+        reached = (num - 1) * step + -(-k // step) * step
+        edges.append((pad, reached - size - pad))
+    kept = [min(k, step) for k, step in zip(kernel, form.stride)]
+    x = windows.phases_as_channels(windows.cut_or_pad(x, edges), form.stride, kept)
+    return _dense(x, windows.phases_as_channels(weight, form.stride, kept), form.groups, [(0, 0)] * len(kernel))
+
+
+def _transposed_of_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
+    """A transposed convolution as what it is named for."""
+    out_sizes = [
+        (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
+        for n, s, p, d, k, extra in zip(x.shape[2:], form.stride, form.padding, form.dilation, weight.shape[2:], form.output_padding)
+    ]
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1] * form.groups, *out_sizes), x.dtype)
+    (out,) = jax.linear_transpose(lambda y: _convolve_split(ctx, y, weight, form), result)(x)
+    return out
 
 
 @lowering("aten.convolution.default", "aten.convolution_overrideable.default")
 def _convolution(
     ctx: Context, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
 ) -> jax.Array:
-    apart = transposed and ctx.num_devices > 1
-    out = _convolve(
-        x, weight, stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups,
-        spread_apart=apart,
-    )  # fmt: skip
+    x, weight = _operands(ctx, x, weight)
+    out = _convolve(ctx, x, weight, _form(x.ndim - 2, stride, padding, dilation, transposed, output_padding, groups))
     if bias is None:
-        return out
+        return out.astype(ctx.dtype)
     # Rounded once, after the bias: where the two cancel, a product that was rounded before leaves nothing but its error.
     wide = opmath(out.dtype)
     return (out.astype(wide) + bias.astype(wide).reshape(1, -1, *(1,) * (out.ndim - 2))).astype(ctx.dtype)
@@ -104,20 +117,18 @@ def _convolution_backward(
     ctx: Context, grad: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any,
     groups: int, output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    convolve = functools.partial(
-        _convolve, stride=stride, padding=padding, dilation=dilation, transposed=transposed, output_padding=output_padding, groups=groups,
-        spread_apart=ctx.num_devices > 1,
-    )  # fmt: skip
+    form = _form(x.ndim - 2, stride, padding, dilation, transposed, output_padding, groups)
+    grad, x, weight = _operands(ctx, grad, x, weight)
     # A convolution is linear in each operand; the transpose does not compute the forward again, as a vjp would.
     grad_x = grad_weight = grad_bias = None
     if output_mask[0]:
-        (grad_x,) = jax.linear_transpose(lambda x: convolve(x, weight), x)(grad)
+        (grad_x,) = jax.linear_transpose(lambda x: _convolve(ctx, x, weight, form), x)(grad)
     if output_mask[1]:
-        (grad_weight,) = jax.linear_transpose(lambda weight: convolve(x, weight), weight)(grad)
+        (grad_weight,) = jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, form), weight)(grad)
     if output_mask[2]:
         wide = jnp.promote_types(grad.dtype, jnp.float32)
-        grad_bias = jnp.sum(grad.astype(wide), axis=(0, *range(2, grad.ndim))).astype(grad.dtype)
-    return grad_x, grad_weight, grad_bias
+        grad_bias = jnp.sum(grad.astype(wide), axis=(0, *range(2, grad.ndim)))
+    return tuple(None if g is None else g.astype(ctx.dtype) for g in (grad_x, grad_weight, grad_bias))
 
 
 @lowering("aten.convolution_backward_overrideable.default")

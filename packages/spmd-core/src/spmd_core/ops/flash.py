@@ -144,6 +144,12 @@ def _softmax(scores: jax.Array) -> jax.Array:
     return weights / jnp.where(total == 0, np.asarray(1, total.dtype), total)
 
 
+def _log_of_sum(scores: jax.Array) -> jax.Array:
+    """The log of the sum of the exponents of whole rows; -inf for a row that attends to nothing."""
+    top = _finite(jnp.max(scores, axis=-1, keepdims=True))
+    return (top + jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)))[..., 0]
+
+
 def forward(
     plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, seed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +162,18 @@ def forward(
         mask = _padded(_padded(mask, mask.ndim - 2, plan.queries), mask.ndim - 1, plan.keys)
     rows, columns = query.ndim - 2, key.ndim - 2
 
-    def step(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
+    def attend(i: Any, j: Any, weights: jax.Array) -> jax.Array:
+        weights = _dropout(plan, i, j, seed, weights.shape)(weights)
+        return _product("...hgqk,...hkd->...hgqd", weights.astype(value.dtype), _block(value, j, size_k, columns))
+
+    def whole_rows(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
+        """One block of queries over all keys. The probabilities are written as `backward` writes them: where one block is all there is, and forward
+        and backward are one program, the compiler finds that they are the same."""
+        (i, j), (lse, attended) = pair, carry
+        scores = _scores(plan, i, j, _block(query, i, size_q, rows), key, mask)
+        return (_put(lse, _log_of_sum(scores), i, rows), _put(attended, attend(i, j, _softmax(scores)), i, rows)), None
+
+    def online(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
         """Adds one block of keys to what one block of queries has attended to."""
         (i, j), (highest, total, attended) = pair, carry
         before, sum_before, out_before = _block(highest, i, size_q, rows), _block(total, i, size_q, rows), _block(attended, i, size_q, rows)
@@ -166,16 +183,18 @@ def forward(
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         summed = sum_before * shrink + jnp.sum(weights, axis=-1)
-        weights = _dropout(plan, i, j, seed, weights.shape)(weights)
-        out = out_before * shrink[..., None] + _product("...hgqk,...hkd->...hgqd", weights.astype(value.dtype), _block(value, j, size_k, columns))
+        out = out_before * shrink[..., None] + attend(i, j, weights)
         return (_put(highest, top, i, rows), _put(total, summed, i, rows), _put(attended, out, i, rows)), None
 
-    shape = query.shape[:-1]
-    start: tuple[jax.Array, ...] = (jnp.full(shape, -np.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide))
-    pairs = plan.pairs()
-    (highest, total, attended), _ = step(start, (0, 0)) if len(pairs) == 1 else lax.scan(step, start, pairs)
-    out = attended / jnp.where(total == 0, np.asarray(1, wide), total)[..., None]
-    lse = _finite(highest) + jnp.log(total)
+    shape, pairs = query.shape[:-1], plan.pairs()
+    start: tuple[jax.Array, ...] = (jnp.full(shape, -np.inf, wide), jnp.zeros((*shape, value.shape[-1]), wide))
+    if plan.keys[1] == 1:
+        (lse, out), _ = whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
+    else:
+        start = (*start[:1], jnp.zeros(shape, wide), *start[1:])
+        (highest, total, attended), _ = lax.scan(online, start, pairs)
+        out = attended / jnp.where(total == 0, np.asarray(1, wide), total)[..., None]
+        lse = _finite(highest) + jnp.log(total)
     return out[..., : plan.num_queries, :], lse[..., : plan.num_queries]
 
 

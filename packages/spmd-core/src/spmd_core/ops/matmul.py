@@ -1,5 +1,6 @@
 """Matrix products: operands of one dtype in, the product out, accumulated in float32 for the 16-bit floats and exactly for integers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -71,6 +72,36 @@ def _dot(ctx: Context, a: Any, b: Any) -> jax.Array:
 @lowering("aten.vdot.default")
 def _vdot(ctx: Context, a: Any, b: Any) -> jax.Array:
     return _contract(jnp.conj(a) if jnp.iscomplexobj(a) else a, b, _DOT).astype(ctx.dtype)
+
+
+@lowering("aten.linear.default")
+def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
+    """No dim of `x` is merged with another, so that each may lie split over an axis of its own. A weight of one dim has one output, without a dim."""
+    product = _contract(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
+    return product.astype(ctx.dtype) if bias is None else _plus_product(ctx, bias, product, 1, 1)
+
+
+def _meta_linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+    bias = grad.new_empty(grad.shape[grad.dim() - weight.dim() + 1 :])
+    results = (torch.empty_like(x), torch.empty_like(weight), bias)
+    return tuple(result if yes else None for result, yes in zip(results, output_mask))
+
+
+@lowering("aten.linear_backward.default", meta=_meta_linear_backward)
+def _linear_backward(ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]) -> tuple[jax.Array | None, ...]:
+    grad_x = grad_weight = grad_bias = None
+    leading = tuple(range(x.ndim - 1))
+    outputs = tuple(range(len(leading), grad.ndim))  # none for a weight of one dim
+    if output_mask[0]:
+        over = tuple(range(weight.ndim - 1))
+        flat = grad if outputs else grad[..., None]
+        flat_weight = weight if over else weight[None]
+        grad_x = _contract(flat, jnp.conj(flat_weight), (((flat.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
+    if output_mask[1]:
+        grad_weight = _contract(grad, jnp.conj(x), ((leading, leading), ((), ()))).astype(weight.dtype)
+    if output_mask[2]:
+        grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=leading).astype(grad.dtype)
+    return grad_x, grad_weight, grad_bias
 
 
 @lowering("aten.addmm.default")

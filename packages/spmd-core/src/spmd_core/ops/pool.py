@@ -8,16 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops import windows
 from spmd_core.ops.precision import is_inexact, opmath
 from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.windows import cut_or_pad, each
 
 _INT64 = np.dtype(np.int64)
-
-
-def _each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """One number per spatial dim: torch lets one number stand for all, and an empty stride for the kernel's size."""
-    value = tuple(value) or tuple(default)
-    return value * num_dims if len(value) == 1 else value
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -105,7 +101,7 @@ def _add_at(grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], num_dim
 
 
 def _add_by_window(
-    grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    ctx: Context, grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int],
 ) -> jax.Array:  # fmt: skip
     """As `_add_at`, for regular windows: for each element of the kernel, the gradients that it won, spread out to where it looked.
@@ -113,11 +109,10 @@ def _add_by_window(
     Unlike a scatter this stays local when the batch, the channels or the spatial dims are sharded.
     """
     num_dims = len(kernel)
-    leading, spatial, out_sizes = shape[: len(shape) - num_dims], shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
+    spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
     total = jnp.zeros(shape, grad.dtype)
     for offsets in np.ndindex(*kernel):
-        here, inside = [], []
-        config = [(0, 0, 0)] * len(leading)
+        here, inside, edges = [], [], []
         for d, (offset, size, out_size) in enumerate(zip(offsets, spatial, out_sizes)):
             first = offset * dilation[d] - padding[d]
             along = [1] * num_dims
@@ -125,13 +120,11 @@ def _add_by_window(
             coordinate = (np.arange(out_size) * stride[d] + first).reshape(along)
             here.append(jnp.asarray(coordinate))
             inside.append((coordinate >= 0) & (coordinate < size))
-            config.append((first, size - first - (out_size - 1) * stride[d] - 1, stride[d] - 1))
+            edges.append((first, size - first - (out_size - 1) * stride[d] - 1))
         won = indices == _flat_position(here, spatial)
         for mask in inside:
             won &= mask
-        # Spread out, then moved: the partitioner aborts on a pad that has zeros between the elements and cuts at an edge.
-        apart = lax.pad(jnp.where(won, grad, jnp.zeros_like(grad)), jnp.zeros((), grad.dtype), [(0, 0, between) for _, _, between in config])
-        total += lax.pad(apart, jnp.zeros((), grad.dtype), [(low, high, 0) for low, high, _ in config])
+        total += cut_or_pad(windows.spread(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges)
     return total
 
 
@@ -141,8 +134,8 @@ _LARGE_KERNEL = 64
 
 def _register_max_pool(num_dims: int) -> None:
     def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Any:
-        kernel = _each(kernel_size, num_dims)
-        return kernel, _each(stride, num_dims, kernel), _each(padding, num_dims), _each(dilation, num_dims)
+        kernel = each(kernel_size, num_dims)
+        return kernel, each(stride, num_dims, kernel), each(padding, num_dims), each(dilation, num_dims)
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices.default")
     def forward(
@@ -159,7 +152,7 @@ def _register_max_pool(num_dims: int) -> None:
         wide = grad.astype(opmath(grad.dtype))
         if np.prod(kernel) > _LARGE_KERNEL:
             return _add_at(wide, indices, x.shape, num_dims).astype(ctx.dtype)
-        return _add_by_window(wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
+        return _add_by_window(ctx, wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d.default")
     def adaptive(ctx: Context, x: Any, output_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -198,7 +191,7 @@ def _first_elements(samples: jax.Array, num_in: int, num_out: int, kernel: int) 
 def _register_fractional_max_pool(num_dims: int) -> None:
     @lowering(f"aten.fractional_max_pool{num_dims}d.default")
     def forward(ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> tuple[jax.Array, jax.Array]:
-        kernel, sizes = _each(kernel_size, num_dims), _each(output_size, num_dims)
+        kernel, sizes = each(kernel_size, num_dims), each(output_size, num_dims)
         spatial = x.shape[x.ndim - num_dims :]
         fields = [x.reshape(*random_samples.shape[:2], *spatial)]
         for d in reversed(range(num_dims)):
@@ -222,7 +215,11 @@ def _register_fractional_max_pool(num_dims: int) -> None:
 # ---- mean ------------------------------------------------------------------------------------------------------------
 
 
-def _window_sums(x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+def _window_sums(ctx: Context, x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+    if windows.are_split(ctx) and max(stride) > 1:
+        moved_by_one = [(n - 1) * s + 1 for n, s in zip(sizes, stride)]
+        return windows.every(_window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride)
+    x = windows.keep_whole(ctx, x, len(kernel)) if max(stride) > 1 else x
     lead = x.ndim - len(kernel)
     high = [(n - 1) * s + k - p - have for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])]
     # reduce_window takes no negative padding; elements that no window reaches are cut first.
@@ -286,10 +283,10 @@ def _register_mean_pool(num_dims: int) -> None:
         ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False, count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> jax.Array:  # fmt: skip
-        kernel = _each(kernel_size, num_dims)
-        stride, padding = _each(stride, num_dims, kernel), _each(padding, num_dims)
+        kernel = each(kernel_size, num_dims)
+        stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
         sizes = ctx.shape[len(ctx.shape) - num_dims :]
-        total = _window_sums(x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
+        total = _window_sums(ctx, x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
         counts = divisor_override or _window_counts(spatial(x), sizes, kernel, stride, padding, count_include_pad)
         return _divided(total, counts).astype(ctx.dtype)
 
@@ -298,11 +295,11 @@ def _register_mean_pool(num_dims: int) -> None:
         ctx: Context, grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
         divisor_override: int | None,
     ) -> jax.Array:  # fmt: skip
-        kernel = _each(kernel_size, num_dims)
-        stride, padding = _each(stride, num_dims, kernel), _each(padding, num_dims)
+        kernel = each(kernel_size, num_dims)
+        stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
         dtype = opmath(x.dtype)
         counts = divisor_override or _window_counts(spatial(x), spatial(grad), kernel, stride, padding, count_include_pad)
-        sums = jax.linear_transpose(lambda x: _window_sums(x, kernel, stride, padding, spatial(grad)), jax.ShapeDtypeStruct(x.shape, dtype))
+        sums = jax.linear_transpose(lambda x: _window_sums(ctx, x, kernel, stride, padding, spatial(grad)), jax.ShapeDtypeStruct(x.shape, dtype))
         return sums(_divided(grad.astype(dtype), counts))[0].astype(ctx.dtype)
 
 

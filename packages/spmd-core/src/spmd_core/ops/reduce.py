@@ -274,8 +274,8 @@ def _norm_dims(ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *,
 
 @lowering("aten.dist.default", static=("p",))
 def _dist(ctx: Context, x: Any, y: Any, p: Any = 2) -> jax.Array:
-    dtype = opmath(ctx.dtype)
-    return _vector_norm(ctx, as_array(x, dtype) - as_array(y, dtype), p, None, False)
+    dtype = opmath(jnp.promote_types(x.dtype, y.dtype))  # the distance of complex numbers is real
+    return _vector_norm(ctx, x.astype(dtype) - y.astype(dtype), p, None, False)
 
 
 # ---- cumulative ------------------------------------------------------------------------------------------------------
@@ -294,11 +294,6 @@ def _cumsum(ctx: Context, x: Any, dim: int, *, dtype: Any = None) -> jax.Array:
 @lowering("aten.cumprod.default")
 def _cumprod(ctx: Context, x: Any, dim: int, *, dtype: Any = None) -> jax.Array:
     return _along(lax.cumprod, _accumulator(ctx, x), dim).astype(ctx.dtype)
-
-
-@lowering("aten.logcumsumexp.default", "aten._logcumsumexp.default")
-def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
-    return _along(lax.cumlogsumexp, _accumulator(ctx, x), dim).astype(ctx.dtype)
 
 
 def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Array]:

@@ -153,7 +153,8 @@ def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
 @lowering("aten.index_add.default")
 def _index_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Number | int = 1) -> jax.Array:
     _check_slices(x, dim, index, source)
-    scaled = source if x.dtype == np.bool_ else source * as_array(alpha, source.dtype)
+    factor = as_array(alpha, source.dtype)
+    scaled = source & factor if source.dtype == np.bool_ else source * factor
     return _slicing(dim, index, x.ndim)(x, scaled, "add")
 
 

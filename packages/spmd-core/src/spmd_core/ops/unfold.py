@@ -10,6 +10,7 @@ from jax import lax
 
 from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.windows import cut_or_pad, spread
 
 
 def _pair(value: Sequence[int]) -> tuple[int, int]:
@@ -50,7 +51,8 @@ def _col2im(ctx: Context, columns: Any, output_size: Any, kernel_size: Any, dila
         total: Any = 0
         for k in range(kernel):
             at = lax.index_in_dim(out, k, axis, keepdims=False)
-            edges = [(k * step, whole - k * step - span, hop - 1) if a == axis else (0, 0, 0) for a in range(at.ndim)]
-            total = total + lax.pad(at, jnp.zeros((), wide), edges)
+            edges = [(0, 0)] * (at.ndim - 1 - axis)
+            apart = spread(ctx, at, [hop, *(1 for _ in edges)])
+            total = total + cut_or_pad(apart, [(k * step, whole - k * step - span), *edges])
         out = lax.slice_in_dim(total, pad, pad + size, axis=axis)
     return (out != 0).astype(ctx.dtype) if ctx.dtype == np.bool_ else out.astype(ctx.dtype)

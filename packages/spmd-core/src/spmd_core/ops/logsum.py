@@ -1,0 +1,73 @@
+"""Sums of numbers that are kept as their logarithms: logaddexp, logaddexp2, logcumsumexp.
+
+Of a complex logarithm torch leaves the imaginary part as the terms have it, not within (-pi, pi]: the larger term's, moved by what the smaller one
+adds to it. So the formula for complex numbers is torch's own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.precision import opmath
+from spmd_core.ops.registry import Context, as_array, lowering
+
+
+def _is_nan(x: jax.Array) -> jax.Array:
+    return jnp.isnan(x.real) | jnp.isnan(x.imag)
+
+
+def _log_of_infinite(x: jax.Array, y: jax.Array) -> jax.Array:
+    """log(e^x + e^y) where both real parts are infinite: the parts of the sum are infinite or 0."""
+
+    def part(of: Any) -> jax.Array:
+        signs = of(x.imag), of(y.imag)
+        return sum((jnp.where(s == 0, 0, s * np.inf) for s in signs), jnp.zeros_like(x.real))
+
+    return lax.complex(jnp.full_like(x.real, np.inf), jnp.arctan2(part(jnp.sin), part(jnp.cos)))
+
+
+def _complex_logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
+    swap = x.real < y.real
+    low, high = jnp.where(swap, x, y), jnp.where(swap, y, x)
+    low, high = (jnp.where(_is_nan(x), x, jnp.where(_is_nan(y), y, z)) for z in (low, high))
+    equal_and_infinite = (low.real == high.real) & jnp.isinf(low.real)
+    safe_low, safe_high = (jnp.where(equal_and_infinite, jnp.zeros_like(z), z) for z in (low, high))
+    finite = jnp.log1p(jnp.exp(safe_low - safe_high)) + safe_high
+    infinite = jnp.where(low.real < 0, low, _log_of_infinite(low, high))
+    result = jnp.where(equal_and_infinite, infinite, finite)
+    return jnp.where(_is_nan(low), lax.complex(*(jnp.full_like(low.real, np.nan),) * 2), result)
+
+
+@lowering("aten.logaddexp.default")
+def _logaddexp(ctx: Context, x: Any, y: Any) -> jax.Array:
+    function = _complex_logaddexp if jnp.issubdtype(ctx.dtype, np.complexfloating) else jnp.logaddexp
+    return function(*(as_array(v, opmath(ctx.dtype)) for v in (x, y))).astype(ctx.dtype)
+
+
+@lowering("aten.logaddexp2.default")
+def _logaddexp2(ctx: Context, x: Any, y: Any) -> jax.Array:
+    return jnp.logaddexp2(*(as_array(v, opmath(ctx.dtype)) for v in (x, y))).astype(ctx.dtype)
+
+
+def _complex_logcumsumexp(x: jax.Array, axis: int) -> jax.Array:
+    """One element after the other, as the imaginary part depends on the order."""
+
+    def step(so_far: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = _complex_logaddexp(so_far, value)
+        return total, total
+
+    along = jnp.moveaxis(x, axis, 0)
+    _, sums = lax.scan(step, jnp.full(along.shape[1:], -np.inf, x.dtype), along)
+    return jnp.moveaxis(sums, 0, axis)
+
+
+@lowering("aten.logcumsumexp.default", "aten._logcumsumexp.default")
+def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
+    x = as_array(x, opmath(ctx.dtype))
+    if x.ndim == 0:
+        return x.astype(ctx.dtype)
+    function = _complex_logcumsumexp if jnp.iscomplexobj(x) else lax.cumlogsumexp
+    return function(x, axis=dim % x.ndim).astype(ctx.dtype)

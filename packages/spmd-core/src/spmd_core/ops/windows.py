@@ -1,0 +1,81 @@
+"""Windows that move by more than one element, in forms that XLA's partitioner splits rightly over several devices.
+
+Where a dim is split unevenly, the partitioner gives wrong sums for a dilated window and for a pad with zeros between the elements, and on some of
+them aborts the process (a stride of 2 with a padding of 2 over 6 elements on 8 devices; jaxlib 0.10). So on several devices such a dim is either
+kept whole on each device, or the zeros are put there by a reshape. This ends when the partitioner is right.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from spmd_core.ops.registry import Context
+
+
+def each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """One number per spatial dim: torch lets one number stand for all, and an empty stride for the kernel's size."""
+    value = tuple(value) or tuple(default)
+    return value * num_dims if len(value) == 1 else value
+
+
+def are_split(ctx: Context) -> bool:
+    """Whether a spatial dim may lie split over devices, so that no window may be dilated."""
+    return ctx.num_devices > 1 and ctx.keep_whole is None
+
+
+def keep_whole(ctx: Context, x: jax.Array, num_dims: int) -> jax.Array:
+    """`x` with its last `num_dims` dims whole on each device, if that can be had; on one device they are."""
+    return x if ctx.keep_whole is None else ctx.keep_whole(x, num_dims)
+
+
+def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
+    """`step - 1` zeros between the elements of each of the last dims: n elements become (n - 1) * step + 1."""
+    lead = x.ndim - len(steps)
+    if max(steps) == 1 or x.size == 0:
+        return x
+    if not are_split(ctx):
+        return lax.pad(keep_whole(ctx, x, len(steps)), np.zeros((), x.dtype), [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps])
+    for dim, step in enumerate(steps, lead):
+        size = x.shape[dim]
+        wide = jnp.pad(jnp.expand_dims(x, dim + 1), [(0, step - 1) if d == dim + 1 else (0, 0) for d in range(x.ndim + 1)])
+        x = lax.slice_in_dim(wide.reshape(*x.shape[:dim], size * step, *x.shape[dim + 1 :]), 0, (size - 1) * step + 1, axis=dim)
+    return x
+
+
+def every(x: jax.Array, steps: Sequence[int]) -> jax.Array:
+    """Every `step`-th element of the last dims from the first on, by a reshape, so that its transpose has no pad between elements."""
+    for dim, step in enumerate(steps, x.ndim - len(steps)):
+        x = lax.index_in_dim(_by_phase(x, dim, step), 0, dim + 1, keepdims=False) if step > 1 else x
+    return x
+
+
+def _by_phase(x: jax.Array, dim: int, step: int) -> jax.Array:
+    """A dim of n elements as (ceil(n / step), step), zeros behind."""
+    num = -(-x.shape[dim] // step)
+    whole = jnp.pad(x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
+    return whole.reshape(*x.shape[:dim], num, step, *x.shape[dim + 1 :])
+
+
+def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) -> jax.Array:
+    """(n, channel, ...) as (n, channel * kept phases, ...), each spatial dim `step` times shorter: a window that moves by `step` then moves by 1.
+
+    Of the `step` elements that become channels the first `kept` are kept.
+    """
+    num_dims = len(steps)
+    for d, (step, num) in enumerate(zip(steps, kept)):
+        dim = 2 + 2 * d
+        x = lax.slice_in_dim(_by_phase(x, dim, step), 0, num, axis=dim + 1)
+    order = [0, 1, *(3 + 2 * d for d in range(num_dims)), *(2 + 2 * d for d in range(num_dims))]
+    x = jnp.transpose(x, order)
+    return x.reshape(x.shape[0], x.shape[1] * math.prod(kept), *x.shape[2 + num_dims :])
+
+
+def cut_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) -> jax.Array:
+    """So many elements more before and behind each of the last dims; less where the number is negative."""
+    lead = x.ndim - len(edges)
+    return lax.pad(x, np.asarray(value, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges])
