@@ -97,10 +97,11 @@ class Program:
         placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
-        # Where no dim behind batch and channels is split, windows are told so, and may take the faster of their forms.
-        splits_space = any(axes for sharding in (*placed, *marks) for axes in sharding.spec[2:])
         self._mesh = everywhere.mesh
-        self._keep_whole = None if len(self.device_ids) == 1 or splits_space else self._with_whole_dims
+        self._split_dims = self._dims_that_are_split()
+        # Where no dim behind batch and channels is split, windows are told so, and may take the faster of their forms.
+        keeps_whole = len(self.device_ids) > 1 and all(dim < 2 for dim in self._split_dims)
+        self._keep_whole = self._with_whole_dims if keeps_whole else None
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
@@ -147,6 +148,15 @@ class Program:
         cost = self.compiled.cost_analysis()
         r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
 
+    def _dims_that_are_split(self) -> frozenset[int]:
+        """The positions of all dims that a leaf, a mark or a result splits, weights apart: what has two dims at most and is not of integers."""
+        graph = self.graph
+        marked = [(node.entry.outs[0], runtime.named_sharding(node.entry.sharding, self.device_ids)) for node in graph.nodes if node.entry.sharding]
+        placed = [(leaf.spec, leaf.placement.jax_sharding) for leaf in graph.leaves]
+        placed += [(output.spec, output.placement.jax_sharding) for output in graph.outputs if output.placement is not None]
+        activations = [sharding.spec for spec, sharding in (*marked, *placed) if len(spec.shape) > 2 or not spec.dtype.is_floating_point]
+        return frozenset(dim for partition in activations for dim, axes in enumerate(partition) if axes)
+
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; how the others lie is the partitioner's choice."""
         free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -174,9 +184,8 @@ class Program:
                 for kind in entry.number_kinds
             ]
             key = _prng_key(numbers.pop().value) if entry.random else None
-            context = registry.Context(
-                tuple(registry.Out(s.shape, s.dtype) for s in entry.outs), platform, key, len(self.device_ids), self._keep_whole
-            )
+            outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
+            context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._keep_whole)
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             with jax.named_scope(entry.name):
                 if entry.sharding is not None:

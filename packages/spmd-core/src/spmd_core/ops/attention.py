@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
@@ -122,6 +123,11 @@ def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
     return query.reshape(*query.shape[:-3], num_heads, query.shape[-3] // max(num_heads, 1), *query.shape[-2:])
 
 
+def _ungrouped(query: jax.Array, *rest: jax.Array | None) -> Any:
+    """Without the dim for the group where it is 1, as its products would be laid out by it."""
+    return [x if x is None or query.shape[-3] != 1 else lax.squeeze(x, (x.ndim - 3,)) for x in (query, *rest)]
+
+
 def _headed(key: jax.Array) -> jax.Array:
     return key[None] if key.ndim == 2 else key
 
@@ -176,6 +182,7 @@ def _forward(
     if kernel is not None:
         out, lse = _per_shard(lambda *args: kernel(*args, False), query, key, value)
     else:
+        query, mask = _ungrouped(query, mask)
         query, key, value = _operands(ctx, query, key, value)
         out, lse = flash.forward(plan, query, key, value, mask, _key_of(seed))
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
@@ -231,6 +238,7 @@ def _attention_backward(
 
         grads = _per_shard(of_shard, query, key, value, grad)
     else:
+        query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _operands(ctx, grad, query, key, value)
         grads = flash.backward(plan, grad, query, key, value, mask, out, lse[..., 0], _key_of(seed), wanted)
     return [g.reshape(x.shape).astype(x.dtype) for g, x, yes in zip([*grads, None][:4], given, output_mask) if yes and g is not None]

@@ -1,5 +1,6 @@
 """Matrix products: operands of one dtype in, the product out, accumulated in float32 for the 16-bit floats and exactly for integers."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,20 +88,26 @@ def _meta_linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Ten
     return tuple(result if yes else None for result, yes in zip(results, output_mask))
 
 
+def _over_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
+    """(..., m) and (..., n) as (m, n), summed over the leading dims."""
+    if ctx.platform == "cpu" and ctx.split_dims.isdisjoint(range(1, a.ndim - 1)):
+        # XLA's CPU backend copies an operand to sum over two of its dims. They become one where that moves nothing between devices.
+        a, b = (x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in (a, b))
+    dims = tuple(range(a.ndim - 1))
+    return _contract(a, b, ((dims, dims), ((), ())))
+
+
 @lowering("aten.linear_backward.default", meta=_meta_linear_backward)
 def _linear_backward(ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]) -> tuple[jax.Array | None, ...]:
     grad_x = grad_weight = grad_bias = None
-    leading = tuple(range(x.ndim - 1))
-    outputs = tuple(range(len(leading), grad.ndim))  # none for a weight of one dim
+    each = grad if weight.ndim == 2 else grad[..., None]  # (..., outputs)
+    rows = weight.reshape(each.shape[-1], weight.shape[-1])
     if output_mask[0]:
-        over = tuple(range(weight.ndim - 1))
-        flat = grad if outputs else grad[..., None]
-        flat_weight = weight if over else weight[None]
-        grad_x = _contract(flat, jnp.conj(flat_weight), (((flat.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
+        grad_x = _contract(each, jnp.conj(rows), (((each.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
     if output_mask[1]:
-        grad_weight = _contract(grad, jnp.conj(x), ((leading, leading), ((), ()))).astype(weight.dtype)
+        grad_weight = _over_leading(ctx, each, jnp.conj(x)).reshape(weight.shape).astype(weight.dtype)
     if output_mask[2]:
-        grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=leading).astype(grad.dtype)
+        grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(grad.dtype)
     return grad_x, grad_weight, grad_bias
 
 
