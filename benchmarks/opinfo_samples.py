@@ -25,6 +25,8 @@ EXCLUDED = {
     "chalf": "complex32, which XLA does not have",
 }
 
+# Where a section's indices are to be on the CPU, whatever the device of the input.
+ARGUMENTS_ON_CPU = {"tensor_split"}
 _STATISTICS = "eager torch's CPU kernel rounds the saved statistics to 16 bits; its meta kernels and other devices keep float32, and so do we"
 # The same for the 16-bit floats only.
 EXCLUDED_OF_SIXTEEN_BITS = {
@@ -32,6 +34,7 @@ EXCLUDED_OF_SIXTEEN_BITS = {
     "_native_batch_norm_legit": _STATISTICS,
     "_batch_norm_with_update": _STATISTICS,
     "native_layer_norm": _STATISTICS,
+    **dict.fromkeys(("complex", "view_as_complex"), "of two float16 makes complex32, which XLA does not have"),
     "nn_functional_linear_cross_entropy_chunked_none": "torch's own code accumulates in float32 on a CPU, in 16 bits on a device it does not know",
 }
 
@@ -44,6 +47,7 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     process: Callable[[Any], Any]
+    moves_args: bool = True  # False where torch asks for them on the CPU, whatever the device
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in pytree.tree_leaves((self.input, self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
@@ -99,7 +103,8 @@ def _undefined(name: str, s: Sample) -> bool:
 def samples(op: Any, dtype: torch.dtype, *, requires_grad: bool, limit: int) -> list[Sample]:
     """The entry's own samples for a dtype, the same ones at every call."""
     torch.manual_seed(0)
-    found = [Sample(s.input, tuple(s.args), dict(s.kwargs), s.output_process_fn_grad) for s in op.sample_inputs("cpu", dtype, requires_grad)]
+    moves = op.name not in ARGUMENTS_ON_CPU
+    found = [Sample(s.input, tuple(s.args), dict(s.kwargs), s.output_process_fn_grad, moves) for s in op.sample_inputs("cpu", dtype, requires_grad)]
     return _spread([s for s in found if all(is_plain(t) for t in s.tensors()) and not _undefined(op.formatted_name, s)], limit)
 
 
@@ -127,7 +132,8 @@ def moved(sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh
             return device
         return x
 
-    input_, args, kwargs = pytree.tree_map(move, (sample.input, sample.args, sample.kwargs))
+    input_ = pytree.tree_map(move, sample.input)
+    args, kwargs = pytree.tree_map(move, (sample.args, sample.kwargs)) if sample.moves_args else (sample.args, dict(sample.kwargs))
     if dtype is not None and isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
         kwargs["dtype"] = dtype
-    return Sample(input_, args, kwargs, sample.process)
+    return Sample(input_, args, kwargs, sample.process, sample.moves_args)

@@ -20,6 +20,15 @@ from spmd_core.errors import PartitionSpecError as PartitionSpecError
 from spmd_core.errors import ProgramError as ProgramError
 from spmd_core.errors import SpmdError as SpmdError
 from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
+from spmd_core.manual import all_gather as all_gather
+from spmd_core.manual import all_reduce as all_reduce
+from spmd_core.manual import all_to_all as all_to_all
+from spmd_core.manual import axis_index as axis_index
+from spmd_core.manual import collective_permute as collective_permute
+from spmd_core.manual import disable_manual_sharding as disable_manual_sharding
+from spmd_core.manual import enable_manual_sharding as enable_manual_sharding
+from spmd_core.manual import reduce_scatter as reduce_scatter
+from spmd_core.manual import shard_map as shard_map
 from spmd_core.mesh import Mesh as Mesh
 from spmd_core.mesh import get_1d_mesh as get_1d_mesh
 from spmd_core.mesh import get_global_mesh as get_global_mesh

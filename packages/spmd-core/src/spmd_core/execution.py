@@ -8,6 +8,7 @@ import jax
 import torch
 
 from spmd_core import compile_cache, metrics, runtime
+from spmd_core.errors import SpmdError
 from spmd_core.graph import Part, Value
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
 from spmd_core.mesh import Mesh
@@ -72,6 +73,7 @@ def to_host(storage: Storage) -> torch.Tensor:
     value = materialize(storage)
     if value.placement.jax_sharding is None:
         return value.data.clone()
+    refuse_local(value)
     return runtime.download(value.data, value.spec.shape)
 
 
@@ -98,13 +100,25 @@ def place(storage: Storage) -> jax.Array:
     if value.placement.jax_sharding is None:
         with lock:
             _convert(value, _home(value.placement.sharding))
+    refuse_local(value)
     return value.data
+
+
+def refuse_local(value: Value) -> None:
+    """Raises SpmdError for a tensor that is local to a manual region, which has as many values as there are devices along its axes."""
+    if value.placement.manual is not None:
+        raise SpmdError(
+            f"a tensor inside a manual region has a value of its own on each device, and none to read or to lay out; got {value.spec!r}. "
+            "Return it from the region with an out_spec, and read the result."
+        )
 
 
 def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
     """Makes `sharding` the storage's own; device data is laid out anew at once (without waiting), host data when it goes up."""
-    storage.sharding = sharding
     value = storage.value
+    if value.data is not None:
+        refuse_local(value)
+    storage.sharding = sharding
     if value.data is None:
         return
     if value.placement.jax_sharding is None:
@@ -145,6 +159,8 @@ def _convert(value: Value, target: Placement) -> jax.Array:
 def _target(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
     """How a leaf must lie for a program on these devices."""
     sharding, own = placement.sharding, placement.jax_sharding
+    if placement.manual is not None:
+        return placement
     if sharding is not None:
         return Placement.of(runtime.named_sharding(sharding, device_ids), sharding)
     if own is not None and runtime.device_ids_of(own) == device_ids:
@@ -210,6 +226,8 @@ def _execute(live: list[Storage]) -> None:
             numbers.extend(node.numbers)
         if entry.sharding is not None:
             marks.add(entry.sharding)
+        if entry.border is not None:
+            marks.add(entry.border.sharding)
     device_ids = _program_devices(marks, leaves)
     targets = tuple(_target(leaf.placement, device_ids) for leaf in leaves)
 
@@ -255,7 +273,7 @@ def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
     sharding = storage.sharding
     value = storage.value
     value.settle(array, placement, None)
-    if sharding is not None and placement is not own_placement(sharding):
+    if sharding is not None and placement.manual is None and placement is not own_placement(sharding):
         _move(value, own_placement(sharding))
     storage.write(value)
 

@@ -78,7 +78,7 @@ class Entry:
     None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
     """
 
-    __slots__ = ("as_list", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_write")
+    __slots__ = ("as_list", "border", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_write")
 
     def __init__(
         self,
@@ -91,10 +91,12 @@ class Entry:
         number_kinds: tuple[type, ...] = (),
         random: bool = False,
         sharding: Any = None,
+        border: Any = None,
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0]
+        self.border = border  # of a manual region, where the operation crosses it (`regions.Border`)
         # For a view: the operation that puts a written view back into its base.
         self.view_write: Entry | None = None
 

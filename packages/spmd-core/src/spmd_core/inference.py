@@ -74,7 +74,8 @@ def _odd_window(given: dict[str, Any]) -> bool:
 _UNCHECKED: dict[str, Callable[[dict[str, Any]], bool]] = {
     **dict.fromkeys(
         (
-            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar", "aten::bucketize.Tensor", "aten::complex", "aten::gather",
+            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar", "aten::bucketize.Tensor", "aten::complex", "aten::complex.out",
+            "aten::gather",
             "aten::gather.out", "aten::index_add", "aten::index_add_", "aten::index_reduce", "aten::index_reduce_", "aten::masked_scatter",
             "aten::masked_scatter_", "aten::multinomial", "aten::multinomial.out", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
             "aten::uniform_",

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core import dtypes, metrics, runtime
+from spmd_core import dtypes, metrics, regions, runtime
 from spmd_core.errors import DeviceMemoryError, ProgramError
 from spmd_core.graph import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.runtime import Placement
-from spmd_core.sharding import Sharding
+from spmd_core.sharding import Manual, Sharding
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
     return spec.shape if sharding is None else sharding.padded_shape(spec.shape)
 
 
+def stored_shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
+    """The shape of the array that a leaf is."""
+    return padded_shape(spec, placement.sharding) if placement.manual is None else (placement.manual.size, *spec.shape)
+
+
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
     """A sharding constraint that also holds where a dim does not divide: jax drops those in silence, so pad, constrain, cut."""
     padded = sharding.padded_shape(x.shape)
@@ -92,8 +97,10 @@ class Program:
 
     def _compile(self, name: str) -> None:
         graph = self.graph
+        self._manual_of_values()
         marks = [runtime.named_sharding(node.entry.sharding, self.device_ids) for node in graph.nodes if node.entry.sharding is not None]
-        placements = [*(leaf.placement for leaf in graph.leaves), *(o.placement for o in graph.outputs if o.placement is not None)]
+        out_placements = [self._placement(output) for output in graph.outputs]
+        placements = [*(leaf.placement for leaf in graph.leaves), *(p for p in out_placements if p is not None)]
         placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
@@ -109,12 +116,12 @@ class Program:
         ]
         leaves = [
             jax.ShapeDtypeStruct(
-                padded_shape(leaf.spec, leaf.placement.sharding), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding)
+                stored_shape(leaf.spec, leaf.placement), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding)
             )
             for leaf in graph.leaves
         ]
         free = None if on_one_mesh.exists else everywhere
-        out_shardings = [free if o.placement is None else on_one_mesh(o.placement.jax_sharding) for o in graph.outputs]
+        out_shardings = [free if p is None else on_one_mesh(p.jax_sharding) for p in out_placements]
 
         def program(numbers: list[jax.Array], *leaves: jax.Array) -> tuple[list[jax.Array], jax.Array]:
             return self._trace(numbers, leaves), jnp.zeros((), np.int32)
@@ -133,7 +140,7 @@ class Program:
         self.compiled = compiled
         self.lowered_text = lowered.as_text
         self.out_placements = [
-            Placement.of(chosen, None) if o.placement is None else o.placement for o, chosen in zip(graph.outputs, compiled.output_shardings[0])
+            Placement.of(chosen, None) if placement is None else placement for placement, chosen in zip(out_placements, compiled.output_shardings[0])
         ]
         self._analyse(middle - start, end - middle)
 
@@ -147,6 +154,23 @@ class Program:
             r.peak_bytes = max(getattr(memory, "peak_memory_in_bytes", 0), r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes)
         cost = self.compiled.cost_analysis()
         r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
+
+    def _manual_of_values(self) -> None:
+        """To which axes each value is local."""
+        graph = self.graph
+        self._manuals: list[Manual | None] = []
+        for node in graph.nodes:
+            manual = regions.manual_of(node.entry.name, node.entry.border, [self._manual(i) for i in node.inputs])
+            if manual is not None or node.entry.border is not None:
+                regions.check_devices(manual or node.entry.border.manual, self.device_ids)
+            self._manuals.extend([manual] * len(node.entry.outs))
+
+    def _manual(self, value: int) -> Manual | None:
+        return self._manuals[value] if value >= 0 else self.graph.leaves[-value - 1].placement.manual
+
+    def _placement(self, output: Output) -> Placement | None:
+        manual = self._manual(output.value)
+        return output.placement if manual is None else regions.placement(manual)
 
     def _dims_that_are_split(self) -> frozenset[int]:
         """The positions of all dims that a leaf, a mark or a result splits, weights apart: what has two dims at most and is not of integers."""
@@ -173,7 +197,7 @@ class Program:
             complex: iter(next(packs)) if self._num_complex else iter(()),
         }
         logical = [
-            array if array.shape == leaf.spec.shape else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
+            array if leaf.placement.manual is not None or array.shape == leaf.spec.shape else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
             for leaf, array in zip(graph.leaves, leaves)
         ]
         values: list[jax.Array] = []
@@ -187,19 +211,24 @@ class Program:
             outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
             context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._keep_whole)
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
+            manual = self._manual(len(values))
             with jax.named_scope(entry.name):
-                if entry.sharding is not None:
+                if entry.border is not None:
+                    results = [regions.cross(entry.border, inputs[0])]
+                elif manual is not None:
+                    results = self._run_local(manual, node, context, inputs, numbers)
+                elif entry.sharding is not None:
                     results = [constrain(inputs[0], entry.sharding, self._on_one_mesh(runtime.named_sharding(entry.sharding, self.device_ids)))]
                 else:
                     results = entry.kernel(context, inputs, numbers)
-            _check(entry, results)
+            _check(entry, results, is_local=manual is not None)
             values.extend(results)
         taken = {id(x) for x in leaves}
         outputs = []
         for output in graph.outputs:
             x = values[output.value]
             target = padded_shape(output.spec, output.sharding)
-            if target != x.shape:
+            if target != x.shape and self._manual(output.value) is None:
                 x = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, target)])
             if id(x) in taken:
                 # jit would hand out one buffer twice; a later donation of one would then destroy the other.
@@ -207,6 +236,21 @@ class Program:
             taken.add(id(x))
             outputs.append(x)
         return outputs
+
+    def _run_local(self, manual: Manual, node: Node, context: registry.Context, inputs: list[Any], numbers: list[registry.Number]) -> list[jax.Array]:
+        entry = node.entry
+
+        def kernel(own: list[Any], given: list[Any], key: jax.Array | None) -> list[jax.Array]:
+            if entry.sharding is not None:
+                names = runtime.axis_names(entry.sharding.mesh)
+                spec = jax.sharding.PartitionSpec(*(tuple(names[axis] for axis in axes) or None for axes in entry.sharding.dims))
+                return [jax.lax.with_sharding_constraint(own[0], spec)]
+            # Each device by itself: nothing that it computes is partitioned along the manual axes.
+            results: list[jax.Array] = entry.kernel(registry.Context(context.outs, context.platform, key), own, given)
+            return results
+
+        local = [self._manual(i) is not None for i in node.inputs]
+        return regions.run(manual, kernel, inputs, local, numbers, context.key)
 
     def run(self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[jax.Array]) -> list[jax.Array]:
         """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
@@ -232,10 +276,10 @@ def _prng_key(seed: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def _check(entry: Entry, results: list[Any]) -> None:
+def _check(entry: Entry, results: list[Any], *, is_local: bool) -> None:
     assert len(results) == len(entry.outs), f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
     for x, spec in zip(results, entry.outs):
-        assert x.shape == spec.shape and x.dtype == dtypes.to_jax(spec.dtype), (
+        assert x.shape[is_local:] == spec.shape and x.dtype == dtypes.to_jax(spec.dtype), (
             f"{entry.name} is lowered to {x.dtype}{list(x.shape)}; torch says {spec!r}"
         )
 

@@ -22,7 +22,7 @@ from spmd_core import dtypes, metrics
 from spmd_core.config import config
 from spmd_core.errors import NotInSpmdModeError, ProgramError, SpmdError
 from spmd_core.mesh import Mesh, check_devices
-from spmd_core.sharding import Sharding
+from spmd_core.sharding import Manual, Sharding
 
 _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
 
@@ -144,21 +144,22 @@ def memory_stats() -> list[dict[str, int]]:
 class Placement:
     """Where a leaf's data lies: jax's sharding, and ours where the user marked it. Interned, so equality is identity.
 
-    `jax_sharding` None means host memory: the data goes up when the first program needs it.
+    `jax_sharding` None means host memory: the data goes up when the first program needs it. With `manual` the data is a local tensor's: one value for
+    each position along those axes, stacked along a first dim of their own.
     """
 
-    __slots__ = ("jax_sharding", "sharding")
-    _known: ClassVar[dict[tuple[Any, Any], "Placement"]] = {}
+    __slots__ = ("jax_sharding", "manual", "sharding")
+    _known: ClassVar[dict[tuple[Any, Any, Any], "Placement"]] = {}
 
-    def __init__(self, jax_sharding: Any, sharding: Sharding | None) -> None:
-        self.jax_sharding, self.sharding = jax_sharding, sharding
+    def __init__(self, jax_sharding: Any, sharding: Sharding | None, manual: Manual | None) -> None:
+        self.jax_sharding, self.sharding, self.manual = jax_sharding, sharding, manual
 
     @staticmethod
-    def of(jax_sharding: Any, sharding: Sharding | None) -> "Placement":
-        key = (jax_sharding, sharding)
+    def of(jax_sharding: Any, sharding: Sharding | None, manual: Manual | None = None) -> "Placement":
+        key = (jax_sharding, sharding, manual)
         found = Placement._known.get(key)
         if found is None:
-            found = Placement._known.setdefault(key, Placement(jax_sharding, sharding))
+            found = Placement._known.setdefault(key, Placement(jax_sharding, sharding, manual))
         return found
 
     def __repr__(self) -> str:
@@ -176,7 +177,8 @@ def _jax_mesh(device_ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[
     return jax.sharding.Mesh(np.array([every[i] for i in device_ids], dtype=object).reshape(shape), names)
 
 
-def _axis_names(mesh: Mesh) -> tuple[str, ...]:
+def axis_names(mesh: Mesh) -> tuple[str, ...]:
+    """The names of a mesh's axes to jax: its own, or made of their numbers."""
     return mesh.axis_names or tuple(f"axis{i}" for i in range(len(mesh.mesh_shape)))
 
 
@@ -186,7 +188,7 @@ def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None
     where its mesh has them in that order, else its nearest equivalent (tiles kept, spare devices hold replicas, or all replicate)."""
     mesh = sharding.mesh
     own_ids = tuple(int(i) for i in mesh.device_ids)
-    names = _axis_names(mesh)
+    names = axis_names(mesh)
     spec = PartitionSpec(*(tuple(names[a] for a in axes) if axes else None for axes in sharding.dims))
     if device_ids is None or device_ids == own_ids:
         check_devices(mesh, global_runtime_device_count())
@@ -206,7 +208,7 @@ def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
 def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
     """jax's mesh over the same devices: `Mesh.get_jax_mesh`. Raises MeshError where the mesh names a device that does not exist."""
     check_devices(mesh, global_runtime_device_count())
-    return _jax_mesh(tuple(int(i) for i in mesh.device_ids), tuple(mesh.mesh_shape), _axis_names(mesh))
+    return _jax_mesh(tuple(int(i) for i in mesh.device_ids), tuple(mesh.mesh_shape), axis_names(mesh))
 
 
 Mesh.get_jax_mesh = jax_mesh

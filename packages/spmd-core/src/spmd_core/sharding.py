@@ -87,6 +87,19 @@ class ShardingSpec:
         return len(self.partition_spec) == _rank_of(tensor)
 
 
+@dataclass(frozen=True)
+class Manual:
+    """The axes of a mesh along which each device computes for itself: to them the tensors of a manual region are local."""
+
+    mesh: Mesh
+    axes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many values a local tensor has."""
+        return math.prod(self.mesh.mesh_shape[axis] for axis in self.axes)
+
+
 @dataclass(frozen=True, repr=False)
 class Sharding:
     """The canonical sharding of tensors of one rank: for each tensor dim, the mesh axes that split it.
