@@ -44,7 +44,7 @@ What an overload that is missing here costs: it runs on the host, which cuts the
 
 "Own handler" means that the router itself has a rule: copies, reads on the host, indices that are masks, statistics that a schema does not show.
 Foreach forms are among torch's compositions: their pieces are recorded one by one. An overload whose lowering declines a call (for instance a
-`median` of no integers) runs that call on the host.
+`median` of no integers) runs that call on the host. Names that begin with `spmd.` are operations of our own.
 
 *Dtypes* are those of the samples with which an entry of torch's operator database passed, forward or backward, while the overload took part;
 *entries* is how many entries that were. *Tests* are the files whose cases name the overload.
@@ -78,7 +78,8 @@ def _tested() -> dict[str, list[str]]:
     """For each overload, as `aten.add.Tensor`: the test files that name it."""
     seen: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.glob("test_*.py")):
-        for name in sorted(set(re.findall(r"aten\.\w+\.\w+", path.read_text()))):
+        text = path.read_text()
+        for name in sorted(set(re.findall(r"(?:aten|spmd)\.\w+\.\w+", text)) | {f"{name}.default" for name in re.findall(r"spmd\.\w+(?=\()", text)}):
             seen[name].append(path.name)
     return seen
 
@@ -91,6 +92,7 @@ def page() -> str:
     compared, tested = _compared(), _tested()
     ways = {op: dispatch.how(op) for op in overloads()}
     counts = Counter(ways.values())
+    ways |= {lowered.overload: How.LOWERED for lowered in registry.all_lowerings() if lowered.overload.namespace == "spmd"}
     families: dict[str, list[str]] = defaultdict(list)
     for op, way in ways.items():
         if way not in (How.LOWERED, How.VIEW, How.SPECIAL):

@@ -10,6 +10,7 @@ Makes .venv with the pinned versions on the first run, then runs ruff (rules, fo
 
   SPMD_TEST_DEVICES=1|2|8   number of emulated devices; the whole suite runs on them. Not set: first the tests
                             marked one_device on 1 device, then the whole suite on 8.
+  SPMD_TEST_JOBS=2          worker processes for the whole suite; one process where arguments are given, so that -s and --pdb work
   PYTHON=python3.11         the interpreter that makes .venv
 
 examples:
@@ -37,8 +38,11 @@ step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check --quiet .
 step "mypy" mypy --no-error-summary packages/*/src benchmarks
 
+workers=()
+[ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-2}" --dist worksteal)
+
 one_device_pass() {
-  SPMD_TEST_DEVICES=1 python -m pytest -q -m one_device "$@"
+  SPMD_TEST_DEVICES=1 python -m pytest -q -m one_device "${workers[@]}" "$@"
   local code=$?
   [ "$code" -eq 5 ] && return 0 # 5: the arguments select no test with this mark
   return "$code"
@@ -49,7 +53,7 @@ export SPMD_TEST_DEVICES=${SPMD_TEST_DEVICES:-8}
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "failed so far: ${failed[*]}"
 fi
-step "pytest, $SPMD_TEST_DEVICES devices" python -m pytest "$@"
+step "pytest, $SPMD_TEST_DEVICES devices" python -m pytest "${workers[@]}" "$@"
 
 [ "${#failed[@]}" -eq 0 ] && exit 0
 # On stderr, so that pytest's own closing line stays the last one of the report.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import spmd_core as spmd
 from benchmarks import opinfo, opinfo_cases, opinfo_samples
 from benchmarks.opinfo_cases import Status, Verdict, examine
 
@@ -16,8 +17,11 @@ EVERY = 3
 
 @pytest.mark.parametrize("name", list(ENTRIES)[::EVERY])
 def test_an_entry_gives_eager_torchs_values_and_gradients(name: str) -> None:
+    """With the first tensor of each sample split over all devices."""
+    devices = spmd.global_runtime_device_count()
+    mesh = spmd.Mesh(range(devices), (devices,), ("x",))
     for variant in ("forward", "gradient"):
-        verdict = examine(ENTRIES[name], variant, torch.float32, limit=2)
+        verdict = examine(ENTRIES[name], variant, torch.float32, mesh=mesh, limit=2)
         if verdict is not None:
             found = None if verdict.status in (Status.PASSED, Status.EXCLUDED) else verdict.status
             assert found == opinfo_cases.known(name, variant), f"{variant}: {verdict.status}: {verdict.detail}"
