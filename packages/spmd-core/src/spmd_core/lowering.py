@@ -106,9 +106,6 @@ class Program:
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
         self._mesh = everywhere.mesh
         self._split_dims = self._dims_that_are_split()
-        # Where no dim behind batch and channels is split, windows are told so, and may take the faster of their forms.
-        keeps_whole = len(self.device_ids) > 1 and all(dim < 2 for dim in self._split_dims)
-        self._keep_whole = self._with_whole_dims if keeps_whole else None
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
@@ -183,6 +180,8 @@ class Program:
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; how the others lie is the partitioner's choice."""
+        if len(self.device_ids) == 1:
+            return x
         free = jax.sharding.PartitionSpec.UNCONSTRAINED
         spec = jax.sharding.PartitionSpec(*(free,) * (x.ndim - num), *(None,) * num)
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
@@ -209,7 +208,7 @@ class Program:
             ]
             key = _prng_key(numbers.pop().value) if entry.random else None
             outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
-            context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._keep_whole)
+            context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims)
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
             with jax.named_scope(entry.name):

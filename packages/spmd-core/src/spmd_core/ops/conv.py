@@ -49,7 +49,7 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
     if windows.are_split(ctx):
         return _transposed_of_split(ctx, x, weight, form) if form.transposed else _convolve_split(ctx, x, weight, form)
     if max(form.stride) > 1:
-        x = windows.keep_whole(ctx, x, num_dims)
+        x = ctx.keep_whole(x, num_dims)
     if form.transposed:
         # The gradient of a convolution with this stride: the input is spread out and the window slides over it by 1.
         reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
@@ -57,7 +57,7 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
         out = _dense(x, _swap_channels(weight, form.groups), form.groups, pads, spread=form.stride, dilation=form.dilation)
     else:
         out = _dense(x, weight, form.groups, [(p, p) for p in form.padding], stride=form.stride, dilation=form.dilation)
-    return windows.keep_whole(ctx, out, num_dims) if max(form.stride) > 1 else out
+    return ctx.keep_whole(out, num_dims) if max(form.stride) > 1 else out
 
 
 def _dense(

@@ -51,8 +51,8 @@ class Context:
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
     num_devices: int = 1  # over which the program is partitioned
     split_dims: frozenset[int] = frozenset()  # the positions at which anything in the program is said to be split
-    # (x, n) -> x with its last n dims whole on each device; None on one device, and where the program splits a dim that a window may move over.
-    keep_whole: Callable[[jax.Array, int], jax.Array] | None = None
+    # (x, n) -> x with its last n dims whole on each device, the others as the partitioner likes
+    keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
 
     @property
     def shape(self) -> tuple[int, ...]:

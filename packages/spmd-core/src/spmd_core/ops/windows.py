@@ -24,13 +24,8 @@ def each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tu
 
 
 def are_split(ctx: Context) -> bool:
-    """Whether a spatial dim may lie split over devices, so that no window may be dilated."""
-    return ctx.num_devices > 1 and ctx.keep_whole is None
-
-
-def keep_whole(ctx: Context, x: jax.Array, num_dims: int) -> jax.Array:
-    """`x` with its last `num_dims` dims whole on each device, if that can be had; on one device they are."""
-    return x if ctx.keep_whole is None else ctx.keep_whole(x, num_dims)
+    """Whether the program splits a dim behind batch and channels, so that no window may be dilated."""
+    return ctx.num_devices > 1 and any(dim >= 2 for dim in ctx.split_dims)
 
 
 def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
@@ -39,7 +34,7 @@ def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     if max(steps) == 1 or x.size == 0:
         return x
     if not are_split(ctx):
-        return lax.pad(keep_whole(ctx, x, len(steps)), np.zeros((), x.dtype), [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps])
+        return lax.pad(ctx.keep_whole(x, len(steps)), np.zeros((), x.dtype), [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps])
     for dim, step in enumerate(steps, lead):
         size = x.shape[dim]
         wide = jnp.pad(jnp.expand_dims(x, dim + 1), [(0, step - 1) if d == dim + 1 else (0, 0) for d in range(x.ndim + 1)])
