@@ -1,4 +1,4 @@
-"""Windows over a dim that is split over the devices, unevenly too: convolutions, pooling and their gradients equal eager torch's."""
+"""Windows and transforms over a dim that is split over the devices, unevenly too: results and gradients equal eager torch's."""
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ WINDOWS = {
     "transposed, groups": lambda x, w: F.conv_transpose2d(x, w[:, :2], stride=3, padding=1, dilation=2, groups=2),
     "average pool": lambda x, w: F.avg_pool2d(x, 3, 2, 1),
     "adaptive pool": lambda x, w: F.adaptive_avg_pool2d(x, 4),
+    "transform": lambda x, w: torch.view_as_real(torch.fft.fft2(x)),
+    "transform of one dim": lambda x, w: torch.fft.irfft(torch.fft.rfft(x, dim=2), n=7, dim=2),
     "fold of an unfold": lambda x, w: F.fold(F.unfold(x, 3, padding=1, stride=2), 6, 3, padding=1, stride=2),
 }
 
