@@ -17,6 +17,7 @@ SOURCE = Path(spmd.__file__).parent
 ORDER = [
     "__init__",
     "annotate",
+    "interop",
     "manual",
     "autocast",
     "device",

@@ -20,6 +20,9 @@ from spmd_core.errors import PartitionSpecError as PartitionSpecError
 from spmd_core.errors import ProgramError as ProgramError
 from spmd_core.errors import SpmdError as SpmdError
 from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
+from spmd_core.interop import call_jax as call_jax
+from spmd_core.interop import from_jax as from_jax
+from spmd_core.interop import to_jax as to_jax
 from spmd_core.manual import all_gather as all_gather
 from spmd_core.manual import all_reduce as all_reduce
 from spmd_core.manual import all_to_all as all_to_all
