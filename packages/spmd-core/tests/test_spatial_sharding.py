@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import spmd_core as spmd
 
-X, KERNEL = torch.randn(2, 4, 6, 6), torch.randn(4, 4, 3, 3)
+KERNEL = torch.randn(4, 4, 3, 3)
 
 WINDOWS = {
     "convolution": lambda x, w: F.conv2d(x, w, stride=2, padding=2),
@@ -26,17 +26,19 @@ WINDOWS = {
     "adaptive pool": lambda x, w: F.adaptive_avg_pool2d(x, 4),
     "transform": lambda x, w: torch.view_as_real(torch.fft.fft2(x)),
     "transform of one dim": lambda x, w: torch.fft.irfft(torch.fft.rfft(x, dim=2), n=7, dim=2),
-    "fold of an unfold": lambda x, w: F.fold(F.unfold(x, 3, padding=1, stride=2), 6, 3, padding=1, stride=2),
+    "fold of an unfold": lambda x, w: F.fold(F.unfold(x, 3, padding=1, stride=2), x.shape[2:], 3, padding=1, stride=2),
 }
 
 
-@pytest.mark.parametrize("dim", [0, 2, 3])
+# Of 6 elements a window reaches beyond the next of 8 devices; of 38 it does not.
+@pytest.mark.parametrize(("dim", "size"), [(0, 6), (2, 6), (2, 38), (3, 38)])
 @pytest.mark.parametrize("name", WINDOWS)
-def test_results_and_gradients(name, dim, mesh_1d):
+def test_results_and_gradients(name, dim, size, mesh_1d):
     function = WINDOWS[name]
     results = []
     for device in ("cpu", "xla"):
-        x, w = (t.detach().clone().to(device).requires_grad_() for t in (X, KERNEL))
+        torch.manual_seed(0)
+        x, w = (t.to(device).requires_grad_() for t in (torch.randn(2, 4, size, size), KERNEL.clone()))
         if device == "xla":
             spmd.mark_sharding(x, mesh_1d, tuple("x" if d == dim else None for d in range(4)))
         out = function(x, w)
@@ -44,3 +46,23 @@ def test_results_and_gradients(name, dim, mesh_1d):
         results.append([out, *(g for g in torch.autograd.grad(out, [x, w], ramp, allow_unused=True) if g is not None)])
     for mine, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kernel", [3, 9])
+def test_convolutions_over_fewer_elements_than_devices(dtype, transposed, kernel, mesh_1d):
+    """Where the partitioner counted sums of the weight's gradient twice; a kernel of 81 elements takes another way than one of 9."""
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    results = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        x, w = (torch.randn(shape, dtype=dtype).to(device).requires_grad_() for shape in ((1, 3, 4, 4), (3, 3, kernel, kernel)))
+        if device == "xla":
+            spmd.mark_sharding(x, mesh_1d, (None, None, "x", None))
+        out = convolve(x, w, stride=2, padding=kernel // 2)
+        ramp = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype).to(device)
+        results.append([out, *torch.autograd.grad(out, [x, w], ramp)])
+    tolerance = {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for mine, right in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), right.detach(), **tolerance)

@@ -1,11 +1,13 @@
 """Convolutions over 1 to 3 spatial dims: (batch, channel, ...) and a weight in, (batch, channel, ...) out; and their gradients."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from spmd_core.ops import windows
@@ -46,10 +48,10 @@ def _operands(ctx: Context, *arrays: jax.Array) -> Any:
 def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
     """The convolution, linear in each operand. Neither it nor its transposes dilate what may be split (see `windows`)."""
     num_dims = x.ndim - 2
-    if windows.are_split(ctx):
+    if _is_split(ctx, x, weight, form):
         return _transposed_of_split(ctx, x, weight, form) if form.transposed else _convolve_split(ctx, x, weight, form)
-    if max(form.stride) > 1:
-        x = ctx.keep_whole(x, num_dims)
+    whole = windows.are_split(ctx) or max(form.stride) > 1
+    x = ctx.keep_whole(x, num_dims) if whole else x
     if form.transposed:
         # The gradient of a convolution with this stride: the input is spread out and the window slides over it by 1.
         reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
@@ -57,7 +59,13 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
         out = _dense(x, _swap_channels(weight, form.groups), form.groups, pads, spread=form.stride, dilation=form.dilation)
     else:
         out = _dense(x, weight, form.groups, [(p, p) for p in form.padding], stride=form.stride, dilation=form.dilation)
-    return ctx.keep_whole(out, num_dims) if max(form.stride) > 1 else out
+    return ctx.keep_whole(out, num_dims) if whole else out
+
+
+def _is_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> bool:
+    """Whether the convolution is computed over dims that lie split."""
+    sizes = x.shape[2:] if form.transposed else [-(-n // step) for n, step in zip(x.shape[2:], form.stride)]
+    return windows.are_split(ctx) and windows.stay_near(ctx, sizes, weight.shape[2:], form.dilation)
 
 
 def _dense(
@@ -89,14 +97,49 @@ def _convolve_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) 
 
 
 def _transposed_of_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
-    """A transposed convolution as what it is named for."""
-    out_sizes = [
-        (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
-        for n, s, p, d, k, extra in zip(x.shape[2:], form.stride, form.padding, form.dilation, weight.shape[2:], form.output_padding)
-    ]
-    result = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1] * form.groups, *out_sizes), x.dtype)
-    (out,) = jax.linear_transpose(lambda y: _convolve_split(ctx, y, weight, form), result)(x)
-    return out
+    """A transposed convolution: the input spread out by zeros, and a window that moves by 1."""
+    reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
+    edges = [(r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)]
+    x = windows.cut_or_pad(windows.spread(ctx, x, form.stride), edges)
+    return _dense(x, _swap_channels(weight, form.groups), form.groups, [(0, 0)] * len(reach), dilation=form.dilation)
+
+
+# Beyond so many elements in a kernel its gradient is one convolution over whole dims: the other form's program is as long as the kernel is large.
+_LARGE_KERNEL = 64
+
+
+def _weight_gradient(ctx: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
+    num_dims, kernel = x.ndim - 2, weight.shape[2:]
+    if not _is_split(ctx, x, weight, form) or math.prod(kernel) > _LARGE_KERNEL:
+        if windows.are_split(ctx):
+            x, grad, ctx = ctx.keep_whole(x, num_dims), ctx.keep_whole(grad, num_dims), replace(ctx, split_dims=frozenset())
+        return jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, form), weight)(grad)[0]
+    # A transposed convolution's weight is that of the ordinary one from its output to its input.
+    source, target = (grad, x) if form.transposed else (x, grad)
+    return _tap_by_tap(source, target, kernel, form).reshape(weight.shape)
+
+
+def _tap_by_tap(x: jax.Array, grad: jax.Array, kernel: Sequence[int], form: _Form) -> jax.Array:
+    """The gradient of a convolution's weight as a matrix product for each element of the kernel. As one convolution, whose kernel would be the split
+    gradient, XLA's partitioner counts some sums twice (a stride of 2 with a padding of 2 over 4 elements on 8 devices, in complex64 and bfloat16)."""
+    edges, spans = [], []
+    for size, k, step, dilation, pad, num in zip(x.shape[2:], kernel, form.stride, form.dilation, form.padding, grad.shape[2:]):
+        spans.append((num - 1) * step + 1)
+        edges.append((pad, dilation * (k - 1) + spans[-1] - size - pad))
+    padded = windows.cut_or_pad(x, edges)
+    by_group = [t.reshape(t.shape[0], form.groups, t.shape[1] // form.groups, *t.shape[2:]) for t in (padded, grad)]
+    summed = (0, *range(3, grad.ndim + 1))
+    taps = []
+    for tap in np.ndindex(*kernel):
+        starts = [at * dilation for at, dilation in zip(tap, form.dilation)]
+        limits = [start + span for start, span in zip(starts, spans)]
+        seen = lax.slice(by_group[0], (0, 0, 0, *starts), (*by_group[0].shape[:3], *limits), (1, 1, 1, *form.stride))
+        taps.append(
+            lax.dot_general(
+                by_group[1], seen, ((summed, summed), ((1,), (1,))), precision=matmul_precision(x.dtype), preferred_element_type=opmath(x.dtype)
+            )
+        )
+    return jnp.stack(taps, axis=-1).astype(x.dtype)  # (groups, outputs of each, inputs of each, taps)
 
 
 @lowering("aten.convolution.default", "aten.convolution_overrideable.default")
@@ -124,7 +167,7 @@ def _convolution_backward(
     if output_mask[0]:
         (grad_x,) = jax.linear_transpose(lambda x: _convolve(ctx, x, weight, form), x)(grad)
     if output_mask[1]:
-        (grad_weight,) = jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, form), weight)(grad)
+        grad_weight = _weight_gradient(ctx, grad, x, weight, form)
     if output_mask[2]:
         wide = jnp.promote_types(grad.dtype, jnp.float32)
         grad_bias = jnp.sum(grad.astype(wide), axis=(0, *range(2, grad.ndim)))
