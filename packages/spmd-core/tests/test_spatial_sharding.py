@@ -66,3 +66,18 @@ def test_convolutions_over_fewer_elements_than_devices(dtype, transposed, kernel
     tolerance = {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     for mine, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), **tolerance)
+
+
+@pytest.mark.parametrize("size", [5, 24])
+def test_without_a_batch(size, mesh_1d):
+    """The dim that a window moves over is then the second one."""
+    results = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        x, w = (torch.randn(shape).to(device).requires_grad_() for shape in ((4, size, size), (3, 4, 3, 3)))
+        if device == "xla":
+            spmd.mark_sharding(x, mesh_1d, (None, "x", None))
+        out = F.avg_pool2d(F.conv2d(x, w), 2, 1)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, w])])
+    for mine, right in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-3)

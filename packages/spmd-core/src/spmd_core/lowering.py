@@ -170,13 +170,20 @@ class Program:
         return output.placement if manual is None else regions.placement(manual)
 
     def _dims_that_are_split(self) -> frozenset[int]:
-        """The positions of all dims that a leaf, a mark or a result splits, weights apart: what has two dims at most and is not of integers."""
+        """The dims that a leaf, a mark or a result splits, counted from the last one, which is -1; weights (floats of two dims at most) apart.
+
+        Integers are taken for indices into a table as well, whose rows become one more dim behind.
+        """
         graph = self.graph
         marked = [(node.entry.outs[0], runtime.named_sharding(node.entry.sharding, self.device_ids)) for node in graph.nodes if node.entry.sharding]
         placed = [(leaf.spec, leaf.placement.jax_sharding) for leaf in graph.leaves]
         placed += [(output.spec, output.placement.jax_sharding) for output in graph.outputs if output.placement is not None]
-        activations = [sharding.spec for spec, sharding in (*marked, *placed) if len(spec.shape) > 2 or not spec.dtype.is_floating_point]
-        return frozenset(dim for partition in activations for dim, axes in enumerate(partition) if axes)
+        found = set()
+        for spec, sharding in (*marked, *placed):
+            ndim, is_float = len(spec.shape), spec.dtype.is_floating_point or spec.dtype.is_complex
+            split = {dim - ndim for dim, axes in enumerate(sharding.spec) if axes} if ndim > 2 or not is_float else set()
+            found |= split if is_float else split | {dim - 1 for dim in split}
+        return frozenset(found)
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; how the others lie is the partitioner's choice."""

@@ -50,8 +50,7 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
     num_dims = x.ndim - 2
     if _is_split(ctx, x, weight, form):
         return _transposed_of_split(ctx, x, weight, form) if form.transposed else _convolve_split(ctx, x, weight, form)
-    whole = windows.are_split(ctx) or max(form.stride) > 1
-    x = ctx.keep_whole(x, num_dims) if whole else x
+    x = ctx.keep_whole(x, num_dims)
     if form.transposed:
         # The gradient of a convolution with this stride: the input is spread out and the window slides over it by 1.
         reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
@@ -59,13 +58,13 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
         out = _dense(x, _swap_channels(weight, form.groups), form.groups, pads, spread=form.stride, dilation=form.dilation)
     else:
         out = _dense(x, weight, form.groups, [(p, p) for p in form.padding], stride=form.stride, dilation=form.dilation)
-    return ctx.keep_whole(out, num_dims) if whole else out
+    return ctx.keep_whole(out, num_dims)
 
 
 def _is_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> bool:
     """Whether the convolution is computed over dims that lie split."""
     sizes = x.shape[2:] if form.transposed else [-(-n // step) for n, step in zip(x.shape[2:], form.stride)]
-    return windows.are_split(ctx) and windows.stay_near(ctx, sizes, weight.shape[2:], form.dilation)
+    return windows.are_split(ctx, x.ndim - 2) and windows.stay_near(ctx, sizes, weight.shape[2:], form.dilation)
 
 
 def _dense(
@@ -111,8 +110,7 @@ _LARGE_KERNEL = 64
 def _weight_gradient(ctx: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
     num_dims, kernel = x.ndim - 2, weight.shape[2:]
     if not _is_split(ctx, x, weight, form) or math.prod(kernel) > _LARGE_KERNEL:
-        if windows.are_split(ctx):
-            x, grad, ctx = ctx.keep_whole(x, num_dims), ctx.keep_whole(grad, num_dims), replace(ctx, split_dims=frozenset())
+        x, grad, ctx = ctx.keep_whole(x, num_dims), ctx.keep_whole(grad, num_dims), replace(ctx, split_dims=frozenset())
         return jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, form), weight)(grad)[0]
     # A transposed convolution's weight is that of the ordinary one from its output to its input.
     source, target = (grad, x) if form.transposed else (x, grad)

@@ -90,7 +90,7 @@ def _meta_linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Ten
 
 def _over_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
     """(..., m) and (..., n) as (m, n), summed over the leading dims."""
-    if ctx.platform == "cpu" and ctx.split_dims.isdisjoint(range(1, a.ndim - 1)):
+    if ctx.platform == "cpu" and ctx.split_dims.isdisjoint(range(1 - a.ndim, -1)):
         # XLA's CPU backend copies an operand to sum over two of its dims. They become one where that moves nothing between devices.
         a, b = (x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in (a, b))
     dims = tuple(range(a.ndim - 1))

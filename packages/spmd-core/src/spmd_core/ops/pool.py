@@ -217,10 +217,11 @@ def _register_fractional_max_pool(num_dims: int) -> None:
 
 def _window_sums(ctx: Context, x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:
     near = windows.stay_near(ctx, sizes, kernel, (1,) * len(kernel))
-    if windows.are_split(ctx) and near and max(stride) > 1:
+    is_split = windows.are_split(ctx, len(kernel)) and near
+    if is_split and max(stride) > 1:
         moved_by_one = [(n - 1) * s + 1 for n, s in zip(sizes, stride)]
         return windows.every(_window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride)
-    x = ctx.keep_whole(x, len(kernel)) if max(stride) > 1 or (windows.are_split(ctx) and not near) else x
+    x = x if is_split else ctx.keep_whole(x, len(kernel))
     lead = x.ndim - len(kernel)
     high = [(n - 1) * s + k - p - have for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])]
     # reduce_window takes no negative padding; elements that no window reaches are cut first.

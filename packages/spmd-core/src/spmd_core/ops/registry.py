@@ -50,7 +50,7 @@ class Context:
     platform: str  # "cpu", "gpu" or "tpu"
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
     num_devices: int = 1  # over which the program is partitioned
-    split_dims: frozenset[int] = frozenset()  # the positions at which anything in the program is said to be split
+    split_dims: frozenset[int] = frozenset()  # which dims anything in the program is said to split, counted from the last one (-1)
     # (x, n) -> x with its last n dims whole on each device, the others as the partitioner likes
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
 

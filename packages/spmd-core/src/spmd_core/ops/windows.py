@@ -23,9 +23,9 @@ def each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tu
     return value * num_dims if len(value) == 1 else value
 
 
-def are_split(ctx: Context) -> bool:
-    """Whether the program splits a dim behind batch and channels, so that no window may be dilated."""
-    return ctx.num_devices > 1 and any(dim >= 2 for dim in ctx.split_dims)
+def are_split(ctx: Context, num_dims: int) -> bool:
+    """Whether the program splits one of so many last dims of anything, so that no window over them may be dilated."""
+    return ctx.num_devices > 1 and any(dim >= -num_dims for dim in ctx.split_dims)
 
 
 def stay_near(ctx: Context, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> bool:
@@ -39,7 +39,7 @@ def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     lead = x.ndim - len(steps)
     if max(steps) == 1 or x.size == 0:
         return x
-    if not are_split(ctx):
+    if not are_split(ctx, len(steps)):
         return lax.pad(ctx.keep_whole(x, len(steps)), np.zeros((), x.dtype), [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps])
     for dim, step in enumerate(steps, lead):
         size = x.shape[dim]
