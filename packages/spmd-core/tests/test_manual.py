@@ -213,6 +213,19 @@ def test_bad_input(mesh_1d, mesh_2d, num_devices):
             refused(mesh_1d, lambda x: spmd.reduce_scatter(x[:1], "x"))
 
 
+def test_a_region_over_some_of_the_devices(mesh_1d, num_devices):
+    if num_devices == 1:
+        pytest.skip("needs two devices")
+    half = spmd.Mesh(range(num_devices // 2), (num_devices // 2,), ("h",))
+    total = spmd.shard_map(lambda x: spmd.all_reduce(x, "h"), half, [("h",)], ())
+    assert_same(total(X.to("xla")), sum(rows(X, num_devices // 2)), rtol=1e-4, atol=1e-4)
+    other = spmd.mark_sharding(torch.ones(16, 24, device="xla"), mesh_1d, ("x",))
+    mixed = total(other)
+    with pytest.raises(spmd.ProgramError, match=r"over all devices of its program; got devices \(0,.*sync\(\) between"):
+        spmd.sync()
+    del mixed
+
+
 def test_tensors_of_two_regions_do_not_mix(mesh_1d, mesh_2d):
     a = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_1d)
     b = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_2d)
