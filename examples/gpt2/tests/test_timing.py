@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_after_an_evaluation_time_starts_anew() -> None:
     assert clock.mark(step=8, in_flight=0, num_compiles=2) == 1.0
 
 
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C: a process that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_interrupts")
 def test_the_first_interrupt_asks_and_the_second_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
     with StopOnInterrupt() as interrupt:
