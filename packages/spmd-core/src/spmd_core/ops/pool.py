@@ -59,7 +59,7 @@ def _best_of(candidates: list[tuple[list[jax.Array], jax.Array]]) -> tuple[list[
 
 
 def _max_pool(
-    x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
+    ctx: Context, x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
     """Values, and their flat positions among the spatial elements, of equal values the first.
 
@@ -67,6 +67,7 @@ def _max_pool(
     instead of kh * kw.
     """
     num_dims = len(kernel)
+    x = windows.near_or_whole(ctx, x, sizes, kernel, dilation, num_dims=num_dims)
     lowest = -jnp.inf if is_inexact(x.dtype) else jnp.iinfo(x.dtype).min
     fields = [x]  # the value, then its positions along the dims already done, the last dim's last
     for d in reversed(range(num_dims)):
@@ -110,6 +111,7 @@ def _add_by_window(
     """
     num_dims = len(kernel)
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
+    grad, indices = (windows.near_or_whole(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims) for t in (grad, indices))
     total = jnp.zeros(shape, grad.dtype)
     for offsets in np.ndindex(*kernel):
         here, inside, edges = [], [], []
@@ -142,7 +144,7 @@ def _register_max_pool(num_dims: int) -> None:
         ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         kernel, strides, paddings, dilations = geometry(kernel_size, stride, padding, dilation)
-        return _max_pool(x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :])
+        return _max_pool(ctx, x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :])
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
     def backward(

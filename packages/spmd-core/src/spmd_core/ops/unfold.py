@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd_core.ops.precision import opmath
 from spmd_core.ops.registry import Context, lowering
-from spmd_core.ops.windows import cut_or_pad, spread
+from spmd_core.ops.windows import cut_or_pad, near_or_whole, spread
 
 
 def _pair(value: Sequence[int]) -> tuple[int, int]:
@@ -24,7 +24,9 @@ def _num_places(size: int, kernel: int, dilation: int, padding: int, stride: int
 @lowering("aten.im2col.default")
 def _im2col(ctx: Context, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
     # One slice for each element of the window along a dim, and one dim after the other: no index, so no gather.
-    out = x
+    forms = [_pair(option) for option in (kernel_size, dilation, padding, stride)]
+    places_of = [_num_places(size, *form) for size, form in zip(x.shape[-2:], zip(*forms))]
+    out = near_or_whole(ctx, x, places_of, forms[0], forms[1], num_dims=2)
     for d, (kernel, step, pad, hop) in enumerate(zip(*map(_pair, (kernel_size, dilation, padding, stride)))):
         axis = x.ndim - 2 + 2 * d  # behind the window and the places of the dim before
         places = _num_places(x.shape[x.ndim - 2 + d], kernel, step, pad, hop)
@@ -43,6 +45,7 @@ def _col2im(ctx: Context, columns: Any, output_size: Any, kernel_size: Any, dila
     wide = np.dtype(np.int32) if columns.dtype == np.bool_ else opmath(columns.dtype)
     # (..., window height, places down, window width, places across)
     out = jnp.swapaxes(columns.astype(wide).reshape(*ctx.shape[:-2], *kernels, *places), -3, -2)
+    out = near_or_whole(ctx, out, places, kernels, _pair(dilation), num_dims=4)
     for d in (1, 0):
         size, kernel, step, pad, hop = options[d]
         axis = out.ndim - 2 if d else len(ctx.shape) - 2

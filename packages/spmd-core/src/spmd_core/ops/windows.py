@@ -34,6 +34,12 @@ def stay_near(ctx: Context, sizes: Sequence[int], kernel: Sequence[int], dilatio
     return all(step * (k - 1) <= size // ctx.num_devices for size, k, step in zip(sizes, kernel, dilation))
 
 
+def near_or_whole(ctx: Context, x: jax.Array, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], *, num_dims: int) -> jax.Array:
+    """`x` as it lies where windows over dims of these sizes stay near, else with its last `num_dims` dims whole on each device."""
+    is_fine = are_split(ctx, len(sizes)) and stay_near(ctx, sizes, kernel, dilation)
+    return x if is_fine else ctx.keep_whole(x, num_dims)
+
+
 def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     """`step - 1` zeros between the elements of each of the last dims: n elements become (n - 1) * step + 1."""
     lead = x.ndim - len(steps)
