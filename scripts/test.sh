@@ -42,7 +42,7 @@ workers=()
 [ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-2}" --dist worksteal)
 
 one_device_pass() {
-  SPMD_TEST_DEVICES=1 python -m pytest -q -m one_device "${workers[@]}" "$@"
+  SPMD_TEST_DEVICES=1 python -m pytest -q -m one_device ${workers[@]+"${workers[@]}"} "$@"
   local code=$?
   [ "$code" -eq 5 ] && return 0 # 5: the arguments select no test with this mark
   return "$code"
@@ -53,7 +53,7 @@ export SPMD_TEST_DEVICES=${SPMD_TEST_DEVICES:-8}
 if [ "${#failed[@]}" -gt 0 ]; then
   echo "failed so far: ${failed[*]}"
 fi
-step "pytest, $SPMD_TEST_DEVICES devices" python -m pytest "${workers[@]}" "$@"
+step "pytest, $SPMD_TEST_DEVICES devices" python -m pytest ${workers[@]+"${workers[@]}"} "$@"
 
 [ "${#failed[@]}" -eq 0 ] && exit 0
 # On stderr, so that pytest's own closing line stays the last one of the report.

@@ -58,14 +58,14 @@ class _Enter(torch.autograd.Function):
         copied = _unused(ctx.manual, ctx.sharding)
         with _inside(ctx.manual):
             grad = all_reduce(grads[0], copied) if copied else grads[0]
-        return _Leave.apply(grad, ctx.manual, ctx.sharding, True), None, None
+        return _Leave.apply(grad, ctx.manual, ctx.sharding), None, None
 
 
 class _Leave(torch.autograd.Function):
-    """The whole tensor that the blocks are. Over axes that its spec leaves out every device has the same block (of a mean gradient, a part of it)."""
+    """The whole tensor that the blocks are. Over axes that its spec leaves out every device has the same block, and an equal part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding, of_gradient: bool) -> XLAShardedTensor:
+    def forward(ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding) -> XLAShardedTensor:
         ctx.manual, ctx.sharding = manual, sharding
         return _crossing(x, regions.Border(manual, sharding, leaves=True), _scaled(x.shape, sharding, leaves=True))
 
@@ -73,7 +73,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         copies = ctx.manual.size // ctx.sharding.num_shards
         grad = _Enter.apply(grads[0], ctx.manual, ctx.sharding)
-        return (grad if copies == 1 else grad / copies), None, None, None
+        return (grad if copies == 1 else grad / copies), None, None
 
 
 def _unused(manual: Manual, sharding: Sharding) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def _enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
 def _leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
     if not isinstance(x, XLAShardedTensor):
         raise DeviceMismatchError(f"a manual region returns tensors on device 'xla'; got {type(x).__name__}. Return tensors only.")
-    result: XLAShardedTensor = _Leave.apply(x, manual, _sharding(manual, spec, x.dim()), False)
+    result: XLAShardedTensor = _Leave.apply(x, manual, _sharding(manual, spec, x.dim()))
     return result
 
 

@@ -41,7 +41,7 @@ def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
 
 
 def _operands(ctx: Context, *arrays: jax.Array) -> Any:
-    """What is multiplied: on a CPU in the dtype in which torch computes, as XLA adds up 16 bits in 16 bits there; chips have units for 16 bits."""
+    """What is multiplied: on a CPU in the dtype in which torch computes, so that 16 bits are rounded once; chips have units for 16 bits."""
     return [x.astype(opmath(x.dtype)) for x in arrays] if ctx.platform == "cpu" else arrays
 
 
@@ -148,7 +148,7 @@ def _convolution(
     out = _convolve(ctx, x, weight, _form(x.ndim - 2, stride, padding, dilation, transposed, output_padding, groups))
     if bias is None:
         return out.astype(ctx.dtype)
-    # Rounded once, after the bias: where the two cancel, a product that was rounded before leaves nothing but its error.
+    # Added in the wide dtype: where bias and product cancel, a product that was rounded before leaves nothing but its error.
     wide = opmath(out.dtype)
     return (out.astype(wide) + bias.astype(wide).reshape(1, -1, *(1,) * (out.ndim - 2))).astype(ctx.dtype)
 
