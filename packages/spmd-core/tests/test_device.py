@@ -16,7 +16,11 @@ SOURCE = Path(spmd.__file__).parent
 # From top to bottom; a module imports only from those after it.
 ORDER = [
     "__init__",
-    "annotate",
+    "sharding_rules",
+    "dtensor",
+    "device_mesh",
+    "marking",
+    "hybrid_mesh",
     "interop",
     "manual",
     "autocast",
@@ -33,6 +37,7 @@ ORDER = [
     "aliasing",
     "recording",
     "tensor",
+    "shards",
     "execution",
     "compile_cache",
     "lowering",

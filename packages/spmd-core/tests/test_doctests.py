@@ -2,15 +2,14 @@
 
 import doctest
 import importlib
+import pkgutil
 
 import pytest
 
 import spmd_core as spmd
 
 MODULES = (
-    "spmd_core.annotate",
-    "spmd_core.mesh",
-    "spmd_core.sharding",
+    *(module.name for module in pkgutil.walk_packages(spmd.__path__, "spmd_core.")),
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.mfu",

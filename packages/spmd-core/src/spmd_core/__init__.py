@@ -2,14 +2,18 @@
 
 from spmd_core import autocast as autocast
 from spmd_core import metrics as metrics
-from spmd_core.annotate import apply_sharding as apply_sharding
-from spmd_core.annotate import clear_sharding as clear_sharding
-from spmd_core.annotate import mark_sharding as mark_sharding
-from spmd_core.annotate import start_upload as start_upload
-from spmd_core.annotate import sync as sync
 from spmd_core.config import config as config
 from spmd_core.config import strict as strict
 from spmd_core.device import device as device
+from spmd_core.dtensor import auto_policy as auto_policy
+from spmd_core.dtensor import distribute_module as distribute_module
+from spmd_core.dtensor import distribute_tensor as distribute_tensor
+from spmd_core.dtensor import from_device_mesh as from_device_mesh
+from spmd_core.dtensor import from_local as from_local
+from spmd_core.dtensor import init_device_mesh as init_device_mesh
+from spmd_core.dtensor import partition_spec_of as partition_spec_of
+from spmd_core.dtensor import placements_of as placements_of
+from spmd_core.dtensor import to_device_mesh as to_device_mesh
 from spmd_core.errors import DataError as DataError
 from spmd_core.errors import DeviceMemoryError as DeviceMemoryError
 from spmd_core.errors import DeviceMismatchError as DeviceMismatchError
@@ -20,6 +24,7 @@ from spmd_core.errors import PartitionSpecError as PartitionSpecError
 from spmd_core.errors import ProgramError as ProgramError
 from spmd_core.errors import SpmdError as SpmdError
 from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
+from spmd_core.hybrid_mesh import HybridMesh as HybridMesh
 from spmd_core.interop import call_jax as call_jax
 from spmd_core.interop import from_jax as from_jax
 from spmd_core.interop import to_jax as to_jax
@@ -32,6 +37,14 @@ from spmd_core.manual import disable_manual_sharding as disable_manual_sharding
 from spmd_core.manual import enable_manual_sharding as enable_manual_sharding
 from spmd_core.manual import reduce_scatter as reduce_scatter
 from spmd_core.manual import shard_map as shard_map
+from spmd_core.marking import annotate as annotate
+from spmd_core.marking import apply_sharding as apply_sharding
+from spmd_core.marking import clear_sharding as clear_sharding
+from spmd_core.marking import mark_sharding as mark_sharding
+from spmd_core.marking import mark_sharding_with_gradients as mark_sharding_with_gradients
+from spmd_core.marking import shard_as as shard_as
+from spmd_core.marking import start_upload as start_upload
+from spmd_core.marking import sync as sync
 from spmd_core.mesh import Mesh as Mesh
 from spmd_core.mesh import get_1d_mesh as get_1d_mesh
 from spmd_core.mesh import get_global_mesh as get_global_mesh
@@ -48,5 +61,7 @@ from spmd_core.sharding import PartitionSpec as PartitionSpec
 from spmd_core.sharding import Sharding as Sharding
 from spmd_core.sharding import ShardingSpec as ShardingSpec
 from spmd_core.sharding import ShardingType as ShardingType
-from spmd_core.tensor import XLAShard as XLAShard
+from spmd_core.sharding_rules import ShardingReport as ShardingReport
+from spmd_core.sharding_rules import shard_module as shard_module
+from spmd_core.shards import XLAShard as XLAShard
 from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor

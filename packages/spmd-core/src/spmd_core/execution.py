@@ -113,6 +113,11 @@ def refuse_local(value: Value) -> None:
         )
 
 
+def replace(storage: Storage, array: jax.Array, placement: Placement) -> None:
+    """Makes a device array the storage's value, in place of what it held or was about to compute."""
+    storage.write(Value.leaf(storage.spec, array, placement, None))
+
+
 def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
     """Makes `sharding` the storage's own; device data is laid out anew at once (without waiting), host data when it goes up."""
     value = storage.value

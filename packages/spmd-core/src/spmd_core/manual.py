@@ -295,6 +295,12 @@ def all_reduce(x: torch.Tensor, axes: Any, op: str = "sum") -> torch.Tensor:
     return result
 
 
+def all_reduce_local(x: torch.Tensor, mesh: Mesh, axes: tuple[int, ...], op: str) -> torch.Tensor:
+    """`all_reduce` of a tensor that is local to the devices of a whole mesh, outside of a function of `shard_map`."""
+    with _inside(manual_axes(mesh)):
+        return all_reduce(x, axes, op)
+
+
 def all_gather(x: torch.Tensor, axes: Any, dim: int = 0) -> torch.Tensor:
     """The blocks of all devices along mesh axes, joined along `dim` in the devices' order: the same on each."""
     along = _along(axes, "all_gather")

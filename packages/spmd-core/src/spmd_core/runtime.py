@@ -124,7 +124,7 @@ def device_attributes() -> list[dict[str, Any]]:
     """One dict per device: `name`, `kind`, `process_index`, and on TPU `coords`, `core_on_chip` and `slice_index`."""
     rows = []
     for i, d in enumerate(devices()):
-        row = {"name": f"{d.platform.upper()}:{i}", "kind": d.device_kind, "process_index": d.process_index}
+        row = {"name": device_name(i), "kind": d.device_kind, "process_index": d.process_index}
         for extra in ("coords", "core_on_chip", "slice_index"):
             value = getattr(d, extra, None)
             if value is not None:
@@ -342,6 +342,31 @@ class InFlight:
 
 
 in_flight = InFlight()
+
+
+def from_blocks(blocks: dict[int, torch.Tensor], jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
+    """The device array whose block on each local device (by its number) is host data, padding included. Does not wait."""
+    with jax.enable_x64(True):
+        # Copies: on the CPU, jax may use a numpy array's own memory, and the caller may write to the block later.
+        arrays = [jax.device_put(np.array(dtypes.numpy_view(block.detach())), devices()[device]) for device, block in blocks.items()]
+        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
+
+
+def local_device_ids(mesh: Mesh) -> tuple[int, ...]:
+    """The devices of a mesh that belong to this process, in the order of their ids."""
+    every, process = devices(), jax.process_index()
+    return tuple(sorted(int(i) for i in mesh.device_ids if every[i].process_index == process))
+
+
+def first_local_device() -> int:
+    """The number of this process's first device."""
+    process = jax.process_index()
+    return next(i for i, device in enumerate(devices()) if device.process_index == process)
+
+
+def device_name(device: int) -> str:
+    """Such as `"CPU:3"`."""
+    return f"{platform().upper()}:{device}"
 
 
 def addressable(array: jax.Array) -> Sequence[Any]:

@@ -1,17 +1,16 @@
 """`XLAShardedTensor`: a torch tensor on device `xla` that is metadata plus a handle to a graph value; it holds no arithmetic."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import EllipsisType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from spmd_core import dtypes, execution, runtime
+from spmd_core import runtime, shards
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.graph import Spec
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingType
+from spmd_core.shards import XLAShard
 from spmd_core.storage import Handle, Storage, address
 
 XLA_DEVICE = torch.device("xla:0")
@@ -30,10 +29,17 @@ class XLAShardedTensor(torch.Tensor):
     """
 
     _handle: Handle
-    # Set by `annotate`: constrains the gradients of a marked leaf. None where nothing is marked.
+    # Set by `marking`: constrains the gradients of a marked leaf. None where nothing is marked.
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
     # The handle whose sharding this tensor's gradients follow, in a cell shared with the hook.
     _followed: list[Handle] | None = None
+    # Completed by `dtensor`, which knows torch's placements.
+    device_mesh: Any
+    placements: Any
+    redistribute: Callable[..., "XLAShardedTensor"]
+    full_tensor: Callable[..., "XLAShardedTensor"]
+    to_local: Callable[..., "XLAShardedTensor"]
+    from_local: Callable[..., "XLAShardedTensor"]
     # Interception happens below autograd only: above it, gradients would be lost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -94,31 +100,35 @@ class XLAShardedTensor(torch.Tensor):
         return self
 
     @property
-    def local_shards(self) -> list["XLAShard"]:
+    def local_shards(self) -> list[XLAShard]:
         """What each device of this host holds, as CPU copies, padding included, by device id. Cuts, uploads and waits.
 
         Raises:
             SpmdError: the tensor has no sharding.
         """
-        sharding = self._handle.sharding
-        if sharding is None or self._handle is not self._handle.storage:
-            raise SpmdError(
-                f"local_shards needs a tensor with a sharding; this one, of shape {tuple(self.shape)}, has none. "
-                "Call mark_sharding(tensor, mesh, partition_spec) first, on the tensor itself rather than a view of it."
+        return shards.read_local(shards.sharded_storage(self._handle, "local_shards"))
+
+    def load_local_shards_(self, new_shards: Sequence[XLAShard]) -> "XLAShardedTensor":
+        """Replaces what each device of this host holds, in place, without a detour over one whole tensor. Returns the tensor. Does not wait.
+
+        Args:
+            new_shards: one for each local device, as `local_shards` gave them: `data` of the shape of a stored block, padding included.
+
+        Raises:
+            SpmdError: the tensor has no sharding, or is replicated (use `copy_`).
+            ValueError: a device has no shard or two, a block has another shape or dtype than is stored, or two devices that hold copies of one
+                block get different ones.
+            RuntimeError: a leaf that requires grad is written outside `torch.no_grad()`.
+        """
+        storage = shards.sharded_storage(self._handle, "load_local_shards_")
+        if self.requires_grad and self.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a leaf that requires grad can't be written in place while gradients are recorded; got load_local_shards_ on one. "
+                "Call it under torch.no_grad()."
             )
-        storage = self._handle.storage
-        array = execution.place(storage)
-        runtime.in_flight.wait_all()
-        position = {int(device): i for i, device in enumerate(sharding.mesh.device_ids)}
-        indices, replicas = sharding.indices(storage.spec.shape), sharding.replica_ids()
-        shards = []
-        for shard in runtime.addressable(array):
-            device = runtime.position_of_device(shard.device)
-            where = position[device]
-            data = dtypes.tensor_view(np.array(shard.data, copy=True, order="C"))
-            index: tuple[slice, ...] | EllipsisType = ... if sharding.is_replicated else indices[where]
-            shards.append(XLAShard(data, index, f"{shard.device.platform.upper()}:{device}", replicas[where]))
-        return shards
+        shards.write_local(storage, new_shards)
+        torch.autograd.graph.increment_version(self)
+        return self
 
     # --- Host side --------------------------------------------------------------------------------------------------------------------
 
@@ -316,34 +326,6 @@ def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Para
 
 
 torch.serialization.add_safe_globals([_rebuild_parameter])
-
-
-@dataclass
-class XLAShard:
-    """One device's part of a tensor: a CPU copy.
-
-    Attributes:
-        data: the block as stored, padding included, on the CPU.
-        indices: the slices of the global tensor that the block holds (clamped to its shape), or `...` where it holds all of it.
-        shard_device: such as `"CPU:3"`.
-        replica_id: the block's number among the devices that hold the same block.
-    """
-
-    data: torch.Tensor
-    indices: tuple[slice, ...] | EllipsisType
-    shard_device: str
-    replica_id: int
-
-    @property
-    def unpadded_data(self) -> torch.Tensor:
-        """The block without padding, a view of `data`."""
-        if isinstance(self.indices, EllipsisType):
-            return self.data
-        return self.data[tuple(slice(s.stop - s.start) for s in self.indices)]
-
-    @unpadded_data.setter
-    def unpadded_data(self, value: torch.Tensor) -> None:
-        self.unpadded_data.copy_(value)
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

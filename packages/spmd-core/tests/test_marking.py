@@ -233,3 +233,76 @@ def test_bad_input_is_refused_at_once(call, error, match, mesh_2d):
     with pytest.raises(error, match=match) as caught:
         call(mesh_2d)
     assert isinstance(caught.value, spmd.SpmdError)
+
+
+# Constraints that are not marks.
+
+
+def test_annotating_constrains_one_value_only(mesh_2d):
+    x = torch.randn(8, 8)
+    t = x.to("xla") * 2
+    assert spmd.annotate(t, mesh_2d, ("a", "b")) is t
+    assert t.sharding is None
+    u = t + 1
+    spmd.sync()
+    assert "devices=[" in t.sharding_spec or mesh_2d.size() == 1
+    torch.testing.assert_close(u.cpu(), x * 2 + 1)
+    row = t[1]
+    spmd.annotate(row, mesh_2d, ("a",))
+    torch.testing.assert_close(row.cpu(), x[1] * 2)
+
+
+def test_marked_with_gradients(mesh_2d):
+    x = torch.randn(8, 8)
+    t, e = x.to("xla").requires_grad_(), x.clone().requires_grad_()
+    u = spmd.mark_sharding_with_gradients(t * t, mesh_2d, ("a", "b"))
+    assert u.partition_spec == ("a", "b") and t.sharding is None
+    gradients = []
+    u.register_hook(gradients.append)
+    (u * u).sum().backward()
+    (e**4).sum().backward()
+    torch.testing.assert_close(t.grad.cpu(), e.grad)
+    (g,) = torch.autograd.grad(spmd.mark_sharding_with_gradients(t, mesh_2d, ("a",)).pow(3).sum(), t, create_graph=True)
+    assert g.sharding == spmd.Sharding.of(mesh_2d, ("a",), 2)
+    (h,) = torch.autograd.grad(g.sum(), t)
+    torch.testing.assert_close(h.cpu(), 6 * x)
+
+
+def test_shard_as_lends_a_sharding(mesh_2d):
+    x = torch.randn(8, 8)
+    marked, plain = spmd.mark_sharding(x.to("xla"), mesh_2d, ("a", "b")), (x * 2).to("xla").requires_grad_()
+    (a, rest), b = spmd.shard_as((marked, None), (plain, None))[0], spmd.shard_as([plain], [marked])[0][0]
+    assert rest is None and a.sharding == b.sharding == marked.sharding
+    (b * b).sum().backward()
+    torch.testing.assert_close(plain.grad.cpu(), 4 * x)
+    torch.testing.assert_close(b.cpu(), x * 2)
+
+
+def test_shard_as_of_unmarked_tensors_lets_the_partitioner_choose_one(mesh_2d):
+    x = torch.randn(8, 8)
+    source = spmd.mark_sharding(x.to("xla"), mesh_2d, ("a", "b"))
+    one, other = spmd.shard_as(source * 2, torch.zeros(8, 8, device="xla"))
+    spmd.sync()
+    assert one.sharding_spec == other.sharding_spec == source.sharding_spec
+    torch.testing.assert_close(one.cpu(), x * 2)
+
+
+def test_shard_as_refuses_what_does_not_pair(mesh_2d):
+    a, b = (spmd.mark_sharding(torch.ones(8, 8, device="xla"), mesh_2d, spec) for spec in (("a",), ("b",)))
+    with pytest.raises(ValueError, match="pairs the leaves of two structures of one form"):
+        spmd.shard_as([a], [a, b])
+    with pytest.raises(ValueError, match=r"leaves of types \['XLAShardedTensor'\] and \['NoneType'\]"):
+        spmd.shard_as([a], [None])
+    with pytest.raises(spmd.PartitionSpecError, match=r"tensors of one shape; got \(8, 8\) and \(8,\)"):
+        spmd.shard_as(a, a[0])
+    if mesh_2d.size() > 1:
+        with pytest.raises(spmd.PartitionSpecError, match=r"marked with different ones.*clear_sharding"):
+            spmd.shard_as(a, b)
+
+
+@pytest.mark.parametrize("function", [spmd.annotate, spmd.mark_sharding_with_gradients])
+def test_constraints_refuse_what_marks_refuse(function, mesh_1d):
+    with pytest.raises(spmd.DeviceMismatchError, match=f"{function.__name__} needs a tensor on device 'xla'; got a tensor on cpu"):
+        function(torch.ones(8), mesh_1d, ("x",))
+    with pytest.raises(spmd.MeshError, match=f"{function.__name__} needs a Mesh; got str"):
+        function(torch.ones(8, device="xla"), "x", ("x",))

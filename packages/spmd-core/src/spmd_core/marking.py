@@ -3,10 +3,13 @@
 from typing import Any
 
 import torch
+from jax.experimental.shard_alike import shard_alike
+from torch.utils import _pytree as pytree
 
 from spmd_core import execution, runtime
-from spmd_core.errors import DeviceMismatchError, MeshError, UnsupportedOpError
+from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph import Entry, Value
+from spmd_core.interop import call_jax
 from spmd_core.mesh import Mesh, check_devices
 from spmd_core.recording import entries, remember
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingSpec
@@ -39,12 +42,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         >>> w.sharding_spec
         '{devices=[4,2]0,1,2,3,4,5,6,7}'
     """
-    runtime.require_spmd("mark_sharding")
-    tensor = _device_tensor(t, "mark_sharding")
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"mark_sharding needs a Mesh; got {type(mesh).__name__}. Write mark_sharding(tensor, Mesh(device_ids, shape, names), spec).")
-    check_devices(mesh, runtime.global_runtime_device_count())
-    sharding = Sharding.of(mesh, partition_spec, tensor.dim())
+    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding")
     with lock:
         _mark(tensor._handle, sharding)
     if tensor.requires_grad:
@@ -52,9 +50,91 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     return tensor
 
 
+def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+    """Constrains a tensor's present value, in place; returns the same tensor. A hint to the partitioner at one place of the program.
+
+    Unlike `mark_sharding` it does not stay with the tensor: `t.sharding`, later in-place updates, gradients and `zeros_like` are as before.
+    Data on the device moves when the next program that reads the tensor runs. Arguments and errors are those of `mark_sharding`.
+    """
+    tensor, sharding = _checked(t, mesh, partition_spec, "annotate")
+    handle = tensor._handle
+    with lock:
+        value = _constrained(read(handle), sharding)
+        if isinstance(handle, Storage):
+            handle.write(value)
+        else:
+            handle.value = value
+    return tensor
+
+
+def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+    """A new tensor of the same values, marked; what autograd sends back through it is constrained to the same sharding.
+
+    Not in place: `t` keeps its own sharding, and so does its gradient where it has one. Can be differentiated any number of times. Arguments and
+    errors are those of `mark_sharding`.
+    """
+    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding_with_gradients")
+    return MarkSharding.apply(tensor, sharding)
+
+
+class MarkSharding(torch.autograd.Function):
+    """The same values, marked with a `Sharding`; it is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+        ctx.sharding = sharding
+        return _marked_copy(x, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return MarkSharding.apply(grads[0], ctx.sharding), None
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two nested structures of tensors whose leaves, in pairs, get one sharding; returns new tensors in the same structures.
+
+    A leaf with a sharding lends it to the other. Where neither has one, the partitioner chooses one for both. Gradients flow through.
+
+    Args:
+        a: a tensor, or nested lists, tuples and dicts of tensors. A leaf that is None or no tensor stays as it is.
+        b: a structure of the same form, with tensors of the same shapes.
+
+    Raises:
+        ValueError: the structures differ.
+        PartitionSpecError: the two leaves of a pair differ in shape, or were marked with different shardings.
+    """
+    runtime.require_spmd("shard_as")
+    leaves_a, form_a = pytree.tree_flatten(a)
+    leaves_b, form_b = pytree.tree_flatten(b)
+    if form_a != form_b or any(isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor) for x, y in zip(leaves_a, leaves_b)):
+        raise ValueError(
+            f"shard_as pairs the leaves of two structures of one form; got {form_a} and {form_b} with leaves of types "
+            f"{[type(x).__name__ for x in leaves_a]} and {[type(x).__name__ for x in leaves_b]}. Give both tensors in the same places."
+        )
+    pairs = [_alike(x, y) if isinstance(x, torch.Tensor) else (x, y) for x, y in zip(leaves_a, leaves_b)]
+    return pytree.tree_unflatten([x for x, _ in pairs], form_a), pytree.tree_unflatten([y for _, y in pairs], form_b)
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = device_tensor(a, "shard_as"), device_tensor(b, "shard_as")
+    if x.shape != y.shape:
+        raise PartitionSpecError(f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. Pair tensors of the same shape.")
+    given = {sharding for sharding in (x.sharding, y.sharding) if sharding is not None}
+    if len(given) == 2:
+        raise PartitionSpecError(
+            f"shard_as gives two tensors one sharding; got two that were marked with different ones, {x.sharding!r} and {y.sharding!r}. "
+            "Call clear_sharding on the one that should follow."
+        )
+    if given:
+        (sharding,) = given
+        return MarkSharding.apply(x, sharding), MarkSharding.apply(y, sharding)
+    paired: tuple[torch.Tensor, torch.Tensor] = call_jax(shard_alike, x, y)
+    return paired
+
+
 def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
     """Takes a mark back: the partitioner may choose again; data on the device is gathered (without waiting). Returns the same tensor."""
-    tensor = _device_tensor(t, "clear_sharding")
+    tensor = device_tensor(t, "clear_sharding")
     handle = tensor._handle
     with lock:
         if isinstance(handle, Storage):
@@ -83,7 +163,7 @@ def start_upload(t: torch.Tensor) -> XLAShardedTensor:
 
     For a thread that works ahead of the training loop. Does not wait, and does nothing for data that is not on the host.
     """
-    tensor = _device_tensor(t, "start_upload")
+    tensor = device_tensor(t, "start_upload")
     execution.upload(tensor._handle.storage)
     return tensor
 
@@ -96,11 +176,30 @@ def sync(*, wait: bool = False) -> None:
     execution.cut(wait=wait)
 
 
-def _device_tensor(t: Any, what: str) -> XLAShardedTensor:
+def device_tensor(t: Any, what: str) -> XLAShardedTensor:
+    """The tensor, if it is one on device `xla`; `what` is who asks. Raises DeviceMismatchError."""
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise DeviceMismatchError(f"{what} needs a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla').")
     return t
+
+
+def _checked(t: Any, mesh: Mesh, partition_spec: PartitionSpec, what: str) -> tuple[XLAShardedTensor, Sharding]:
+    """The tensor and the sharding that the arguments of a marking function mean."""
+    runtime.require_spmd(what)
+    tensor = device_tensor(t, what)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"{what} needs a Mesh; got {type(mesh).__name__}. Write {what}(tensor, Mesh(device_ids, shape, names), spec).")
+    check_devices(mesh, runtime.global_runtime_device_count())
+    return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
+
+
+def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+    """A tensor of its own over the same value, constrained."""
+    with lock:
+        storage = Storage(_constrained(read(x._handle), sharding), x._handle.spec)
+        storage.sharding = sharding
+    return wrap(storage)
 
 
 def _constrained(value: Value, sharding: Sharding) -> Value:
@@ -139,10 +238,7 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
         sharding = handle.sharding
         if sharding is None or not isinstance(gradient, XLAShardedTensor) or gradient.shape != handle.spec.shape:
             return None
-        with lock:
-            followed = Storage(_constrained(read(gradient._handle), sharding), gradient._handle.spec)
-            followed.sharding = sharding
-        return wrap(followed)
+        return _marked_copy(gradient, sharding)
 
     tensor.register_hook(follow)
 

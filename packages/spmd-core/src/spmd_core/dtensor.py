@@ -1,0 +1,391 @@
+"""DTensor's words for our shardings: `DeviceMesh` and placements to `Mesh` and partition spec and back, and DTensor's methods on our tensors."""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed import device_mesh as torch_device_mesh
+
+from spmd_core import manual, marking, runtime
+from spmd_core.device_mesh import DeviceMesh
+from spmd_core.errors import MeshError, PartitionSpecError, SpmdError, UnsupportedOpError
+from spmd_core.mesh import Mesh, check_devices, get_global_mesh
+from spmd_core.sharding import PartitionSpec, Sharding
+from spmd_core.tensor import XLAShardedTensor
+
+AnyMesh: TypeAlias = DeviceMesh | Mesh
+
+
+def _types() -> Any:
+    # A second of import that only programs with placements should pay.
+    from torch.distributed.tensor import placement_types  # noqa: PLC0415
+
+    return placement_types
+
+
+# Meshes.
+
+
+@dataclass(frozen=True)
+class AxesOf:
+    """A DeviceMesh as axes of a `Mesh`.
+
+    Attributes:
+        mesh: over all devices of the DeviceMesh, or, for a slice such as `mesh["tp"]`, of the mesh that it was cut from.
+        axes: for each dimension of the DeviceMesh the axes of `mesh` that it is, major first: one, or several for a flattened dimension.
+    """
+
+    mesh: Mesh
+    axes: tuple[tuple[int, ...], ...]
+
+
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+    """torch's `init_device_mesh` for device type "xla": the devices in order, and no process group. Slicing it by name works: `mesh["tp"]`.
+
+    Raises:
+        MeshError: another device type, or a shape that does not multiply to the number of devices.
+    """
+    if device_type != "xla":
+        raise MeshError(
+            f"init_device_mesh makes meshes of device type 'xla'; got {device_type!r}. For others use torch.distributed.init_device_mesh."
+        )
+    shape, count = tuple(mesh_shape), runtime.global_runtime_device_count()
+    if math.prod(shape) != count:
+        raise MeshError(
+            f"the product of mesh_shape must be the number of devices; got {shape} with product {math.prod(shape)} for {count} devices. "
+            f"Write for instance ({count},), or build DeviceMesh('xla', ids) over some of them."
+        )
+    return torch_device_mesh.init_device_mesh("xla", shape, mesh_dim_names=None if mesh_dim_names is None else tuple(mesh_dim_names))
+
+
+def to_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh of device type "xla" with the same devices, shape and names."""
+    ids = torch.from_numpy(mesh.get_logical_mesh().copy())
+    return DeviceMesh("xla", ids, mesh_dim_names=mesh.axis_names)
+
+
+def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
+    """What a DeviceMesh of device type "xla" is in terms of our meshes; a `Mesh` stands for itself, None for the global mesh.
+
+    A slice of a mesh keeps to the whole of it: in the global view, to shard over `mesh["tp"]` is to shard over that axis and replicate over the
+    others.
+
+    Raises:
+        MeshError: another device type, devices that do not exist, or no global mesh.
+    """
+    if device_mesh is None:
+        device_mesh = get_global_mesh()
+        if device_mesh is None:
+            raise MeshError("a mesh is needed where no global mesh is set; got None. Pass a DeviceMesh or a Mesh, or call set_global_mesh(mesh).")
+    if isinstance(device_mesh, Mesh):
+        return AxesOf(device_mesh, tuple((axis,) for axis in range(len(device_mesh.mesh_shape))))
+    if not isinstance(device_mesh, DeviceMesh) or device_mesh.device_type != "xla":
+        got = f"device type {device_mesh.device_type!r}" if isinstance(device_mesh, DeviceMesh) else type(device_mesh).__name__
+        raise MeshError(f"a mesh of device type 'xla' is needed; got {got}. Build one: init_device_mesh('xla', shape, mesh_dim_names=names).")
+    root = device_mesh._get_root_mesh()
+    names = root.mesh_dim_names
+    mesh = Mesh(root.mesh.reshape(-1).tolist(), tuple(root.mesh.shape), names)
+    check_devices(mesh, runtime.global_runtime_device_count())
+    if device_mesh is root:
+        return AxesOf(mesh, tuple((axis,) for axis in range(root.ndim)))
+    assert names is not None and device_mesh.mesh_dim_names is not None
+    return AxesOf(mesh, tuple(_axes_of_dimension(device_mesh, root, dim) for dim in range(device_mesh.ndim)))
+
+
+def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> tuple[int, ...]:
+    """The root's axes that make one dimension of a slice: those whose devices are as far apart as the dimension's own."""
+    names, root_names = device_mesh.mesh_dim_names, root.mesh_dim_names
+    assert names is not None and root_names is not None
+    if names[dim] in root_names:
+        return (root_names.index(names[dim]),)
+    # A flattened dimension: its layout is the layouts of its parts, each a size and a stride in the order of the devices.
+    layout = device_mesh._layout[dim]
+    parts = list(zip(*(part if isinstance(part, tuple) else (part,) for part in (layout.shape, layout.stride))))
+    axes: list[int] = []
+    for size, stride in parts:
+        run = _axes_with(root, size, stride)
+        if run is None:
+            raise MeshError(
+                f"a flattened dimension must be whole axes of its mesh; got {names[dim]!r} of size {size} and stride {stride} in {root}. "
+                "Build the Mesh yourself and pass that."
+            )
+        axes.extend(run)
+    return tuple(axes)
+
+
+def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | None:
+    """Consecutive axes of the root whose product is `size` and the last of which has stride `stride`."""
+    shape = tuple(root.mesh.shape)
+    for last in range(len(shape)):
+        if math.prod(shape[last + 1 :]) != stride:
+            continue
+        for first in range(last, -1, -1):
+            if math.prod(shape[first : last + 1]) == size:
+                return tuple(range(first, last + 1))
+    return None
+
+
+# Placements.
+
+
+def partition_spec_of(device_mesh: AnyMesh, placements: Sequence[Any], ndim: int) -> tuple[Mesh, PartitionSpec]:
+    """The mesh and the partition spec that placements mean for tensors of rank `ndim`.
+
+    Several dimensions of the mesh may shard one dim: they split it in their order, `_StridedShard` in the order that its `split_factor` says.
+
+    Raises:
+        ValueError: not one placement for each dimension of the mesh.
+        UnsupportedOpError: `Partial`, which no stored tensor has: its sum is taken when somebody reads it. Or a placement that we do not know.
+        IndexError: a `Shard` of a dim that the tensor does not have.
+    """
+    types = _types()
+    over = from_device_mesh(device_mesh)
+    if len(placements) != len(over.axes):
+        raise ValueError(
+            f"there must be one placement for each dimension of the mesh; got {len(placements)} placements {tuple(placements)} for "
+            f"{len(over.axes)} dimensions. Write Replicate() for a dimension that does not shard."
+        )
+    sharded = getattr(types, "_StridedShard", ())
+    factors: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for axes, placement in zip(over.axes, placements):
+        if isinstance(placement, types.Replicate):
+            continue
+        if not isinstance(placement, (types.Shard, sharded)):
+            raise UnsupportedOpError(
+                f"a tensor of the global view is sharded or replicated along each axis; got {placement!r}. "
+                "Use Shard(dim) or Replicate(); sums over devices are pending inside shard_map only."
+            )
+        if not -ndim <= placement.dim < ndim:
+            raise IndexError(f"Shard names a dim of the tensor; got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}.")
+        factors.setdefault(placement.dim % ndim, []).append((axes, getattr(placement, "split_factor", 1)))
+    dims = [_in_order(over.mesh, factors.get(dim, [])) for dim in range(ndim)]
+    return over.mesh, Sharding.of(over.mesh, tuple(dims), ndim).partition_spec
+
+
+def _in_order(mesh: Mesh, sharding: list[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
+    """Axes that shard one dim, the major one first. The factor of each is the number of pieces that those after it in the mesh make before it."""
+    order: list[tuple[int, ...]] = []
+    for axes, factor in reversed(sharding):
+        pieces = [math.prod(mesh.mesh_shape[a] for before in order[:place] for a in before) for place in range(len(order) + 1)]
+        if factor not in pieces:
+            raise PartitionSpecError(
+                f"the split_factor of a strided shard must be the number of pieces that later dimensions of the mesh make first, one of "
+                f"{sorted(set(pieces))}; got {factor}. Use Shard(dim), or correct the factor."
+            )
+        order.insert(pieces.index(factor), axes)
+    return tuple(axis for axes in order for axis in axes)
+
+
+def placements_of(sharding: Sharding) -> tuple[Any, ...]:
+    """For each axis of the sharding's mesh `Shard(dim)` or `Replicate()`; `_StridedShard` where a later axis splits the dim before it."""
+    types = _types()
+    placements = [types.Replicate()] * len(sharding.mesh.mesh_shape)
+    for dim, axes in enumerate(sharding.dims):
+        for place, axis in enumerate(axes):
+            first = math.prod(sharding.mesh.mesh_shape[other] for other in axes[:place] if other > axis)
+            placements[axis] = types.Shard(dim) if first == 1 else types._StridedShard(dim, split_factor=first)
+    return tuple(placements)
+
+
+# Distributing.
+
+
+def auto_policy(name: str, module: nn.Module, device_mesh: Any) -> None:
+    """Stands for a sharding that is found automatically, which is not available: `distribute_module` refuses it."""
+
+
+def distribute_tensor(tensor: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """A tensor on device `xla`, marked as the placements say; torch's `distribute_tensor` for a mesh of device type "xla". Does not wait.
+
+    Args:
+        tensor: a leaf, on the host (it goes up sharded) or on device `xla` (it is marked in place, and returned). Requires grad as before.
+        device_mesh: a DeviceMesh of device type "xla", or a slice of one, or a Mesh; None: the global mesh.
+        placements: one for each dimension of the mesh; None: replicated.
+
+    Raises:
+        MeshError, ValueError, UnsupportedOpError, IndexError: see `from_device_mesh` and `partition_spec_of`.
+        PartitionSpecError: the tensor is sharded otherwise already (use `redistribute`).
+        TypeError: a DTensor of another device type.
+        RuntimeError: the tensor is not a leaf.
+    """
+    over = from_device_mesh(device_mesh)
+    given = [_types().Replicate()] * len(over.axes) if placements is None else placements
+    mesh, spec = partition_spec_of(over.mesh if device_mesh is None else device_mesh, given, tensor.dim())
+    if not isinstance(tensor, XLAShardedTensor) and hasattr(tensor, "_local_tensor"):
+        raise TypeError(
+            f"distribute_tensor takes a plain tensor; got a DTensor over {tensor.device_mesh}. Pass tensor.full_tensor()."  # type: ignore[attr-defined]
+        )
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor takes a leaf of autograd; got a tensor that was computed. Distribute its inputs, or use redistribute.")
+    if isinstance(tensor, XLAShardedTensor):
+        if tensor.sharding is not None and tensor.sharding != Sharding.of(mesh, spec, tensor.dim()):
+            raise PartitionSpecError(
+                f"distribute_tensor marks a tensor once; got one with the sharding {tensor.partition_spec} for placements {tuple(given)}. "
+                "Use tensor.redistribute(device_mesh, placements)."
+            )
+        return marking.mark_sharding(tensor, mesh, spec)
+    moved = marking.mark_sharding(tensor.detach().to("xla"), mesh, spec)
+    return moved.requires_grad_() if tensor.requires_grad else moved
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: AnyMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """The module with its parameters and buffers on device `xla` and marked, in place; torch's `distribute_module` for device type "xla".
+
+    Args:
+        module: not distributed before.
+        device_mesh: see `distribute_tensor`.
+        partition_fn: called as `(name, submodule, device_mesh)` for each submodule, on device `xla` by then; may mark or replace its parameters.
+            What it leaves alone is replicated. None: everything is.
+        input_fn: called as `(module, inputs, device_mesh)` before each forward; a result replaces the inputs.
+        output_fn: called as `(module, outputs, device_mesh)` after each forward; a result replaces the outputs.
+
+    Raises:
+        RuntimeError: the module was distributed before.
+        ValueError: `input_fn` or `output_fn` takes another number of arguments than three (two, without the module, are accepted with a warning).
+        UnsupportedOpError: `partition_fn` is `auto_policy`.
+        MeshError: see `from_device_mesh`.
+    """
+    runtime.require_spmd("distribute_module")
+    mesh = from_device_mesh(device_mesh).mesh
+    if partition_fn is auto_policy:
+        raise UnsupportedOpError(
+            "auto_policy asks for shardings that are found automatically, which is not available. Pass a partition_fn that marks the parameters, "
+            "or call shard_module(module, rules)."
+        )
+    num_for_input, num_for_output = _num_arguments(input_fn, "input_fn"), _num_arguments(output_fn, "output_fn")
+    if getattr(module, "_spmd_distributed", False):
+        raise RuntimeError("distribute_module takes a module once; this one was distributed before. Call it on the outermost module only.")
+    # First, so that a partition_fn may mark in place; host data goes up when it is used.
+    module.to("xla")
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh if device_mesh is not None else mesh)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, XLAShardedTensor) and tensor.sharding is None:
+            marking.mark_sharding(tensor, mesh, ())
+    given = mesh if device_mesh is None else device_mesh
+    if input_fn is not None:
+        module.register_forward_pre_hook(_hook(input_fn, num_for_input, given))
+    if output_fn is not None:
+        module.register_forward_hook(_hook(output_fn, num_for_output, given))
+    module._spmd_distributed = True  # type: ignore[assignment]
+    return module
+
+
+def _hook(fn: Callable[..., Any], count: int, device_mesh: Any) -> Callable[..., Any]:
+    def hook(module: nn.Module, *inputs_and_outputs: Any) -> Any:
+        last = inputs_and_outputs[-1]
+        return fn(last, device_mesh) if count == 2 else fn(module, last, device_mesh)
+
+    return hook
+
+
+def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
+    if fn is None:
+        return 3
+    count = len(inspect.signature(fn).parameters)
+    if count == 2:
+        warnings.warn(f"{what} takes (module, {what[:-3]}s, device_mesh); two arguments are deprecated in torch.", FutureWarning, stacklevel=3)
+    elif count != 3:
+        raise ValueError(f"{what} takes three arguments, (module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three.")
+    return count
+
+
+# DTensor's methods.
+
+
+def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
+    sharding = tensor.sharding
+    if sharding is None:
+        raise SpmdError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Call mark_sharding on it first.")
+    return sharding
+
+
+def _device_mesh(self: XLAShardedTensor) -> DeviceMesh:
+    """The DeviceMesh that the tensor is sharded over. Raises SpmdError where it has no sharding."""
+    return to_device_mesh(_own_sharding(self, "device_mesh").mesh)
+
+
+def _placements(self: XLAShardedTensor) -> tuple[Any, ...]:
+    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`. Raises SpmdError where the tensor has no sharding."""
+    return placements_of(_own_sharding(self, "placements"))
+
+
+def _redistribute(
+    self: XLAShardedTensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None, *, async_op: bool = False
+) -> XLAShardedTensor:
+    """A tensor of the same values, laid out as the placements say; its gradient is laid out likewise. Does not wait.
+
+    Args:
+        device_mesh: None: the tensor's own mesh.
+        placements: one for each dimension of the mesh.
+        async_op: accepted; every operation is asynchronous.
+
+    Raises:
+        ValueError, UnsupportedOpError, IndexError, MeshError: see `partition_spec_of`.
+    """
+    if placements is None:
+        raise ValueError("redistribute needs placements; got None. Pass one for each dimension of the mesh, such as [Shard(0), Replicate()].")
+    target = _own_sharding(self, "redistribute without a mesh").mesh if device_mesh is None else device_mesh
+    mesh, spec = partition_spec_of(target, placements, self.dim())
+    return marking.mark_sharding_with_gradients(self, mesh, spec)
+
+
+def _full_tensor(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """A tensor of the same values that every device holds whole. `grad_placements` is accepted: gradients are whole values here."""
+    return marking.mark_sharding_with_gradients(self, _own_sharding(self, "full_tensor").mesh, ())
+
+
+def _to_local(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """Each device's own block, as a tensor that is local to its device: of the block's shape, to be computed with, not read on the host.
+
+    It is what a function inside `shard_map` sees; `from_local` is the way back. Differentiable. For the blocks' values on the host
+    use `local_shards`. Raises PartitionSpecError where the blocks are uneven, SpmdError where the tensor has no sharding.
+    """
+    sharding = _own_sharding(self, "to_local")
+    return manual.enable_manual_sharding(self, sharding.partition_spec, mesh=sharding.mesh)
+
+
+def from_local(local: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+    """The global tensor whose block on each device is a local tensor (`to_local`); marked as the placements say. Differentiable.
+
+    `Partial()` along a dimension sums the blocks of its devices ("avg", "max" and "min" likewise).
+
+    Args:
+        local: local to each device of the whole mesh.
+        device_mesh: see `distribute_tensor`.
+        placements: one for each dimension of the mesh; None: replicated, where every device must have the same values.
+    """
+    types, over = _types(), from_device_mesh(device_mesh)
+    given = list(placements) if placements is not None else [types.Replicate()] * len(over.axes)
+    whole: Any = local
+    reduced: dict[str, list[int]] = {}
+    for i, placement in enumerate(given):
+        if isinstance(placement, types.Partial):
+            reduced.setdefault({"avg": "mean"}.get(placement.reduce_op, placement.reduce_op), []).extend(over.axes[i] if i < len(over.axes) else ())
+            given[i] = types.Replicate()
+    mesh, spec = partition_spec_of(over.mesh if device_mesh is None else device_mesh, given, local.dim())
+    for op, axes in reduced.items():
+        whole = manual.all_reduce_local(whole, mesh, tuple(axes), op)
+    sizes = Sharding.of(mesh, spec, local.dim()).tiles
+    full_shape = tuple(n * tiles for n, tiles in zip(local.shape, sizes))
+    return marking.mark_sharding(manual.disable_manual_sharding(whole, spec, full_shape, mesh=mesh), mesh, spec)
+
+
+XLAShardedTensor.device_mesh = property(_device_mesh)
+XLAShardedTensor.placements = property(_placements)
+XLAShardedTensor.redistribute = _redistribute
+XLAShardedTensor.full_tensor = _full_tensor
+XLAShardedTensor.to_local = _to_local
+XLAShardedTensor.from_local = staticmethod(from_local)
