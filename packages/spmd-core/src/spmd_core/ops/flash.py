@@ -242,9 +242,9 @@ def backward(
     size_q, size_k = plan.queries[0], plan.keys[0]
     rows, columns = query.ndim - 2, key.ndim - 2
     transposed = "...hgqk,...hgqd->...hkd" if query.ndim > key.ndim else "...hqk,...hqd->...hkd"
-    # One block of keys holds whole rows: what is taken from them is more exact than from `lse`, and from `out` where that was rounded to 16 bits.
+    # One block of keys holds whole rows: what is taken from them is more exact than from `lse` and `out`. A row with one weight of nearly 1 has a
+    # gradient of nearly 0, the difference of equal numbers, and those must then be rounded alike.
     whole_rows = plan.keys[1] == 1
-    rounded = out.dtype != wide
     # What the softmax's backward subtracts from each row (Dao 2023, section 2.2); it also holds under dropout, which is in `out`.
     common = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
     shift = _padded(_finite(lse), rows, plan.queries)
@@ -270,7 +270,7 @@ def backward(
         drop = _dropout(plan, i, j, seed, weights.shape)
         of_value = add(of_value, j, columns, lambda: _product(transposed, drop(weights).astype(grad.dtype), grad_i))
         of_weights = drop(_compared(grad_i, value_j))
-        subtracted = jnp.sum(weights * of_weights, axis=-1) if whole_rows and rounded else _block(common, i, size_q, rows)
+        subtracted = jnp.sum(weights * of_weights, axis=-1) if whole_rows else _block(common, i, size_q, rows)
         of_scores = weights * (of_weights - subtracted[..., None])
         if of_mask is not None:
             summed = jnp.sum(of_scores, axis=[d for d, size in enumerate(of_mask.shape) if size == 1], keepdims=True)
