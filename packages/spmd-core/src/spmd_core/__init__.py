@@ -22,6 +22,7 @@ from spmd_core.errors import MeshError as MeshError
 from spmd_core.errors import NotInSpmdModeError as NotInSpmdModeError
 from spmd_core.errors import PartitionSpecError as PartitionSpecError
 from spmd_core.errors import ProgramError as ProgramError
+from spmd_core.errors import ShardError as ShardError
 from spmd_core.errors import SpmdError as SpmdError
 from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
 from spmd_core.hybrid_mesh import HybridMesh as HybridMesh

@@ -13,7 +13,7 @@ from torch.distributed import device_mesh as torch_device_mesh
 
 from spmd_core import manual, marking, runtime
 from spmd_core.device_mesh import DeviceMesh
-from spmd_core.errors import MeshError, PartitionSpecError, SpmdError, UnsupportedOpError
+from spmd_core.errors import MeshError, PartitionSpecError, ShardError, UnsupportedOpError
 from spmd_core.mesh import Mesh, check_devices, get_global_mesh
 from spmd_core.sharding import PartitionSpec, Sharding
 from spmd_core.tensor import XLAShardedTensor
@@ -308,17 +308,17 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
 def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
     sharding = tensor.sharding
     if sharding is None:
-        raise SpmdError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Call mark_sharding on it first.")
+        raise ShardError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Call mark_sharding on it first.")
     return sharding
 
 
 def _device_mesh(self: XLAShardedTensor) -> DeviceMesh:
-    """The DeviceMesh that the tensor is sharded over. Raises SpmdError where it has no sharding."""
+    """The DeviceMesh that the tensor is sharded over. Raises ShardError where it has no sharding."""
     return to_device_mesh(_own_sharding(self, "device_mesh").mesh)
 
 
 def _placements(self: XLAShardedTensor) -> tuple[Any, ...]:
-    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`. Raises SpmdError where the tensor has no sharding."""
+    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`. Raises ShardError where the tensor has no sharding."""
     return placements_of(_own_sharding(self, "placements"))
 
 
@@ -351,7 +351,7 @@ def _to_local(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None =
     """Each device's own block, as a tensor that is local to its device: of the block's shape, to be computed with, not read on the host.
 
     It is what a function inside `shard_map` sees; `from_local` is the way back. Differentiable. For the blocks' values on the host
-    use `local_shards`. Raises PartitionSpecError where the blocks are uneven, SpmdError where the tensor has no sharding.
+    use `local_shards`. Raises PartitionSpecError where the blocks are uneven, ShardError where the tensor has no sharding.
     """
     sharding = _own_sharding(self, "to_local")
     return manual.enable_manual_sharding(self, sharding.partition_spec, mesh=sharding.mesh)

@@ -4,6 +4,7 @@
     ├── MeshError               (ValueError)            a mesh that cannot be built, read or placed on this machine
     ├── PartitionSpecError      (ValueError)            a partition spec that does not fit its mesh or its tensor
     ├── DataError               (ValueError)            host data that cannot be loaded or sharded as asked
+    ├── ShardError              (RuntimeError, ValueError)  a tensor without shards, or shards that do not fit it
     ├── DeviceMismatchError     (RuntimeError)          tensors of different devices met in one operation
     ├── NotInSpmdModeError      (RuntimeError)          a call that needs SPMD mode came before it was enabled
     ├── HostFallbackError       (RuntimeError)          strict mode met work that would run on the host
@@ -26,6 +27,10 @@ class MeshError(SpmdError, ValueError):
 
 class PartitionSpecError(SpmdError, ValueError):
     """A partition spec names an axis wrongly, uses one twice, or does not fit the tensor's rank."""
+
+
+class ShardError(SpmdError, RuntimeError, ValueError):
+    """A tensor has no sharding where one is needed, or the shards given for it do not fit."""
 
 
 class DeviceMismatchError(SpmdError, RuntimeError):

@@ -187,6 +187,29 @@ def shard_map(
     return mapped
 
 
+def is_local(tensor: XLAShardedTensor) -> bool:
+    """Whether a tensor is local to the devices of a manual region, so that it has a value of its own on each."""
+    value = read(tensor._handle)
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.data is not None:
+            if value.placement.manual is not None:
+                return True
+            continue
+        border = value.entry.border if value.parent is None else None
+        if border is not None:
+            if not border.leaves:
+                return True
+            continue  # what leaves a region is whole, wherever it came from
+        pending.extend(value.inputs if value.parent is None else (value.parent,))
+    return False
+
+
 def manual_axes(mesh: Mesh, axis_names: Iterable[str | int] | None = None) -> Manual:
     """The axes of a manual region: those named, or all."""
     check_devices(mesh, runtime.global_runtime_device_count())

@@ -1,5 +1,7 @@
 """Marks: `mark_sharding` says where a tensor's blocks live, `clear_sharding` takes that back, `sync` ends a step. Most users' whole API."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -243,4 +245,9 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
     tensor.register_hook(follow)
 
 
+def _mark_over(tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpec) -> None:
+    mark_sharding(tensor, Mesh(range(math.prod(mesh_shape)), mesh_shape), partition_spec)
+
+
 XLAShardedTensor._on_requires_grad = staticmethod(_follow_gradients)
+XLAShardedTensor._mark_over = staticmethod(_mark_over)

@@ -273,6 +273,7 @@ def device_ids_of(jax_sharding: Any) -> tuple[int, ...]:
 def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
     """Host data as a device array of `padded_shape`; each device receives its own shard only. Does not wait."""
     data = dtypes.numpy_view(tensor.detach().contiguous())
+    metrics.count("uploads")
     metrics.count("uploaded_bytes", data.nbytes)
     with jax.enable_x64(True):
         if padded_shape == data.shape:

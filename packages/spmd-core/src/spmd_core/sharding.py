@@ -1,6 +1,7 @@
 """Where each block of a tensor lives: partition specs are checked here and become one canonical, hashable `Sharding`."""
 
 import math
+import re
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -338,6 +339,33 @@ def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
         f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
         f"Write {example} to shard the first dim, or () to replicate."
     )
+
+
+def from_text(text: str, ndim: int) -> Sharding:
+    """The sharding, over an unnamed mesh, of XLA's text of it (`Sharding.text`), for tensors of rank `ndim`.
+
+    Raises:
+        PartitionSpecError: the text is not `{replicated}` or `{devices=[...]...}` with every device's number, or is for another rank.
+
+    Example:
+        >>> from_text("{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}", 2).indices((4, 4))[0]
+        (slice(0, 2, None), slice(0, 4, None))
+    """
+    found = _TEXT.fullmatch(text.strip())
+    if text.strip() == "{replicated}":
+        return Sharding.of(Mesh([0], (1,)), (), ndim)
+    tiles = tuple(map(int, found[1].split(","))) if found else ()
+    ids = list(map(int, found[2].split(","))) if found else []
+    is_partial = found is not None and found[3] is not None
+    if found is None or len(tiles) - is_partial != ndim or math.prod(tiles) != len(ids):
+        raise PartitionSpecError(
+            f"a sharding's text is '{{replicated}}' or '{{devices=[tiles]ids}}' with a tile for each of {ndim} dims and every id; got {text!r}. "
+            "Pass what tensor.sharding_spec gives."
+        )
+    return Sharding.of(Mesh(ids, tiles), tuple(range(ndim)), ndim)
+
+
+_TEXT = re.compile(r"\{devices=\[([\d,]+)\]([\d,]+)( last_tile_dim_replicate)?\}")
 
 
 def op_sharding(mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:

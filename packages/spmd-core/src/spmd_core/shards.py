@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spmd_core import dtypes, execution, runtime
-from spmd_core.errors import SpmdError
+from spmd_core.errors import ShardError
 from spmd_core.sharding import Sharding
 from spmd_core.storage import Handle, Storage, lock
 
@@ -44,7 +44,7 @@ class XLAShard:
 def sharded_storage(handle: Handle, what: str) -> Storage:
     """The storage of a handle that has a sharding of its own; `what` is the caller's name, for the error."""
     if handle.sharding is None or not isinstance(handle, Storage):
-        raise SpmdError(
+        raise ShardError(
             f"{what} needs a tensor with a sharding; this one, of shape {handle.spec.shape}, has none. "
             "Call mark_sharding(tensor, mesh, partition_spec) first, on the tensor itself rather than a view of it."
         )
@@ -73,7 +73,7 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
     sharding = storage.sharding
     assert sharding is not None
     if sharding.is_replicated:
-        raise SpmdError(
+        raise ShardError(
             "load_local_shards_ writes the blocks of a tensor that is split; this one is replicated, so that every device holds all of it. "
             "Use copy_ with the whole tensor."
         )
@@ -82,7 +82,7 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
     shape, dtype = sharding.shard_shape(storage.spec.shape), storage.spec.dtype
     for device, shard in blocks.items():
         if tuple(shard.data.shape) != shape or shard.data.dtype != dtype:
-            raise ValueError(
+            raise ShardError(
                 f"a shard's data is the block as stored, padding included, of shape {shape} and dtype {dtype}; got shape "
                 f"{tuple(shard.data.shape)} and dtype {shard.data.dtype} for {runtime.device_name(device)}. Write to the unpadded_data of the shards "
                 "that local_shards gives."
@@ -105,7 +105,7 @@ def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, 
     names = {runtime.device_name(device): device for device in local}
     given = [shard.shard_device for shard in shards]
     if sorted(given) != sorted(names):
-        raise ValueError(
+        raise ShardError(
             f"load_local_shards_ needs one shard for each local device of the tensor's mesh, {', '.join(names)}; got shards for "
             f"{', '.join(map(str, given)) or 'none'}. Pass the list that local_shards gives."
         )
@@ -123,7 +123,7 @@ def _refuse_different_copies(sharding: Sharding, shape: tuple[int, ...], blocks:
         mine, theirs = shard.data[inside].detach(), blocks[other].data[inside].detach()
         # By bytes: a NaN is the same NaN.
         if other != device and dtypes.numpy_view(mine).tobytes() != dtypes.numpy_view(theirs).tobytes():
-            raise ValueError(
+            raise ShardError(
                 f"devices that hold copies of one block must get equal data; got different data for {runtime.device_name(other)} and "
                 f"{runtime.device_name(device)}, which both hold {list(index)}. Write the same block to both."
             )

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from spmd_core import runtime, shards
-from spmd_core.errors import SpmdError, UnsupportedOpError
+from spmd_core.errors import ShardError, SpmdError, UnsupportedOpError
 from spmd_core.graph import Spec
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingType
 from spmd_core.shards import XLAShard
@@ -24,13 +24,26 @@ _METADATA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitA
 class XLAShardedTensor(torch.Tensor):
     """Every tensor on device `xla`, marked with a sharding or not; behaves as the whole (global) tensor.
 
-    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`), not from this constructor. Operations are
-    recorded and return at once; reading a value on the host (`.cpu()`, `.item()`, `print`) computes everything pending and waits.
+    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`). Operations are recorded and return at once;
+    reading a value on the host (`.cpu()`, `.item()`, `print`) computes everything pending and waits.
+
+    Called, the class gives an existing tensor, moved to the device if it is elsewhere: `XLAShardedTensor(elem, mesh_shape, partition_spec)`.
+
+    Args:
+        elem: any tensor; one on the device is itself returned.
+        mesh_shape: with `partition_spec`, marks the tensor over a mesh of the first devices in this shape, whose axes are numbers.
+        partition_spec: see `mark_sharding`.
+        requires_grad: whether autograd tracks the tensor; it then stays a leaf.
+
+    Raises:
+        TypeError: `elem` is no tensor, or only one of `mesh_shape` and `partition_spec` is given.
     """
 
     _handle: Handle
     # Set by `marking`: constrains the gradients of a marked leaf. None where nothing is marked.
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
+    # Set by `marking`: marks a tensor over a mesh of a given shape.
+    _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpec], None]
     # The handle whose sharding this tensor's gradients follow, in a cell shared with the hook.
     _followed: list[Handle] | None = None
     # Completed by `dtensor`, which knows torch's placements.
@@ -44,10 +57,21 @@ class XLAShardedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, *args: Any, **kwargs: Any) -> "XLAShardedTensor":
-        raise TypeError(
-            "XLAShardedTensor is not constructed directly; got a call of the class. Use tensor.to('xla') or torch.randn(..., device='xla')."
-        )
+    def __new__(
+        cls, elem: torch.Tensor, mesh_shape: Sequence[int] | None = None, partition_spec: PartitionSpec | None = None, *, requires_grad: bool = False
+    ) -> "XLAShardedTensor":
+        if not isinstance(elem, torch.Tensor):
+            raise TypeError(
+                f"XLAShardedTensor takes a tensor; got {type(elem).__name__}. Pass one, or use torch.tensor(data, device='xla') for other data."
+            )
+        if (mesh_shape is None) != (partition_spec is None):
+            raise TypeError(
+                f"mesh_shape and partition_spec go together; got {mesh_shape} and {partition_spec}. Give both, or neither and mark the tensor later."
+            )
+        tensor = elem if isinstance(elem, XLAShardedTensor) else elem.detach().to(XLA_DEVICE)
+        if mesh_shape is not None and partition_spec is not None:
+            XLAShardedTensor._mark_over(tensor, mesh_shape, partition_spec)
+        return tensor.requires_grad_() if requires_grad else tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -76,10 +100,10 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def sharding_type(self) -> ShardingType:
-        """Tiled, partial or replicated. Raises SpmdError where the tensor has no sharding."""
+        """Tiled, partial or replicated. Raises ShardError where the tensor has no sharding."""
         sharding = self._handle.sharding
         if sharding is None:
-            raise SpmdError(
+            raise ShardError(
                 "sharding_type needs a tensor with a sharding; this one has none. Call mark_sharding(tensor, mesh, partition_spec) first."
             )
         return sharding.type
@@ -104,7 +128,7 @@ class XLAShardedTensor(torch.Tensor):
         """What each device of this host holds, as CPU copies, padding included, by device id. Cuts, uploads and waits.
 
         Raises:
-            SpmdError: the tensor has no sharding.
+            ShardError: the tensor has no sharding.
         """
         return shards.read_local(shards.sharded_storage(self._handle, "local_shards"))
 
@@ -115,8 +139,7 @@ class XLAShardedTensor(torch.Tensor):
             new_shards: one for each local device, as `local_shards` gave them: `data` of the shape of a stored block, padding included.
 
         Raises:
-            SpmdError: the tensor has no sharding, or is replicated (use `copy_`).
-            ValueError: a device has no shard or two, a block has another shape or dtype than is stored, or two devices that hold copies of one
+            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no shard or two, a block has another shape or dtype than is stored, or two devices that hold copies of one
                 block get different ones.
             RuntimeError: a leaf that requires grad is written outside `torch.no_grad()`.
         """
