@@ -166,18 +166,20 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
 
     w.add_(1)
     steps.add_step_closure(seen.append, args=("failed",))
-    with monkeypatch.context() as patch, pytest.raises(spmd.ProgramError, match="no"):
+    with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "get", fail(spmd.ProgramError("no")))
-        spmd.sync()
+        with pytest.raises(spmd.ProgramError, match="no"):
+            spmd.sync()
     spmd.sync()
     assert seen == []
 
     w.add_(1)
     steps.add_step_closure(seen.append, args=(1,))
     steps.add_step_closure(seen.append, args=(2,))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "get", fail(KeyboardInterrupt()))
-        spmd.sync()
+        with pytest.raises(KeyboardInterrupt):
+            spmd.sync()
     spmd.sync()
     assert seen == [1, 2]
 
@@ -220,5 +222,5 @@ def test_rates(monkeypatch):
     plain.add(2)
     now[0] += 1
     assert plain.rate() == 2
-    with pytest.raises(ValueError, match="from 0 to below 1; got 1. Use 0"):
+    with pytest.raises(ValueError, match=r"from 0 to below 1; got 1. Use 0"):
         steps.RateTracker(1)
