@@ -9,8 +9,12 @@ import spmd_core as spmd
 
 MODULES = (
     "spmd_core.annotate",
+    "spmd_core.custom_ops",
     "spmd_core.mesh",
+    "spmd_core.profiler",
     "spmd_core.sharding",
+    "spmd_core.step_program",
+    "spmd_core.structures",
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.mfu",

@@ -32,7 +32,8 @@ w = spmd.mark_sharding(torch.arange(12.0).reshape(6, 2).to("xla"), mesh, ("x",))
 for number in range(2):
     w.mul_(2)
     steps.add_step_closure(lambda t, n: print("closure", n, t.sum().item(), flush=True), args=(w, number))
-    steps.add_step_closure(lambda t, n: print("read", n, len(t)), args=(torch.ones(3, device="xla"), number), run_async=True)
+    # Both sharded: one by a mark, one as the partitioner likes.
+    steps.add_step_closure(lambda t, u, n: print("read", n, t.sum().item(), u.sum().item()), args=(w, w + 1, number), run_async=True)
     spmd.sync()
 steps.wait_for_closures()
 print("shards", [shard.unpadded_data.tolist() for shard in w.local_shards])
@@ -87,7 +88,7 @@ def test_each_process_knows_its_place(lines):
 
 def test_closures_run_in_each_process_with_the_whole_value(lines):
     for out in lines[1]:
-        assert starting_with("closure", out) == ["0 132.0", "1 264.0"] and starting_with("read", out) == ["0 3", "1 3"]
+        assert starting_with("closure", out) == ["0 132.0", "1 264.0"] and starting_with("read", out) == ["0 132.0 144.0", "1 264.0 276.0"]
 
 
 def test_each_process_holds_its_own_shards(lines):

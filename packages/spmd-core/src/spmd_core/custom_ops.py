@@ -1,6 +1,6 @@
 """Marks as operators of torch's dispatcher, in the namespace `xla`: with strings in place of objects, they pass through traces of a program.
 
-They do on device `xla` what `annotate` does, and nothing to other tensors; traced with fake tensors they stay in the graph as they are.
+They do on device `xla` what `annotate` does; of other tensors they return a copy. Traced with fake tensors they stay in the graph as they are.
 """
 
 import ast
@@ -62,7 +62,10 @@ def parse_axis_names(text: str) -> tuple[str, ...] | None:
 def _mark_in_place(input: torch.Tensor, device_ids: Sequence[int], mesh_shape: Sequence[int], axis_names: str, partition_spec: str) -> torch.Tensor:
     """`mark_sharding` of the tensor itself, which is returned; its gradient follows."""
     mesh, spec = Mesh(device_ids, tuple(mesh_shape), parse_axis_names(axis_names)), parse_partition_spec(partition_spec)
-    return mark_sharding(input, mesh, spec) if isinstance(input, XLAShardedTensor) else input
+    if isinstance(input, XLAShardedTensor):
+        return mark_sharding(input, mesh, spec)
+    # Compiled code takes what an operator without an alias in its schema returns for a new tensor.
+    return input.clone()
 
 
 def _marked_copy(input: torch.Tensor, mesh: str, partition_spec: str) -> torch.Tensor:
@@ -91,7 +94,7 @@ def _install(name: str, kernel: Any) -> None:
     overload = getattr(torch.ops.xla, name).default
 
     def with_autograd(input: torch.Tensor, *how: Any) -> Any:
-        # On the device autograd sees the mark's own clone and hook, or nothing at all.
+        # On the device autograd sees the mark's own hook, and a clone where there is one.
         return kernel(input, *how) if isinstance(input, XLAShardedTensor) else _PassThrough.apply(overload, input, *how)
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")

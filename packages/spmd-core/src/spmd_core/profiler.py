@@ -146,6 +146,7 @@ class StepTrace(Trace):
         **facts: shown with it; `step_num` numbers the step.
 
     Example:
+        >>> import torch
         >>> with StepTrace("train", step_num=3):
         ...     loss = torch.ones(2, device="xla").sum()
     """

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from spmd_core import execution, runtime
+from spmd_core.annotate import mark_sharding
 from spmd_core.config import config
+from spmd_core.mesh import Mesh
 from spmd_core.storage import Storage
 from spmd_core.structures import map_tensors, to_cpu
 from spmd_core.tensor import XLAShardedTensor
@@ -45,7 +47,7 @@ def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool
 
     An exception in a closure leaves `sync()` after the others ran (several leave as an ExceptionGroup). That of an asynchronous closure is raised by
     the next `add_step_closure`, `sync()` or `wait_for_closures()`, as a RuntimeError from it, or printed where the process ends before. A step whose
-    program fails takes its closures with it.
+    program fails takes its closures with it. Under several processes each of them adds the same closures: reading a sharded tensor gathers it.
 
     Args:
         closure: any function.
@@ -85,7 +87,12 @@ def _closures_of_step() -> Iterator[None]:
 
 
 def _snapshot(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().clone()
+    copied = t.detach().clone()
+    if isinstance(copied, XLAShardedTensor) and runtime.is_spmd() and runtime.num_processes() > 1:
+        # Gathered by the step's program: were it done in the closure's thread, the processes would not meet in the same order.
+        every = runtime.global_runtime_device_count()
+        mark_sharding(copied, Mesh(range(every), (every,)) if copied.sharding is None else copied.sharding.mesh, ())
+    return copied
 
 
 def _run(closures: list[_Added]) -> None:
