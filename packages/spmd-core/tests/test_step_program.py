@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core import compile_cache, eager, execution, step_program
+from spmd_core import compile_cache, eager, execution, step_program, steps
 
 pytestmark = pytest.mark.one_device
 
@@ -138,6 +138,38 @@ def test_an_exception_passes_and_computes_nothing():
         raise KeyError("passes")
     assert executions() == before and execution.watch is None
     assert kept[0].tolist() == [2, 2, 2]
+
+
+def test_closures_may_read_what_the_region_computed():
+    seen = []
+
+    @step_program.compile(full_graph=True)
+    def train(x):
+        loss = (x * 2).sum()
+        steps.add_step_closure(lambda t: seen.append(t.item()), args=(loss,))
+        steps.add_step_closure(lambda t: seen.append(t.item()), args=(loss + 1,), run_async=True)
+
+    train(torch.ones(3).to("xla"))
+    steps.wait_for_closures()
+    assert sorted(seen) == [6, 7]
+
+
+def test_what_cannot_be_a_region():
+    def pieces():
+        yield 1
+
+    async def later():
+        return 1
+
+    for function in (pieces, later):
+        with pytest.raises(TypeError, match=r"from its call to its return; got .*(pieces|later), which runs in pieces. Write `with compile\(\):`"):
+            step_program.compile(function)
+    region = step_program.compile()
+    with region, pytest.raises(spmd.SpmdError, match=r"entered once at a time.*Write `with compile\(\):` for the inner one"):
+        region.__enter__()
+    with region:
+        y = torch.ones(1).to("xla") + 1
+    assert execution.watch is None and y.tolist() == [2]
 
 
 def test_a_function_that_calls_itself():

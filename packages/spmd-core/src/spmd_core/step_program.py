@@ -1,5 +1,6 @@
 """`compile`: a function or a block as one program, with a cut before it and one after it, and promises about the programs in between."""
 
+import inspect
 import re
 from collections.abc import Callable
 from contextlib import ContextDecorator
@@ -8,7 +9,7 @@ from typing import Any, TypeVar, overload
 
 from spmd_core import compile_cache, eager, execution
 from spmd_core.compile_cache import Key
-from spmd_core.errors import ProgramError
+from spmd_core.errors import ProgramError, SpmdError
 from spmd_core.execution import Watch
 from spmd_core.source import user_line
 
@@ -36,6 +37,7 @@ def compile(f: Any = None, *, full_graph: bool = False, name: str | None = None,
     Raises:
         ProgramError: when the region runs: something was executed in spite of `full_graph`, or one program more than `max_different_graphs` came up.
         ValueError: `max_different_graphs` is not positive, or there is neither a name nor a function to count programs under.
+        TypeError: `f` is a generator or a coroutine.
 
     Example:
         >>> import torch
@@ -61,12 +63,17 @@ class StepProgram(ContextDecorator):
         if max_different_graphs is not None and (not isinstance(max_different_graphs, int) or max_different_graphs < 1):
             raise ValueError(f"max_different_graphs is a number of programs, at least 1; got {max_different_graphs!r}. Leave it out for no limit.")
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
+        self._is_inside = False
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call has a region of its own.
         return StepProgram(full_graph=self._full_graph, name=self._name, max_different_graphs=self._max_graphs)
 
     def __call__(self, f: F) -> F:
+        if inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f):
+            raise TypeError(
+                f"a compiled function runs from its call to its return; got {f.__qualname__}, which runs in pieces. Write `with compile():` inside."
+            )
         name = self._name or getattr(f, "__qualname__", type(f).__name__)
         named = StepProgram(full_graph=self._full_graph, name=name, max_different_graphs=self._max_graphs)
         return super(StepProgram, named).__call__(f)
@@ -74,6 +81,10 @@ class StepProgram(ContextDecorator):
     def __enter__(self) -> None:
         if self._max_graphs is not None and self._name is None:
             raise ValueError("max_different_graphs counts the programs of one name; got none. Pass name=..., or decorate a function.")
+        if self._is_inside:
+            raise SpmdError(
+                "a region is entered once at a time; got one that is being entered inside itself. Write `with compile():` for the inner one."
+            )
         self._was_eager = eager.is_eager_mode()
         execution.end_step()
         eager.eager_mode(False)
