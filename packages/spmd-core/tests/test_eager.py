@@ -80,6 +80,16 @@ def test_training(eagerly, mesh_1d):
     assert model[0].weight.partition_spec == ("x", None)
 
 
+def test_what_does_not_go_through_the_router_runs_with_the_next_operation(eagerly):
+    q = torch.randn(1, 2, 8, 4)
+    x = q.to("xla")
+    out = nn.functional.scaled_dot_product_attention(x, x, x)
+    assert out._handle.value.data is None
+    total = out.sum()
+    assert out._handle.value.data is not None and total._handle.value.data is not None
+    torch.testing.assert_close(out.cpu(), nn.functional.scaled_dot_product_attention(q, q, q), rtol=2e-5, atol=1e-5)
+
+
 def test_an_error_shows_at_the_operation_and_leaves_the_mode_whole(eagerly, monkeypatch):
     x = torch.ones(3).to("xla")
 

@@ -1,11 +1,15 @@
 """Nested structures to the host, to the device and into files."""
 
+import math
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import spmd_core as spmd
 from spmd_core import structures
@@ -28,6 +32,31 @@ def test_every_structure_goes_to_the_cpu():
     for t in (host["a"][0], host["a"][1][0], host["b"].first, host["c"].x, *host["e"]):
         assert t.device.type == "cpu" and torch.equal(t, x)
     assert host["d"] is x and data["c"].x.device.type == "xla"
+
+
+TENSORS = st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.arange(float(math.prod(shape))).reshape(shape))
+NESTED = st.recursive(
+    TENSORS | st.integers() | st.text(max_size=3) | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(NESTED)
+@settings(deadline=None)  # a busy machine is no failure
+def test_to_the_device_and_back(data):
+    def same(a, b):
+        if isinstance(a, torch.Tensor):
+            return a.device == b.device and torch.equal(a, b)
+        if isinstance(a, (list, tuple)):
+            return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return a is b
+
+    there = structures.send_to_device(data)
+    assert all(t.device.type == "xla" for t in pytree.tree_leaves(there) if isinstance(t, torch.Tensor))
+    assert same(data, structures.to_cpu(there))
 
 
 def test_a_state_dict_keeps_what_it_carries_and_ties_stay():
