@@ -9,7 +9,8 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import DataError, SpmdError
-from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec, map_tensors
+from spmd_core.structures import map_tensors
+from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec
 
 XLA = torch.device("xla:0")
 

@@ -1,7 +1,11 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
 from spmd_core import autocast as autocast
+from spmd_core import custom_ops as custom_ops
 from spmd_core import metrics as metrics
+from spmd_core import profiler as profiler
+from spmd_core.barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from spmd_core.barrier import optimization_barrier_ as optimization_barrier_
 from spmd_core.config import config as config
 from spmd_core.config import strict as strict
 from spmd_core.device import device as device
@@ -14,6 +18,11 @@ from spmd_core.dtensor import init_device_mesh as init_device_mesh
 from spmd_core.dtensor import partition_spec_of as partition_spec_of
 from spmd_core.dtensor import placements_of as placements_of
 from spmd_core.dtensor import to_device_mesh as to_device_mesh
+from spmd_core.eager import eager_mode as eager_mode
+from spmd_core.eager import eager_mode_context as eager_mode_context
+from spmd_core.eager import is_eager_mode as is_eager_mode
+from spmd_core.einsum_linear import EinsumLinear as EinsumLinear
+from spmd_core.einsum_linear import apply_einsum_linear as apply_einsum_linear
 from spmd_core.errors import DataError as DataError
 from spmd_core.errors import DeviceMemoryError as DeviceMemoryError
 from spmd_core.errors import DeviceMismatchError as DeviceMismatchError
@@ -51,6 +60,10 @@ from spmd_core.mesh import get_1d_mesh as get_1d_mesh
 from spmd_core.mesh import get_global_mesh as get_global_mesh
 from spmd_core.mesh import parse_mesh as parse_mesh
 from spmd_core.mesh import set_global_mesh as set_global_mesh
+from spmd_core.random_state import fork_rng as fork_rng
+from spmd_core.random_state import get_rng_state as get_rng_state
+from spmd_core.random_state import manual_seed as manual_seed
+from spmd_core.random_state import set_rng_state as set_rng_state
 from spmd_core.runtime import device_attributes as device_attributes
 from spmd_core.runtime import global_runtime_device_count as global_runtime_device_count
 from spmd_core.runtime import is_spmd as is_spmd
@@ -65,4 +78,31 @@ from spmd_core.sharding import ShardingType as ShardingType
 from spmd_core.sharding_rules import ShardingReport as ShardingReport
 from spmd_core.sharding_rules import shard_module as shard_module
 from spmd_core.shards import XLAShard as XLAShard
+from spmd_core.startup import coordinator_address as coordinator_address
+from spmd_core.startup import device_type as device_type
+from spmd_core.startup import initialize as initialize
+from spmd_core.startup import initialize_cache as initialize_cache
+from spmd_core.startup import set_device_type as set_device_type
+from spmd_core.step_program import allow_execution as allow_execution
+from spmd_core.step_program import compile as compile
+from spmd_core.step_program import step as step
+from spmd_core.steps import RateTracker as RateTracker
+from spmd_core.steps import add_step_closure as add_step_closure
+from spmd_core.steps import optimizer_step as optimizer_step
+from spmd_core.steps import unlazy as unlazy
+from spmd_core.steps import wait_device_ops as wait_device_ops
+from spmd_core.steps import wait_for_closures as wait_for_closures
+from spmd_core.structures import save as save
+from spmd_core.structures import send_to_device as send_to_device
+from spmd_core.structures import to_cpu as to_cpu
 from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor
+from spmd_core.topology import addressable_runtime_device_count as addressable_runtime_device_count
+from spmd_core.topology import get_master_ip as get_master_ip
+from spmd_core.topology import host_index as host_index
+from spmd_core.topology import is_bf16_supported as is_bf16_supported
+from spmd_core.topology import is_master as is_master
+from spmd_core.topology import local_process_count as local_process_count
+from spmd_core.topology import memory_info as memory_info
+from spmd_core.topology import process_count as process_count
+from spmd_core.topology import process_index as process_index
+from spmd_core.topology import real_devices as real_devices

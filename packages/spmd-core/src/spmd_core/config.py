@@ -30,6 +30,8 @@ class Config:
     max_in_flight_cpu: int = 8
     # Programs in flight on GPU and TPU: enough to hide the host, few enough that donated memory is given back soon.
     max_in_flight: int = 32
+    # Asynchronous step closures that may wait for their thread; `sync()` then waits for one to end. Read when a step ends.
+    max_async_closures: int = 4
     # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1, and `strict()` for a region).
     strict: bool = False
 

@@ -308,7 +308,7 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
 def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
     sharding = tensor.sharding
     if sharding is None:
-        raise ShardError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Call mark_sharding on it first.")
+        raise ShardError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Mark it first.")
     return sharding
 
 

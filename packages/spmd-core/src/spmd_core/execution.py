@@ -1,6 +1,9 @@
 """The cut: collect what is live and pending, find or compile its program, hand over donated buffers, and start it."""
 
 import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +20,28 @@ from spmd_core.sharding import Sharding
 from spmd_core.storage import Storage, lock, take_pending
 
 _by_serial = operator.attrgetter("serial")
+
+# Entered before the cut that ends a step and left after it, also where it fails: how a module above takes part in every step.
+around_step: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a region of the program asks of the cuts inside it.
+
+    Attributes:
+        label: with which the names of programs compiled inside begin.
+        before_cut: called where something would be computed; when it raises, everything stays pending.
+        before_program: called with the program's key, before it is found or compiled; when it raises, the cut has failed.
+    """
+
+    label: str
+    before_cut: Callable[[], None]
+    before_program: Callable[[compile_cache.Key], None]
+
+
+# Set and reset by the region (`step_program`), None outside of any.
+watch: Watch | None = None
 
 
 def host_placement(sharding: Sharding | None = None) -> Placement:
@@ -38,6 +63,12 @@ def cut(*, wait: bool = False) -> None:
     """
     with lock:
         live = take_pending()
+        if live and watch is not None:
+            try:
+                watch.before_cut()
+            except BaseException:
+                _restore(live, roll_back=False)
+                raise
         if live:
             metrics.count("cuts")
             try:
@@ -47,6 +78,15 @@ def cut(*, wait: bool = False) -> None:
                 raise
     if wait:
         runtime.in_flight.wait_all()
+
+
+def end_step(*, wait: bool = False) -> None:
+    """The cut that ends a step: `cut`, with what `around_step` lists around it."""
+    metrics.count("steps")
+    with ExitStack() as stack:
+        for enter in around_step:
+            stack.enter_context(enter())
+        cut(wait=wait)
 
 
 def _restore(live: list[Storage], *, roll_back: bool) -> None:
@@ -255,8 +295,10 @@ def _execute(live: list[Storage]) -> None:
             donated,
             device_ids,
         )
-        return Program(graph, f"spmd_{len(nodes)}ops_{len(leaves)}in")
+        return Program(graph, f"{'spmd' if watch is None else watch.label}_{len(nodes)}ops_{len(leaves)}in")
 
+    if watch is not None:
+        watch.before_program(key)
     program = compile_cache.get(key, build)
     arrays = [leaf.data if leaf.placement is target else _convert(leaf, target) for leaf, target in zip(leaves, targets)]
     floats = [x for x in numbers if x.__class__ is float]

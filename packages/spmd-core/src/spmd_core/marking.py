@@ -171,11 +171,11 @@ def start_upload(t: torch.Tensor) -> XLAShardedTensor:
 
 
 def sync(*, wait: bool = False) -> None:
-    """Ends a step: computes everything pending and held in one program.
+    """Ends a step: computes everything pending and held in one program, then runs the step's closures (`add_step_closure`).
 
     Returns when the program was started, so that Python records the next step meanwhile; `wait=True` blocks until the devices are done.
     """
-    execution.cut(wait=wait)
+    execution.end_step(wait=wait)
 
 
 def device_tensor(t: Any, what: str) -> XLAShardedTensor:

@@ -60,7 +60,7 @@ def record_program(record: ProgramRecord) -> None:
 
 
 def counters() -> dict[str, int]:
-    """Every counter: `compiles`, `cache_hits`, `executions`, `cuts`, `host_fallbacks`, `host_reads`, `donated_bytes`, `uploaded_bytes`, ..."""
+    """Every counter: `compiles`, `cache_hits`, `executions`, `cuts`, `steps`, `host_fallbacks`, `host_reads`, `donated_bytes`, ..."""
     return {name: _counters[name] for name in sorted({*_KNOWN, *_counters})}
 
 
@@ -100,4 +100,15 @@ def report() -> str:
     return "\n".join(lines)
 
 
-_KNOWN = ("compiles", "cache_hits", "cuts", "executions", "host_fallbacks", "host_reads", "donated_bytes", "uploaded_bytes", "resharded_bytes")
+_KNOWN = (
+    "compiles",
+    "cache_hits",
+    "cuts",
+    "steps",
+    "executions",
+    "host_fallbacks",
+    "host_reads",
+    "donated_bytes",
+    "uploaded_bytes",
+    "resharded_bytes",
+)

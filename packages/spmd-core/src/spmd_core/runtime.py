@@ -88,6 +88,11 @@ def _position_of_id() -> dict[int, int]:
     return {d.id: i for i, d in enumerate(devices())}
 
 
+def is_started() -> bool:
+    """Whether the devices are in use, so that which they are is settled."""
+    return _state.devices is not None
+
+
 def platform() -> str:
     """`"cpu"`, `"gpu"` or `"tpu"`."""
     return devices()[0].platform
@@ -324,13 +329,19 @@ def wait_for(array: jax.Array) -> None:
 
 
 class InFlight:
-    """Bounds the programs that wait on the devices, by waiting for the oldest. Each program gives a token: a result that is never donated."""
+    """Bounds the programs that wait on the devices, by waiting for the oldest. Each program gives a token: a result that is never donated.
+
+    Attributes:
+        has_started: whether any program ever was.
+    """
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
+        self.has_started = False
 
     def add(self, token: jax.Array) -> None:
         """Counts a program in; waits while there are too many."""
+        self.has_started = True
         limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
         self._queue.append(token)
         while len(self._queue) > limit:

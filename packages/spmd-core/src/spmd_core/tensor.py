@@ -69,6 +69,7 @@ class XLAShardedTensor(torch.Tensor):
                 f"mesh_shape and partition_spec go together; got {mesh_shape} and {partition_spec}. Give both, or neither and mark the tensor later."
             )
         tensor = elem if isinstance(elem, XLAShardedTensor) else elem.detach().to(XLA_DEVICE)
+        assert isinstance(tensor, XLAShardedTensor)
         if mesh_shape is not None and partition_spec is not None:
             XLAShardedTensor._mark_over(tensor, mesh_shape, partition_spec)
         return tensor.requires_grad_() if requires_grad else tensor
@@ -139,8 +140,8 @@ class XLAShardedTensor(torch.Tensor):
             new_shards: one for each local device, as `local_shards` gave them: `data` of the shape of a stored block, padding included.
 
         Raises:
-            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no shard or two, a block has another shape or dtype than is stored, or two devices that hold copies of one
-                block get different ones.
+            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no shard or two; a block has another shape or
+                dtype than is stored; or two devices that hold copies of one block get different ones.
             RuntimeError: a leaf that requires grad is written outside `torch.no_grad()`.
         """
         storage = shards.sharded_storage(self._handle, "load_local_shards_")

@@ -134,7 +134,9 @@ class _DeviceBatches(Iterator[Any]):
 
     def _sync(self) -> None:
         self._num_unsynced = 0
-        spmd.sync()
+        # A `StepTrace` around the step has ended it already.
+        if not spmd.profiler.take_step_mark():
+            spmd.sync()
 
 
 class _Channel:

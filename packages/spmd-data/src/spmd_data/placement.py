@@ -1,17 +1,16 @@
 """One batch: host tensors in, the same structure of device tensors out, sharded as the user asked. Knows nothing of threads."""
 
-import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core import DataError, structures
 
 InputSharding: TypeAlias = spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | None] | None
 """One spec for every tensor of a batch, or one (or None: not sharded) for each key of a batch that is a dict, or None for no sharding."""
@@ -78,8 +77,10 @@ class Placement:
                     "Let the DataLoader drop the last batch (drop_last=True), or pass uneven_batch='keep' or 'drop'."
                 )
         if isinstance(self.input_sharding, Mapping):
-            return _with_values(batch, {key: map_tensors(value, partial(self._place_tensor, spec)) for key, (value, spec) in specs.items()})
-        return map_tensors(batch, partial(self._place_tensor, self.input_sharding))
+            return structures.with_values(
+                batch, {key: structures.map_tensors(value, partial(self._place_tensor, spec)) for key, (value, spec) in specs.items()}
+            )
+        return structures.map_tensors(batch, partial(self._place_tensor, self.input_sharding))
 
     def _specs(self, batch: Any) -> dict[Any, tuple[Any, Any]]:
         """For each part of the batch, the part and its spec: the keys of a dict sharding, or the whole batch under the key None."""
@@ -118,40 +119,6 @@ def fitted_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
     return entries + (None,) * (ndim - len(entries))
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `function` applied to every tensor in it.
-
-    Looks into mappings, lists, tuples, named tuples and dataclasses, and rebuilds each as its own type; all else is passed through.
-
-    Example:
-        >>> map_tensors({"x": [torch.ones(2), "name"]}, lambda tensor: tensor.sum().item())
-        {'x': [2.0, 'name']}
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return _with_values(value, {key: map_tensors(item, function) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, function) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, function) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)  # not dataclasses.replace: it would run __init__, which may want other arguments
-        for field in dataclasses.fields(value):
-            object.__setattr__(clone, field.name, map_tensors(getattr(value, field.name), function))
-        return clone
-    return value
-
-
-def _with_values(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with other values; a plain dict where the type cannot be copied and changed."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return items
-    clone = copy.copy(mapping)  # keeps what a subclass carries beside its items, as transformers' BatchEncoding does
-    clone.update(items)
-    return clone
-
-
 def _uneven_dims(value: Any, spec: Any, key: Any) -> list[str]:
     """A line for each dim of each tensor in `value` that does not divide by its number of shards."""
     found: list[str] = []
@@ -166,7 +133,7 @@ def _uneven_dims(value: Any, spec: Any, key: Any) -> list[str]:
                 found.append(f"dim {dim}{where} with {size} rows for {shards} shards")
         return tensor
 
-    map_tensors(value, look)
+    structures.map_tensors(value, look)
     return found
 
 

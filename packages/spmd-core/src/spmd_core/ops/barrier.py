@@ -1,0 +1,18 @@
+"""The optimization barrier: the same arrays out as in, as one operation, which XLA neither moves nor fuses across."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import torch
+
+from spmd_core.ops.registry import Context, lowering
+
+_library = torch.library.Library("spmd", "FRAGMENT")
+_library.define("optimization_barrier(Tensor[] tensors) -> Tensor[]")
+_library.impl("optimization_barrier", lambda tensors: [x.new_empty(x.shape) for x in tensors], "Meta")
+
+
+@lowering("spmd.optimization_barrier.default")
+def _optimization_barrier(ctx: Context, tensors: Sequence[Any]) -> tuple[jax.Array, ...]:
+    return tuple(jax.lax.optimization_barrier(tuple(tensors)))
