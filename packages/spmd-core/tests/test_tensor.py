@@ -153,9 +153,16 @@ def test_data_may_be_assigned():
         p.data = torch.ones(3)
 
 
-def test_class_is_not_called():
-    with pytest.raises(TypeError, match=r"tensor\.to\('xla'\)"):
-        spmd.XLAShardedTensor(torch.ones(2))
+def test_the_class_gives_a_tensor_that_is_there(mesh_1d, num_devices):
+    x = torch.arange(8.0).reshape(8, 1)
+    t = spmd.XLAShardedTensor(x)
+    assert torch.equal(t.cpu(), x) and spmd.XLAShardedTensor(t) is t
+    marked = spmd.XLAShardedTensor(x, (num_devices,), (0, None), requires_grad=True)
+    assert marked.partition_spec == (0, None) and marked.is_leaf and marked.requires_grad
+    with pytest.raises(TypeError, match=r"takes a tensor; got list\. Pass one, or use torch\.tensor"):
+        spmd.XLAShardedTensor([1.0])
+    with pytest.raises(TypeError, match=r"go together; got \(2,\) and None"):
+        spmd.XLAShardedTensor(x, (2,))
 
 
 def test_worker_threads_record_and_read():
