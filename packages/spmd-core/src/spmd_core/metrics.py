@@ -29,6 +29,7 @@ class ProgramRecord:
     peak_bytes: int = 0
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
+    source: str = ""  # `file:line` of the user's call that had it compiled: a `sync()`, or a read
 
 
 @dataclass(frozen=True)
