@@ -9,8 +9,13 @@ import spmd_core as spmd
 
 MODULES = (
     "spmd_core.annotate",
+    "spmd_core.collectives",
+    "spmd_core.debugging",
+    "spmd_core.hlo",
     "spmd_core.mesh",
+    "spmd_core.recompiles",
     "spmd_core.sharding",
+    "spmd_core.visualize",
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.mfu",

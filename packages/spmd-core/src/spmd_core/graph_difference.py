@@ -15,7 +15,7 @@ from spmd_core.runtime import Placement
 from spmd_core.sharding import Sharding
 
 # Beyond, the parts of two programs that have other operations are told by their lengths.
-_MAX_ALIGNED = 4000
+_MAX_ALIGNED = 2000
 
 _PAD = "Every new shape is a program of its own. Pad batches and sequences to one size or a few, and drop a smaller last batch (drop_last=True)."
 _STATIC = (
@@ -215,19 +215,21 @@ class Difference:
         return {(m, n) for a, b in specs if a is not b for m, n in zip(a.shape, b.shape) if m != n}
 
     def _of_results(self) -> Iterator[Change]:
-        old = {self._values.get(number): (number, placement) for number, _, placement in self.old.key.outputs}
+        old = {self._values.get(number): placement for number, _, placement in self.old.key.outputs}
         new = {number: placement for number, _, placement in self.new.key.outputs}
+        # Where as many results are held and operations changed, the name that holds one now stands for another.
+        follows = bool(self._unlike) and len(self.old.key.outputs) == len(self.new.key.outputs)
         for number, placement in new.items():
             what = f"{self.new.value(number)} ({self.new.spec(number)!r})"
-            if number not in old and number in self._aligned_values:
+            if number in old and old[number] is not placement:
+                is_settling = _is_unmarked(old[number]) and _is_unmarked(placement)
+                lay, lies = placement_text(old[number]), placement_text(placement)
+                yield Change("outputs", f"the sharding of {what}: {lay} -> {lies}", _MARKS, is_settling)
+            elif number not in old and number in self._aligned_values and not follows:
                 yield Change("outputs", f"{what} is held at the cut, and was not before", _HELD)
-            elif number in old and old[number][1] is not placement:
-                was, now = placement_text(old[number][1]), placement_text(placement)
-                is_settling = _is_unmarked(old[number][1]) and _is_unmarked(placement)
-                yield Change("outputs", f"the sharding of {what}: {was} -> {now}", _MARKS, is_settling)
-        for number in (n for n, _, _ in self.old.key.outputs if n in self._values and self._values[n] not in new):
-            here = self._values[number]
-            yield Change("outputs", f"{self.new.value(here)} ({self.new.spec(here)!r}) is not held at the cut, and was before", _HELD)
+        for here in old:
+            if here is not None and here not in new and not follows:
+                yield Change("outputs", f"{self.new.value(here)} ({self.new.spec(here)!r}) is not held at the cut, and was before", _HELD)
 
     def _of_donated(self) -> Iterator[Change]:
         for i, j in self._leaves:

@@ -96,7 +96,7 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
     r = new.record
     seconds = r.trace_s + r.compile_s
     old = min(reversed(before), key=lambda other: _distance(new.key, other.key), default=None)
-    if old is None or _num_other_operations(new.key, old.key) > len(new.graph.nodes) / 2:
+    if old is None or (_names(new.key) & _names(old.key)).total() * 2 < len(new.graph.nodes):
         return Recompile(r.name, r.source, seconds, None, "", (), (), "No program before it had operations like these: it is the first of its kind.")
     if old.key == new.key:
         note = (
