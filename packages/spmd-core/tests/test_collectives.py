@@ -76,7 +76,12 @@ def test_megatron_reduces_once_forward_and_once_backward():
     assert (forward.op, backward.op) == ("aten::linear", "aten::linear_backward")
     assert "(backward of this line)" in str(backward) and "(" not in str(forward)
     text = str(found)
-    assert "MLP.down aten::linear at" in text and "8,192 bytes of results per device" in text and "SPMD_SOURCE_LINES" not in text
+    assert (
+        "MLP.down aten::linear at" in text
+        and "8,192 bytes of results per device" in text
+        and "8,192 bytes in 2 x all-reduce over tensor" in text
+        and "SPMD_SOURCE_LINES" not in text
+    )
 
 
 @several

@@ -63,7 +63,7 @@ class Collective:
 
 
 class Collectives(tuple[Collective, ...]):
-    """The collectives of one program, in the compiler's order; prints as a table.
+    """The collectives of one program, in the compiler's order; prints as a table, those that move most first, and the sums by kind and axes.
 
     Attributes:
         program: the program's name.
@@ -86,13 +86,13 @@ class Collectives(tuple[Collective, ...]):
     @property
     def result_bytes(self) -> int:
         """Of one run of the program, on each device. What depends on data counts once."""
-        return sum(c.result_bytes * (1 if c.executions is None else c.executions) for c in self)
+        return sum(_total(c) for c in self)
 
     def __str__(self) -> str:
         if not self:
             return f"{self.program}: no collectives"
         rows = [("kind", "axes", "bytes per device", "times", "cause")]
-        for c in self:
+        for c in sorted(self, key=_total, reverse=True):
             first, *others = [str(cause) for cause in c.causes] or ["not known"]
             rows.append((c.kind, _axes_text(c), f"{c.result_bytes:,}", "?" if c.executions is None else str(c.executions), first))
             rows += [("", "", "", "", other) for other in others]
@@ -100,12 +100,23 @@ class Collectives(tuple[Collective, ...]):
         lines = [
             f"{kind:<{widths[0]}}  {axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}" for kind, axes, size, times, cause in rows
         ]
+        sums: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
+        for c in self:
+            what = f"{c.kind} over {_axes_text(c)}"
+            sums[what] += _total(c)
+            numbers[what] += 1
+        lines += ["", *(f"{size:,} bytes in {numbers[what]} x {what}" for what, size in sums.most_common())]
         total = f"{self.program}: {len(self)} collectives, {self.result_bytes:,} bytes of results per device"
         if not any(cause.origin for c in self for cause in c.causes):
             total += "\nFor the lines that cause them, record and compile with SPMD_SOURCE_LINES=1 or inside debugging.source_lines()."
         return "\n".join([*lines, total])
 
     __repr__ = __str__
+
+
+def _total(c: Collective) -> int:
+    return c.result_bytes * (1 if c.executions is None else c.executions)
 
 
 def _axes_text(c: Collective) -> str:
