@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core import compile_cache, debugging
+from spmd_core import compile_cache, debugging, dispatch
 
 
 def compiles():
@@ -139,6 +139,42 @@ def test_static_arguments():
     x.sum([1], keepdim=True).cpu()
     assert the_change().text == "argument 'keepdim' of operation 0, aten::sum.dim_IntList: its default -> True"
     assert seen[0] == [0, 4, 8]
+
+
+def test_operands_that_change_places():
+    x = torch.ones(4, 4).to("xla")
+    for swapped in (False, True):
+        y = x * 3
+        (x - y if swapped else y - x).cpu()
+        del y
+    text = the_change().text
+    assert text.startswith("operation 1, aten::sub.Tensor, reads other values than before: leaf 0 ")
+    assert text.endswith("; the result of operation 0, aten::mul.Tensor")
+
+
+def test_another_manual_region(mesh_2d, num_devices):
+    if num_devices < 4:
+        pytest.skip("two axes need four devices")
+    x = torch.ones(8, 8).to("xla")
+    for spec in (("a", None), (None, "a")):
+        spmd.shard_map(lambda block: block * 2, mesh_2d, [spec], spec)(x).cpu()
+    texts = [c.text for c in debugging.explain_recompile().changes]
+    assert "operation 0, spmd::enter_region, crosses the border of another manual region" in texts
+
+
+def test_a_list_that_grows():
+    pieces = [torch.ones(2, 3).to("xla") for _ in range(3)]
+    for n in (2, 3):
+        torch.cat(pieces[:n]).cpu()
+    assert the_change().text == "operation 0, aten::cat, reads 3 tensors, and read 2 before"
+
+
+def test_arguments_that_are_not_kept_are_said_to_be_unknown():
+    x = torch.ones(4, 3).to("xla")
+    for dim in (0, 1):
+        x.cumsum(dim).cpu()
+    dispatch.forget()
+    assert the_change().text == "operation 0, aten::cumsum, has other arguments; which, is not known"
 
 
 def test_an_int_where_a_float_was():

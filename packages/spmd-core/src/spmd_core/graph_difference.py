@@ -156,7 +156,10 @@ class Difference:
             yield self._of_range(i, i_end, j, j_end)
         for i, j in self._pairs:
             old, new = self.old.graph.nodes[i], self.new.graph.nodes[j]
-            if old.entry is not new.entry:
+            if len(old.inputs) != len(new.inputs):
+                text = f"{self.new.operation(j)}, reads {len(new.inputs)} tensors, and read {len(old.inputs)} before"
+                yield Change("structure", text, _BRANCH)
+            elif old.entry is not new.entry:
                 before, now = ([side.spec(x) for x in node.inputs] for side, node in ((self.old, old), (self.new, new)))
                 # Where what it reads has another shape, the operation follows.
                 if [s.shape for s in before] == [s.shape for s in now] or not before:
@@ -195,7 +198,7 @@ class Difference:
         was, is_now = self._known.of(old), self._known.of(new)
         if was is None or is_now is None:
             same = [(a, b) for a, b in zip(before, now) if a is not b]
-            detail = f": it reads {arguments.text(same[0][1])}, not {arguments.text(same[0][0])}" if same else ", but how is not recorded any more"
+            detail = f": it reads {arguments.text(same[0][1])}, not {arguments.text(same[0][0])}" if same else "; which, is not known"
             yield Change("structure", f"{what}, has other arguments{detail}")
             return
         for name in dict.fromkeys([*was, *is_now]):
