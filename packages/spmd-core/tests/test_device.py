@@ -16,6 +16,13 @@ SOURCE = Path(spmd.__file__).parent
 # From top to bottom; a module imports only from those after it.
 ORDER = [
     "__init__",
+    "visualize",
+    "debugging",
+    "recompiles",
+    "graph_difference",
+    "arguments",
+    "collectives",
+    "hlo",
     "profiler",
     "step_program",
     "steps",

@@ -330,7 +330,7 @@ def test_reading_counts_and_metrics_print():
     before = spmd.metrics.counter("host_reads")
     torch.ones(2, device="xla").tolist()
     assert spmd.metrics.counter("host_reads") == before + 1
-    assert "executions" in spmd.metrics.report() and "per device" in spmd.metrics.report()
+    assert "executions" in spmd.metrics.report() and f" for {__file__}:" in spmd.metrics.report() and "per device" in spmd.metrics.report()
 
 
 def test_sharded_initialisation_never_holds_a_full_copy(mesh_1d, num_devices):

@@ -2,6 +2,7 @@
 
 from spmd_core import autocast as autocast
 from spmd_core import custom_ops as custom_ops
+from spmd_core import debugging as debugging
 from spmd_core import metrics as metrics
 from spmd_core import profiler as profiler
 from spmd_core.barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
@@ -106,3 +107,5 @@ from spmd_core.topology import memory_info as memory_info
 from spmd_core.topology import process_count as process_count
 from spmd_core.topology import process_index as process_index
 from spmd_core.topology import real_devices as real_devices
+from spmd_core.visualize import visualize_sharding as visualize_sharding
+from spmd_core.visualize import visualize_tensor_sharding as visualize_tensor_sharding

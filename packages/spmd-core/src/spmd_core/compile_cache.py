@@ -1,24 +1,43 @@
 """Compiled programs by key: a named list of ingredients, compared by value, so that a miss can say which ingredient changed."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from spmd_core import metrics
 from spmd_core.config import config
-from spmd_core.lowering import Program
+from spmd_core.graph import Entry, Spec
+from spmd_core.lowering import Graph, Program
+from spmd_core.metrics import ProgramRecord
+from spmd_core.runtime import Placement
+from spmd_core.source import Origin
 
 
 class Key(NamedTuple):
     """What a program depends on. Entries are interned, so `structure` compares by identity."""
 
-    structure: tuple[object, ...]  # each node's entry followed by the numbers of its inputs
-    leaves: tuple[object, ...]  # spec and placement of each input
-    outputs: tuple[object, ...]  # number and sharding of each result
+    structure: tuple[Entry | int, ...]  # each node's entry followed by the numbers of its inputs
+    leaves: tuple[tuple[Spec, Placement], ...]  # spec and placement of each input
+    outputs: tuple[tuple[int, Spec, Placement | None], ...]  # number, spec and placement of each result
     donated: tuple[int, ...]  # positions of the donated inputs
     device_ids: tuple[int, ...]
+    origins: tuple[Origin | None, ...] = ()  # each node's, where `config.record_source_lines` was on: the program names them
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """What remains of a compilation also where its program was dropped since."""
+
+    key: Key
+    graph: Graph
+    record: ProgramRecord
+
+
+# The newest compilations, the newest last.
+history: deque[Compiled] = deque(maxlen=64)
+# Called after each compilation.
+observers: list[Callable[[Compiled], None]] = []
 _programs: OrderedDict[Key, Program] = OrderedDict()
 
 
@@ -33,6 +52,9 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
     while len(_programs) > config.max_programs:
         _programs.popitem(last=False)
         metrics.count("programs_dropped")
+    history.append(compiled := Compiled(key, program.graph, program.record))
+    for observe in observers:
+        observe(compiled)
     return program
 
 
@@ -46,6 +68,11 @@ def keys() -> tuple[Key, ...]:
     return tuple(_programs)
 
 
+def programs() -> tuple[Program, ...]:
+    """The programs in the cache, the most recently used last."""
+    return tuple(_programs.values())
+
+
 def newest() -> Program | None:
     """The most recently used program."""
     return next(reversed(_programs.values()), None)
@@ -54,3 +81,4 @@ def newest() -> Program | None:
 def clear() -> None:
     """Drops every compiled program from memory."""
     _programs.clear()
+    history.clear()

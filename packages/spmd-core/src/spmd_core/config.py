@@ -34,9 +34,30 @@ class Config:
     max_async_closures: int = 4
     # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1, and `strict()` for a region).
     strict: bool = False
+    # Recorded operations keep the line of the user's program and the module that they come from, and compiled programs name them. Costs tens of
+    # microseconds for each operation, and programs of their own (also: SPMD_SOURCE_LINES=1, and `debugging.source_lines()` for a region).
+    record_source_lines: bool = False
+    # Say on stderr why a program was compiled, after the first so many programs of the process, which are expected (also: SPMD_EXPLAIN_RECOMPILES=3).
+    # None: never. Read at each compile.
+    explain_recompiles_after: int | None = None
 
 
-config = Config(cache_dir=_default_cache_dir(), strict=os.environ.get("SPMD_STRICT", "0") == "1")
+def _number_of_programs() -> int | None:
+    """`SPMD_EXPLAIN_RECOMPILES`, a number of programs; empty or absent: None."""
+    chosen = os.environ.get("SPMD_EXPLAIN_RECOMPILES", "")
+    if chosen and not chosen.isdecimal():
+        raise ValueError(
+            f"SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; got {chosen!r}. Set it to 1 or more, or unset it."
+        )
+    return int(chosen) if chosen else None
+
+
+config = Config(
+    cache_dir=_default_cache_dir(),
+    strict=os.environ.get("SPMD_STRICT", "0") == "1",
+    record_source_lines=os.environ.get("SPMD_SOURCE_LINES", "0") == "1",
+    explain_recompiles_after=_number_of_programs(),
+)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from spmd_core import data_dependent, inference, linear_algebra, memory, schema
+from spmd_core import data_dependent, inference, linear_algebra, memory, schema, source
 from spmd_core.aliasing import alias, as_strided, pieces_handler, view_handler
+from spmd_core.config import config
 from spmd_core.fallback import composite_explicit, decomposition, on_host
 from spmd_core.in_place import in_place_handler, several_written_handler
 from spmd_core.ops import registry
@@ -49,6 +50,8 @@ def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
     handler = _handlers.get(id(func))
     if handler is None:
         handler = _handlers[id(func)] = _make_handler(func)
+    if config.record_source_lines:
+        source.note_forward(args, kwargs or NO_KWARGS)
     return handler(args, kwargs or NO_KWARGS)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import torch
 
-from spmd_core import compile_cache, metrics, runtime
+from spmd_core import compile_cache, metrics, runtime, source
 from spmd_core.errors import SpmdError
-from spmd_core.graph import Part, Value
+from spmd_core.graph import Part, Value, origin_of
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
 from spmd_core.mesh import Mesh
 from spmd_core.runtime import Placement
@@ -250,7 +250,50 @@ def _collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
     return nodes, leaves
 
 
-def _execute(live: list[Storage]) -> None:
+@dataclass
+class Plan:
+    """What a cut is about to run: the program's key, its graph (made where the program is not there yet), and what it runs on.
+
+    Nothing has happened yet, and nothing needs to: `debugging` shows plans that it does not run.
+    """
+
+    key: compile_cache.Key
+    live: list[Storage]
+    nodes: list[Value]
+    node_inputs: list[list[int]]
+    leaves: list[Value]
+    targets: tuple[Placement, ...]
+    numbers: list[Any]
+
+    def graph(self) -> Graph:
+        """What the lowering needs."""
+        key = self.key
+        origins = key.origins or (None,) * len(self.nodes)
+        return Graph(
+            tuple(Leaf(leaf.spec, target, origin_of(leaf)) for leaf, target in zip(self.leaves, self.targets)),
+            tuple(Node(node.entry, tuple(inputs), origin) for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)),
+            tuple(Output(number, s.spec, placement) for s, (number, _, placement) in zip(self.live, key.outputs)),
+            key.donated,
+            key.device_ids,
+        )
+
+    @property
+    def name(self) -> str:
+        """The program's."""
+        return f"{'spmd' if watch is None else watch.label}_{len(self.nodes)}ops_{len(self.leaves)}in"
+
+    def program(self) -> Program:
+        """From the cache, or compiled."""
+        return compile_cache.get(self.key, lambda: Program(self.graph(), self.name))
+
+
+def _origins(nodes: list[Value]) -> tuple[source.Origin | None, ...]:
+    origins = tuple(origin_of(node) for node in nodes)
+    return origins if any(origins) else ()
+
+
+def plan(live: list[Storage]) -> Plan:
+    """The program that computes these pending storages."""
     nodes, leaves = _collect(live)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
     structure: list[Any] = []
@@ -285,21 +328,17 @@ def _execute(live: list[Storage]) -> None:
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
         donated,
         device_ids,
+        _origins(nodes) if source.is_used() else (),
     )
+    return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
 
-    def build() -> Program:
-        graph = Graph(
-            tuple(Leaf(leaf.spec, target) for leaf, target in zip(leaves, targets)),
-            tuple(Node(node.entry, tuple(inputs)) for node, inputs in zip(nodes, node_inputs)),
-            tuple(Output(n, s.spec, p) for n, s, p in zip(out_numbers, live, out_placements)),
-            donated,
-            device_ids,
-        )
-        return Program(graph, f"{'spmd' if watch is None else watch.label}_{len(nodes)}ops_{len(leaves)}in")
 
+def _execute(live: list[Storage]) -> None:
+    planned = plan(live)
+    leaves, targets, numbers, donated = planned.leaves, planned.targets, planned.numbers, planned.key.donated
     if watch is not None:
-        watch.before_program(key)
-    program = compile_cache.get(key, build)
+        watch.before_program(planned.key)
+    program = planned.program()
     arrays = [leaf.data if leaf.placement is target else _convert(leaf, target) for leaf, target in zip(leaves, targets)]
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from spmd_core import source
+from spmd_core.config import config
+
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
@@ -106,9 +109,10 @@ class Entry:
 
 class Value:
     """The result of one recording. Pending: `entry`, `inputs` and `numbers` say how to compute it. Computed: `data` holds a device array or
-    host data, and the rest is dropped so that memory is freed. An operation with several results is one Value, and each result a `Part`."""
+    host data, and the rest is dropped so that memory is freed. An operation with several results is one Value, and each result a `Part`.
+    `origin` is there only where `config.record_source_lines` was on: `origin_of` reads it."""
 
-    __slots__ = ("data", "entry", "inputs", "numbers", "owner", "placement", "serial", "spec")
+    __slots__ = ("data", "entry", "inputs", "numbers", "origin", "owner", "placement", "serial", "spec")
     parent: "Value | None" = None
 
     def __init__(self, entry: Entry, inputs: Any, numbers: Any) -> None:
@@ -116,6 +120,8 @@ class Value:
         self.spec = entry.spec
         self.data: Any = None
         self.serial = next(_serial)
+        if config.record_source_lines:
+            self.origin = source.origin()
 
     def settle(self, data: Any, placement: Any, owner: Any) -> None:
         """Turns a pending value into a leaf."""
@@ -128,6 +134,8 @@ class Value:
         value: Value = Value.__new__(Value)
         value.spec = spec
         value.settle(data, placement, owner)
+        if config.record_source_lines:
+            value.origin = source.origin()
         return value
 
     def __repr__(self) -> str:
@@ -151,3 +159,8 @@ class Part(Value):
 
     def __repr__(self) -> str:
         return f"{self.spec!r} {'leaf' if self.data is not None else f'part {self.index} of {self.parent.entry.name}'}"  # type: ignore[union-attr]
+
+
+def origin_of(value: Value) -> source.Origin | None:
+    """Where a value comes from, as far as it was recorded."""
+    return getattr(value if value.parent is None else value.parent, "origin", None)

@@ -1,20 +1,25 @@
 """From a recorded graph to one compiled XLA program: traced by `jax.jit`, partitioned by the shardings of leaves, marks and results."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 
-from spmd_core import dtypes, metrics, regions, runtime
+from spmd_core import dtypes, metrics, regions, runtime, source
 from spmd_core.errors import DeviceMemoryError, ProgramError
 from spmd_core.graph import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.runtime import Placement
 from spmd_core.sharding import Manual, Sharding
+from spmd_core.source import Origin
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Node:
 
     entry: Entry
     inputs: tuple[int, ...]
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Leaf:
 
     spec: Spec
     placement: Placement
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,13 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
 
 
-class Program:
-    """A compiled graph. `run` starts it and returns without waiting."""
+class Traced:
+    """A graph as StableHLO with shardings, not compiled.
+
+    Attributes:
+        lowered: jax's stage before the compiler; its StableHLO names each operation `aten::mm`. Where the graph has origins, the name is
+            `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's number), and the location is the user's line.
+    """
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph = graph
@@ -88,18 +100,21 @@ class Program:
         self._num_ints = sum(kind in (int, bool) for node in graph.nodes for kind in node.entry.number_kinds)
         self._num_complex = sum(kind is complex for node in graph.nodes for kind in node.entry.number_kinds)
         self.record = metrics.ProgramRecord(
-            name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated
+            name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated, source=source.user_line()
         )
-        self.lowered_text: Callable[[], str]
-        self._compile(name)
-        metrics.count("compiles")
-        metrics.record_program(self.record)
+        self.out_placements: list[Any]
+        self._lower(name)
 
-    def _compile(self, name: str) -> None:
+    @property
+    def lowered_text(self) -> Callable[[], str]:
+        """The StableHLO as text, when called."""
+        return self.lowered.as_text
+
+    def _lower(self, name: str) -> None:
         graph = self.graph
         self._manual_of_values()
         marks = [runtime.named_sharding(node.entry.sharding, self.device_ids) for node in graph.nodes if node.entry.sharding is not None]
-        out_placements = [self._placement(output) for output in graph.outputs]
+        self.out_placements = out_placements = [self._placement(output) for output in graph.outputs]
         placements = [*(leaf.placement for leaf in graph.leaves), *(p for p in out_placements if p is not None)]
         placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
@@ -127,30 +142,8 @@ class Program:
         with jax.enable_x64(True):
             start = time.perf_counter()
             jitted = jax.jit(program, out_shardings=(out_shardings, everywhere), donate_argnums=tuple(i + 1 for i in graph.donated), keep_unused=True)
-            lowered = jitted.lower(numbers, *leaves)
-            middle = time.perf_counter()
-            try:
-                compiled = lowered.compile()
-            except jax.errors.JaxRuntimeError as error:
-                raise _explain(error, self) from error
-            end = time.perf_counter()
-        self.compiled = compiled
-        self.lowered_text = lowered.as_text
-        self.out_placements = [
-            Placement.of(chosen, None) if placement is None else placement for placement, chosen in zip(out_placements, compiled.output_shardings[0])
-        ]
-        self._analyse(middle - start, end - middle)
-
-    def _analyse(self, trace_s: float, compile_s: float) -> None:
-        r = self.record
-        r.trace_s, r.compile_s = trace_s, compile_s
-        memory = self.compiled.memory_analysis()
-        if memory is not None:
-            r.argument_bytes, r.output_bytes = memory.argument_size_in_bytes, memory.output_size_in_bytes
-            r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
-            r.peak_bytes = max(getattr(memory, "peak_memory_in_bytes", 0), r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes)
-        cost = self.compiled.cost_analysis()
-        r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
+            self.lowered = jitted.lower(numbers, *leaves)
+        self.record.trace_s = time.perf_counter() - start
 
     def _manual_of_values(self) -> None:
         """To which axes each value is local."""
@@ -207,7 +200,7 @@ class Program:
             for leaf, array in zip(graph.leaves, leaves)
         ]
         values: list[jax.Array] = []
-        for node in graph.nodes:
+        for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [
                 registry.Number(next(sources[int]).astype(np.bool_), bool) if kind is bool else registry.Number(next(sources[kind]), kind)
@@ -218,7 +211,7 @@ class Program:
             context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims)
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
-            with jax.named_scope(entry.name):
+            with _named(node, position):
                 if entry.border is not None:
                     results = [regions.cross(entry.border, inputs[0])]
                 elif manual is not None:
@@ -258,6 +251,46 @@ class Program:
         local = [self._manual(i) is not None for i in node.inputs]
         return regions.run(manual, kernel, inputs, local, numbers, context.key)
 
+
+class Program(Traced):
+    """A compiled graph. `run` starts it and returns without waiting."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        super().__init__(graph, name)
+        self._compile()
+        metrics.count("compiles")
+        metrics.record_program(self.record)
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        try:
+            with jax.enable_x64(True), _own_place_on_disk(self.graph):
+                self.compiled = self.lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise _explain(error, self) from error
+        self.record.compile_s = time.perf_counter() - start
+        self.out_placements = [
+            Placement.of(chosen, None) if placement is None else placement
+            for placement, chosen in zip(self.out_placements, self.compiled.output_shardings[0])
+        ]
+        self._analyse()
+
+    def compiled_text(self) -> str:
+        """The HLO of the optimised module that each device runs."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return text
+
+    def _analyse(self) -> None:
+        r = self.record
+        memory = self.compiled.memory_analysis()
+        if memory is not None:
+            r.argument_bytes, r.output_bytes = memory.argument_size_in_bytes, memory.output_size_in_bytes
+            r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+            r.peak_bytes = max(getattr(memory, "peak_memory_in_bytes", 0), r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes)
+        cost = self.compiled.cost_analysis()
+        r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
+
     def run(self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[jax.Array]) -> list[jax.Array]:
         """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
         numbers = []
@@ -277,6 +310,41 @@ class Program:
         return results
 
 
+@contextmanager
+def _named(node: Node, position: int) -> Iterator[None]:
+    """Names what is traced inside after the torch operation; with an origin, also after its place in the graph, its module and the user's line."""
+    here = node.origin
+    if here is None:
+        with jax.named_scope(node.entry.name):
+            yield
+        return
+    scope = f"{here.module}/{node.entry.name}#{position}/{Path(here.file).name}:{here.line}".lstrip("/")
+    with source_info_util.user_context(_traceback(here.file, here.line, here.function)), jax.named_scope(scope):
+        yield
+
+
+@lru_cache(maxsize=4096)
+def _traceback(file: str, line: int, function: str) -> Any:
+    """jax's traceback with the user's line innermost: taken by one call that seems to stand there."""
+    code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
+    return eval(code.replace(co_name=function, co_qualname=function), {"current": source_info_util.current})
+
+
+@contextmanager
+def _own_place_on_disk(graph: Graph) -> Iterator[None]:
+    """jax's cache on disk does not tell programs apart that differ in names and lines alone; a program with origins must not get another's."""
+    flag = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[flag]
+    if before or all(node.origin is None for node in graph.nodes):
+        yield
+        return
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
+
+
 def _prng_key(seed: jax.Array) -> jax.Array:
     words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
@@ -290,7 +358,7 @@ def _check(entry: Entry, results: list[Any], *, is_local: bool) -> None:
         )
 
 
-def _explain(error: Exception, program: Program) -> Exception:
+def _explain(error: Exception, program: Traced) -> Exception:
     """jax's error as ours: out of memory names the program and its largest buffers."""
     text = str(error)
     record, graph = program.record, program.graph

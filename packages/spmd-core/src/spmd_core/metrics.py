@@ -29,6 +29,7 @@ class ProgramRecord:
     peak_bytes: int = 0
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
+    source: str = ""  # `file:line` of the user's call that had it compiled: a `sync()`, or a read
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def report() -> str:
     lines = [f"{name:<{width}}  {value:>14,}" for name, value in rows]
     for p in _programs:
         lines.append(
-            f"{p.name}: {p.num_ops} ops on {p.num_devices} devices, traced in {p.trace_s:.2f} s, compiled in {p.compile_s:.2f} s, "
+            f"{p.name} for {p.source}: {p.num_ops} ops on {p.num_devices} devices, traced in {p.trace_s:.2f} s, compiled in {p.compile_s:.2f} s, "
             f"ran {p.executions} times, peak {p.peak_bytes / 1e6:.1f} MB per device"
         )
     return "\n".join(lines)

@@ -9,6 +9,8 @@ import threading
 import weakref
 from typing import Any
 
+from spmd_core import source
+from spmd_core.config import config
 from spmd_core.graph import Entry, Spec, Value
 from spmd_core.sharding import Sharding
 
@@ -106,10 +108,10 @@ class Link:
 class View:
     """A chain of view operations over a storage: each view holds its last link and the handle that this is a view of.
 
-    The value is derived when it is first asked for, and again after a write through another alias.
+    The value is derived when it is first asked for, and again after a write through another alias. Its origin is the view's, not that of who asks.
     """
 
-    __slots__ = ("base", "link", "offset", "sharding", "spec", "storage", "value", "version")
+    __slots__ = ("base", "link", "offset", "origin", "sharding", "spec", "storage", "value", "version")
 
     def __init__(self, base: "Handle", storage: Storage, link: Link, offset: int) -> None:
         self.base, self.storage, self.link, self.offset = base, storage, link, offset
@@ -117,6 +119,8 @@ class View:
         self.version = -1  # no value yet
         self.sharding: Sharding | None = None
         self.value: Value
+        if config.record_source_lines:
+            self.origin = source.origin()
 
     def current(self) -> Value:
         """The view's value, derived if the storage was written since it last was."""
@@ -133,6 +137,8 @@ class View:
         for view in reversed(stale):
             value = view.value = Value(view.link.entry, (value,), view.link.numbers)
             view.version = version
+            if config.record_source_lines and hasattr(view, "origin"):
+                value.origin = view.origin
         return value
 
     def chain(self) -> list["View"]:
