@@ -131,6 +131,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         ('fsdp', None)
     """
 
+    is_sharded_wrapper = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -103,7 +103,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         raise ValueError(f"a module is checkpointed once; got a {type(module).__name__} that is already. Call checkpoint_module once for each block.")
-    if getattr(own, "gathers", False) or getattr(module, "is_sharded_wrapper", False):
+    if getattr(own, "gathers", False) or getattr(module, "is_sharded_wrapper", False) is True:
         raise ValueError(
             f"checkpointing comes before sharding, so that parameters are gathered anew for the second run; got a {type(module).__name__} that is "
             "sharded. Call checkpoint_module on the block first, and shard it then."
