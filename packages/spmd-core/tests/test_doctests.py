@@ -9,8 +9,11 @@ import spmd_core as spmd
 
 MODULES = (
     "spmd_core.annotate",
+    "spmd_core.fsdp",
     "spmd_core.mesh",
+    "spmd_core.recomputation",
     "spmd_core.sharding",
+    "spmd_core.wrap_policies",
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.mfu",

@@ -96,9 +96,9 @@ def cross_entropy(output, ids):
 
 
 def train(model, x, loss_of, steps=3):
-    """Losses and first gradients of a few steps of AdamW."""
+    """Losses and first gradients of a few steps of AdamW; asserts that nothing is compiled after the second step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, gradients = [], []
+    losses, gradients, compiles = [], [], []
     for _ in range(steps):
         loss = loss_of(model(x), x)
         loss.backward()
@@ -107,11 +107,13 @@ def train(model, x, loss_of, steps=3):
         optimizer.zero_grad()
         losses.append(loss.detach())
         spmd.sync()
+        compiles.append(metrics.counter("compiles"))
+    assert compiles[2:] == compiles[1:2] * (steps - 2), compiles
     return losses, gradients[0]
 
 
 def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True):
-    """Asserts that a sharded copy of `model` trains as eager torch does, that nothing is compiled after the second step, and that gradients are split."""
+    """Asserts that a sharded copy of `model` trains as eager torch does, and that gradients are split as parameters are."""
     ours = shard(copy.deepcopy(model))
     right, right_gradients = train(model, x, loss_of)
     on_device = spmd.mark_sharding(x.to("xla"), mesh, (batch,))
@@ -125,20 +127,7 @@ def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4,
         largest = max(float(g.abs().max()) for g in right_gradients.values())
         for name, g in right_gradients.items():
             torch.testing.assert_close(gradients[name].cpu(), g, rtol=1e-3, atol=1e-4 * largest, msg=lambda text, name=name: f"{name}: {text}")
-    before = metrics.counter("compiles")
-    train_again(ours, on_device, loss_of)
-    assert metrics.counter("compiles") <= before + 2, "a step of the same form compiles again and again"
     return ours
-
-
-def train_again(model, x, loss_of):
-    """Four more steps with a new optimizer: its first step makes its state, so that there are two programs."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(4):
-        loss_of(model(x), x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        spmd.sync()
 
 
 def in_blocks(mesh, **options):
@@ -178,6 +167,7 @@ def test_tied_weights(mesh, rows):
     assert ours.head.weight is ours.embedding.weight
 
 
+@pytest.mark.slow
 def test_every_kind_of_layer_in_one_unit_with_uneven_parameters(mesh):
     ours = check(Mixed(), torch.randn(8, 3, 6, 6), mesh, lambda m: fully_shard(m, mesh), rtol=1e-3, exact_gradients=False)
     assert ours.norm.running_mean.device.type == "xla" and ours.scale.partition_spec == ()
@@ -202,22 +192,34 @@ def test_nested_units_and_a_shared_block(mesh):
 
 def tiny_llama(**options):
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False, **options
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        **options,
     )
     return LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "checkpointed"), [(False, False), (True, False), (True, True)])
 def test_a_llama_wrapped_by_policy(mesh, tied, checkpointed):
     model = tiny_llama(tie_word_embeddings=tied)
     if checkpointed:
-        model.gradient_checkpointing_enable()
+        # transformers 5 has another name for it.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
     ids = torch.randint(0, 64, (8, 12))
     check(
-        model, ids, mesh, lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy), loss_of=lambda out, ids: cross_entropy(out.logits, ids)
+        model,
+        ids,
+        mesh,
+        lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy),
+        loss_of=lambda out, ids: cross_entropy(out.logits, ids),
     )
 
 
@@ -305,6 +307,18 @@ def test_the_gradient_of_an_embedding(mesh, by_frequency, padding):
     assert metrics.counter("reduce_scattered_gradients") - before == (mesh.size() > 1 and not by_frequency)
 
 
+@pytest.mark.parametrize("shape", [(16,), (16, 16)])
+def test_an_input_without_a_batch(mesh, shape):
+    """The first dim is then no batch: the gradients of a linear layer on one sample, and of a norm over every dim, are no sums over it."""
+    model = nn.Linear(16, 16) if len(shape) == 1 else nn.LayerNorm(shape)
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    x = torch.randn(shape)
+    model(x).pow(3).sum().backward()
+    ours(x.to("xla")).pow(3).sum().backward()
+    for p, q in zip(model.parameters(), ours.parameters()):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_hooks_for_saved_tensors_from_outside_still_see_the_others(mesh):
     seen = []
 
@@ -316,7 +330,7 @@ def test_hooks_for_saved_tensors_from_outside_still_see_the_others(mesh):
     x = torch.randn(16, D, device="xla", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = block(x)
-    assert seen == [(16, D)] + [(2 * D, D)] * (mesh.size() == 0)  # the input, and not the weight
+    assert seen == [(16, D)]  # the input, and not the weight
     out.sum().backward()
     torch.testing.assert_close(x.grad, block.weight.sum(0).expand(16, D), rtol=1e-4, atol=1e-4)
 
@@ -478,14 +492,18 @@ def test_auto_wrapped_modules_have_every_option(hybrid):
         made.append((type(module), mesh, options["extra_data_axis"]))
         return fully_shard(module, mesh, **options)
 
-    SpmdFullyShardedDataParallel(
-        nn.Sequential(Block()), hybrid, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, extra_data_axis="replicate"
-    )
+    SpmdFullyShardedDataParallel(nn.Sequential(Block()), hybrid, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, extra_data_axis="replicate")
     assert made == [(Block, hybrid, "replicate")]
 
 
+@pytest.mark.slow
 def test_everything_wrapped(mesh):
-    check(nn.Sequential(Block(), Block()), torch.randn(16, D), mesh, lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=always_wrap_policy))
+    check(
+        nn.Sequential(Block(), Block()),
+        torch.randn(16, D),
+        mesh,
+        lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=always_wrap_policy),
+    )
     policy = partial(size_based_auto_wrap_policy, min_num_params=2000)
     check(nn.Sequential(Block(), Block()), torch.randn(16, D), mesh, lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy))
 
@@ -603,7 +621,9 @@ def test_errors_about_outputs_and_meta_modules(mesh):
         fully_shard(nn.Sequential(WithoutReset()), mesh)
     advised = nn.Sequential(WithoutReset()).to_empty(device="xla")
     fully_shard(advised, mesh)
+    assert len(advised[0].weight.local_shards[0].data) == -(-4 // mesh.size())
     advised.load_state_dict({"0.weight": torch.ones(4)})
+    assert len(advised[0].weight.local_shards[0].data) == -(-4 // mesh.size())
     assert advised(torch.full((8, 4), 2.0, device="xla")).sum().item() == 64
 
 
@@ -618,7 +638,7 @@ def test_an_update_between_forward_and_backward_is_refused(mesh):
 
 # --- What the compiled step holds ---------------------------------------------------------------------------------------------------------
 
-_COLLECTIVE = re.compile(r"= (\(?[^=]*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
 _ARRAY = re.compile(r"(pred|[sufb]\w*?\d+)\[([\d,]*)\]")
 
 
@@ -669,7 +689,7 @@ def test_a_step_gathers_and_reduce_scatters_each_parameter(num_devices, kind):
     assert len(matrices) == 3 * 2 * (1 if kind == "kept" else 2)
     # Beside the loss, what is reduced to all is shards, over the other axis.
     largest = max(parameters) // size if kind == "hybrid" else 4
-    assert max(found["all-reduce"]) <= largest
+    assert max(found.get("all-reduce", [0])) <= largest
     assert "all-to-all" not in found and "collective-permute" not in found
 
 
@@ -720,6 +740,7 @@ print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind
 """
 
 
+@pytest.mark.slow
 def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
     if num_devices < 8:
         pytest.skip("compares devices' memory on 8 devices")

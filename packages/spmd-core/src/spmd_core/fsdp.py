@@ -1,6 +1,6 @@
 """Fully sharded data parallelism by annotation: parameters live in shards, and each unit of the model gathers its own when it runs.
 
-`fully_shard` works in place, as torch's function of that name; `SpmdFullyShardedDataParallel` wraps a module, and the modules inside that a policy names.
+`fully_shard` works in place, as torch's function of that name; `SpmdFullyShardedDataParallel` wraps a module, and those inside that a policy names.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from spmd_core.mesh import Mesh, get_global_mesh
 from spmd_core.recomputation import CheckpointedForward
 from spmd_core.runtime import require_spmd
 from spmd_core.sharding import PartitionSpec
-from spmd_core.tensor import XLAShardedTensor
+from spmd_core.storage import View
+from spmd_core.tensor import XLAShardedTensor, wrap
 from spmd_core.wrap_policies import has_forward, recursive_wrap
 
 ShardOutput = Callable[[Any, Mesh], Any]
@@ -41,9 +42,9 @@ def fully_shard(
     reduce-scattered, in the layout of the parameters. So beside its shards a device holds the parameters of about one unit. The values are those of
     the module on one device: batch and loss are global.
 
-    A parameter that has no sharding yet is split over `axis` along its largest dim among those that the axis divides evenly (the first of equals), or,
-    where it divides none, along its largest dim, padded. A parameter that is marked already keeps its mark; if `axis` is in it, it is gathered over that
-    axis alone. Names, class and `state_dict()` of the module stay as they are.
+    A parameter that has no sharding yet is split over `axis` along the largest of the dims that the axis divides evenly (the first of equals), or,
+    where it divides none, along its largest dim, padded. A parameter that is marked already keeps its mark; if `axis` is in it, it is gathered over
+    that axis alone. Names, class and `state_dict()` of the module stay as they are.
 
     The module is moved to device `xla`. What is on the meta device is made there, sharded, by `reset_parameters()` of the module that holds it.
 
@@ -52,8 +53,8 @@ def fully_shard(
         mesh: the mesh, by default the global one; it has an axis `axis`.
         axis: the name of the axis that splits parameters. The batch is split over it too.
         extra_data_axis: the name of another axis that splits the batch, and over which parameters are replicated (hybrid sharding).
-        shard_output: lays the module's result out over the mesh: `shard_output(output, mesh)`. By default a tensor, or the first of a tuple or list, or
-            the `logits` or else the first tensor of a dict or dataclass, is marked on dim 0 with the batch's axes, if it has at least as many rows.
+        shard_output: lays the module's result out over the mesh: `shard_output(output, mesh)`. By default a tensor, or the first of a tuple or list,
+            or the `logits` or else the first tensor of a dict or dataclass, is marked on dim 0 with the batch's axes, if it has as many rows.
         reshard_after_forward: False keeps the gathered parameters from forward to backward: more memory, and one gather less.
         mp_policy: an object with any of torch's `MixedPrecisionPolicy`'s attributes: `param_dtype` (parameters are gathered and used in it),
             `reduce_dtype` (gradients are summed over devices in it), `output_dtype`, `cast_forward_inputs`.
@@ -89,24 +90,22 @@ def fully_shard(
         else:
             shard_output(output, mesh)
 
-    unit = Unit(
-        module, Layout(mesh, index, batch_axes), _precision(mp_policy), reshard_after_forward=reshard_after_forward, shard_output=lay_out
-    )
+    unit = Unit(module, Layout(mesh, index, batch_axes), _precision(mp_policy), reshard_after_forward=reshard_after_forward, shard_output=lay_out)
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         # Inside, so that the second run gathers anew and nothing gathered is kept.
         unit.inner, own.inner, unit.inside_checkpoint = own.inner, unit, True
     else:
         unit.inner = own
-        module.forward = unit  # type: ignore[method-assign]
+        module.forward = unit
     return module
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
     """A module whose parameters are sharded over the mesh axis "fsdp" (see `fully_shard`), and a unit inside it for each module that a policy names.
 
-    Names in `state_dict()` begin with `module.`, as for torch's other wrappers; `wrapper.module.state_dict()` has the names without it for the outermost
-    unit. Attributes and indices that the wrapper does not have are the module's.
+    Names in `state_dict()` have a `module.` for each wrapper on the way, as with torch's other wrappers; `fully_shard` adds none. Attributes and
+    indices that the wrapper does not have are the module's.
 
     Args:
         module: the module; it is changed in place.
@@ -158,7 +157,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
         }
         if auto_wrap_policy is not None:
             _refuse_units_inside(module)
-            recursive_wrap(module, auto_wrap_policy, auto_wrapper_callable or SpmdFullyShardedDataParallel, only_wrap_children=True, mesh=mesh, **options)
+            recursive_wrap(
+                module, auto_wrap_policy, auto_wrapper_callable or SpmdFullyShardedDataParallel, only_wrap_children=True, mesh=mesh, **options
+            )
         self.module = fully_shard(module, mesh, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,10 +248,15 @@ def _make(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
             f"a module with tensors on the meta device initialises them in reset_parameters(); got {name or 'the module itself'!r}, a "
             f"{type(owner).__name__} without that method. Define it, or call module.to_empty(device='xla') first and load values afterwards."
         )
-    owner.to_empty(device="xla", recurse=False)
     for parameter in owner._parameters.values():
-        if parameter is not None:
+        if parameter is not None and parameter.is_meta:
+            # The parameter stays the same object, so that modules which share it go on sharing it.
+            made = torch.empty(parameter.shape, dtype=parameter.dtype, device="xla")
+            torch.utils.swap_tensors(parameter, nn.Parameter(made, parameter.requires_grad))
             _mark(parameter, mesh, axis)
+    for key, buffer in owner._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="xla")
     with torch.no_grad():
         reset()
 
@@ -258,6 +264,15 @@ def _make(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
 def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
     if not isinstance(parameter, XLAShardedTensor) or parameter.sharding is not None:
         return
+    handle = parameter._handle
+    if (
+        isinstance(handle, View)
+        and handle.link.call[0] is torch.ops.aten.as_strided.default
+        and handle.spec is handle.storage.spec
+        and not handle.offset
+    ):
+        # What `to_empty` makes is a view of all of its storage. A mark on a view would leave the storage whole on each device.
+        parameter.data = wrap(handle.storage)
     size, shape = mesh.mesh_shape[axis], parameter.shape
     even = [dim for dim, n in enumerate(shape) if n % size == 0]
     dim = max(even or range(len(shape)), key=lambda d: shape[d], default=-1)

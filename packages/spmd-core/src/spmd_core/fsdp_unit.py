@@ -163,7 +163,7 @@ class Unit:
             shards = [p for p, _ in parameters.values()]
         whole = {key: _instead(p, shard, plan) for (key, (p, plan)), shard in zip(parameters.items(), shards)}
         keeps = not self.reshard_after_forward or self.inside_checkpoint or not torch.is_grad_enabled()
-        # Without hooks from outside, the second run of a checkpoint is followed by its backward at once; with them, it must save what the first saved.
+        # Without hooks from outside, a checkpoint's second run is followed by its backward at once; with them, it must save what the first saved.
         keeps = keeps or (in_backward() and _outer_hooks() is None)
         again = None if keeps else _Again(list(parameters.values()), list(whole.values()))
         with _swapped([(slot, whole[id(slot.parameter)]) for slot, _ in found]), nullcontext() if again is None else again.recording():
@@ -264,7 +264,7 @@ class _Again:
         if in_backward():
             # Until its end: a later backward gathers anew.
             self._values = values
-            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget)
         return values, None if gradient is None else results[-1]
 
     def _forget(self) -> None:

@@ -7,6 +7,7 @@ operation that made the gradient is looked up in the recorded graph, and recorde
 those of the whole operation, however its inputs lie. A gradient that came about in another way is returned as it is.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,23 +113,21 @@ def _find(value: Value, scatter: Scatter) -> _Found | None:
     rule, entry = _SUMS[node.entry.name], node.entry
     place = result if entry.structure is None else entry.structure.index(result)
     batch_dims = rule.batch_dims[: len(node.inputs)]
-    batch = {x.spec.shape[dim] if len(x.spec.shape) > 1 or entry.name.startswith("aten::emb") else 0 for x, dim in zip(node.inputs, batch_dims) if dim is not None}
-    parts = 1
-    for axis in scatter.batch_axes:
-        parts *= scatter.mesh.mesh_shape[axis]
-    if place < rule.first_summed or value.spec.shape != shape or len(batch) != 1 or batch.pop() % parts or not _is_linear(node):
+    parts = math.prod(scatter.mesh.mesh_shape[axis] for axis in scatter.batch_axes)
+    batch = {x.spec.shape[dim] if x.spec.shape else 0 for x, dim in zip(node.inputs, batch_dims) if dim is not None}
+    splits = len(batch) == 1 and 0 not in batch and batch.pop() % parts == 0
+    if place < rule.first_summed or value.spec.shape != shape or not splits or not _is_linear(node):
         return None
     return _Found(node, result, batch_dims)
 
 
 def _is_linear(node: Value) -> bool:
-    """Whether the operation, with its static arguments, is the sum of what it is for parts of the batch."""
-    if node.inputs[0].spec.num_elements == 0:
-        return False
+    """Whether there is a batch, and the operation with its static arguments is the sum of what it is for parts of it."""
+    ranks = [len(x.spec.shape) for x in node.inputs]
     if node.entry.name == "aten::linear_backward":
-        return len(node.inputs[2].spec.shape) == 2
+        return ranks[0] > 1 and ranks[2] == 2  # x, weight
     if node.entry.name == "aten::native_layer_norm_backward":
-        return len(node.inputs) == 4 or len(node.inputs[4].spec.shape) < len(node.inputs[0].spec.shape)
+        return len(ranks) > 4 and ranks[4] < ranks[0]  # weight, gradient
     if node.entry.name != "aten::embedding_dense_backward":
         return True
     # Scaled by how often a row is used in the whole batch, it is not. That is the operation's one flag, and part of the key that it was recorded by.
@@ -147,7 +146,7 @@ def _in_region(found: _Found, spec: Spec, scatter: Scatter) -> XLAShardedTensor:
     others = tuple(axis for axis in scatter.batch_axes if axis != scatter.axis)
 
     def part(*blocks: torch.Tensor) -> torch.Tensor:
-        total = _local(found, spec, blocks)
+        total: torch.Tensor = _local(found, spec, blocks)
         if scatter.dtype is not None:
             total = total.to(scatter.dtype)
         if padding:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing that a compiler keeps: a forward is run again in backward, behind barriers over which nothing is shared with the first run."""
+"""Gradient checkpointing that a compiler keeps: a second run of a forward stands behind barriers, over which it shares nothing with the first."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,7 +87,7 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """Makes a module run its forward again in backward, instead of keeping what it saved; in place, returns the module. Apply it before wrapping.
 
     It is `torch.utils.checkpoint` (without re-entrance) round `module.forward`, whose second run the compiler may not share with the first. Random
-    numbers are the same in both. `fully_shard` and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters inside of it, for each run.
+    numbers are the same in both. `fully_shard` and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for each run.
 
     Raises:
         ValueError: the module is checkpointed or sharded already.
@@ -99,7 +99,9 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         torch.Size([2, 4])
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"checkpoint_module takes a torch.nn.Module; got {type(module).__name__}. Pass the block whose activations are not to be kept.")
+        raise TypeError(
+            f"checkpoint_module takes a torch.nn.Module; got {type(module).__name__}. Pass the block whose activations are not to be kept."
+        )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         raise ValueError(f"a module is checkpointed once; got a {type(module).__name__} that is already. Call checkpoint_module once for each block.")
@@ -108,5 +110,5 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
             f"checkpointing comes before sharding, so that parameters are gathered anew for the second run; got a {type(module).__name__} that is "
             "sharded. Call checkpoint_module on the block first, and shard it then."
         )
-    module.forward = CheckpointedForward(module, own)  # type: ignore[method-assign]
+    module.forward = CheckpointedForward(module, own)
     return module

@@ -128,7 +128,9 @@ def recursive_wrap(
     if not callable(auto_wrap_policy):
         # torch's name for it is private, and the only way to ask a CustomPolicy.
         targets = auto_wrap_policy._run_policy(module, ignored, kwargs)
-        walk = _Walk(lambda child, recurse, _: recurse or child in targets, lambda child: wrapper_cls(child, **targets[child]), ignored, ignored_params)
+        walk = _Walk(
+            lambda child, recurse, _: recurse or child in targets, lambda child: wrapper_cls(child, **targets[child]), ignored, ignored_params
+        )
     else:
         walk = _Walk(auto_wrap_policy, lambda child: wrapper_cls(child, **kwargs), ignored, ignored_params)
     return walk.visit(module, only_children=only_wrap_children)
