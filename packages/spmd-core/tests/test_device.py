@@ -16,6 +16,11 @@ SOURCE = Path(spmd.__file__).parent
 # From top to bottom; a module imports only from those after it.
 ORDER = [
     "__init__",
+    "fsdp",
+    "fsdp_unit",
+    "partial_sums",
+    "recomputation",
+    "wrap_policies",
     "visualize",
     "debugging",
     "recompiles",

@@ -306,3 +306,13 @@ def test_constraints_refuse_what_marks_refuse(function, mesh_1d):
         function(torch.ones(8), mesh_1d, ("x",))
     with pytest.raises(spmd.MeshError, match=f"{function.__name__} needs a Mesh; got str"):
         function(torch.ones(8, device="xla"), "x", ("x",))
+
+
+def test_a_module_made_empty_is_sharded_itself(mesh_2d):
+    net = nn.Linear(8, 16, device="meta").to_empty(device="xla")
+    spmd.mark_sharding(net.weight, mesh_2d, ("a", "b"))
+    with torch.no_grad():
+        net.weight.fill_(2.0)
+    spmd.sync()
+    assert net.weight.local_shards[0].data.shape == net.weight.sharding.shard_shape((16, 8))
+    assert net.weight.cpu().unique().tolist() == [2.0]

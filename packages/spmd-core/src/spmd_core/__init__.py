@@ -35,6 +35,9 @@ from spmd_core.errors import ProgramError as ProgramError
 from spmd_core.errors import ShardError as ShardError
 from spmd_core.errors import SpmdError as SpmdError
 from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
+from spmd_core.errors import WrapError as WrapError
+from spmd_core.fsdp import SpmdFullyShardedDataParallel as SpmdFullyShardedDataParallel
+from spmd_core.fsdp import fully_shard as fully_shard
 from spmd_core.hybrid_mesh import HybridMesh as HybridMesh
 from spmd_core.interop import call_jax as call_jax
 from spmd_core.interop import from_jax as from_jax
@@ -65,6 +68,7 @@ from spmd_core.random_state import fork_rng as fork_rng
 from spmd_core.random_state import get_rng_state as get_rng_state
 from spmd_core.random_state import manual_seed as manual_seed
 from spmd_core.random_state import set_rng_state as set_rng_state
+from spmd_core.recomputation import checkpoint_module as checkpoint_module
 from spmd_core.runtime import device_attributes as device_attributes
 from spmd_core.runtime import global_runtime_device_count as global_runtime_device_count
 from spmd_core.runtime import is_spmd as is_spmd
@@ -109,3 +113,8 @@ from spmd_core.topology import process_index as process_index
 from spmd_core.topology import real_devices as real_devices
 from spmd_core.visualize import visualize_sharding as visualize_sharding
 from spmd_core.visualize import visualize_tensor_sharding as visualize_tensor_sharding
+from spmd_core.wrap_policies import always_wrap_policy as always_wrap_policy
+from spmd_core.wrap_policies import lambda_auto_wrap_policy as lambda_auto_wrap_policy
+from spmd_core.wrap_policies import recursive_wrap as recursive_wrap
+from spmd_core.wrap_policies import size_based_auto_wrap_policy as size_based_auto_wrap_policy
+from spmd_core.wrap_policies import transformer_auto_wrap_policy as transformer_auto_wrap_policy

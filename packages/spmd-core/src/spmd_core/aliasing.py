@@ -284,7 +284,11 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     size, strides = tuple(args[1]), tuple(args[2])
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     handle = args[0]._handle
-    return wrap(strided_view(handle, size, strides, handle.offset if offset is None else offset))
+    whole, offset = handle.storage, handle.offset if offset is None else offset
+    if (size, strides, offset, handle.spec.dtype) == (whole.spec.shape, whole.spec.strides, 0, whole.spec.dtype):
+        # All of the storage as it is: so what is marked is the storage itself. `empty_like` of a tensor on another device comes here.
+        return wrap(whole)
+    return wrap(strided_view(handle, size, strides, offset))
 
 
 def strided_view(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int) -> View:

@@ -4,6 +4,7 @@
     ├── MeshError               (ValueError)            a mesh that cannot be built, read or placed on this machine
     ├── PartitionSpecError      (ValueError)            a partition spec that does not fit its mesh or its tensor
     ├── DataError               (ValueError)            host data that cannot be loaded or sharded as asked
+    ├── WrapError               (RuntimeError, ValueError)  a module that cannot be made a unit of FSDP, or whose result cannot be laid out
     ├── ShardError              (RuntimeError, ValueError)  a tensor without shards, or shards that do not fit it
     ├── DeviceMismatchError     (RuntimeError)          tensors of different devices met in one operation
     ├── NotInSpmdModeError      (RuntimeError)          a call that needs SPMD mode came before it was enabled
@@ -27,6 +28,10 @@ class MeshError(SpmdError, ValueError):
 
 class PartitionSpecError(SpmdError, ValueError):
     """A partition spec names an axis wrongly, uses one twice, or does not fit the tensor's rank."""
+
+
+class WrapError(SpmdError, RuntimeError, ValueError):
+    """A module cannot be made a unit of FSDP as asked, or what it returns cannot be laid out over the mesh."""
 
 
 class ShardError(SpmdError, RuntimeError, ValueError):

@@ -1,0 +1,759 @@
+"""Fully sharded data parallelism against eager torch on the CPU, and what its compiled step holds: collectives, bytes, memory."""
+
+import copy
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import spmd_core as spmd
+from spmd_core import compile_cache, metrics
+from spmd_core.fsdp import SpmdFullyShardedDataParallel, fully_shard
+from spmd_core.fsdp_unit import unit_of
+from spmd_core.recomputation import checkpoint_module
+from spmd_core.wrap_policies import always_wrap_policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+D = 32
+
+
+@pytest.fixture
+def mesh(num_devices):
+    return spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+
+
+@pytest.fixture
+def hybrid(num_devices):
+    """Axes `replicate` (2) and `fsdp` (the rest)."""
+    if num_devices % 2:
+        pytest.skip("hybrid sharding needs an even number of devices")
+    return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
+
+
+class Block(nn.Module):
+    def __init__(self, d=D):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the output layer's weight too, with blocks between."""
+
+    def __init__(self, vocabulary=40, blocks=2):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, D)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.head = nn.Linear(D, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Mixed(nn.Module):
+    """Parameters of every kind of layer, some of uneven size, a buffer that is updated, and parameters that a forward reads by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.pool = nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10), nn.AdaptiveAvgPool2d(2)
+        self.recurrent = nn.LSTM(10, 6, batch_first=True)
+        self.scale, self.matrix = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(6, 7) / 3)
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.norm(self.conv(x)))).flatten(2).transpose(1, 2)
+        x, _ = self.recurrent(x)
+        return (x * self.scale) @ self.matrix + self.frozen
+
+
+def squares(output, _):
+    return output.square().mean()
+
+
+def cross_entropy(output, ids):
+    return functional.cross_entropy(output.flatten(0, -2), ids.flatten().roll(-1))
+
+
+def train(model, x, loss_of, steps=3):
+    """Losses and first gradients of a few steps of AdamW; asserts that nothing is compiled after the second step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients, compiles = [], [], []
+    for _ in range(steps):
+        loss = loss_of(model(x), x)
+        loss.backward()
+        gradients.append({name.replace("module.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        spmd.sync()
+        compiles.append(metrics.counter("compiles"))
+    assert compiles[2:] == compiles[1:2] * (steps - 2), compiles
+    return losses, gradients[0]
+
+
+def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True):
+    """Asserts that a sharded copy of `model` trains as eager torch does, and that gradients are split as parameters are."""
+    ours = shard(copy.deepcopy(model))
+    right, right_gradients = train(model, x, loss_of)
+    on_device = spmd.mark_sharding(x.to("xla"), mesh, (batch,))
+    got, gradients = train(ours, on_device, loss_of)
+    torch.testing.assert_close([loss.cpu() for loss in got], right, rtol=rtol, atol=1e-6)
+    assert gradients.keys() == right_gradients.keys()
+    for name, p in ours.named_parameters():
+        if p.grad is not None:
+            assert p.grad.sharding == p.sharding, name
+    if exact_gradients:
+        largest = max(float(g.abs().max()) for g in right_gradients.values())
+        for name, g in right_gradients.items():
+            torch.testing.assert_close(gradients[name].cpu(), g, rtol=1e-3, atol=1e-4 * largest, msg=lambda text, name=name: f"{name}: {text}")
+    return ours
+
+
+def in_blocks(mesh, **options):
+    """A function that shards each `Block`, and then the model."""
+
+    def shard(model):
+        for module in model.modules():
+            if isinstance(module, Block):
+                fully_shard(module, mesh, **options)
+        return fully_shard(model, mesh, **options)
+
+    return shard
+
+
+# --- Training as eager torch does ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_blocks_train_as_eager_torch(mesh, options):
+    check(nn.Sequential(Block(), Block()), torch.randn(16, 5, D), mesh, in_blocks(mesh, **options))
+
+
+def test_hybrid_sharding(hybrid):
+    options = {"extra_data_axis": "replicate"}
+    batch = ("replicate", "fsdp")
+    ours = check(nn.Sequential(Block(), Block()), torch.randn(16, 5, D), hybrid, in_blocks(hybrid, **options), batch=batch)
+    # Split over one axis, held by both rows of the other.
+    assert ours[0].up.weight.partition_spec == ("fsdp", None) and ours[0].up.weight.sharding.num_shards == hybrid.mesh_shape[1]
+
+
+@pytest.mark.parametrize("rows", [16, 6])
+def test_tied_weights(mesh, rows):
+    """Six rows do not divide over eight devices, and the gradients are then the partitioner's to sum."""
+    ids = torch.randint(0, 40, (rows, 5))
+    ours = check(Tied(), ids, mesh, in_blocks(mesh), loss_of=cross_entropy)
+    assert ours.head.weight is ours.embedding.weight
+
+
+@pytest.mark.slow
+def test_every_kind_of_layer_in_one_unit_with_uneven_parameters(mesh):
+    ours = check(Mixed(), torch.randn(8, 3, 6, 6), mesh, lambda m: fully_shard(m, mesh), rtol=1e-3, exact_gradients=False)
+    assert ours.norm.running_mean.device.type == "xla" and ours.scale.partition_spec == ()
+
+
+def test_nested_units_and_a_shared_block(mesh):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.own = nn.Sequential(Block(), nn.Linear(D, D)), nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.inner(self.own(self.inner(x)))  # the same unit twice
+
+    def shard(model):
+        fully_shard(model.inner[0], mesh)
+        fully_shard(model.inner, mesh)
+        return fully_shard(model, mesh)
+
+    check(Outer(), torch.randn(16, D), mesh, shard)
+
+
+def tiny_llama(**options):
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        **options,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "checkpointed"), [(False, False), (True, False), (True, True)])
+def test_a_llama_wrapped_by_policy(mesh, tied, checkpointed):
+    model = tiny_llama(tie_word_embeddings=tied)
+    if checkpointed:
+        # transformers 5 has another name for it.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.train()
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    ids = torch.randint(0, 64, (8, 12))
+    check(
+        model,
+        ids,
+        mesh,
+        lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy),
+        loss_of=lambda out, ids: cross_entropy(out.logits, ids),
+    )
+
+
+@pytest.mark.parametrize("how", ["module", "outside", "reentrant"])
+def test_checkpointed_blocks(mesh, how):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.blocks = nn.Linear(D, D), nn.ModuleList([Block(), Block()])
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x) if how == "module" or x.device.type == "cpu" else checkpoint(block, x, use_reentrant=how == "reentrant")
+            return x
+
+    def shard(model):
+        if how == "module":
+            for block in model.blocks:
+                assert checkpoint_module(block) is block
+        return in_blocks(mesh)(model)
+
+    check(Model(), torch.randn(16, D), mesh, shard)
+
+
+def test_a_checkpoint_replays_random_numbers(mesh):
+    block = checkpoint_module(nn.Sequential(nn.Linear(D, D, bias=False), nn.Dropout(0.5)))
+    fully_shard(block, mesh)
+    x = torch.ones(16, D, device="xla")
+    out = block(x)
+    out.sum().backward()
+    kept = (out != 0).float().cpu()
+    torch.testing.assert_close(block[0].weight.grad.cpu(), 2 * kept.sum(0)[:, None].expand(D, D))
+
+
+def test_second_derivatives(mesh):
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    found = []
+    for m, device in ((model, "cpu"), (ours, "xla")):
+        x = torch.linspace(-1, 1, 8 * D).view(8, D).to(device).requires_grad_()
+        (grad,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append([m[0].weight.grad.cpu(), m[2].weight.grad.cpu()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_backward_twice_and_accumulation(mesh):
+    model = nn.Sequential(Block(), Block())
+    ours = in_blocks(mesh)(copy.deepcopy(model))
+    x = torch.randn(16, D)
+    for m, given in ((model, x), (ours, x.to("xla"))):
+        loss = m(given).square().mean()
+        loss.backward(retain_graph=True)
+        spmd.sync()
+        loss.backward()
+        m(given).square().mean().backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), ours.named_parameters()):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_host_read_between_forward_and_backward(mesh):
+    model = nn.Sequential(Block(), Block())
+    ours = in_blocks(mesh)(copy.deepcopy(model))
+    x = torch.randn(16, D)
+    right, loss = model(x).square().mean(), ours(x.to("xla")).square().mean()
+    assert loss.item() == pytest.approx(right.item(), rel=1e-5)
+    right.backward()
+    loss.backward()
+    torch.testing.assert_close(ours[0].up.weight.grad.cpu(), model[0].up.weight.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_frequency", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_the_gradient_of_an_embedding(mesh, by_frequency, padding):
+    """Scaled by frequency it is no sum of the devices' parts: each would divide by its own counts."""
+    model = nn.Embedding(10, 8, padding_idx=padding, scale_grad_by_freq=by_frequency)
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    ids = torch.randint(0, 4, (16, 3))
+    ramp = torch.linspace(-1, 1, 16 * 3 * 8).view(16, 3, 8)
+    before = metrics.counter("reduce_scattered_gradients")
+    (model(ids) * ramp).sum().backward()
+    (ours(ids.to("xla")) * ramp.to("xla")).sum().backward()
+    torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-4, atol=1e-5)
+    assert metrics.counter("reduce_scattered_gradients") - before == (mesh.size() > 1 and not by_frequency)
+
+
+@pytest.mark.parametrize("shape", [(16,), (16, 16)])
+def test_an_input_without_a_batch(mesh, shape):
+    """The first dim is then no batch: the gradients of a linear layer on one sample, and of a norm over every dim, are no sums over it."""
+    model = nn.Linear(16, 16) if len(shape) == 1 else nn.LayerNorm(shape)
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    x = torch.randn(shape)
+    model(x).pow(3).sum().backward()
+    ours(x.to("xla")).pow(3).sum().backward()
+    for p, q in zip(model.parameters(), ours.parameters()):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_for_saved_tensors_from_outside_still_see_the_others(mesh):
+    seen = []
+
+    def pack(t):
+        seen.append(tuple(t.shape))
+        return t
+
+    block = fully_shard(nn.Linear(D, 2 * D, bias=False), mesh)
+    x = torch.randn(16, D, device="xla", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = block(x)
+    assert seen == [(16, D)]  # the input, and not the weight
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, block.weight.sum(0).expand(16, D), rtol=1e-4, atol=1e-4)
+
+
+# --- Precision ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_mixed_precision(mesh):
+    model = nn.Sequential(Block(), Block())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    seen = []
+    ours = in_blocks(mesh, mp_policy=policy)(copy.deepcopy(model))
+    ours[0].up.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
+    x = torch.randn(16, D)
+    out = ours(x.to("xla"))
+    assert seen == [(torch.bfloat16, torch.bfloat16)] and out.dtype == torch.float32
+    out.square().mean().backward()
+    model(x).square().mean().backward()
+    grad = ours[0].up.weight.grad
+    assert grad.dtype == torch.float32
+    torch.testing.assert_close(grad.cpu(), model[0].up.weight.grad, rtol=0.1, atol=2e-3)
+
+
+def test_autocast_keeps_no_converted_copy(mesh):
+    block = fully_shard(nn.Linear(D, D), mesh)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t), torch.autocast("xla", torch.bfloat16):
+        out = block(torch.randn(16, D, device="xla", requires_grad=True))
+    assert len(saved) == 1  # the input; a converted weight is made again from the shard
+    out.float().sum().backward()
+    assert block.weight.grad.dtype == torch.float32
+
+
+# --- Where parameters live ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((16, 32), 1), ((32, 16), 0), ((16, 16), 0), ((48, 33), 0), ((7, 9), None), ((3,), None)])
+def test_the_largest_dim_that_divides_is_split(mesh, num_devices, shape, dim):
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(float(math.prod(shape))).view(shape))
+
+        def forward(self):
+            return self.weight * 2
+
+    expected = max(range(len(shape)), key=lambda d: shape[d]) if dim is None or num_devices == 1 else dim
+    module = fully_shard(Holder(), mesh)
+    assert module.weight.partition_spec == tuple("fsdp" if d == expected else None for d in range(len(shape)))
+    torch.testing.assert_close(module().cpu(), torch.arange(float(math.prod(shape))).view(shape) * 2)
+    assert module.weight.local_shards[0].data.shape[expected] == -(-shape[expected] // num_devices)
+
+
+def test_a_parameter_that_is_marked_keeps_its_mark(mesh_2d):
+    mesh = spmd.Mesh(mesh_2d.device_ids, mesh_2d.mesh_shape, ("fsdp", "tensor"))
+    model = nn.Sequential(nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, D))
+    ours = copy.deepcopy(model).to("xla")
+    spmd.mark_sharding(ours[0].weight, mesh, ("tensor", "fsdp"))
+    spmd.mark_sharding(ours[2].weight, mesh, (None, "tensor"))
+    fully_shard(ours, mesh)
+    assert ours[0].weight.partition_spec == ("tensor", "fsdp") and ours[2].weight.partition_spec == (None, "tensor")
+    x = torch.randn(16, D)
+    model(x).square().mean().backward()
+    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).square().mean().backward()
+    for p, q in zip(model.parameters(), ours.parameters()):
+        torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-4, atol=1e-5)
+        assert q.grad.sharding == q.sharding
+
+
+def test_names_class_and_signature_stay(mesh):
+    model = Tied()
+    expected, signature = model.state_dict(), inspect.signature(model.forward)
+    ours = in_blocks(mesh)(copy.deepcopy(model))
+    assert type(ours) is Tied and inspect.signature(ours.forward) == signature
+    assert list(ours.state_dict()) == list(expected)
+    again = in_blocks(mesh)(Tied())
+    again.load_state_dict(ours.state_dict())
+    ids = torch.randint(0, 40, (8, 5))
+    torch.testing.assert_close(again(ids.to("xla")).cpu(), model(ids), rtol=1e-4, atol=1e-5)
+    assert again.blocks[0].up.weight.sharding == ours.blocks[0].up.weight.sharding
+    model.load_state_dict({name: t.cpu() for name, t in ours.state_dict().items()})
+
+
+def test_a_deep_copy_runs_its_own_parameters(mesh):
+    ours = in_blocks(mesh)(nn.Sequential(checkpoint_module(Block()), Block()))
+    copied = copy.deepcopy(ours)
+    x = torch.randn(8, D, device="xla")
+    before = ours(x).cpu()
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    assert copied(x).sub(x).abs().max().item() == 0
+    torch.testing.assert_close(ours(x).cpu(), before)
+
+
+def test_a_meta_module_is_made_on_the_device_in_shards(mesh, num_devices):
+    with torch.device("meta"):
+        model = nn.Sequential(Block(256), Block(256))
+    uploaded, programs = metrics.counter("uploaded_bytes"), len(metrics.programs())
+    ours = in_blocks(mesh)(model)
+    spmd.sync(wait=True)
+    assert metrics.counter("uploaded_bytes") == uploaded
+    made = metrics.programs()[programs:]
+    weight = 4 * 256 * 512
+    # Blocks alike are made by one program, and no device holds more than its part: the weights, and what their random numbers are made of.
+    assert len(made) == 1 and made[0].executions == 2
+    assert made[0].output_bytes < 2.1 * weight / num_devices
+    if num_devices == 8:
+        assert made[0].temp_bytes < weight
+    reference = nn.Sequential(Block(256), Block(256))
+    for (name, p), (_, q) in zip(reference.named_parameters(), ours.named_parameters()):
+        assert q.device.type == "xla" and q.sharding is not None and isinstance(q, nn.Parameter)
+        assert q.std(unbiased=False).item() == pytest.approx(p.std(unbiased=False).item(), rel=0.2, abs=1e-6), name
+    assert not torch.equal(ours[0].up.weight.cpu(), ours[1].up.weight.cpu())
+
+
+def test_outside_of_a_unit_nothing_is_gathered(mesh):
+    """Reading and writing a parameter between steps meets the shard itself."""
+    block = fully_shard(Block(), mesh)
+    x = torch.randn(8, D, device="xla")
+    block(x).sum().backward()
+    assert isinstance(block.up.weight, nn.Parameter) and block.up.weight.is_leaf
+    with pytest.raises(RuntimeError, match="size"):
+        block(torch.randn(8, D + 1, device="xla"))
+    assert isinstance(block.up.weight, nn.Parameter), "an error in forward leaves the parameters in place"
+
+
+# --- The wrapper --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_wrapper_forwards_names_indices_and_its_mesh(mesh):
+    spmd.set_global_mesh(mesh)
+    try:
+        wrapped = SpmdFullyShardedDataParallel(nn.Sequential(nn.Linear(D, D), Block()))
+    finally:
+        spmd.set_global_mesh(None)
+    assert wrapped[1] is wrapped.module[1] and len(wrapped) == 2 and wrapped[1].up.weight.sharding is not None
+    assert wrapped[0].in_features == D
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in nn.Sequential(nn.Linear(D, D), Block()).state_dict()]
+    with pytest.raises(AttributeError, match="nothing_of_that_name"):
+        _ = wrapped.nothing_of_that_name
+    x = torch.randn(16, D, device="xla")
+    assert wrapped(x).partition_spec == ("fsdp", None)
+
+
+def test_auto_wrapped_modules_have_every_option(hybrid):
+    policy = ModuleWrapPolicy({Block})
+    model = nn.Sequential(Block(), nn.Linear(D, D))
+    wrapped = SpmdFullyShardedDataParallel(model, hybrid, auto_wrap_policy=policy, extra_data_axis="replicate", reshard_after_forward=False)
+    inner = wrapped[0]
+    assert isinstance(inner, SpmdFullyShardedDataParallel) and not isinstance(wrapped[1], SpmdFullyShardedDataParallel)
+    units = [unit_of(inner.module), unit_of(wrapped.module)]
+    assert units[0].layout == units[1].layout and units[0].layout.batch_axes == (0, 1)
+    assert not units[0].reshard_after_forward
+    assert inner(torch.randn(16, D, device="xla")).partition_spec == (("replicate", "fsdp"), None)
+    made = []
+
+    def wrapper(module, mesh, **options):
+        made.append((type(module), mesh, options["extra_data_axis"]))
+        return fully_shard(module, mesh, **options)
+
+    SpmdFullyShardedDataParallel(nn.Sequential(Block()), hybrid, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, extra_data_axis="replicate")
+    assert made == [(Block, hybrid, "replicate")]
+
+
+@pytest.mark.slow
+def test_everything_wrapped(mesh):
+    check(
+        nn.Sequential(Block(), Block()),
+        torch.randn(16, D),
+        mesh,
+        lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=always_wrap_policy),
+    )
+    policy = partial(size_based_auto_wrap_policy, min_num_params=2000)
+    check(nn.Sequential(Block(), Block()), torch.randn(16, D), mesh, lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy))
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Returning(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = nn.Linear(D, D), make
+
+    def forward(self, x):
+        return self.make(self.linear(x))
+
+
+OUTPUTS = {
+    "tensor": (lambda y: y, lambda out: out),
+    "tuple": (lambda y: (y, y.sum()), lambda out: out[0]),
+    "list": (lambda y: [y, None], lambda out: out[0]),
+    "logits": (lambda y: {"loss": y.sum(), "hidden": y * 2, "logits": y}, lambda out: out["logits"]),
+    "dict": (lambda y: {"loss": y.sum(), "hidden": y}, lambda out: out["hidden"]),
+    "dataclass": (lambda y: Result(y.sum(), y), lambda out: out.hidden),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_part_of_the_output_that_is_marked(mesh, name):
+    make, marked = OUTPUTS[name]
+    assert marked(fully_shard(Returning(make), mesh)(torch.randn(16, D, device="xla"))).partition_spec == ("fsdp", None)
+
+
+def test_an_output_of_ones_own(mesh):
+    calls = []
+
+    def shard_output(output, given):
+        calls.append(given)
+        spmd.mark_sharding(output["y"][1], given, (None, "fsdp"))
+
+    module = SpmdFullyShardedDataParallel(Returning(lambda y: {"y": (None, y)}), mesh, shard_output=shard_output)
+    assert module(torch.randn(16, D, device="xla"))["y"][1].partition_spec == (None, "fsdp") and calls == [mesh]
+
+
+def test_a_loss_and_a_short_batch_are_left_to_the_partitioner(mesh, num_devices):
+    assert fully_shard(Returning(torch.sum), mesh)(torch.randn(16, D, device="xla")).sharding is None
+    marked = fully_shard(Returning(lambda y: y), mesh)(torch.randn(1, D, device="xla")).sharding
+    assert (marked is None) == (num_devices > 1)
+
+
+# --- Errors -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", [fully_shard, SpmdFullyShardedDataParallel])
+def test_errors_about_mesh_and_module(mesh, num_devices, shard):
+    with pytest.raises(spmd.MeshError, match=r"needs a mesh; got neither a mesh nor a global mesh.*set_global_mesh"):
+        shard(Block())
+    with pytest.raises(spmd.MeshError, match=r"needs a mesh; got int"):
+        shard(Block(), 8)
+    with pytest.raises(spmd.MeshError, match=r"needs an axis 'fsdp'.*got Mesh.*\('x',\).*Name one of its axes"):
+        shard(Block(), spmd.Mesh(range(num_devices), (num_devices,), ("x",)))
+    with pytest.raises(spmd.MeshError, match=r"needs an axis 'fsdp'"):
+        shard(Block(), spmd.Mesh(range(num_devices), (num_devices,)))
+    for wrong in ("data", "fsdp"):
+        with pytest.raises(spmd.MeshError, match=rf"extra_data_axis is another axis of the mesh.*got '{wrong}'.*leave it out"):
+            shard(Block(), mesh, extra_data_axis=wrong)
+    with pytest.raises(spmd.WrapError, match=r"got a ModuleList, which has no forward of its own.*module that calls them"):
+        shard(nn.ModuleList([Block()]), mesh)
+    with pytest.raises(TypeError, match=r"what is sharded is a torch.nn.Module; got function"):
+        shard(check, mesh)
+    with pytest.raises(TypeError, match=r"mp_policy has attributes such as param_dtype; got str.*MixedPrecisionPolicy"):
+        shard(Block(), mesh, mp_policy="bf16")
+
+
+def test_errors_about_doing_it_twice(mesh):
+    block = fully_shard(Block(), mesh)
+    with pytest.raises(ValueError, match=r"a module is sharded once; got a Block that is a unit already.*once for each block"):
+        fully_shard(block, mesh)
+    wrapped = SpmdFullyShardedDataParallel(nn.Sequential(Block()), mesh)
+    for shard in (fully_shard, SpmdFullyShardedDataParallel):
+        with pytest.raises(ValueError, match=r"once; got a SpmdFullyShardedDataParallel"):
+            shard(wrapped, mesh)
+    for inside in (wrapped, block):
+        with pytest.raises(ValueError, match=r"starts from modules that are not sharded; got '0', a \w+ that is.*Leave auto_wrap_policy out"):
+            SpmdFullyShardedDataParallel(nn.Sequential(inside), mesh, auto_wrap_policy=always_wrap_policy)
+    checkpointed = checkpoint_module(Block())
+    with pytest.raises(ValueError, match=r"a module is checkpointed once; got a Block that is already"):
+        checkpoint_module(checkpointed)
+    for late in (block, wrapped):
+        with pytest.raises(ValueError, match=r"checkpointing comes before sharding.*got a \w+ that is sharded.*on the block first"):
+            checkpoint_module(late)
+    fully_shard(checkpointed, mesh)
+    with pytest.raises(ValueError, match=r"a module is sharded once"):
+        fully_shard(checkpointed, mesh)
+    with pytest.raises(TypeError, match=r"checkpoint_module takes a torch.nn.Module; got int"):
+        checkpoint_module(3)
+
+
+def test_errors_about_outputs_and_meta_modules(mesh):
+    for make, said in ((lambda y: (None, y), "tuple with a NoneType first"), (lambda y: "text", "got str"), (lambda y: {}, "got dict")):
+        with pytest.raises(spmd.WrapError, match=rf"by default a unit returns a tensor.*{said}.*Pass shard_output"):
+            fully_shard(Returning(make), mesh)(torch.randn(16, D, device="xla"))
+
+    class WithoutReset(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+        def forward(self, x):
+            return x * self.weight
+
+    with pytest.raises(ValueError, match=r"initialises them in reset_parameters\(\); got '0', a WithoutReset without.*to_empty\(device='xla'\)"):
+        fully_shard(nn.Sequential(WithoutReset()), mesh)
+    advised = nn.Sequential(WithoutReset()).to_empty(device="xla")
+    fully_shard(advised, mesh)
+    assert len(advised[0].weight.local_shards[0].data) == -(-4 // mesh.size())
+    advised.load_state_dict({"0.weight": torch.ones(4)})
+    assert len(advised[0].weight.local_shards[0].data) == -(-4 // mesh.size())
+    assert advised(torch.full((8, 4), 2.0, device="xla")).sum().item() == 64
+
+
+def test_an_update_between_forward_and_backward_is_refused(mesh):
+    block = fully_shard(nn.Linear(D, D), mesh)
+    loss = block(torch.randn(16, D, device="xla", requires_grad=True)).sum()
+    with torch.no_grad():
+        block.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; expected version 0"):
+        loss.backward()
+
+
+# --- What the compiled step holds ---------------------------------------------------------------------------------------------------------
+
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+_ARRAY = re.compile(r"(pred|[sufb]\w*?\d+)\[([\d,]*)\]")
+
+
+def collectives(text):
+    """For each kind of collective in XLA's text the bytes of each array that it gives a device; those of a joined collective one by one."""
+    found = {}
+    for results, kind in _COLLECTIVE.findall(text):
+        for dtype, dims in _ARRAY.findall(results):
+            width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
+            found.setdefault(kind, []).append(width * math.prod(int(n) for n in dims.split(",") if n))
+    return found
+
+
+def step_text(mesh, shard, *, batch=("fsdp",), layers=3, d=64):
+    """The compiled text of a training step, and the bytes of one block's parameters."""
+    model = shard(nn.Sequential(*(Block(d) for _ in range(layers))))
+    x = spmd.mark_sharding(torch.randn(16, 4, d).to("xla"), mesh, (batch,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()
+    return compile_cache.newest().compiled.as_text(), sorted(4 * p.numel() for p in model[0].parameters())
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hybrid", "kept", "checkpointed"])
+def test_a_step_gathers_and_reduce_scatters_each_parameter(num_devices, kind):
+    if num_devices < 4:
+        pytest.skip("needs four devices, for two axes of two")
+    extra = 2 if kind == "hybrid" else 1
+    size = num_devices // extra
+    mesh = spmd.Mesh(range(num_devices), (extra, size), ("replicate", "fsdp"))
+
+    def shard(model):
+        if kind == "checkpointed":
+            for block in model:
+                checkpoint_module(block)
+        return in_blocks(mesh, extra_data_axis="replicate", reshard_after_forward=kind != "kept")(model)
+
+    text, parameters = step_text(mesh, shard, batch=("replicate", "fsdp"))
+    found = collectives(text)
+    assert sorted(found["reduce-scatter"]) == sorted(bytes_ // size for bytes_ in parameters * 3)
+    gathers = sorted(found["all-gather"])
+    # What autograd needs in backward: the weights of the products and of the norm, and not biases. The second run of a checkpoint needs nearly all.
+    assert set(gathers) == set(parameters)
+    matrices = [bytes_ for bytes_ in gathers if bytes_ >= 4 * 64 * 64]
+    assert len(matrices) == 3 * 2 * (1 if kind == "kept" else 2)
+    # Beside the loss, what is reduced to all is shards, over the other axis.
+    largest = max(parameters) // size if kind == "hybrid" else 4
+    assert max(found.get("all-reduce", [0])) <= largest
+    assert "all-to-all" not in found and "collective-permute" not in found
+
+
+def test_uneven_parameters_are_reduce_scattered_too(mesh, num_devices):
+    if num_devices < 8:
+        pytest.skip("30 rows are uneven over 8 devices")
+    model = nn.Linear(27, 30, bias=False)
+    ours = fully_shard(copy.deepcopy(model), mesh)
+    x = torch.randn(16, 27)
+    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).square().sum().backward()
+    spmd.sync()
+    found = collectives(compile_cache.newest().compiled.as_text())
+    model(x).square().sum().backward()
+    torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-4, atol=1e-3)
+    assert found["reduce-scatter"] == [4 * 4 * 27] and max(found.get("all-reduce", [0])) < 4 * 27 * 30
+
+
+_MEMORY = """
+import json, sys
+import torch
+from torch import nn
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(8)
+spmd.use_spmd()
+from spmd_core.fsdp import fully_shard
+from spmd_core.recomputation import checkpoint_module
+from test_fsdp import Block
+
+mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+
+def temp_bytes(layers, kind):
+    blocks = [Block(128) for _ in range(layers)]
+    for block in blocks:
+        if kind == "checkpointed":
+            checkpoint_module(block)
+        fully_shard(block, mesh, reshard_after_forward=kind != "kept")
+    model = fully_shard(nn.Sequential(*blocks), mesh)
+    x = spmd.mark_sharding(torch.randn(8, 128).to("xla"), mesh, ("fsdp",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    spmd.sync()
+    return spmd.metrics.programs()[-1].temp_bytes
+
+print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind in ("sharded", "kept", "checkpointed")}))
+"""
+
+
+@pytest.mark.slow
+def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
+    if num_devices < 8:
+        pytest.skip("compares devices' memory on 8 devices")
+    # By default XLA's CPU backend starts whatever can start, for the sake of its threads; told to save memory, as its GPU and TPU backends
+    # are by default, it gathers when it must.
+    here = Path(__file__).parent
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here), str(Path(spmd.__file__).parent.parent)])}
+    done = subprocess.run([sys.executable, "-c", _MEMORY], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    temps = json.loads(done.stdout)
+    block = sum(4 * p.numel() for p in Block(128).parameters())
+    per_layer = {kind: (eight - four) / 4 for kind, (four, eight) in temps.items()}
+    assert per_layer["sharded"] < 0.2 * block and per_layer["checkpointed"] < 0.2 * block
+    assert temps["sharded"][1] < 3 * block
+    assert per_layer["kept"] > 0.9 * block  # which the comparison would show
