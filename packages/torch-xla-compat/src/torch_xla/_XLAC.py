@@ -1,0 +1,185 @@
+"""The private functions of torch_xla's C++ module that its documents and users rely on."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import spmd_core as spmd
+from spmd_core import debugging, manual, sharding, shards, storage
+from spmd_core import metrics as _metrics
+from spmd_core.sharding import ShardingType
+from spmd_core.tensor import XLAShardedTensor
+
+
+class OpSharding:
+    """XLA's description of a sharding, from upstream's four arguments; its text is that of `_get_xla_sharding_spec`."""
+
+    def __init__(
+        self, tile_assignment: Sequence[Any], group_assignment: Sequence[Any], replication_groups: Sequence[Sequence[int]], sharding_type: int
+    ) -> None:
+        self.type = ShardingType(int(sharding_type))
+        self.tile_assignment, self.group_assignment, self.replication_groups = tile_assignment, group_assignment, replication_groups
+
+    def __str__(self) -> str:
+        if self.type in (ShardingType.REPLICATED, ShardingType.MAXIMAL):
+            return "{replicated}"
+        if self.type is ShardingType.MANUAL:
+            return "{manual}"
+        if self.type is ShardingType.PARTIAL:
+            shape, groups = _shape_of(self.group_assignment), [sorted(group) for group in self.replication_groups]
+            if len(groups) == 1:
+                return "{replicated}"
+            order = _flat(self.group_assignment)
+            ids = [i for group in order for i in groups[group]]
+            return f"{{devices=[{','.join(map(str, (*shape, len(groups[0]))))}]{','.join(map(str, ids))} last_tile_dim_replicate}}"
+        shape = _shape_of(self.tile_assignment)
+        return f"{{devices=[{','.join(map(str, shape))}]{','.join(map(str, _flat(self.tile_assignment)))}}}"
+
+    def __repr__(self) -> str:
+        return f"OpSharding({self})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpSharding) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+
+class XlaShardingSpec:
+    """A tensor's sharding as the loader hands it down."""
+
+    def __init__(self, tensor: torch.Tensor, op_sharding: Any, minibatch: bool = False) -> None:
+        self.global_shape, self.sharding, self.minibatch = tuple(tensor.shape), op_sharding, minibatch
+
+
+def _flat(nested: Any) -> list[int]:
+    return [x for part in nested for x in _flat(part)] if isinstance(nested, (list, tuple)) else [int(nested)]
+
+
+def _shape_of(nested: Any) -> tuple[int, ...]:
+    return (len(nested), *_shape_of(nested[0])) if isinstance(nested, (list, tuple)) else ()
+
+
+def _own(t: torch.Tensor) -> XLAShardedTensor:
+    if not isinstance(t, XLAShardedTensor):
+        raise RuntimeError(f"a tensor on device 'xla' is needed; got one on {t.device}. Move it first: t = t.to('xla').")
+    return t
+
+
+def _get_xla_sharding_spec(t: torch.Tensor) -> str:
+    """XLA's text of a tensor's sharding, '' where it has none."""
+    tensor = _own(t)
+    if manual.is_local(tensor):
+        return "{manual}"
+    return "" if tensor.sharding is None and tensor.sharding_spec == "{replicated}" else tensor.sharding_spec
+
+
+def _get_xla_sharding_type(t: torch.Tensor) -> ShardingType | None:
+    """The kind of a tensor's sharding, None where it has none."""
+    tensor = _own(t)
+    if manual.is_local(tensor):
+        return ShardingType.MANUAL
+    return None if tensor.sharding is None else tensor.sharding_type
+
+
+def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [_get_xla_sharding_spec(t) for t in tensors]
+
+
+def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
+    """The HLO, before partitioning, of the program that would compute the tensors."""
+    return debugging.hlo(*map(_own, tensors), stage="before")
+
+
+def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
+    """The recorded operations that would compute the tensors, one a line."""
+    return debugging.operations(*map(_own, tensors))
+
+
+def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
+    """Shape, dtype, sharding and how the value is to be computed."""
+    tensor = _own(t)
+    spec = tensor._handle.spec
+    shape = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
+    lines = [f"Tensor on {tensor.device}", f"Shape: {shape}", f"OpSharding: {{{_get_xla_sharding_spec(tensor)}}}"]
+    return "\n".join([*lines, f"Value: {storage.read(tensor._handle)!r}"])
+
+
+def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
+    """A hash of the program that would compute the tensors: equal for programs that are compiled once."""
+    return debugging.graph_hash(*map(_own, tensors))
+
+
+def _xla_get_tensor_id(t: torch.Tensor) -> int:
+    """A number that a tensor shares with those of the same storage and place."""
+    return _own(t).data_ptr()
+
+
+def _xla_get_auto_sharding() -> bool:
+    """Whether shardings are found automatically: they never are."""
+    return False
+
+
+def _xla_metrics_report() -> str:
+    """A table of all counters."""
+    return _metrics.report()
+
+
+def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: Any, global_shape: Sequence[int] | None = None) -> XLAShardedTensor:
+    """The tensor whose blocks, in the order of the local devices, are given, padding included; `global_shape` None: there is no padding."""
+    text = str(op_sharding)
+    found = sharding.from_text(text, blocks[0].dim())
+    if len(blocks) != found.mesh.size():
+        raise RuntimeError(f"there must be one shard for each device; got {len(blocks)} for {found.mesh.size()} devices. Pass one for each.")
+    shape = tuple(n * tiles for n, tiles in zip(blocks[0].shape, found.tiles)) if global_shape is None else tuple(global_shape)
+    t = spmd.mark_sharding(torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims)
+    if found.is_replicated:
+        return t.copy_(blocks[0])  # type: ignore[return-value]
+    names = [f"{d['name']}" for d in spmd.device_attributes()]
+    indices, replicas = found.indices(shape), found.replica_ids()
+    where = {int(device): i for i, device in enumerate(found.mesh.device_ids)}
+    return t.load_local_shards_([shards.XLAShard(block, indices[where[i]], names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
+
+
+def _mark_manual_sharding(t: torch.Tensor) -> None:
+    raise NotImplementedError("a tensor becomes manual by entering a region. Call enable_manual_sharding(t, spec, mesh=mesh) or shard_map.")
+
+
+def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
+    """Each device's own block of a sharded tensor."""
+    tensor = _own(t)
+    if tensor.sharding is None:
+        raise RuntimeError("Input tensor is not sharded; a block of it is not defined. Call mark_sharding on it first.")
+    return tensor.to_local()
+
+
+def _spmd_shard_to_full_shape(t: torch.Tensor, op_sharding: Any, full_shape: Sequence[int], dtype: Any = None) -> torch.Tensor:
+    """The whole tensor of the blocks that `_spmd_full_to_shard_shape` made."""
+    if not manual.is_local(_own(t)):
+        raise RuntimeError("Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first.")
+    found = sharding.from_text(str(op_sharding), t.dim())
+    return spmd.disable_manual_sharding(t, found.dims, full_shape, mesh=found.mesh)
+
+
+def _set_allow_execution(allow: bool) -> None:
+    """Whether a program may be executed; with False, what would execute one raises."""
+    spmd.allow_execution(allow)
+
+
+def _get_xla_tensor_dimension_size(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """The size of a dim as a tensor on the device. Sizes are static here, so it is a constant."""
+    return torch.tensor(_own(t).shape[dim], dtype=torch.int32, device="xla")
+
+
+def _get_number_of_elements(t: torch.Tensor) -> int:
+    return math.prod(t.shape)
+
+
+def _xla_sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[str] = (), wait: bool = False, sync_xla_data: bool = True) -> None:
+    spmd.sync(wait=wait)
+
+
+def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True) -> None:
+    spmd.sync(wait=wait)

@@ -1,0 +1,31 @@
+"""Automatic mixed precision on the device: torch's own."""
+
+from typing import Any
+
+import torch
+from torch.amp import GradScaler as _GradScaler
+
+
+class autocast(torch.autocast):
+    """`torch.autocast("xla")`, with the device in place of its name."""
+
+    def __init__(
+        self, device: torch.device | str = "xla", enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = True
+    ) -> None:
+        super().__init__(torch.device(device).type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class GradScaler(_GradScaler):
+    """torch's scaler for device type xla."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        use_zero_grad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__("xla", init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -1,0 +1,1 @@
+"""Counters and profiles."""

@@ -1,0 +1,1 @@
+"""Marks, loaders and FSDP."""

@@ -1,0 +1,120 @@
+"""The loader, under torch_xla's names and arguments; what it does is `spmd_data`'s."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+import spmd_data
+from spmd_core.errors import DataError
+
+_PREFETCH = 8
+
+
+class _Kept(dict[str, Any]):
+    """The arguments of a loader, kept so that a program may change them between two iterations."""
+
+
+class MpDeviceLoader:
+    """Wraps a loader: iterating it gives its batches on the device, sharded, with the next ones on their way, and ends a step before each.
+
+    Args:
+        loader: any iterable of batches.
+        device: a device, such as `torch_xla.device()`.
+        input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch.
+        batches_per_execution: batches whose steps are sent to the device as one program.
+        loader_prefetch_size, device_prefetch_size: batches that may wait; the second is what bounds them here.
+        batchdim, host_to_device_transfer_threads: accepted; there is one thread, which keeps the order.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
+        unknown = set(kwargs) - _NAMES
+        if unknown:
+            raise TypeError(f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; got {', '.join(sorted(unknown))}. Remove what is not in the list.")
+        self._loader, self._device = loader, device
+        self._parallel_loader_kwargs = _Kept(kwargs)
+        self._current: spmd_data.MpDeviceLoader | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        given = self._parallel_loader_kwargs
+        self._current = spmd_data.MpDeviceLoader(
+            self._loader,
+            self._device,
+            input_sharding=given.get("input_sharding"),
+            prefetch=given.get("device_prefetch_size", _PREFETCH),
+            batches_per_execution=given.get("batches_per_execution", 1),
+        )
+        return _Batches(iter(self._current))
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Ends the running iteration, if there is one."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+
+class _Batches(Iterator[Any]):
+    """One iteration; its errors are torch_xla's."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except spmd_data.MissingShardingError as error:
+            raise KeyError(str(error)) from error
+        except DataError as error:
+            raise ValueError(str(error)) from error
+
+    next = __next__
+
+
+class ParallelLoader:
+    """A loader for one iteration over one device (there is one logical device): `per_device_loader(device)` is its iterator."""
+
+    def __init__(
+        self,
+        cpu_loader: Iterable[Any],
+        devices: list[Any],
+        batchdim: int = 0,
+        batches_per_execution: int = 1,
+        loader_prefetch_size: int = 16,
+        device_prefetch_size: int = 8,
+        host_to_device_transfer_threads: int = 1,
+        input_sharding: Any = None,
+    ) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self._loader = MpDeviceLoader(
+            cpu_loader,
+            self._devices[0],
+            batches_per_execution=batches_per_execution,
+            device_prefetch_size=device_prefetch_size,
+            input_sharding=input_sharding,
+        )
+
+    def per_device_loader(self, device: torch.device | str) -> Iterator[Any]:
+        """The iterator over the device's batches."""
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """Ends the iteration."""
+        self._loader.close()
+
+
+_NAMES = frozenset(
+    {
+        "batchdim",
+        "batches_per_execution",
+        "device_prefetch_size",
+        "host_to_device_transfer_threads",
+        "input_sharding",
+        "loader_prefetch_size",
+    }
+)
+
+__all__ = ["MpDeviceLoader", "ParallelLoader"]

@@ -1,0 +1,23 @@
+"""Which device holds what, as tables."""
+
+from typing import Any
+
+import torch
+
+from spmd_core import visualize
+from torch_xla import _XLAC
+
+
+def visualize_sharding(sharding: str, use_color: bool = True, scale: float = 1.0, min_width: int = 9, max_width: int = 80) -> Any:
+    """`spmd_core.visualize_sharding`: prints and returns a table of a sharding's text."""
+    return visualize.visualize_sharding(sharding, use_color=use_color, scale=scale, min_width=min_width, max_width=max_width)
+
+
+def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> Any:
+    """`spmd_core.visualize_tensor_sharding`: prints and returns a table of a tensor's sharding."""
+    return visualize.visualize_tensor_sharding(t, **kwargs)
+
+
+def construct_v1_sharding_str(t: torch.Tensor) -> str:
+    """The text of a tensor's sharding with every device's number: ours never has another form."""
+    return _XLAC._get_xla_sharding_spec(t)

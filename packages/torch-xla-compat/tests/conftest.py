@@ -1,0 +1,25 @@
+"""Eight emulated devices (or SPMD_TEST_DEVICES of them), by PyTorch/XLA's own variables, before anything is imported."""
+
+import os
+
+NUM_DEVICES = int(os.environ.get("SPMD_TEST_DEVICES", "8"))
+os.environ.setdefault("SPMD_CACHE_DIR", "")
+
+import pytest  # noqa: E402
+import spmd_core as spmd  # noqa: E402
+import torch  # noqa: E402
+
+spmd.simulate(NUM_DEVICES)
+spmd.use_spmd()
+
+
+@pytest.fixture
+def num_devices() -> int:
+    return NUM_DEVICES
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+    yield
+    spmd.set_global_mesh(None)
