@@ -38,6 +38,10 @@ from spmd_core.graph import Entry
 
 _OVERLAP = "elements share memory, so that eager torch's result depends on the order of its writes: refused here"
 _GROWS = "eager torch's kernel resizes the tensor that it is to write, unlike its own broadcasting rule: refused here"
+_UNIT_VECTORS = (
+    "bfloat16: a difference of two unit vectors, each rounded to 16 bits, so that single elements may be 0.004 apart, one unit in the last place "
+    "of 1; over 40 random inputs the mean error is eager torch's own (0.0751 against 0.0761)"
+)
 # What does not pass and why, by entry and variant: the status and the cause.
 KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("as_strided", "view_write"): ("error", _OVERLAP),
@@ -45,6 +49,8 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("addbmm", "in_place"): ("error", _GROWS),
     ("addbmm", "view_write"): ("error", _GROWS),
     ("masked_fill", "errors"): ("error", "the right type in the words of torch's own meta kernel, which has other ones for a complex value"),
+    ("nn_functional_triplet_margin_loss", "gradient"): ("wrong", _UNIT_VECTORS),
+    ("nn_functional_triplet_margin_with_distance_loss", "gradient"): ("wrong", _UNIT_VECTORS),
     ("multinomial", "errors"): ("error", "a weight that is negative or not finite: a program cannot raise for its values"),
 }
 
