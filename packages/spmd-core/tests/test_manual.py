@@ -237,3 +237,15 @@ def test_tensors_of_two_regions_do_not_mix(mesh_1d, mesh_2d):
     with pytest.raises(spmd.ProgramError, match=r"left by what is local to its axes; .* got a global tensor"):
         spmd.sync()
     del leaving
+
+
+def test_the_global_mesh_stands_in(mesh_1d):
+    x = torch.arange(16.0).reshape(8, 2)
+    with pytest.raises(spmd.MeshError, match=r"a manual region needs a mesh; got None, .*Pass mesh="):
+        spmd.enable_manual_sharding(x.to("xla"), ("x", None))
+    spmd.set_global_mesh(mesh_1d)
+    try:
+        local = spmd.enable_manual_sharding(x.to("xla"), ("x", None))
+        assert torch.equal(spmd.disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1)
+    finally:
+        spmd.set_global_mesh(None)

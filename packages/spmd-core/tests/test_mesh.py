@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmd_core import mesh as mesh_module
 from spmd_core.errors import MeshError, PartitionSpecError
-from spmd_core.mesh import Mesh, check_devices, get_1d_mesh, get_global_mesh, parse_mesh, set_global_mesh
+from spmd_core.mesh import Mesh, check_devices, get_global_mesh, parse_mesh, set_global_mesh
 
 
 @pytest.fixture
@@ -347,11 +347,6 @@ def test_the_global_mesh_is_none_until_set():
     assert get_global_mesh() is mesh
     set_global_mesh(None)
     assert get_global_mesh() is None
-
-
-def test_get_1d_mesh():
-    assert get_1d_mesh("data", 4) == Mesh([0, 1, 2, 3], (4,), ("data",))
-    assert get_1d_mesh(None, 4) == Mesh([0, 1, 2, 3], (4,))
 
 
 def test_check_devices_accepts_what_exists():

@@ -23,7 +23,7 @@ def samples():
 
 @pytest.mark.parametrize("code", list(samples()))
 def test_sample_runs(code):
-    path = os.pathsep.join(str(ROOT / p) for p in ("packages/spmd-core/src", "packages/spmd-data/src"))
+    path = os.pathsep.join(str(ROOT / p) for p in ("packages/spmd-core/src", "packages/spmd-data/src", "packages/torch-xla-compat/src"))
     result = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600
     )

@@ -71,3 +71,9 @@ def test_the_address_of_the_master(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "no such host")
     with pytest.raises(spmd.SpmdError, match=r"the host that MASTER_ADDR names must have an address; got 'no such host'.*one that this host knows"):
         topology.get_master_ip()
+
+
+def test_one_axis_over_all_devices_or_some(num_devices):
+    assert spmd.get_1d_mesh("data") == spmd.Mesh(range(num_devices), (num_devices,), ("data",))
+    assert spmd.get_1d_mesh("data", 1) == spmd.Mesh([0], (1,), ("data",))
+    assert spmd.get_1d_mesh() == spmd.Mesh(range(num_devices), (num_devices,))

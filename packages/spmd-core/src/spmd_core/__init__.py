@@ -60,7 +60,6 @@ from spmd_core.marking import shard_as as shard_as
 from spmd_core.marking import start_upload as start_upload
 from spmd_core.marking import sync as sync
 from spmd_core.mesh import Mesh as Mesh
-from spmd_core.mesh import get_1d_mesh as get_1d_mesh
 from spmd_core.mesh import get_global_mesh as get_global_mesh
 from spmd_core.mesh import parse_mesh as parse_mesh
 from spmd_core.mesh import set_global_mesh as set_global_mesh
@@ -102,6 +101,7 @@ from spmd_core.structures import send_to_device as send_to_device
 from spmd_core.structures import to_cpu as to_cpu
 from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor
 from spmd_core.topology import addressable_runtime_device_count as addressable_runtime_device_count
+from spmd_core.topology import get_1d_mesh as get_1d_mesh
 from spmd_core.topology import get_master_ip as get_master_ip
 from spmd_core.topology import host_index as host_index
 from spmd_core.topology import is_bf16_supported as is_bf16_supported

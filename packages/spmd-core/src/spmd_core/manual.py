@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from spmd_core import regions, runtime
-from spmd_core.errors import DeviceMismatchError, PartitionSpecError, SpmdError
+from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError, SpmdError
 from spmd_core.graph import Entry, Spec, Value
-from spmd_core.mesh import Mesh, check_devices
+from spmd_core.mesh import Mesh, check_devices, get_global_mesh
 from spmd_core.ops import registry
 from spmd_core.recording import NO_KWARGS, Handler, entries, functional_handler, remember
 from spmd_core.sharding import Manual, PartitionSpec, Sharding
@@ -217,20 +217,34 @@ def manual_axes(mesh: Mesh, axis_names: Iterable[str | int] | None = None) -> Ma
     return Manual(mesh, every if axis_names is None else tuple(sorted(_axes_of(mesh, tuple(axis_names)))))
 
 
-def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh) -> XLAShardedTensor:
-    """The tensor as each device's own block, over all axes of the mesh: `shard_map`'s way in, for code that is not one function."""
+def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> XLAShardedTensor:
+    """The tensor as each device's own block, over all axes of the mesh: `shard_map`'s way in, for code that is not one function.
+
+    Raises:
+        MeshError: `mesh` is None and no global mesh is set.
+    """
     runtime.require_spmd("enable_manual_sharding")
-    return _enter(t, manual_axes(mesh), partition_spec)
+    return _enter(t, manual_axes(_given_or_global(mesh)), partition_spec)
 
 
-def disable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh) -> XLAShardedTensor:
+def _given_or_global(mesh: Mesh | None) -> Mesh:
+    chosen = get_global_mesh() if mesh is None else mesh
+    if chosen is None:
+        raise MeshError("a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh).")
+    return chosen
+
+
+def disable_manual_sharding(
+    t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
+) -> XLAShardedTensor:
     """The whole tensor of `full_shape` that the blocks are: `shard_map`'s way out.
 
     Raises:
+        MeshError: `mesh` is None and no global mesh is set.
         PartitionSpecError: `full_shape` is not what the blocks make.
     """
     runtime.require_spmd("disable_manual_sharding")
-    result = _leave(t, manual_axes(mesh), partition_spec)
+    result = _leave(t, manual_axes(_given_or_global(mesh)), partition_spec)
     if tuple(result.shape) != tuple(full_shape):
         raise PartitionSpecError(
             f"blocks of shape {tuple(t.shape)} under {tuple(partition_spec)!r} make a tensor of shape {tuple(result.shape)}; got full_shape "

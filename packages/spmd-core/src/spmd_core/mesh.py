@@ -181,16 +181,6 @@ def get_global_mesh() -> Mesh | None:
     return _global_mesh
 
 
-def get_1d_mesh(axis_name: str | None, num_devices: int) -> Mesh:
-    """A mesh of one axis over the devices 0 to `num_devices - 1`; `axis_name` None leaves the axis unnamed.
-
-    Example:
-        >>> get_1d_mesh("data", 4)
-        Mesh(range(0, 4), (4,), ('data',))
-    """
-    return Mesh(range(num_devices), (num_devices,), None if axis_name is None else (axis_name,))
-
-
 def check_devices(mesh: Mesh, num_devices: int) -> None:
     """Raises MeshError unless every id of `mesh` is one of the runtime's devices 0 to `num_devices - 1`."""
     missing = mesh.device_ids[mesh.device_ids >= num_devices]

@@ -10,6 +10,7 @@ import torch
 
 from spmd_core import runtime, startup
 from spmd_core.errors import SpmdError, UnsupportedOpError
+from spmd_core.mesh import Mesh
 
 
 def process_index() -> int:
@@ -56,6 +57,17 @@ def addressable_runtime_device_count() -> int:
 def real_devices() -> list[str]:
     """The names of this process's devices, such as `["CPU:0", "CPU:1"]`, with their numbers among all devices."""
     return [row["name"] for row in runtime.device_attributes() if row["process_index"] == jax.process_index()]
+
+
+def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) -> Mesh:
+    """A mesh of one axis over the first `num_devices` devices (None: all); `axis_name` None leaves the axis unnamed. Starts the devices for None.
+
+    Example:
+        >>> get_1d_mesh("data")
+        Mesh(range(0, 8), (8,), ('data',))
+    """
+    count = runtime.global_runtime_device_count() if num_devices is None else num_devices
+    return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
 
 
 def _own() -> list[Any]:
