@@ -6,8 +6,9 @@ NUM_DEVICES = int(os.environ.get("SPMD_TEST_DEVICES", "8"))
 os.environ.setdefault("SPMD_CACHE_DIR", "")
 
 import pytest  # noqa: E402
-import spmd_core as spmd  # noqa: E402
 import torch  # noqa: E402
+
+import spmd_core as spmd  # noqa: E402
 
 spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
