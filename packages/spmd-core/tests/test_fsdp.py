@@ -245,6 +245,30 @@ def test_checkpointed_blocks(mesh, how):
     check(Model(), torch.randn(16, D), mesh, shard)
 
 
+def test_a_checkpointed_block_with_an_argument_that_needs_no_gradient(mesh):
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = nn.Linear(D, D)
+
+        def forward(self, x, factor):
+            return (self.inside(x) * factor).tanh()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(D, D), Rotated()
+
+        def forward(self, x):
+            return self.block(self.first(x), torch.linspace(0, 1, D, device=x.device))
+
+    def shard(model):
+        fully_shard(checkpoint_module(model.block), mesh)
+        return fully_shard(model, mesh)
+
+    check(Model(), torch.randn(16, D), mesh, shard)
+
+
 def test_a_checkpoint_replays_random_numbers(mesh):
     block = checkpoint_module(nn.Sequential(nn.Linear(D, D, bias=False), nn.Dropout(0.5)))
     fully_shard(block, mesh)

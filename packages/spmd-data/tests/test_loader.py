@@ -154,6 +154,37 @@ def test_an_exception_of_the_transfer_arrives_whatever_its_type(error: BaseExcep
     assert error in (caught.value, caught.value.__cause__)
 
 
+class Stateful(Endless):
+    """Tells how far it is, as torchdata's StatefulDataLoader does."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_given": self.num_given}
+
+
+def test_a_loader_with_a_state_is_never_read_ahead() -> None:
+    source = Stateful(fail_at=3)
+    loader = MpDeviceLoader(source, "cpu", prefetch=8)
+    for index, batch in zip(range(3), loader):
+        assert int(batch) == index and source.state_dict() == {"num_given": index + 1} and not transfer_threads()
+    with pytest.raises(OSError, match="disk gone at batch 3"):
+        list(loader)
+
+
+def test_a_loader_with_a_state_is_closed_by_the_next_iteration() -> None:
+    source = Stateful()
+    loader = MpDeviceLoader(source, "cpu")
+    first = iter(loader)
+    assert int(next(first)) == 0
+    second = iter(loader)
+    assert source.is_closed and int(next(second)) == 0
+    with pytest.raises(RuntimeError, match=r"an iteration ends when its loader is closed or iterated again.*Use the newest iterator"):
+        next(first)
+    source.is_closed = False
+    del second  # a loop that is left early
+    gc.collect()
+    assert source.is_closed
+
+
 def test_what_cannot_be_iterated_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="not iterable"):
         iter(MpDeviceLoader(5, "cpu"))  # type: ignore[arg-type]

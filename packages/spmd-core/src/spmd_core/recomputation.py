@@ -35,7 +35,8 @@ class _Barrier(torch.autograd.Function):
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         results = barrier(tensors)
-        ctx.mark_non_differentiable(*(r for r in results if not (r.is_floating_point() or r.is_complex())))
+        # One that autograd need not follow before may not be one that it must follow after: the second run would save more than the first.
+        ctx.mark_non_differentiable(*(r for r, needed in zip(results, ctx.needs_input_grad) if not needed))
         return tuple(results)
 
     @staticmethod

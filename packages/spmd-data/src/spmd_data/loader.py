@@ -1,4 +1,4 @@
-"""The loader: any iterable of host batches in, device batches out. One background thread works ahead; the order never changes.
+"""The loader: any iterable of host batches in, device batches out, in the same order. One thread works ahead, but not of a loader with a state.
 
 Invariant: whatever happens in the thread (an end, an exception, a close) reaches the consumer's `next()`; nobody waits for ever.
 """
@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ class MpDeviceLoader:
     Each `iter()` starts the wrapped loader afresh and ends the thread of the iteration before it. A loop that is left early ends its
     thread too; it does not sync.
 
+    A loader with a `state_dict` (torchdata's stateful loaders, and those of trainers) tells how far it is, and its user asks between two batches. So
+    it is read when a batch is asked for, in the caller's thread, and never ahead: its state is that of the batch at hand.
+
     Args:
         loader: iterable of batches: a tensor, or tuples, lists, dicts, named tuples and dataclasses of them, nested in any way. What is
             not a tensor passes through. Under several processes each one loads its own part: see `ShardingSpec.minibatch`.
@@ -36,7 +39,7 @@ class MpDeviceLoader:
         input_sharding: one `ShardingSpec` for every tensor, or a dict with one (or None) for each key of a dict batch; keys that the
             batch lacks are ignored. A tensor with fewer dims than the spec takes its first entries, so that 1-D labels beside 4-D images
             are split like the images' batch dim; one with more dims is not split along the others.
-        prefetch: number of batches that may wait on the device, at least 1.
+        prefetch: number of batches that may wait on the device, at least 1. Without effect on a loader with a `state_dict`.
         batches_per_execution: number of batches whose steps are sent to the device as one program, at least 1.
         uneven_batch: what to do with a batch whose sharded dims do not divide by their number of shards: an `UnevenBatch` or its value.
 
@@ -66,7 +69,7 @@ class MpDeviceLoader:
         self._placement = Placement(torch.device(device), input_sharding, _checked_policy(uneven_batch))
         self._prefetch = _checked_count("prefetch", prefetch)
         self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
-        self._running: tuple[_Channel, threading.Thread] | None = None
+        self._running: _InStep | tuple[_Channel, threading.Thread] | None = None
 
     def __len__(self) -> int:
         """Number of batches of the wrapped loader (those that `uneven_batch="drop"` will leave out included)."""
@@ -76,11 +79,15 @@ class MpDeviceLoader:
         self.close()
         # In this thread, so that a shuffling DataLoader draws its seed from torch's generator at a place that does not depend on timing.
         source = iter(self._loader)
+        num_unsynced = self._batches_per_execution if is_spmd_device(self._placement.device) else None
+        if hasattr(self._loader, "state_dict"):
+            self._running = _InStep(source, self._placement)
+            return _DeviceBatches(self._running, num_unsynced)
         channel = _Channel(self._prefetch)
         thread = threading.Thread(target=_transfer, args=(source, self._placement, channel), name="spmd-data-transfer", daemon=True)
         self._running = channel, thread
         thread.start()
-        return _DeviceBatches(channel, self._batches_per_execution if is_spmd_device(self._placement.device) else None)
+        return _DeviceBatches(channel, num_unsynced)
 
     def close(self) -> None:
         """Ends the running iteration, if there is one, and waits for its thread; batches that wait on the device are dropped.
@@ -89,7 +96,11 @@ class MpDeviceLoader:
         """
         if self._running is None:
             return
-        (channel, thread), self._running = self._running, None
+        running, self._running = self._running, None
+        if isinstance(running, _InStep):
+            running.close()
+            return
+        channel, thread = running
         channel.close()
         thread.join(_JOIN_TIMEOUT_S)
         if thread.is_alive():
@@ -110,21 +121,21 @@ class MpDeviceLoader:
 class _DeviceBatches(Iterator[Any]):
     """The consumer's end of one iteration.
 
-    Only the consumer's loop holds it (the thread and the loader hold the channel), so leaving the loop collects it and ends the thread.
+    Only the consumer's loop holds it (the thread and the loader hold the source), so leaving the loop collects it and ends the thread.
     """
 
-    def __init__(self, channel: "_Channel", batches_per_execution: int | None) -> None:
-        self._channel = channel
+    def __init__(self, source: "_Channel | _InStep", batches_per_execution: int | None) -> None:
+        self._source = source
         self._batches_per_execution = batches_per_execution  # None: the device is eager, there is nothing to sync
         self._num_unsynced = 0
-        weakref.finalize(self, channel.close)
+        weakref.finalize(self, source.close)
 
     def __next__(self) -> Any:
         # Before waiting for data: the device should not idle meanwhile.
         if self._num_unsynced == self._batches_per_execution:
             self._sync()
         try:
-            batch = self._channel.get()
+            batch = self._source.get()
         except StopIteration:
             if self._num_unsynced and self._batches_per_execution is not None:
                 self._sync()
@@ -172,17 +183,12 @@ class _Channel:
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._has_ended or self._batches)
             if self._is_closed:
-                raise RuntimeError(
-                    "an iteration ends when its loader is closed or iterated again; got next() on one that has ended so. "
-                    "Use the newest iterator of the loader, or wrap the dataset in a second MpDeviceLoader."
-                )
+                raise _closed_error()
             if self._batches:
                 batch = self._batches.popleft()
                 self._changed.notify_all()
                 return batch
             error, self._error = self._error, None
-        if isinstance(error, StopIteration):  # would look like the end of the data
-            raise RuntimeError("a batch could not be moved to the device: StopIteration was raised on the way") from error
         if error is not None:
             raise error
         raise StopIteration
@@ -195,15 +201,51 @@ class _Channel:
             self._changed.notify_all()
 
 
+class _InStep:
+    """The batches of a loader that is read in step with its consumer."""
+
+    def __init__(self, source: Iterator[Any], placement: Placement) -> None:
+        self._source, self._batches = source, _placed(source, placement)
+        self._is_closed = False
+
+    def get(self) -> Any:
+        """The next batch; raises what the loader raises, and StopIteration at its end."""
+        if self._is_closed:
+            raise _closed_error()
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Ends the iteration; a generator's clean-up runs now."""
+        self._is_closed = True
+        self._batches.close()
+        if inspect.isgenerator(self._source):
+            self._source.close()
+
+
+def _closed_error() -> RuntimeError:
+    return RuntimeError(
+        "an iteration ends when its loader is closed or iterated again; got next() on one that has ended so. "
+        "Use the newest iterator of the loader, or wrap the dataset in a second MpDeviceLoader."
+    )
+
+
+def _placed(source: Iterator[Any], placement: Placement) -> Generator[Any, None, None]:
+    """The batches of `source` on the device, without those that the placement drops."""
+    for batch in source:
+        try:
+            placed = placement.place(batch)
+        except StopIteration as error:  # would look like the end of the data
+            raise RuntimeError("a batch could not be moved to the device: StopIteration was raised on the way") from error
+        if placed is not None or batch is None:
+            yield placed
+
+
 def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) -> None:
     """The background thread: batches from `source` to `channel`, in order, until the end, an exception or a close."""
     error: BaseException | None = None
     try:
-        for batch in source:
-            placed = placement.place(batch)
-            if placed is None and batch is not None:
-                continue
-            if not channel.put(placed):
+        for batch in _placed(source, placement):
+            if not channel.put(batch):
                 break
     except BaseException as raised:  # also SystemExit: the consumer would wait for ever
         error = raised

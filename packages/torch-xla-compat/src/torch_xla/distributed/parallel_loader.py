@@ -18,6 +18,9 @@ class _Kept(dict[str, Any]):
 class MpDeviceLoader:
     """Wraps a loader: iterating it gives its batches on the device, sharded, with the next ones on their way, and ends a step before each.
 
+    A loader with a `state_dict` is read in step, never ahead (`spmd_data.MpDeviceLoader`). Public attributes that this class lacks are the loader's,
+    such as `dataset` and `batch_size`.
+
     Args:
         loader: any iterable of batches.
         device: a device, such as `torch_xla.device()`.
@@ -49,6 +52,12 @@ class MpDeviceLoader:
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        # Private names, by which copying and pickling ask for their protocols, are never the loader's.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
 
     def close(self) -> None:
         """Ends the running iteration, if there is one."""
