@@ -1,5 +1,7 @@
 """Marks: every form of partition spec, re-marking, what follows a mark, and what is refused."""
 
+import copy
+
 import hypothesis
 import numpy as np
 import pytest
@@ -316,3 +318,36 @@ def test_a_module_made_empty_is_sharded_itself(mesh_2d):
     spmd.sync()
     assert net.weight.local_shards[0].data.shape == net.weight.sharding.shard_shape((16, 8))
     assert net.weight.cpu().unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(where, mesh_2d):
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 16).to("xla")
+        spmd.mark_sharding(net.weight, mesh_2d, ("a", "b"))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(steps):
+            step(net, optimizer)
+        return net, optimizer
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        net(torch.ones(4, 8, device="xla")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()
+
+    net, optimizer = trained(2)
+    # A copy, as the counts of steps are on the CPU and go on.
+    saved = copy.deepcopy({"net": spmd.to_cpu(net.state_dict()), "optimizer": spmd.to_cpu(optimizer.state_dict())})
+    step(net, optimizer)
+    again, restored = trained(0)
+    again.load_state_dict(saved["net"])
+    state = saved["optimizer"] if where == "cpu" else torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("xla"), saved["optimizer"])
+    restored.load_state_dict(state)
+    assert restored.state[again.weight]["exp_avg"].sharding == again.weight.sharding
+    assert restored.state[again.bias]["exp_avg"].sharding is None
+    uploaded = spmd.metrics.counter("resharded_bytes")
+    step(again, restored)
+    assert spmd.metrics.counter("resharded_bytes") == uploaded
+    torch.testing.assert_close(again.weight.cpu(), net.weight.cpu())

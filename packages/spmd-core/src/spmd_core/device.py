@@ -16,6 +16,7 @@ from torch.utils import backend_registration
 
 from spmd_core import composite, dispatch, execution, runtime, torchvision_ops, transfer
 from spmd_core.errors import SpmdError
+from spmd_core.storage import Storage, lock
 from spmd_core.tensor import XLA_DEVICE, XLAShardedTensor
 
 
@@ -101,6 +102,21 @@ def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
     return lambda: [*supported(), "xla"]
 
 
+def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loaded state is sharded like its parameter, as the one that the optimizer made itself."""
+
+    def processed(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = process(param, *args, **kwargs)
+        if isinstance(param, XLAShardedTensor) and isinstance(result, XLAShardedTensor) and result.shape == param.shape:
+            handle = result._handle
+            if param.sharding is not None and handle.sharding is None and isinstance(handle, Storage):
+                with lock:
+                    execution.set_sharding(handle, param.sharding)
+        return result
+
+    return processed
+
+
 def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(dispatch.route)  # type: ignore[assignment, method-assign]
     _install_guard()
@@ -115,6 +131,9 @@ def _install() -> torch.library.Library:
         library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
     # torch keeps the list of devices with fused optimizers in a function, and has no registration for it.
     optimizer._get_fused_kernels_supported_devices = _with_xla(optimizer._get_fused_kernels_supported_devices)
+    # There is no hook for one value of a state, and one for the whole would see it on the device already, whole on each.
+    process = _like_its_parameter(torch.optim.Optimizer._process_value_according_to_param_policy)
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(process)  # type: ignore[method-assign]
     return library
 
 
