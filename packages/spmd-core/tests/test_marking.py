@@ -139,6 +139,23 @@ def test_gradients_flow_through_a_marked_intermediate(mesh_1d):
     assert x.grad.tolist() == [[6.0] * 8] * 8
 
 
+def test_a_marked_activation_is_no_result_where_the_loss_alone_is_held(mesh_1d, num_devices):
+    p = torch.full((8 * num_devices, 4), 2.0, device="cpu").to("xla").requires_grad_()
+    seen = []
+    x = spmd.mark_sharding(p * 3, mesh_1d, ("x",))
+    p.register_hook(lambda gradient: seen.append(gradient.sharding))
+    y = spmd.mark_sharding(x * 1, mesh_1d, ("x",))
+    y.register_hook(lambda gradient: seen.append(gradient.sharding))
+    loss = (y * y).sum()
+    del x, y
+    loss.backward()
+    assert seen[0] == spmd.Sharding.of(mesh_1d, ("x",), 2)  # though the tensor is gone
+    seen.clear()
+    spmd.sync()
+    assert len(compile_cache.newest().graph.outputs) == 2  # the loss and the gradient
+    assert p.grad.cpu().unique().tolist() == [36.0]
+
+
 def test_a_submesh_and_two_meshes_in_one_program(num_devices):
     if num_devices < 4:
         pytest.skip("needs four devices")

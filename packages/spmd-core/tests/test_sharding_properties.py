@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -36,8 +37,6 @@ DTYPES = [
 # Of these torch itself reads no pickle that `torch.save` did not write.
 UNPICKLED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 PICKLED = [dtype for dtype in DTYPES if dtype not in UNPICKLED]
-    dtype for dtype in DTYPES if not (dtype.is_floating_point and dtype.itemsize == 1) and dtype not in (torch.uint16, torch.uint32, torch.uint64)
-]
 Dims = tuple[tuple[int, ...], ...]
 
 
@@ -316,10 +315,11 @@ def test_any_marked_tensor_lies_as_the_model_says(case, data):
     assert is_same(x.cpu(), whole)
 
 
+@pytest.mark.skipif(NUM_DEVICES == 1, reason="one device holds the whole tensor")
 @examples(200)
 @given(DEVICE_CASE, st.data())
 def test_blocks_written_on_each_device_are_the_tensor(case, data):
-    assume(not case.sharding.is_replicated)  # which is refused
+    assume(not case.sharding.is_replicated)  # which `load_local_shards_` refuses
     dtype = data.draw(st.sampled_from(DTYPES))
     old, new = (data.draw(tensors(case.shape, [dtype])) for _ in range(2))
     x = spmd.mark_sharding(old.to("xla"), case.mesh, case.spec)

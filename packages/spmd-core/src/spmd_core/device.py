@@ -105,6 +105,9 @@ def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(dispatch.route)  # type: ignore[assignment, method-assign]
     _install_guard()
     torch._register_device_module("xla", _device_module())
+    # The backward of a device's tensors else runs in a thread of autograd's, which holds what `torch.autograd.grad` returned for some milliseconds
+    # longer than the caller: a cut in that time would compute it all, in a program of its own. Holds for the thread that imports us, and for the CPU.
+    torch.autograd.set_multithreading_enabled(False)
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
