@@ -129,17 +129,6 @@ def test_blocks_are_those_of_dtensor(placements):
 
 
 @needs_8
-def test_every_spec_as_placements_and_back():
-    mesh = spmd.Mesh(range(8), (2, 2, 2), ("a", "b", "c"))
-    for used in itertools.chain.from_iterable(itertools.permutations("abc", n) for n in range(4)):
-        for cuts in itertools.combinations_with_replacement(range(len(used) + 1), 1):
-            spec = (used[: cuts[0]], used[cuts[0] :])
-            sharding = spmd.Sharding.of(mesh, spec, 2)
-            over, again = spmd.partition_spec_of(spmd.to_device_mesh(mesh), spmd.placements_of(sharding), 2)
-            assert spmd.Sharding.of(over, again, 2) == sharding
-
-
-@needs_8
 def test_a_strided_shard_is_cut_by_the_later_dimension_first():
     mesh = spmd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
     t = spmd.distribute_tensor(torch.arange(16), mesh, [_StridedShard(0, split_factor=2), Shard(0)])

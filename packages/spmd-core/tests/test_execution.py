@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -25,6 +26,19 @@ def test_what_nobody_holds_is_not_computed():
     spmd.sync()
     names = [n.entry.name for n in compile_cache.newest().graph.nodes]
     assert names == ["aten::add.Tensor"] and y.tolist() == [2.0] * 4
+
+
+def test_gradients_that_were_dropped_are_not_held_by_autograd():
+    """A thread of autograd's would hold them for some milliseconds more, and whether a cut met them would be chance."""
+    weights = [torch.ones(4, 4).to("xla").requires_grad_() for _ in range(20)]
+    for _ in range(20):
+        x = torch.ones(4, 4).to("xla")
+        for weight in weights:
+            x = x @ weight
+        gradients = torch.autograd.grad(x.sum(), weights)
+        held = [weakref.ref(gradient._handle) for gradient in gradients]
+        del gradients, x
+        assert not any(ref() for ref in held)
 
 
 def test_the_same_program_compiles_once_and_order_is_deterministic(mesh_1d):

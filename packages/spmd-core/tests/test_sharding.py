@@ -1,15 +1,13 @@
-"""Shardings against a numpy model written here (a loop over devices with explicit coordinates) and against XLA's own text."""
+"""Shardings: the canonical form, chosen cases, and what is refused. `test_sharding_properties.py` has any mesh, spec and shape."""
 
 import ast
 import copy
 import gc
-import math
 import pickle
 import re
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -18,9 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, NamedSharding
 
 from spmd_core import errors
 from spmd_core import mesh as mesh_module
@@ -31,91 +26,6 @@ from spmd_core.sharding import OpSharding, Sharding, ShardingSpec, ShardingType,
 
 MESH_4X2 = Mesh(range(8), (4, 2), ("data", "model"))
 MESH_2X2X2 = Mesh(range(8), (2, 2, 2), ("x", "y", "z"))
-
-
-# the model: blocks by explicit coordinates, device by device
-
-
-def coordinates(position: int, mesh_shape: Sequence[int]) -> list[int]:
-    """Where the device at a row-major position sits on each mesh axis."""
-    result = []
-    for size in reversed(mesh_shape):
-        position, coordinate = divmod(position, size)
-        result.insert(0, coordinate)
-    return result
-
-
-def model_block(position: int, mesh_shape: Sequence[int], axes: Sequence[int]) -> tuple[int, int]:
-    """(index, count) of the block that a device holds along one dim that is split over `axes`."""
-    at = coordinates(position, mesh_shape)
-    index, count = 0, 1
-    for axis in axes:
-        index = index * mesh_shape[axis] + at[axis]
-        count *= mesh_shape[axis]
-    return index, count
-
-
-def model_indices(position: int, mesh_shape: Sequence[int], dims: Sequence[Sequence[int]], shape: Sequence[int]) -> tuple[slice, ...]:
-    result = []
-    for size, axes in zip(shape, dims, strict=True):
-        index, count = model_block(position, mesh_shape, axes)
-        held = np.array_split(np.arange(math.ceil(size / count) * count), count)[index]
-        start = int(held[0]) if held.size else 0
-        result.append(slice(min(start, size), min(start + held.size, size)))
-    return tuple(result)
-
-
-def model_groups(mesh: Mesh, dims: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
-    """The device ids that hold each block, lowest first."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for position, device_id in enumerate(mesh.device_ids.tolist()):
-        block = tuple(model_block(position, mesh.mesh_shape, axes)[0] for axes in dims)
-        groups.setdefault(block, []).append(device_id)
-    return {block: sorted(ids) for block, ids in sorted(groups.items())}
-
-
-# random cases
-
-
-@st.composite
-def meshes(draw: st.DrawFn) -> Mesh:
-    shape = draw(st.lists(st.integers(1, 8), min_size=1, max_size=4).filter(lambda sizes: math.prod(sizes) <= 16))
-    size = math.prod(shape)
-    ids = draw(st.permutations(range(size + draw(st.integers(0, 4)))))[:size]
-    names = draw(st.sampled_from([None, tuple("abcd"[: len(shape)])]))
-    return Mesh(ids, shape, names)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> tuple[Mesh, tuple[tuple[int, ...], ...], Any, tuple[int, ...]]:
-    """(mesh, axes of each dim, one spelling of that spec, a tensor shape)."""
-    mesh = draw(meshes())
-    num_axes = len(mesh.mesh_shape)
-    shape = tuple(draw(st.lists(st.integers(0, 20), max_size=4)))
-    dims: list[list[int]] = [[] for _ in shape]
-    for axis in draw(st.permutations(range(num_axes))):
-        place = draw(st.integers(0, len(shape)))
-        if place < len(shape):
-            dims[place].append(axis)
-
-    def spelled(axis: int) -> Any:
-        names = [] if mesh.axis_names is None else [mesh.axis_names[axis]]
-        return draw(st.sampled_from([axis, axis - num_axes, np.int64(axis), *names]))
-
-    def entry(axes: list[int]) -> Any:
-        several = [spelled(axis) for axis in axes]
-        forms: list[Any] = [tuple(several), several]
-        if not axes:
-            forms.append(None)
-        if len(axes) == 1:
-            forms.append(several[0])
-        return draw(st.sampled_from(forms))
-
-    entries = [entry(axes) for axes in dims]
-    while entries and not dims[len(entries) - 1] and draw(st.booleans()):
-        entries.pop()
-    spec = draw(st.sampled_from([tuple(entries), entries]))
-    return mesh, tuple(tuple(axes) for axes in dims), spec, shape
 
 
 # the canonical form
@@ -305,108 +215,6 @@ def test_a_mesh_of_1024_devices_is_quick():
     assert set(sharding.replica_ids()) == {0}
     assert Sharding.of(mesh, ("tensor",), 1).replica_ids()[0] < 64
     assert time.perf_counter() - start_s < 2, "expected a few milliseconds"
-
-
-# any sharding
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_any_spelling_gives_the_intended_axes(case):
-    mesh, dims, spec, shape = case
-    sharding = Sharding.of(mesh, spec, len(shape))
-    assert sharding.dims == dims
-    assert Sharding.of(mesh, sharding.partition_spec, len(shape)) is sharding
-    assert len(sharding.partition_spec) == len(shape)
-    assert validate_spec(mesh, spec) == dims[: len(spec)]
-    assert ShardingSpec(mesh, spec).partition_spec == tuple(tuple(entry) if isinstance(entry, list) else entry for entry in spec)
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_any_shape_is_padded_to_the_next_multiple(case):
-    mesh, dims, spec, shape = case
-    sharding = Sharding.of(mesh, spec, len(shape))
-    for dim, (size, axes) in enumerate(zip(shape, dims, strict=True)):
-        count = math.prod(mesh.mesh_shape[axis] for axis in axes)
-        padded = sharding.padded_shape(shape)[dim]
-        assert sharding.tiles[dim] == count
-        assert padded % count == 0
-        assert size <= padded < size + count
-        assert sharding.shard_shape(shape)[dim] * count == padded
-    assert sharding.num_shards == math.prod(sharding.tiles)
-    assert sharding.is_replicated == (sharding.num_shards == 1)
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_any_device_holds_what_the_model_says(case):
-    mesh, dims, spec, shape = case
-    indices = Sharding.of(mesh, spec, len(shape)).indices(shape)
-    assert indices == tuple(model_indices(position, mesh.mesh_shape, dims, shape) for position in range(mesh.size()))
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_the_blocks_of_one_replica_cover_the_tensor_exactly_once(case):
-    mesh, _, spec, shape = case
-    sharding = Sharding.of(mesh, spec, len(shape))
-    num_replicas = mesh.size() // sharding.num_shards
-    for replica in range(num_replicas):
-        times_held = np.zeros(shape, dtype=int)
-        holders = [block for block, replica_id in zip(sharding.indices(shape), sharding.replica_ids(), strict=True) if replica_id == replica]
-        assert len(holders) == sharding.num_shards
-        for block in holders:
-            times_held[block] += 1
-        assert (times_held == 1).all()
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_any_replica_id_is_the_rank_within_the_models_group(case):
-    mesh, dims, spec, shape = case
-    groups = model_groups(mesh, dims)
-    rank = {device_id: ids.index(device_id) for ids in groups.values() for device_id in ids}
-    sharding = Sharding.of(mesh, spec, len(shape))
-    assert sharding.replica_ids() == tuple(rank[device_id] for device_id in mesh.device_ids.tolist())
-    assert sharding.tile_assignment.reshape(-1).tolist() == [device_id for ids in groups.values() for device_id in ids]
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_any_text_is_the_one_that_xla_prints(case):
-    mesh, dims, spec, shape = case
-    sharding = Sharding.of(mesh, spec, len(shape))
-    assert sharding.text == xla_text(mesh, dims)
-
-
-@settings(deadline=None)  # a busy machine is no failure
-@given(case=cases())
-def test_xla_reads_the_text_back(case):
-    mesh, _, spec, shape = case
-    sharding = Sharding.of(mesh, spec, len(shape))
-    hlo_sharding_type = type(NamedSharding(AbstractMesh((1,), ("a",)), jax.P())._to_xla_hlo_sharding(1))
-    again = hlo_sharding_type.from_string(sharding.text)
-    assert str(again) == sharding.text
-    if not sharding.is_replicated:
-        assert list(again.tile_assignment_devices()) == sharding.tile_assignment.reshape(-1).tolist()
-
-
-def xla_text(mesh: Mesh, dims: Sequence[Sequence[int]]) -> str:
-    """What jaxlib prints for the sharding that jax makes of the same spec, with its ids replaced by the mesh's and listed one by one."""
-    names = tuple(f"axis{index}" for index in range(len(mesh.mesh_shape)))
-    spec = jax.P(*(tuple(names[axis] for axis in axes) for axes in dims))
-    sharding = NamedSharding(AbstractMesh(mesh.mesh_shape, names), spec)._to_xla_hlo_sharding(len(dims))
-    if sharding.is_replicated():
-        return str(sharding)
-    tiles = list(sharding.tile_assignment_dimensions())
-    ids = mesh.device_ids[np.asarray(sharding.tile_assignment_devices())]
-    listed = type(sharding.to_proto())()
-    listed.type = sharding.to_proto().type
-    listed.tile_assignment_dimensions = tiles
-    listed.tile_assignment_devices = ids.tolist()
-    listed.replicate_on_last_tile_dim = sharding.replicate_on_last_tile_dim()
-    return str(type(sharding).from_proto(listed))
 
 
 # what a spec refuses: (spec, the rule, what was got, the advice, a spec that takes it)

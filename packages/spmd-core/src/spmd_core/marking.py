@@ -16,7 +16,7 @@ from spmd_core.mesh import Mesh, check_devices
 from spmd_core.recording import entries, remember
 from spmd_core.sharding import PartitionSpec, Sharding, ShardingSpec
 from spmd_core.storage import Handle, Storage, lock, read
-from spmd_core.tensor import XLAShardedTensor, wrap
+from spmd_core.tensor import Followed, XLAShardedTensor, wrap
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
@@ -143,6 +143,8 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
             execution.set_sharding(handle, None)
         else:
             handle.sharding = None
+    if tensor._followed is not None:
+        tensor._followed.take(handle)
     return tensor
 
 
@@ -231,14 +233,14 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
 def _follow_gradients(tensor: XLAShardedTensor) -> None:
     """Constrains what autograd sends to a marked leaf (or intermediate) to the sharding that it has at that time."""
     if tensor._followed is not None:
+        tensor._followed.take(tensor._handle)
         return
-    # A cell and not the tensor, which its own hook would keep alive; `tensor.data = other` puts the new handle in.
-    cell = tensor._followed = [tensor._handle]
+    # Not the tensor, which its own hook would keep alive; `tensor.data = other` puts the new handle in.
+    followed = tensor._followed = Followed(tensor._handle)
 
     def follow(gradient: torch.Tensor) -> torch.Tensor | None:
-        handle = cell[0]
-        sharding = handle.sharding
-        if sharding is None or not isinstance(gradient, XLAShardedTensor) or gradient.shape != handle.spec.shape:
+        sharding = followed.sharding
+        if sharding is None or not isinstance(gradient, XLAShardedTensor) or gradient.shape != followed.shape:
             return None
         return _marked_copy(gradient, sharding)
 

@@ -110,8 +110,14 @@ def num_processes() -> int:
 
 
 def use_spmd() -> None:
-    """Turns on SPMD mode: one program over every device, partitioned by the marks. Tensors made before stay valid."""
+    """Turns on SPMD mode: one program over every device, partitioned by the marks. Tensors made before stay valid.
+
+    Autograd then runs backward in the thread that calls it, if that is the thread that called this, as it does for tensors on the CPU. A thread of
+    autograd's own holds what `torch.autograd.grad` returned for some milliseconds longer than the caller: a cut in that time would compute all of
+    it, in a program of its own.
+    """
     _state.spmd = True
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def is_spmd() -> bool:
@@ -298,6 +304,11 @@ def reshard(array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_
     """The array's first `shape` elements, laid out anew with `jax_sharding` and padded to `padded_shape`. Does not wait."""
     metrics.count("resharded_bytes", array.nbytes)
     with jax.enable_x64(True):
+        if 0 in shape:
+            # jax moves the blocks of an empty array as they are, of their old shape, where the order of the devices changes.
+            return jax.make_array_from_callback(
+                padded_shape, jax_sharding, lambda _: np.zeros(jax_sharding.shard_shape(padded_shape), array.dtype), dtype=array.dtype
+            )
         if array.shape == padded_shape:
             return jax.device_put(array, jax_sharding)
         whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[tuple(slice(n) for n in shape)]
@@ -392,11 +403,15 @@ def position_of_device(device: Any) -> int:
 
 
 def sharding_text(jax_sharding: Any, ndim: int) -> str:
-    """A jax sharding in XLA's text form with explicit device lists."""
+    """A jax sharding in XLA's text form with every device's number; those that hold copies of one block are in order."""
     sharding = jax_sharding._to_xla_hlo_sharding(ndim)
     if sharding.is_replicated():
         return "{replicated}"
-    dims = ",".join(map(str, sharding.tile_assignment_dimensions()))
-    ids = ",".join(map(str, sharding.tile_assignment_devices()))
-    suffix = " last_tile_dim_replicate" if sharding.replicate_on_last_tile_dim() else ""
+    is_partial = sharding.replicate_on_last_tile_dim()
+    # XLA's numbers are places in the program's row of devices, which a mesh may have in any order.
+    devices_of_tiles = np.array(device_ids_of(jax_sharding))[np.array(sharding.tile_assignment_devices())]
+    devices_of_tiles = devices_of_tiles.reshape(sharding.tile_assignment_dimensions())
+    dims = ",".join(map(str, devices_of_tiles.shape))
+    ids = ",".join(map(str, (np.sort(devices_of_tiles, axis=-1) if is_partial else devices_of_tiles).reshape(-1)))
+    suffix = " last_tile_dim_replicate" if is_partial else ""
     return f"{{devices=[{dims}]{ids}{suffix}}}"

@@ -90,7 +90,7 @@ class _Stack(NamedTuple):
 
 
 # By the number of an autograd node: the thread that made it, and the origin; None where two threads made a node of one number.
-_forward: dict[int, tuple[int, Origin] | None] = {}
+_forward: dict[int, tuple[threading.Thread, Origin] | None] = {}
 _forward_lock = threading.Lock()
 _used = False
 
@@ -127,11 +127,12 @@ def note_forward(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     makes_node = torch.is_grad_enabled() or (torch._C._current_autograd_node() is None and _walk(sys._getframe(1)).applies_function)
     if not makes_node:
         return
-    number, thread = torch._C._autograd._get_sequence_nr() - 1, threading.get_ident()
+    # The object and not its number, which Python gives to the next thread when this one has ended.
+    number, thread = torch._C._autograd._get_sequence_nr() - 1, threading.current_thread()
     with _forward_lock:
         if number in _forward:
             known = _forward[number]
-            if known is not None and known[0] != thread:
+            if known is not None and known[0] is not thread:
                 _forward[number] = None
             return
         here = origin()

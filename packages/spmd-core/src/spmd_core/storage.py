@@ -111,7 +111,7 @@ class View:
     The value is derived when it is first asked for, and again after a write through another alias. Its origin is the view's, not that of who asks.
     """
 
-    __slots__ = ("base", "link", "offset", "origin", "sharding", "spec", "storage", "value", "version")
+    __slots__ = ("__weakref__", "base", "link", "offset", "origin", "sharding", "spec", "storage", "value", "version")
 
     def __init__(self, base: "Handle", storage: Storage, link: Link, offset: int) -> None:
         self.base, self.storage, self.link, self.offset = base, storage, link, offset

@@ -1,5 +1,6 @@
 """`XLAShardedTensor`: a torch tensor on device `xla` that is metadata plus a handle to a graph value; it holds no arithmetic."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,27 @@ _STRIDED = torch.strided
 _as_strided_ = torch.ops.aten.as_strided_.default
 # torch's kernel that only sets the metadata of a tensor; it is registered for every device but XLA.
 _METADATA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional)
+
+
+class Followed:
+    """A handle whose sharding gradients follow, and the last that was known of it: autograd's graph may live on when the tensor is gone.
+
+    The handle is held weakly. The hook that holds this lives as long as the graph, and a value that is held at a cut is a result of the program: a
+    loss that lives through `sync()` would make results of all marked activations.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.take(handle)
+
+    def take(self, handle: Handle) -> None:
+        """Follows this handle from here on."""
+        self._handle, self._sharding, self.shape = weakref.ref(handle), handle.sharding, handle.spec.shape
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The handle's now, or when it was marked last."""
+        handle = self._handle()
+        return self._sharding if handle is None else handle.sharding
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -44,8 +66,8 @@ class XLAShardedTensor(torch.Tensor):
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
     # Set by `marking`: marks a tensor over a mesh of a given shape.
     _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpec], None]
-    # The handle whose sharding this tensor's gradients follow, in a cell shared with the hook.
-    _followed: list[Handle] | None = None
+    # What this tensor's gradients follow, shared with the hook.
+    _followed: "Followed | None" = None
     # Completed by `dtensor`, which knows torch's placements.
     device_mesh: Any
     placements: Any
@@ -227,7 +249,7 @@ class XLAShardedTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
         if self._followed is not None:
-            self._followed[0] = new._handle
+            self._followed.take(new._handle)
 
     def data_ptr(self) -> int:
         """A number that two tensors share if they begin at one place of one storage: tied weights are found by it. No memory lies there."""
