@@ -21,6 +21,7 @@ _COUNTERS: dict[str, Callable[[], int]] = {
     "DeviceDataCacheMiss": lambda: metrics.counter("host_reads"),
     "ReplicateShardedData": lambda: metrics.counter("host_reads"),
     "VirtualDeviceUsage": lambda: metrics.counter("uploads"),
+    "CreateOpSharding": lambda: metrics.counter("op_shardings"),
 }
 _FALLBACK = "aten::"
 
