@@ -6,8 +6,9 @@ A snippet is one string; where a document leaves a placeholder (a model's class,
 import re
 
 import pytest
-import spmd_core as spmd
 import torch
+
+import spmd_core as spmd
 
 pytestmark = pytest.mark.skipif(spmd.global_runtime_device_count() != 8, reason="the documents have eight devices")
 

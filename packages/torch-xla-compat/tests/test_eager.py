@@ -1,6 +1,7 @@
 """torch_xla.experimental.eager_mode."""
 
 import torch
+
 import torch_xla
 import torch_xla.debug.metrics as met
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 import spmd_core as spmd
 import torch_xla
 from torch_xla import _environment
@@ -23,7 +24,7 @@ def clean(monkeypatch):
 
 def test_automatic_sharding_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_AUTO_SPMD", "1")
-    with pytest.raises(NotImplementedError, match="XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it"):
+    with pytest.raises(NotImplementedError, match=r"XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it"):
         _environment.apply()
 
 

@@ -3,6 +3,9 @@
 import os
 
 import pytest
+import torch
+
+import spmd_core.runtime
 import torch_xla.runtime as xr
 
 
@@ -39,8 +42,6 @@ def test_spmd_mode_is_told_to_child_processes(monkeypatch):
 
 
 def test_spmd_mode_by_the_variable_alone(monkeypatch):
-    import spmd_core.runtime
-
     monkeypatch.setattr(spmd_core.runtime._state, "spmd", False)
     monkeypatch.delenv("XLA_USE_SPMD", raising=False)
     assert not xr.is_spmd()
@@ -63,8 +64,6 @@ def test_master_ip_needs_somebody_to_tell(monkeypatch):
 
 
 def test_the_cache_is_chosen_before_the_first_program(tmp_path):
-    import torch
-
     (torch.ones(2, device="xla") + 1).tolist()
     with pytest.raises(AssertionError, match="is chosen before the first one is compiled"):
         xr.initialize_cache(str(tmp_path))

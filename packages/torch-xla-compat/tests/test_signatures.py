@@ -5,6 +5,10 @@ import inspect
 
 import pytest
 
+import torch_xla
+from torch_xla.distributed.spmd import HybridMesh
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
 SIGNATURES = {
     "torch_xla": {
         "device": "(index=None)",
@@ -151,9 +155,6 @@ def test_signature(module, name):
 
 
 def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
-    from torch_xla.distributed.spmd import HybridMesh
-    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
-
     assert signature(HybridMesh) == "(ici_mesh_shape, dcn_mesh_shape=None, axis_names=None, *, num_slices=None)"
     assert signature(SpmdFullyShardedDataParallel) == (
         "(module, mesh=None, *, shard_output=None, auto_wrap_policy=None, auto_wrapper_callable=None, extra_data_axis=None, **kwargs)"
@@ -169,7 +170,5 @@ def test_what_is_not_here_yet_cannot_be_imported(name):
 
 
 def test_shorthands_of_the_package():
-    import torch_xla
-
     assert torch_xla.xm is torch_xla.core.xla_model and torch_xla.xr is torch_xla.runtime
     assert torch_xla.xu is torch_xla.utils.utils and torch_xla.xmp is torch_xla.distributed.xla_multiprocessing

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr

@@ -184,7 +184,7 @@ def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: 
     names = [f"{d['name']}" for d in spmd.device_attributes()]
     indices, replicas = found.indices(shape), found.replica_ids()
     where = {int(device): i for i, device in enumerate(found.mesh.device_ids)}
-    return t.load_local_shards_([shards.XLAShard(block, indices[where[i]], names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
+    return t.load_local_shards_([shards.XLAShard(block, list(indices[where[i]]), names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
 
 
 def _mark_manual_sharding(t: torch.Tensor) -> None:

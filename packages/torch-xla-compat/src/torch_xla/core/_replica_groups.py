@@ -48,7 +48,9 @@ def all_to_all(found: Manual, value: torch.Tensor, split_dim: int, concat_dim: i
     """Each device's `count` parts of `split_dim`, one to each device of the group, joined along `concat_dim`. ValueError for another count."""
     axes = _axes(found, groups)
     if count != _size(found, axes):
-        raise ValueError(f"all_to_all gives each device of a group a part; got split_count={count} for {_size(found, axes)} devices. Pass their number.")
+        raise ValueError(
+            f"all_to_all gives each device of a group a part; got split_count={count} for {_size(found, axes)} devices. Pass their number."
+        )
     return manual.in_region(found, manual.all_to_all, value, axes, split_dim, concat_dim)
 
 

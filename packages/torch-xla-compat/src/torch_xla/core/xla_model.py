@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -87,8 +86,8 @@ def is_master_ordinal(local: bool = True) -> bool:
     return topology.is_master(local=local)
 
 
-def master_print(*args: Any, fd: Any = sys.stdout, local: bool = False, flush: bool = False) -> None:
-    """`print` in the master process only."""
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """`print` in the master process only, to `fd`; None is the standard output of the time of the call."""
     if is_master_ordinal(local=local):
         print(*args, file=fd, flush=flush)
 

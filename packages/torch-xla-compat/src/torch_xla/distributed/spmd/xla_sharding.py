@@ -36,7 +36,7 @@ class Mesh(spmd.Mesh):
     def _validate_translated_partition_spec(self, partition_spec: Sequence[Any]) -> None:
         _check_spec(self, tuple(partition_spec))
 
-    def _get_op_sharding_args(self, partition_spec: PartitionSpec) -> tuple[list[Any], list[Any], list[Any], int]:
+    def _get_op_sharding_args(self, partition_spec: PartitionSpec) -> tuple[Sequence[Any], Sequence[Any], Sequence[Sequence[int]], int]:
         """(tile_assignment, group_assignment, replication_groups, type) as `_XLAC.OpSharding` takes them."""
         found = self.get_op_sharding(partition_spec)
         return found.tile_assignment, found.group_assignment, found.replication_groups, int(found.type)
@@ -85,15 +85,18 @@ class _Device:
 
     id: int
     platform: str
-    kind: str
+    device_kind: str
     coords: Sequence[int] | None
     core_on_chip: int
     slice_index: int | None
     process_index: int
 
-    @property
-    def device_kind(self) -> str:
-        return self.kind
+    @classmethod
+    def of(cls, number: int, row: dict[str, Any]) -> "_Device":
+        """The device of a row of `xr.global_runtime_device_attributes()`; what is missing in it is what a device without it has."""
+        platform = row["name"].split(":")[0].lower()
+        facts = row.get("coords"), row.get("core_on_chip", 0), row.get("slice_index"), row.get("process_index", 0)
+        return cls(number, platform, row.get("kind", ""), *facts)
 
 
 class HybridMesh(spmd.HybridMesh, Mesh):
@@ -113,8 +116,7 @@ class HybridMesh(spmd.HybridMesh, Mesh):
     def _devices() -> Sequence[Any]:
         """What `xr.global_runtime_device_attributes()` tells of the devices, by the numbers in their names."""
         rows = sorted(runtime.global_runtime_device_attributes(), key=lambda row: int(row["name"].split(":")[1]))
-        known = {"kind": "", "coords": None, "core_on_chip": 0, "slice_index": None, "process_index": 0}
-        return [_Device(id=i, platform=row["name"].split(":")[0].lower(), **{name: row.get(name, known[name]) for name in known}) for i, row in enumerate(rows)]
+        return [_Device.of(i, row) for i, row in enumerate(rows)]
 
 
 def set_global_mesh(mesh: spmd.Mesh | None) -> None:
