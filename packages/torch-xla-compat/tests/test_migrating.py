@@ -25,6 +25,7 @@ MODULES = {
 }
 
 
+@pytest.mark.slow
 def test_samples():
     samples = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(samples) == 4

@@ -124,6 +124,7 @@ class FsdpTrainer(DecoderTrainer):
         return FSDPv2(model, auto_wrap_policy=policy, auto_wrapper_callable=lambda m, *a, **k: FSDPv2(checkpoint_module(m), *a, **k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [DecoderTrainer, FsdpTrainer])
 def test_a_decoder(trainer, capsys):
     model, ids = Decoder(), torch.randint(VOCABULARY, (8, LENGTH))
@@ -159,6 +160,7 @@ def resnet():
     )
 
 
+@pytest.mark.slow
 def test_a_resnet_over_a_data_axis():
     model = resnet()
     reference = copy.deepcopy(model)
