@@ -281,3 +281,20 @@ def test_hooks_of_two_arguments_are_deprecated(device_mesh):
 def test_automatic_sharding_says_that_it_is_not_there(device_mesh):
     with pytest.raises(spmd.UnsupportedOpError, match="auto_policy asks for shardings that are found automatically"):
         spmd.distribute_module(nn.Linear(2, 2), device_mesh, spmd.auto_policy)
+
+
+def test_the_spec_that_torch_computes_with(mesh_2d):
+    x = spmd.mark_sharding(torch.ones(8, 6, device="xla"), mesh_2d, ("a", None))
+    spec = x._spec
+    assert spec.placements == (Shard(0), Replicate()) and spec.mesh.device_type == "xla" and tuple(spec.mesh.shape) == mesh_2d.mesh_shape
+    assert spec.tensor_meta == (torch.Size([8, 6]), (6, 1), torch.float32)
+    assert x._spec is spec
+    x.invalidate_spec_cache()
+    assert x._spec is not spec and x._spec == spec
+    spmd.mark_sharding(x, mesh_2d, (None, "b"))
+    assert x._spec.placements == (Replicate(), Shard(1))
+
+
+def test_the_spec_of_an_unmarked_tensor_is_one_value(num_devices):
+    spec = torch.ones(3, device="xla")._spec
+    assert spec.placements == (Replicate(),) and spec.mesh.size() == num_devices

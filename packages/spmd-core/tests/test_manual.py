@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core import compile_cache
+from spmd_core import compile_cache, manual
 
 X = torch.randn(16, 24)
 
@@ -249,3 +249,13 @@ def test_the_global_mesh_stands_in(mesh_1d):
         assert torch.equal(spmd.disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1)
     finally:
         spmd.set_global_mesh(None)
+
+
+def test_a_collective_of_the_region_that_a_tensor_is_in(mesh_1d, num_devices):
+    x = torch.ones(4, 2, device="xla")
+    assert manual.region_of(x) is None
+    block = spmd.enable_manual_sharding(x, (None, None), mesh=mesh_1d)
+    region = manual.region_of(block + 1)
+    assert region is not None and region.mesh == mesh_1d and region.axes == (0,)
+    total = manual.in_region(region, manual.all_reduce, block, (0,), "sum")
+    assert spmd.disable_manual_sharding(total, (None, None), (4, 2), mesh=mesh_1d).tolist() == [[num_devices] * 2] * 4

@@ -18,7 +18,7 @@ def test_blocks_written_are_the_tensor(mesh_2d, dtype, shape, spec):
     row = t[0]
     shards = t.local_shards
     for shard in shards:
-        shard.unpadded_data = new[shard.indices]
+        shard.unpadded_data = new[tuple(shard.indices)]
     assert t.load_local_shards_(shards) is t
     for shard in shards:
         shard.data.zero_()  # the device has a copy

@@ -217,7 +217,7 @@ def test_shards_of_an_uneven_tensor_show_their_padding(mesh_1d, num_devices):
     assert all(s.data.shape == (block,) for s in shards)
     assert torch.cat([s.unpadded_data for s in shards]).tolist() == list(range(n))
     assert (
-        shards[-1].indices == ((slice((num_devices - 1) * block, n),) if num_devices > 1 else ...)
+        shards[-1].indices == ([slice((num_devices - 1) * block, n, 1)] if num_devices > 1 else ...)
         and shards[-1].shard_device == f"CPU:{num_devices - 1}"
     )
     assert x.tolist() == list(range(n)) and (x * 2).sum().item() == n * (n - 1)

@@ -78,7 +78,7 @@ def test_a_key_without_a_sharding_is_named() -> None:
         MissingShardingError, match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, got \['x'\]\. Add them"
     ) as caught:
         placement({"x": spec}).place({"x": torch.zeros(8), "y": torch.zeros(8), "z": 1})
-    assert isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, KeyError) and caught.value.missing == ["y", "z"]
     assert isinstance(caught.value, SpmdError)
 
 

@@ -9,6 +9,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 import spmd_core as spmd  # noqa: E402
+import torch_xla.distributed.spmd as xs  # noqa: E402
 
 spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
@@ -17,6 +18,18 @@ spmd.use_spmd()
 @pytest.fixture
 def num_devices() -> int:
     return NUM_DEVICES
+
+
+@pytest.fixture
+def row() -> xs.Mesh:
+    """All devices along the second of two axes, `x` and `y`, as PyTorch/XLA's tests have them."""
+    return xs.Mesh(range(NUM_DEVICES), (1, NUM_DEVICES), ("x", "y"))
+
+
+@pytest.fixture
+def ids() -> str:
+    """The numbers of all devices, as a sharding's text has them."""
+    return ",".join(map(str, range(NUM_DEVICES)))
 
 
 @pytest.fixture(autouse=True)

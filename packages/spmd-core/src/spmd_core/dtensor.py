@@ -322,6 +322,29 @@ def _placements(self: XLAShardedTensor) -> tuple[Any, ...]:
     return placements_of(_own_sharding(self, "placements"))
 
 
+def _spec(self: XLAShardedTensor) -> Any:
+    """torch's DTensorSpec of the tensor: mesh, placements, shape, strides and dtype. The same object until the sharding changes.
+
+    A tensor without a sharding is described as what it is to a program, one value: replicated over one dimension of all devices.
+    """
+    from torch.distributed.tensor import _dtensor_spec  # noqa: PLC0415 - see `_types`
+
+    sharding = self.sharding
+    key = (sharding, self.shape, self.stride(), self.dtype)
+    cached = self.__dict__.get("_cached_spec")
+    if cached is None or cached[0] != key:
+        count = runtime.global_runtime_device_count()
+        over = Sharding.of(Mesh(range(count), (count,)), (), self.dim()) if sharding is None else sharding
+        meta = _dtensor_spec.TensorMeta(*key[1:])
+        cached = self.__dict__["_cached_spec"] = key, _dtensor_spec.DTensorSpec(to_device_mesh(over.mesh), placements_of(over), meta)
+    return cached[1]
+
+
+def _invalidate_spec_cache(self: XLAShardedTensor) -> None:
+    """Forgets the DTensorSpec; the next `_spec` makes another. Never needed: a new sharding makes one by itself."""
+    self.__dict__.pop("_cached_spec", None)
+
+
 def _redistribute(
     self: XLAShardedTensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None, *, async_op: bool = False
 ) -> XLAShardedTensor:
@@ -385,6 +408,8 @@ def from_local(local: torch.Tensor, device_mesh: AnyMesh | None = None, placemen
 
 XLAShardedTensor.device_mesh = property(_device_mesh)
 XLAShardedTensor.placements = property(_placements)
+XLAShardedTensor._spec = property(_spec)
+XLAShardedTensor.invalidate_spec_cache = _invalidate_spec_cache
 XLAShardedTensor.redistribute = _redistribute
 XLAShardedTensor.full_tensor = _full_tensor
 XLAShardedTensor.to_local = _to_local

@@ -56,11 +56,15 @@ class HybridMesh(Mesh):
                 f"ici_mesh_shape and dcn_mesh_shape must have one size for each axis; got {ici} with {len(ici)} and {dcn} with {len(dcn)}. "
                 "Write 1 for an axis that the network does not split."
             )
-        devices = runtime.devices()
-        positions = arrange(devices, ici, dcn, num_slices=num_slices)
+        positions = arrange(self._devices(), ici, dcn, num_slices=num_slices)
         super().__init__(positions.reshape(-1), tuple(a * b for a, b in zip(ici, dcn)), axis_names)
         object.__setattr__(self, "ici_mesh_shape", ici)
         object.__setattr__(self, "dcn_mesh_shape", dcn)
+
+    @staticmethod
+    def _devices() -> Sequence[Any]:
+        """The devices to be laid out, by id: jax's, or what tells the same of them."""
+        return runtime.devices()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # In another process the devices may be others: what was laid out here stays as it is, in a plain mesh.

@@ -189,6 +189,11 @@ def shard_map(
 
 def is_local(tensor: XLAShardedTensor) -> bool:
     """Whether a tensor is local to the devices of a manual region, so that it has a value of its own on each."""
+    return region_of(tensor) is not None
+
+
+def region_of(tensor: XLAShardedTensor) -> Manual | None:
+    """The mesh, and its axes, to whose devices a tensor is local; None for a tensor that is whole."""
     value = read(tensor._handle)
     seen: set[int] = set()
     pending = [value]
@@ -199,15 +204,15 @@ def is_local(tensor: XLAShardedTensor) -> bool:
         seen.add(id(value))
         if value.data is not None:
             if value.placement.manual is not None:
-                return True
+                return value.placement.manual
             continue
         border = value.entry.border if value.parent is None else None
         if border is not None:
             if not border.leaves:
-                return True
+                return border.manual
             continue  # what leaves a region is whole, wherever it came from
         pending.extend(value.inputs if value.parent is None else (value.parent,))
-    return False
+    return None
 
 
 def manual_axes(mesh: Mesh, axis_names: Iterable[str | int] | None = None) -> Manual:
@@ -334,8 +339,13 @@ def all_reduce(x: torch.Tensor, axes: Any, op: str = "sum") -> torch.Tensor:
 
 def all_reduce_local(x: torch.Tensor, mesh: Mesh, axes: tuple[int, ...], op: str) -> torch.Tensor:
     """`all_reduce` of a tensor that is local to the devices of a whole mesh, outside of a function of `shard_map`."""
-    with _inside(manual_axes(mesh)):
-        return all_reduce(x, axes, op)
+    return in_region(manual_axes(mesh), all_reduce, x, axes, op)
+
+
+def in_region(manual: Manual, collective: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """`collective(*args)` of tensors that are local to a region (`region_of`), outside of a function of `shard_map`."""
+    with _inside(manual):
+        return collective(*args)
 
 
 def all_gather(x: torch.Tensor, axes: Any, dim: int = 0) -> torch.Tensor:

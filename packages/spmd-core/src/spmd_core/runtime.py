@@ -132,11 +132,11 @@ def require_spmd(what: str) -> None:
 
 
 def device_attributes() -> list[dict[str, Any]]:
-    """One dict per device: `name`, `kind`, `process_index`, and on TPU `coords`, `core_on_chip` and `slice_index`."""
+    """One dict per device: `name`, `kind`, `process_index`, and on TPU `coords`, `core_on_chip`, `num_cores` and `slice_index`."""
     rows = []
     for i, d in enumerate(devices()):
         row = {"name": device_name(i), "kind": d.device_kind, "process_index": d.process_index}
-        for extra in ("coords", "core_on_chip", "slice_index"):
+        for extra in ("coords", "core_on_chip", "num_cores", "slice_index"):
             value = getattr(d, extra, None)
             if value is not None:
                 row[extra] = value

@@ -19,13 +19,14 @@ class XLAShard:
 
     Attributes:
         data: the block as stored, padding included, on the CPU.
-        indices: the slices of the global tensor that the block holds (clamped to its shape), or `...` where it holds all of it.
+        indices: for each dim the slice of the global tensor that the block holds (clamped to its shape, step 1), or `...` where it holds all of
+            it. A tensor on the host is indexed with `tuple(indices)`.
         shard_device: such as `"CPU:3"`.
         replica_id: the block's number among the devices that hold the same block.
     """
 
     data: torch.Tensor
-    indices: tuple[slice, ...] | EllipsisType
+    indices: list[slice] | EllipsisType
     shard_device: str
     replica_id: int
 
@@ -63,7 +64,7 @@ def read_local(storage: Storage) -> list[XLAShard]:
         device = runtime.position_of_device(shard.device)
         where = positions[device]
         data = dtypes.tensor_view(np.array(shard.data, copy=True, order="C"))
-        index: tuple[slice, ...] | EllipsisType = ... if sharding.is_replicated else indices[where]
+        index: list[slice] | EllipsisType = ... if sharding.is_replicated else [slice(s.start, s.stop, 1) for s in indices[where]]
         found.append(XLAShard(data, index, runtime.device_name(device), replicas[where]))
     return found
 

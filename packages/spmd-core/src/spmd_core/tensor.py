@@ -75,12 +75,14 @@ class XLAShardedTensor(torch.Tensor):
     full_tensor: Callable[..., "XLAShardedTensor"]
     to_local: Callable[..., "XLAShardedTensor"]
     from_local: Callable[..., "XLAShardedTensor"]
+    _spec: Any
+    invalidate_spec_cache: Callable[["XLAShardedTensor"], None]
     # Interception happens below autograd only: above it, gradients would be lost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, elem: torch.Tensor, mesh_shape: Sequence[int] | None = None, partition_spec: PartitionSpec | None = None, *, requires_grad: bool = False
+        cls, elem: torch.Tensor, mesh_shape: Sequence[int] | None = None, partition_spec: PartitionSpec | None = None, requires_grad: bool = False
     ) -> "XLAShardedTensor":
         if not isinstance(elem, torch.Tensor):
             raise TypeError(

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,7 +17,15 @@ InputSharding: TypeAlias = spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | 
 
 
 class MissingShardingError(DataError, KeyError):
-    """A dict batch has keys for which the dict of shardings says nothing. (Also a KeyError, which is what torch_xla raises.)"""
+    """A dict batch has keys for which the dict of shardings says nothing. (Also a KeyError, which is what torch_xla raises.)
+
+    Attributes:
+        missing: the keys.
+    """
+
+    def __init__(self, message: str, missing: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
 
     __str__ = DataError.__str__  # KeyError would print the message's repr
 
@@ -95,7 +103,8 @@ class Placement:
         if missing:
             raise MissingShardingError(
                 f"input_sharding must have an entry for every key of the batch; the keys {missing} are missing from it, "
-                f"got {list(self.input_sharding)}. Add them, with None for a tensor that should not be sharded."
+                f"got {list(self.input_sharding)}. Add them, with None for a tensor that should not be sharded.",
+                missing,
             )
         return {key: (value, self.input_sharding[key]) for key, value in batch.items()}
 

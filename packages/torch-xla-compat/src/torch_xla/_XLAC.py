@@ -1,16 +1,20 @@
 """The private functions of torch_xla's C++ module that its documents and users rely on."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 import spmd_core as spmd
 from spmd_core import debugging, manual, sharding, shards, storage
 from spmd_core import metrics as _metrics
+from spmd_core.errors import PartitionSpecError
 from spmd_core.sharding import ShardingType
 from spmd_core.tensor import XLAShardedTensor
+from torch_xla._upstream import raising
 
 
 class OpSharding:
@@ -21,6 +25,17 @@ class OpSharding:
     ) -> None:
         self.type = ShardingType(int(sharding_type))
         self.tile_assignment, self.group_assignment, self.replication_groups = tile_assignment, group_assignment, replication_groups
+
+    @classmethod
+    def of(cls, found: sharding.Sharding) -> "OpSharding":
+        """The description of a canonical sharding."""
+        tiles = found.tile_assignment
+        if found.type is ShardingType.PARTIAL:
+            groups = np.arange(found.num_shards).reshape(found.tiles).tolist()
+            return cls(tiles.tolist(), groups, tiles.reshape(found.num_shards, -1).tolist(), int(found.type))
+        if found.type is ShardingType.REPLICATED:
+            return cls(found.mesh.get_logical_mesh().tolist(), [], [], int(found.type))
+        return cls(tiles[..., 0].tolist(), [], [], int(found.type))
 
     def __str__(self) -> str:
         if self.type in (ShardingType.REPLICATED, ShardingType.MAXIMAL):
@@ -84,6 +99,12 @@ def _get_xla_sharding_type(t: torch.Tensor) -> ShardingType | None:
     return None if tensor.sharding is None else tensor.sharding_type
 
 
+def _get_xla_op_sharding(t: torch.Tensor) -> OpSharding | None:
+    """A tensor's sharding as an object, None where it has none."""
+    tensor = _own(t)
+    return None if tensor.sharding is None else OpSharding.of(tensor.sharding)
+
+
 def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
     return [_get_xla_sharding_spec(t) for t in tensors]
 
@@ -99,12 +120,21 @@ def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
-    """Shape, dtype, sharding and how the value is to be computed."""
+    """Device, shape, sharding, and where the value is: on the host, on the devices, or still to be computed."""
     tensor = _own(t)
-    spec = tensor._handle.spec
-    shape = f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}"
-    lines = [f"Tensor on {tensor.device}", f"Shape: {shape}", f"OpSharding: {{{_get_xla_sharding_spec(tensor)}}}"]
-    return "\n".join([*lines, f"Value: {storage.read(tensor._handle)!r}"])
+    value = storage.read(tensor._handle)
+    on_host = value.data is not None and value.placement.jax_sharding is None
+    on_device = value.data is not None and not on_host
+    facts = {
+        "TensorID": tensor.data_ptr(),
+        "Device": "SPMD:0" if spmd.is_spmd() else str(tensor.device),
+        "Shape": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+        "ShardingSpec": _get_xla_sharding_spec(tensor) or None,
+        "IR": None if on_host else "xla::device_data" if on_device else repr(value),
+        "XLAData": repr(value.placement) if on_device else None,
+        "Tensor on host": f"with size {list(tensor.shape)}" if on_host else None,
+    }
+    return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -128,23 +158,53 @@ def _xla_metrics_report() -> str:
 
 
 def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: Any, global_shape: Sequence[int] | None = None) -> XLAShardedTensor:
-    """The tensor whose blocks, in the order of the local devices, are given, padding included; `global_shape` None: there is no padding."""
-    text = str(op_sharding)
-    found = sharding.from_text(text, blocks[0].dim())
-    if len(blocks) != found.mesh.size():
-        raise RuntimeError(f"there must be one shard for each device; got {len(blocks)} for {found.mesh.size()} devices. Pass one for each.")
+    """The tensor whose blocks, in the order of the local devices, are given, padding included; `global_shape` None: there is no padding.
+
+    Raises:
+        RuntimeError: not one block for each device, blocks of different shapes, or a shape that they do not make.
+    """
+    devices = spmd.global_runtime_device_count()
+    if len(blocks) != devices:
+        raise RuntimeError(f"there must be one shard for each device; got {len(blocks)} for {devices} devices. Pass one for each.")
+    if any(block.shape != blocks[0].shape for block in blocks):
+        raise RuntimeError(f"shards have one shape, padding included; got {sorted({tuple(block.shape) for block in blocks})}. Pad the smaller ones.")
+    with raising(RuntimeError, PartitionSpecError):
+        found = sharding.from_text(str(op_sharding), blocks[0].dim())
     shape = tuple(n * tiles for n, tiles in zip(blocks[0].shape, found.tiles)) if global_shape is None else tuple(global_shape)
-    t = spmd.mark_sharding(torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims)
+    if len(shape) != found.ndim or found.shard_shape(shape) != blocks[0].shape:
+        raise RuntimeError(
+            f"the shards must make a tensor of the global shape; got shards of shape {tuple(blocks[0].shape)} under {found.text} for {shape}. "
+            "Leave global_shape out where nothing is padded."
+        )
     if found.is_replicated:
-        return t.copy_(blocks[0])  # type: ignore[return-value]
+        if any(not torch.equal(block, blocks[0]) for block in blocks):
+            raise RuntimeError("every device holds the whole of a replicated tensor; got shards that differ. Give the same one for each device.")
+        return spmd.mark_sharding(blocks[0].to("xla"), spmd.Mesh(range(devices), (devices,)), ())
+    t = spmd.mark_sharding(torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims)
     names = [f"{d['name']}" for d in spmd.device_attributes()]
     indices, replicas = found.indices(shape), found.replica_ids()
     where = {int(device): i for i, device in enumerate(found.mesh.device_ids)}
-    return t.load_local_shards_([shards.XLAShard(block, indices[where[i]], names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
+    return t.load_local_shards_([shards.XLAShard(block, list(indices[where[i]]), names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
 
 
 def _mark_manual_sharding(t: torch.Tensor) -> None:
-    raise NotImplementedError("a tensor becomes manual by entering a region. Call enable_manual_sharding(t, spec, mesh=mesh) or shard_map.")
+    """Nothing for a tensor that is local to its device already, as everything that is computed from such a one.
+
+    Raises:
+        RuntimeError: the tensor is data, of which every device would hold its own.
+        NotImplementedError: the tensor is computed from whole ones.
+    """
+    tensor = _own(t)
+    if manual.is_local(tensor):
+        return
+    if storage.read(tensor._handle).data is not None:
+        raise RuntimeError(
+            f"Marking any data tensors as manual is not supported: only what is computed can be; got data of shape {tuple(t.shape)}. "
+            "Call enable_manual_sharding on it."
+        )
+    raise NotImplementedError(
+        f"a tensor becomes manual by entering a region; got a whole one of shape {tuple(t.shape)}. Call enable_manual_sharding(t, spec, mesh=mesh)."
+    )
 
 
 def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
@@ -157,10 +217,22 @@ def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
 
 def _spmd_shard_to_full_shape(t: torch.Tensor, op_sharding: Any, full_shape: Sequence[int], dtype: Any = None) -> torch.Tensor:
     """The whole tensor of the blocks that `_spmd_full_to_shard_shape` made."""
-    if not manual.is_local(_own(t)):
+    region = manual.region_of(_own(t))
+    if region is None:
         raise RuntimeError("Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first.")
-    found = sharding.from_text(str(op_sharding), t.dim())
-    return spmd.disable_manual_sharding(t, found.dims, full_shape, mesh=found.mesh)
+    spec = _spec_over(region.mesh, str(op_sharding), t.dim())
+    return spmd.mark_sharding(spmd.disable_manual_sharding(t, spec, full_shape, mesh=region.mesh), region.mesh, spec)
+
+
+def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> sharding.PartitionSpec:
+    """The partition spec over a mesh that has this text. RuntimeError where none has."""
+    axes = range(len(mesh.mesh_shape))
+    entries = [order for n in range(len(axes) + 1) for order in itertools.permutations(axes, n)]
+    for spec in itertools.product(entries, repeat=ndim):
+        used = [axis for entry in spec for axis in entry]
+        if len(used) == len(set(used)) and sharding.Sharding.of(mesh, spec, ndim).text == text:
+            return spec
+    raise RuntimeError(f"blocks make a whole over the mesh of their region; got {text} for {mesh!r}. Pass mesh.get_op_sharding(partition_spec).")
 
 
 def _set_allow_execution(allow: bool) -> None:

@@ -2,7 +2,8 @@
 
 import os as _os
 from collections.abc import Callable as _Callable
-from contextlib import AbstractContextManager as _AbstractContextManager
+from collections.abc import Iterator as _Iterator
+from contextlib import contextmanager as _contextmanager
 from importlib import metadata as _metadata
 from typing import Any as _Any
 
@@ -52,9 +53,15 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
     _spmd.sync(wait=wait or _os.environ.get("XLA_SYNC_WAIT", "0") == "1")
 
 
-def step() -> _AbstractContextManager[_Any]:
-    """A step as a context: a sync before it and after it."""
-    return _step_program.step()
+@_contextmanager
+def step() -> _Iterator[None]:
+    """A step as a context: a sync before it and after it, also where an exception leaves it."""
+    try:
+        with _step_program.step():
+            yield
+    except Exception:
+        _spmd.sync()
+        raise
 
 
 def compile(

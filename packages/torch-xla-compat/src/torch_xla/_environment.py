@@ -1,10 +1,29 @@
-"""The environment variables of PyTorch/XLA that mean something here, applied once, at the first import."""
+"""The environment variables of PyTorch/XLA, applied once, at the first import; `docs/migrating.md` lists them."""
 
 import os
+import warnings
 
 import spmd_core as spmd
-from spmd_core import startup
+from spmd_core import eager, startup
+from spmd_core.config import config
 from torch_xla._upstream import refuse
+
+# What asks for something that is not done here, and what to use in its place.
+_WITHOUT_EFFECT = {
+    "XLA_USE_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
+    "XLA_DOWNCAST_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
+    "XLA_AUTO_SPMD_MESH": "Build a Mesh and mark tensors with mark_sharding.",
+    "XLA_AUTO_USE_GROUP_SHARDING": "Build a Mesh and mark tensors with mark_sharding.",
+    "XLA_METRICS_FILE": "Write torch_xla.debug.metrics.metrics_report() where you want it.",
+    "XLA_SAVE_TENSORS_FILE": "Print spmd_core.debugging.stablehlo() or operations().",
+    "XLA_SAVE_HLO_FILE": "Print spmd_core.debugging.hlo().",
+    "XLA_DUMP_HLO_GRAPH": "Print spmd_core.debugging.hlo().",
+    "XLA_DISABLE_FUNCTIONALIZATION": "Remove it: writes through views are always right.",
+    "PT_XLA_DEBUG_FILE": "Redirect stderr.",
+    "PJRT_DYNAMIC_PLUGINS": "Install the plugin as jax asks for it.",
+    "XLA_COORDINATOR_PORT": "Call spmd_core.initialize(address), or set MASTER_PORT.",
+}
+_DEBUG_LEVELS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL")
 
 
 def is_set(name: str) -> bool:
@@ -14,7 +33,12 @@ def is_set(name: str) -> bool:
 
 
 def apply() -> None:
-    """CPU_NUM_DEVICES, XLA_USE_SPMD and XLA_PERSISTENT_CACHE_PATH do what they did; automatic sharding is refused."""
+    """Does what the variables ask for, and warns of those that ask for what is not done here. Automatic sharding is refused.
+
+    Raises:
+        NotImplementedError: XLA_AUTO_SPMD is on.
+        ValueError: CPU_NUM_DEVICES is no positive number.
+    """
     if is_set("XLA_AUTO_SPMD"):
         refuse("XLA_AUTO_SPMD", "asks for shardings that are found automatically", "Unset it, and mark tensors with mark_sharding.")
     num_devices = os.environ.get("CPU_NUM_DEVICES")
@@ -27,3 +51,16 @@ def apply() -> None:
     path = os.environ.get("XLA_PERSISTENT_CACHE_PATH")
     if path:
         startup.initialize_cache(path, readonly=is_set("XLA_PERSISTENT_CACHE_READ_ONLY"))
+    if is_set("XLA_IR_DEBUG") or is_set("XLA_HLO_DEBUG"):
+        config.record_source_lines = True
+    if any(is_set(name) for name in _DEBUG_LEVELS) and config.explain_recompiles_after is None:
+        config.explain_recompiles_after = 0
+    if is_set("XLA_USE_EAGER_DEBUG_MODE"):
+        eager.eager_mode(True)
+    _warn_of_ignored()
+
+
+def _warn_of_ignored() -> None:
+    for name, instead in _WITHOUT_EFFECT.items():
+        if os.environ.get(name, "0").strip().lower() not in ("", "0", "false"):
+            warnings.warn(f"{name} has no effect in this torch_xla, which runs on spmd_core; got {os.environ[name]!r}. {instead}", stacklevel=4)

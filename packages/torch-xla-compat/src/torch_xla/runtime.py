@@ -1,5 +1,6 @@
 """Devices, processes and SPMD mode ("xr"). In SPMD mode there is one logical device; the physical ones are the *runtime* devices."""
 
+import os
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 import spmd_core as spmd
 from spmd_core import compile_cache, startup, topology
 from spmd_core.errors import SpmdError
+from torch_xla._environment import is_set
 from torch_xla._upstream import raising, refuse
 
 
@@ -101,14 +103,20 @@ def addressable_runtime_device_count() -> int:
 
 
 def use_spmd(auto: bool = False) -> None:
-    """Turns SPMD mode on; tensors made before stay valid. Automatic sharding is refused."""
+    """Turns SPMD mode on, here and (by `XLA_USE_SPMD=1`) in processes started from this one; tensors made before stay valid.
+
+    Automatic sharding is refused.
+    """
     if auto:
         refuse("use_spmd(auto=True)", "asks for shardings that are found automatically", "Call use_spmd() and mark tensors with mark_sharding.")
+    os.environ["XLA_USE_SPMD"] = "1"
     spmd.use_spmd()
 
 
 def is_spmd() -> bool:
-    """Whether SPMD mode is on."""
+    """Whether SPMD mode is on. `XLA_USE_SPMD=1` turns it on at any time."""
+    if not spmd.is_spmd() and is_set("XLA_USE_SPMD"):
+        spmd.use_spmd()
     return spmd.is_spmd()
 
 

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +13,7 @@ from jax.experimental import multihost_utils
 import spmd_core as spmd
 from spmd_core import barrier, debugging, random_state, steps, structures, topology
 from torch_xla._upstream import refuse
+from torch_xla.core import _replica_groups
 
 XLA_LIB = torch.library.Library("xla", "FRAGMENT")
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = "sum", "mul", "and", "or", "min", "max"
@@ -86,8 +86,8 @@ def is_master_ordinal(local: bool = True) -> bool:
     return topology.is_master(local=local)
 
 
-def master_print(*args: Any, fd: Any = sys.stdout, local: bool = False, flush: bool = False) -> None:
-    """`print` in the master process only."""
+def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
+    """`print` in the master process only, to `fd`; None is the standard output of the time of the call."""
     if is_master_ordinal(local=local):
         print(*args, file=fd, flush=flush)
 
@@ -246,9 +246,9 @@ def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager
 
 
 def _world_of_one(groups: Any) -> None:
-    if groups and any(len(group) > 1 or group[0] != 0 for group in groups):
+    if groups and any(list(group) != [0] for group in groups):
         raise ValueError(
-            f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. Leave groups out, or use spmd_core.shard_map."
+            f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. Leave groups out, or enter a manual region first."
         )
 
 
@@ -258,8 +258,18 @@ def _reduction(reduce_type: str) -> None:
 
 
 def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True) -> Any:
-    """The value over all replicas, of which there is one: a copy times `scale`; a list is scaled in place."""
+    """The value over all replicas, of which there is one: a copy times `scale`; a list is scaled in place.
+
+    In a manual region the replicas are its devices, and `groups` are their numbers: so with all collectives here.
+    """
     _reduction(reduce_type)
+    region = _replica_groups.region(inputs)
+    if region is not None:
+        return _replica_groups.all_reduce(region, reduce_type, inputs, scale, groups)
+    if not isinstance(inputs, torch.Tensor) and any(_replica_groups.region(tensor) is not None for tensor in inputs):
+        for tensor in inputs:
+            tensor.copy_(all_reduce(reduce_type, tensor, scale, groups))
+        return None
     _world_of_one(groups)
     if isinstance(inputs, torch.Tensor):
         return inputs * scale if scale != 1.0 else inputs.clone()
@@ -271,6 +281,10 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = 
 
 def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None, output: torch.Tensor | None = None, pin_layout: bool = True) -> torch.Tensor:
     """The values of all replicas, joined: the value."""
+    region = _replica_groups.region(value)
+    if region is not None:
+        gathered = _replica_groups.all_gather(region, value, dim, groups)
+        return gathered if output is None else output.copy_(gathered)
     _world_of_one(groups)
     return value if output is None else output.copy_(value)
 
@@ -287,6 +301,10 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """The replica's part of the sum over all: the value times `scale`. ValueError for more parts than replicas."""
     _reduction(reduce_type)
+    region = _replica_groups.region(input)
+    if region is not None:
+        part = _replica_groups.reduce_scatter(region, reduce_type, input, scale, scatter_dim, shard_count, groups)
+        return part if output is None else output.copy_(part)
     _world_of_one(groups)
     if shard_count != 1:
         raise ValueError(
@@ -300,6 +318,9 @@ def all_to_all(
     value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None, pin_layout: bool = True
 ) -> torch.Tensor:
     """What the replicas exchange: the value. ValueError for more parts than replicas."""
+    region = _replica_groups.region(value)
+    if region is not None:
+        return _replica_groups.all_to_all(region, value, split_dimension, concat_dimension, split_count, groups)
     _world_of_one(groups)
     if split_count != 1:
         raise ValueError(

@@ -21,20 +21,20 @@ _COUNTERS: dict[str, Callable[[], int]] = {
     "DeviceDataCacheMiss": lambda: metrics.counter("host_reads"),
     "ReplicateShardedData": lambda: metrics.counter("host_reads"),
     "VirtualDeviceUsage": lambda: metrics.counter("uploads"),
+    "CreateOpSharding": lambda: metrics.counter("op_shardings"),
 }
 _FALLBACK = "aten::"
 
 
 def counter_names() -> list[str]:
     """The counters that have counted something. One of an operation that ran on the host begins with `aten::`."""
-    fallbacks = dict.fromkeys(fallback.op for fallback in metrics.host_fallbacks())
-    return [name for name, read in _COUNTERS.items() if read()] + list(fallbacks)
+    return [name for name, read in _COUNTERS.items() if read()] + executed_fallback_ops()
 
 
 def counter_value(name: str) -> int | None:
     """A counter's value, None where it never counted."""
     if name.startswith(_FALLBACK):
-        return sum(f.count for f in metrics.host_fallbacks() if f.op == name) or None
+        return sum(f.count for f in metrics.host_fallbacks() if _operation(f.op) == name) or None
     return (_COUNTERS[name]() or None) if name in _COUNTERS else None
 
 
@@ -102,5 +102,9 @@ def short_metrics_report(counter_names: list[str] | None = None, metric_names: l
 
 
 def executed_fallback_ops() -> list[str]:
-    """The operations that ran on the host."""
-    return list(dict.fromkeys(fallback.op for fallback in metrics.host_fallbacks()))
+    """The operations that ran on the host, such as `aten::_add_relu`."""
+    return list(dict.fromkeys(_operation(fallback.op) for fallback in metrics.host_fallbacks()))
+
+
+def _operation(overload: str) -> str:
+    return overload.split(".")[0]

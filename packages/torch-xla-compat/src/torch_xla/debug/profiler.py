@@ -1,16 +1,29 @@
 """Profiles of host and devices, written for TensorBoard's profile plugin."""
 
 from spmd_core import profiler
+from spmd_core.errors import SpmdError
 from spmd_core.profiler import StepTrace as StepTrace
 from spmd_core.profiler import Trace as Trace
-from spmd_core.profiler import start_trace as start_trace
-from spmd_core.profiler import stop_trace as stop_trace
 from spmd_core.profiler import trace_me as trace_me
+from torch_xla._upstream import raising
+
+
+def start_trace(log_dir: str) -> None:
+    """Records until `stop_trace`. RuntimeError while another trace is recorded."""
+    with raising(RuntimeError, SpmdError):
+        profiler.start_trace(log_dir)
+
+
+def stop_trace() -> None:
+    """Writes what was recorded. RuntimeError where nothing is."""
+    with raising(RuntimeError, SpmdError):
+        profiler.stop_trace()
 
 
 def start_server(port: int, only_on_master: bool = True) -> None:
-    """Listens for tools that ask for a profile."""
-    profiler.start_server(port, only_on_master=only_on_master)
+    """Listens for tools that ask for a profile. RuntimeError where it listens already, or cannot."""
+    with raising(RuntimeError, SpmdError):
+        profiler.start_server(port, only_on_master=only_on_master)
 
 
 def trace(

@@ -1,10 +1,11 @@
 """The loader, under torch_xla's names and arguments; what it does is `spmd_data`'s."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+import spmd_core as spmd
 import spmd_data
 from spmd_core.errors import DataError
 
@@ -38,17 +39,17 @@ class MpDeviceLoader:
         self._parallel_loader_kwargs = _Kept(kwargs)
         self._current: spmd_data.MpDeviceLoader | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> "PerDeviceLoader":
         self.close()
         given = self._parallel_loader_kwargs
         self._current = spmd_data.MpDeviceLoader(
             self._loader,
             self._device,
-            input_sharding=given.get("input_sharding"),
+            input_sharding=_with_replicated(given.get("input_sharding")),
             prefetch=given.get("device_prefetch_size", _PREFETCH),
             batches_per_execution=given.get("batches_per_execution", 1),
         )
-        return _Batches(iter(self._current))
+        return PerDeviceLoader(iter(self._current))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -66,8 +67,17 @@ class MpDeviceLoader:
             self._current = None
 
 
-class _Batches(Iterator[Any]):
-    """One iteration; its errors are torch_xla's."""
+def _with_replicated(input_sharding: Any) -> Any:
+    """None for a key of a dict means that every device holds the whole tensor."""
+    if not isinstance(input_sharding, Mapping):
+        return input_sharding
+    count = spmd.global_runtime_device_count()
+    whole = spmd.ShardingSpec(spmd.Mesh(range(count), (count,)), ())
+    return {key: whole if spec is None else spec for key, spec in input_sharding.items()}
+
+
+class PerDeviceLoader(Iterator[Any]):
+    """One iteration over the device's batches; what it raises is what torch_xla raises: see `next`."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -76,11 +86,20 @@ class _Batches(Iterator[Any]):
         try:
             return next(self._batches)
         except spmd_data.MissingShardingError as error:
-            raise KeyError(str(error)) from error
+            raise KeyError(f"Keys: {error.missing} are missing from input_sharding. {error}") from error
         except DataError as error:
-            raise ValueError(str(error)) from error
+            text = "input batch should be a dict when input sharding is a dict. " if "must be a dict" in str(error) else ""
+            raise ValueError(f"{text}{error}") from error
 
-    next = __next__
+    def next(self) -> Any:
+        """The next batch; ends the step before it.
+
+        Raises:
+            StopIteration: there is none.
+            KeyError: a dict batch has keys for which the dict of shardings says nothing.
+            ValueError: the shardings are a dict, and the batch is not.
+        """
+        return next(self)
 
 
 class ParallelLoader:
@@ -106,8 +125,10 @@ class ParallelLoader:
             input_sharding=input_sharding,
         )
 
-    def per_device_loader(self, device: torch.device | str) -> Iterator[Any]:
-        """The iterator over the device's batches."""
+    def per_device_loader(self, device: torch.device | str) -> PerDeviceLoader:
+        """The iterator over the device's batches. RuntimeError for a device that the loader was not made for."""
+        if torch.device(device).type not in {known.type for known in self._devices}:
+            raise RuntimeError(f"a loader serves the devices that it was made for, {self._devices}; got {device}. Pass one of them.")
         return iter(self._loader)
 
     def close(self) -> None:
@@ -126,4 +147,4 @@ _NAMES = frozenset(
     }
 )
 
-__all__ = ["MpDeviceLoader", "ParallelLoader"]
+__all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import barrier, custom_ops, einsum_linear, manual
+from spmd_core import barrier, custom_ops, einsum_linear, manual, metrics
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.mesh import check_devices
 from spmd_core.sharding import PartitionSpec as PartitionSpec
 from spmd_core.sharding import Sharding, validate_spec
 from spmd_core.sharding import ShardingType as ShardingType
 from spmd_core.tensor import XLAShardedTensor
-from torch_xla import _XLAC
+from torch_xla import _XLAC, runtime
 from torch_xla._upstream import raising
 
 
@@ -25,7 +25,7 @@ class Mesh(spmd.Mesh):
     def __init__(self, device_ids: np.ndarray | Sequence[int], mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> None:
         with raising(AssertionError, MeshError):
             super().__init__(device_ids, mesh_shape, axis_names)
-            check_devices(self, spmd.global_runtime_device_count())
+            check_devices(self, runtime.global_runtime_device_count())
 
     def get_axis_name_idx(self, name: str) -> int | None:  # type: ignore[override]
         """The index of an axis, None for a name that the mesh lacks. TypeError for an unnamed mesh."""
@@ -34,23 +34,27 @@ class Mesh(spmd.Mesh):
         return self.axis_names.index(name) if name in self.axis_names else None
 
     def _validate_translated_partition_spec(self, partition_spec: Sequence[Any]) -> None:
-        with raising(AssertionError, PartitionSpecError):
-            validate_spec(self, tuple(partition_spec))
+        _check_spec(self, tuple(partition_spec))
 
-    def _get_op_sharding_args(self, partition_spec: PartitionSpec) -> tuple[list[Any], list[Any], list[Any], int]:
+    def _get_op_sharding_args(self, partition_spec: PartitionSpec) -> tuple[Sequence[Any], Sequence[Any], Sequence[Sequence[int]], int]:
         """(tile_assignment, group_assignment, replication_groups, type) as `_XLAC.OpSharding` takes them."""
-        sharding = Sharding.of(self, partition_spec, len(partition_spec))
-        tiles = sharding.tile_assignment
-        if sharding.type is ShardingType.PARTIAL:
-            groups = np.arange(sharding.num_shards).reshape(sharding.tiles).tolist()
-            return tiles.tolist(), groups, tiles.reshape(sharding.num_shards, -1).tolist(), int(sharding.type)
-        if sharding.type is ShardingType.REPLICATED:
-            return self.get_logical_mesh().tolist(), [], [], int(sharding.type)
-        return tiles[..., 0].tolist(), [], [], int(sharding.type)
+        found = self.get_op_sharding(partition_spec)
+        return found.tile_assignment, found.group_assignment, found.replication_groups, int(found.type)
 
     def get_op_sharding(self, partition_spec: PartitionSpec) -> _XLAC.OpSharding:
-        """XLA's description of what the spec means over this mesh."""
-        return _XLAC.OpSharding(*self._get_op_sharding_args(partition_spec))
+        """XLA's description of what the spec means over this mesh; made, and counted as `CreateOpSharding`, once for each spec.
+
+        Raises:
+            AssertionError: an axis that the mesh lacks by its number, one that is named twice, or nested tuples.
+            ValueError: an axis that the mesh lacks by its name, or an entry of another type.
+        """
+        known: dict[Any, _XLAC.OpSharding] = self.__dict__.setdefault("_op_shardings", {})
+        key = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in partition_spec)
+        if key not in known:
+            _check_spec(self, key)
+            metrics.count("op_shardings")
+            known[key] = _XLAC.OpSharding.of(Sharding.of(self, key, len(key)))
+        return known[key]
 
     get_op_sharding_v2 = get_op_sharding
 
@@ -61,8 +65,42 @@ class Mesh(spmd.Mesh):
         return Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names)
 
 
+def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
+    """Raises what torch_xla raises: ValueError for a name that the mesh lacks and for another type of entry, AssertionError for the rest."""
+    try:
+        validate_spec(mesh, spec)
+    except PartitionSpecError as error:
+        axes = [axis for entry in spec for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))]
+        unknown = [axis for axis in axes if isinstance(axis, str) and axis not in (mesh.axis_names or ())]
+        if unknown:
+            raise ValueError(f"Axis name {unknown[0]} is not defined in the given mesh: {error}") from error
+        if any(not isinstance(axis, (int, np.integer, str, tuple, list, type(None))) or isinstance(axis, bool) for axis in axes):
+            raise
+        raise AssertionError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A device as jax's mesh utilities look at one."""
+
+    id: int
+    platform: str
+    device_kind: str
+    coords: Sequence[int] | None
+    core_on_chip: int
+    slice_index: int | None
+    process_index: int
+
+    @classmethod
+    def of(cls, number: int, row: dict[str, Any]) -> "_Device":
+        """The device of a row of `xr.global_runtime_device_attributes()`; what is missing in it is what a device without it has."""
+        platform = row["name"].split(":")[0].lower()
+        facts = row.get("coords"), row.get("core_on_chip", 0), row.get("slice_index"), row.get("process_index", 0)
+        return cls(number, platform, row.get("kind", ""), *facts)
+
+
 class HybridMesh(spmd.HybridMesh, Mesh):
-    """`spmd_core.HybridMesh`, also by position."""
+    """`spmd_core.HybridMesh`, also by position. What it refuses is a ValueError, as with torch_xla."""
 
     def __init__(
         self,
@@ -73,6 +111,12 @@ class HybridMesh(spmd.HybridMesh, Mesh):
         num_slices: int | None = None,
     ) -> None:
         super().__init__(ici_mesh_shape, dcn_mesh_shape, axis_names, num_slices=num_slices)
+
+    @staticmethod
+    def _devices() -> Sequence[Any]:
+        """What `xr.global_runtime_device_attributes()` tells of the devices, by the numbers in their names."""
+        rows = sorted(runtime.global_runtime_device_attributes(), key=lambda row: int(row["name"].split(":")[1]))
+        return [_Device.of(i, row) for i, row in enumerate(rows)]
 
 
 def set_global_mesh(mesh: spmd.Mesh | None) -> None:
@@ -99,14 +143,28 @@ def _check_rank(t: Any, partition_spec: Sequence[Any]) -> None:
         )
 
 
+def _describe(mesh: Any, partition_spec: Any) -> None:
+    """Checks the spec as torch_xla does, by making its description (once for each mesh and spec)."""
+    if isinstance(mesh, Mesh) and isinstance(partition_spec, (tuple, list)):
+        mesh.get_op_sharding(tuple(partition_spec))
+
+
+def _require_spmd() -> None:
+    if not runtime.is_spmd():
+        raise RuntimeError("Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it is off. Call it before.")
+
+
 def mark_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
-    """`spmd_core.mark_sharding`, for a tensor that has no other sharding yet.
+    """`spmd_core.mark_sharding`, for a tensor that has no other sharding yet. Data of the host starts to go up. Does not wait.
 
     Raises:
-        AssertionError: not one entry for each dim.
+        AssertionError: not one entry for each dim, or a spec that `Mesh.get_op_sharding` refuses so.
+        ValueError: a spec that `Mesh.get_op_sharding` refuses so.
         RuntimeError: SPMD mode is off, or data on the device was sharded otherwise.
     """
+    _require_spmd()
     _check_rank(t, partition_spec)
+    _describe(mesh, partition_spec)
     if isinstance(t, XLAShardedTensor) and t.sharding is not None and not t.sharding.is_replicated and t._handle.storage.value.data is not None:
         wanted = Sharding.of(mesh, partition_spec, t.dim())
         if wanted != t.sharding:
@@ -114,18 +172,22 @@ def mark_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpe
                 f"Existing annotation must be cleared first: the tensor has {t.sharding.text} and was to get {wanted.text}. "
                 "Call clear_sharding(t) before."
             )
-    return spmd.mark_sharding(t, mesh, partition_spec)
+    return spmd.start_upload(spmd.mark_sharding(t, mesh, partition_spec))
 
 
 def annotate_custom_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
     """`spmd_core.annotate`: constrains the present value, over an existing sharding too."""
+    _require_spmd()
     _check_rank(t, partition_spec)
+    _describe(mesh, partition_spec)
     return spmd.annotate(t, mesh, partition_spec)
 
 
 def mark_sharding_with_gradients(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
     """`spmd_core.mark_sharding_with_gradients`."""
+    _require_spmd()
     _check_rank(t, partition_spec)
+    _describe(mesh, partition_spec)
     return spmd.mark_sharding_with_gradients(t, mesh, partition_spec)
 
 

@@ -1,0 +1,51 @@
+"""torch_xla.distributed.spmd.debugging: tables, rendered as text."""
+
+import pytest
+import torch
+from rich.console import Console
+
+import torch_xla.distributed.spmd as xs
+from torch_xla.distributed.spmd.debugging import construct_v1_sharding_str, visualize_sharding, visualize_tensor_sharding
+
+
+def rendered(table):
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_a_text():
+    assert rendered(visualize_sharding("{devices=[2,2]0,1,2,3}", use_color=False)) == [
+        "┌─────────┬─────────┐",
+        "│  CPU 0  │  CPU 1  │",
+        "├─────────┼─────────┤",
+        "│  CPU 2  │  CPU 3  │",
+        "└─────────┴─────────┘",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "cells"),
+    [
+        ("{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}", ["CPU [0, 1]", "CPU [6, 7]"]),
+        ("{devices=[4]0,1,2,3}", ["CPU 0", "CPU 3"]),
+        ("{devices=[2,2]<=[4]}", ["CPU 1", "CPU 2"]),
+        ("{devices=[2,2]8,9,10,11}", ["CPU 8", "CPU 11"]),
+    ],
+)
+def test_other_texts(text, cells):
+    shown = "\n".join(rendered(visualize_sharding(text, use_color=False)))
+    assert all(cell in shown for cell in cells)
+
+
+def test_a_tensor(row, num_devices):
+    t = xs.mark_sharding(torch.randn(8, 8).to("xla"), row, (0, 1))
+    shown = "\n".join(rendered(visualize_tensor_sharding(t, use_color=False)))
+    assert all(f"CPU {i}" in shown for i in range(num_devices)) or ("CPU" in shown and num_devices == 1)
+    assert construct_v1_sharding_str(t) == t.sharding_spec
+
+
+def test_something_else_is_a_value_error():
+    with pytest.raises(ValueError, match="a sharding is shown from XLA's text of it; got 'garbage'"):
+        visualize_sharding("garbage")

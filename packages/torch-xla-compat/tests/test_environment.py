@@ -1,0 +1,86 @@
+"""Environment variables: what has an effect, what is refused, what is warned of."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import spmd_core as spmd
+import torch_xla
+from torch_xla import _environment
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("XLA_", "PT_XLA_", "CPU_NUM", "PJRT_")):
+            monkeypatch.delenv(name)
+    before = spmd.config.record_source_lines, spmd.config.explain_recompiles_after
+    yield
+    spmd.config.record_source_lines, spmd.config.explain_recompiles_after = before
+    spmd.eager_mode(False)
+
+
+def test_automatic_sharding_is_refused(monkeypatch):
+    monkeypatch.setenv("XLA_AUTO_SPMD", "1")
+    with pytest.raises(NotImplementedError, match=r"XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it"):
+        _environment.apply()
+
+
+@pytest.mark.parametrize("text", ["0", "many", "-1"])
+def test_number_of_devices_is_positive(monkeypatch, text):
+    monkeypatch.setenv("CPU_NUM_DEVICES", text)
+    with pytest.raises(ValueError, match=f"CPU_NUM_DEVICES is a positive number of emulated devices; got '{text}'"):
+        _environment.apply()
+
+
+@pytest.mark.parametrize("name", ["XLA_IR_DEBUG", "XLA_HLO_DEBUG"])
+def test_source_lines(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    _environment.apply()
+    assert spmd.config.record_source_lines
+
+
+@pytest.mark.parametrize("name", ["PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL"])
+def test_explained_compiles(monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    _environment.apply()
+    assert spmd.config.explain_recompiles_after == 0
+
+
+def test_eager_mode(monkeypatch):
+    monkeypatch.setenv("XLA_USE_EAGER_DEBUG_MODE", "1")
+    _environment.apply()
+    assert torch_xla.experimental.is_eager_mode()
+
+
+def test_sync_that_waits(monkeypatch):
+    waited = []
+    monkeypatch.setattr("spmd_core.sync", lambda *, wait=False: waited.append(wait))
+    torch_xla.sync()
+    monkeypatch.setenv("XLA_SYNC_WAIT", "1")
+    torch_xla.sync()
+    assert waited == [False, True]
+
+
+@pytest.mark.parametrize("name", sorted(_environment._WITHOUT_EFFECT))
+def test_what_has_no_effect_is_said(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match=f"{name} has no effect in this torch_xla.*got '1'"):
+        _environment.apply()
+
+
+def test_a_program_started_with_variables(tmp_path):
+    program = (
+        "import torch, torch_xla, torch_xla.runtime as xr\n"
+        "assert xr.is_spmd() and xr.global_runtime_device_count() == 4\n"
+        "print((torch.ones(4, device='xla') + 1).tolist())\n"
+    )
+    cache = tmp_path / "programs"
+    variables = {"CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "true", "XLA_PERSISTENT_CACHE_PATH": str(cache), "PJRT_DEVICE": "CPU"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0 and "[2.0, 2.0, 2.0, 2.0]" in ran.stdout, ran.stderr[-2000:]
+    assert list(cache.iterdir())

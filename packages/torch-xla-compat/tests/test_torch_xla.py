@@ -1,0 +1,113 @@
+"""The top level: devices, steps, compile, seeds, launching."""
+
+import pytest
+import torch
+
+import torch_xla
+import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
+
+
+def test_one_logical_device_and_all_physical_ones(num_devices):
+    assert torch_xla.device() == torch_xla.device(0) == torch.device("xla:0")
+    assert torch_xla.devices() == [torch.device("xla:0")] and torch_xla.device_count() == 1
+    assert torch_xla.real_devices() == [f"CPU:{i}" for i in range(num_devices)]
+
+
+@pytest.mark.parametrize("index", [1, -1])
+def test_another_device_is_an_index_error(index):
+    with pytest.raises(IndexError, match=rf"there is one logical device, with index 0; got {index}\. Call torch_xla\.device\(\)"):
+        torch_xla.device(index)
+
+
+def test_sync_counts_a_step_and_computes():
+    met.clear_all()
+    x = torch.ones(3, device="xla") + 1
+    torch_xla.sync(wait=True)
+    assert met.counter_value("MarkStep") == 1
+    assert x.tolist() == [2.0] * 3
+
+
+def test_a_step_syncs_before_and_after():
+    met.clear_all()
+    with torch_xla.step():
+        x = torch.ones(3, device="xla") + 1
+    assert met.counter_value("MarkStep") == 2 and met.counter_value("UncachedCompile") in (None, 1)
+    assert x.tolist() == [2.0] * 3
+
+
+def test_a_step_syncs_also_where_an_exception_leaves_it():
+    met.clear_all()
+    with pytest.raises(RuntimeError, match="of the user"), torch_xla.step():
+        raise RuntimeError("of the user")
+    assert met.counter_value("MarkStep") == 2
+
+
+@pytest.mark.parametrize("form", ["call", "decorator", "with arguments", "context"])
+def test_compile_in_each_form(form):
+    def double(x):
+        return x * 2
+
+    x = torch.ones(3, device="xla")
+    torch_xla.sync()
+    met.clear_all()
+    if form == "context":
+        with torch_xla.compile():
+            result = double(x)
+    elif form == "with arguments":
+        result = torch_xla.compile(full_graph=True, name="double")(double)(x)
+    else:
+        result = torch_xla.compile(double)(x)
+    assert met.counter_value("MarkStep") == 2 and met.counter_value("ExecuteReplicated") == 1
+    assert result.tolist() == [2.0] * 3
+
+
+def test_full_graph_refuses_a_read_inside():
+    @torch_xla.compile(full_graph=True)
+    def reads(x):
+        return x * 2 if (x + 1).sum() > 0 else x
+
+    with pytest.raises(RuntimeError, match="under full_graph=True nothing is executed inside"):
+        reads(torch.ones(3, device="xla"))
+
+
+def test_max_different_graphs_refuses_another_shape():
+    step = torch_xla.compile(lambda x: x * 3, name="of one shape", max_different_graphs=1)
+    step(torch.ones(3, device="xla"))
+    with pytest.raises(RuntimeError, match="at most 1 different programs"):
+        step(torch.ones(4, device="xla"))
+
+
+def test_compiler_options_are_refused_and_none_are_not():
+    with pytest.raises(NotImplementedError, match=r"custom_compile_options=.*sets options of PyTorch/XLA's own compiler call.* Set XLA_FLAGS"):
+        torch_xla.compile(lambda: None, custom_compile_options={"xla_a": True})
+    with pytest.raises(NotImplementedError, match="set_custom_compile_options"):
+        torch_xla.set_custom_compile_options({"xla_a": True})
+    torch_xla.set_custom_compile_options({})
+
+
+def test_seeds_repeat():
+    torch_xla.manual_seed(7)
+    first = torch.rand(4, device="xla").tolist()
+    torch_xla.manual_seed(7, device=torch_xla.device())
+    assert torch.rand(4, device="xla").tolist() == first
+
+
+def test_launch_is_refused_in_spmd_mode():
+    assert xr.is_spmd()
+    with pytest.raises(NotImplementedError, match=r"starts a process for each device.*Call fn\(0, \*args\) yourself"):
+        torch_xla.launch(print, args=())
+    with pytest.raises(NotImplementedError, match=r"xmp\.spawn starts a process for each device"):
+        torch_xla.xmp.spawn(print)
+
+
+def test_launch_outside_of_spmd_mode_runs_here(monkeypatch):
+    monkeypatch.setattr("spmd_core.is_spmd", lambda: False)
+    seen = []
+    torch_xla.launch(lambda index, a: seen.append((index, a)), args=("a",))
+    torch_xla.xmp.spawn(lambda index: seen.append(index), nprocs=1)
+    assert seen == [(0, "a"), 0]
+
+
+def test_version_is_the_one_whose_names_these_are():
+    assert torch_xla.__version__ == "2.9.0"
