@@ -400,7 +400,7 @@ def from_local(local: torch.Tensor, device_mesh: AnyMesh | None = None, placemen
             given[i] = types.Replicate()
     mesh, spec = partition_spec_of(over.mesh if device_mesh is None else device_mesh, given, local.dim())
     for op, axes in reduced.items():
-        whole = manual.all_reduce_local(whole, mesh, tuple(axes), op)
+        whole = manual.in_region(manual.manual_axes(mesh), manual.all_reduce, whole, tuple(axes), op)
     sizes = Sharding.of(mesh, spec, local.dim()).tiles
     full_shape = tuple(n * tiles for n, tiles in zip(local.shape, sizes))
     return marking.mark_sharding(manual.disable_manual_sharding(whole, spec, full_shape, mesh=mesh), mesh, spec)

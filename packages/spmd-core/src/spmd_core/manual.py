@@ -337,11 +337,6 @@ def all_reduce(x: torch.Tensor, axes: Any, op: str = "sum") -> torch.Tensor:
     return result
 
 
-def all_reduce_local(x: torch.Tensor, mesh: Mesh, axes: tuple[int, ...], op: str) -> torch.Tensor:
-    """`all_reduce` of a tensor that is local to the devices of a whole mesh, outside of a function of `shard_map`."""
-    return in_region(manual_axes(mesh), all_reduce, x, axes, op)
-
-
 def in_region(manual: Manual, collective: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """`collective(*args)` of tensors that are local to a region (`region_of`), outside of a function of `shard_map`."""
     with _inside(manual):
