@@ -17,6 +17,13 @@ assert _lowering is not None
 _record = functional_handler(_lowering)
 
 
+def optimization_barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """New tensors of the same values, behind one barrier; not differentiable. All must be on device `xla`."""
+    with torch.no_grad():
+        behind: list[torch.Tensor] = _record((list(tensors),), NO_KWARGS)
+    return behind
+
+
 def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
     """Puts one barrier behind all tensors, in place: what is computed from any of them waits for all of them, and is not fused with what made them.
 
@@ -36,8 +43,8 @@ def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Non
     if not given:
         return
     with lock:
-        for handle, behind in zip(handles, _record((given,), NO_KWARGS)):
-            write(handle, read(behind._handle))
+        for handle, behind in zip(handles, optimization_barrier(given)):
+            write(handle, read(behind._handle))  # type: ignore[attr-defined]
 
 
 def apply_backward_optimization_barrier(module: torch.nn.Module) -> torch.nn.Module:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from spmd_core.interop import call_jax
+from spmd_core.barrier import optimization_barrier
 from spmd_core.tensor import XLAShardedTensor
 
 
@@ -23,9 +22,7 @@ def barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     The compiler takes them for other values than those given, so it does not share what is computed from them. Not differentiable. Does not wait.
     """
-    with torch.no_grad():
-        found: list[torch.Tensor] = call_jax(jax.lax.optimization_barrier, list(tensors))
-    return found
+    return optimization_barrier(tensors)
 
 
 class _Barrier(torch.autograd.Function):
