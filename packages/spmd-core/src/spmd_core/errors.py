@@ -1,19 +1,19 @@
 """Every exception that the project raises on purpose; nothing here imports anything.
 
     SpmdError                   catches all of them
-    ├── MeshError               (ValueError)            a mesh that cannot be built, read or placed on this machine
-    ├── PartitionSpecError      (ValueError)            a partition spec that does not fit its mesh or its tensor
-    ├── DataError               (ValueError)            host data that cannot be loaded or sharded as asked
-    ├── WrapError               (RuntimeError, ValueError)  a module that cannot be made a unit of FSDP, or whose result cannot be laid out
+    ├── MeshError               (ValueError)                a mesh that cannot be built, read or placed on this machine
+    ├── PartitionSpecError      (ValueError)                a partition spec that does not fit its mesh or its tensor
+    ├── DataError               (ValueError)                host data that cannot be loaded or sharded as asked
     ├── ShardError              (RuntimeError, ValueError)  a tensor without shards, or shards that do not fit it
-    ├── DeviceMismatchError     (RuntimeError)          tensors of different devices met in one operation
-    ├── NotInSpmdModeError      (RuntimeError)          a call that needs SPMD mode came before it was enabled
-    ├── HostFallbackError       (RuntimeError)          strict mode met work that would run on the host
-    ├── DeviceMemoryError       (RuntimeError)          a program or its buffers do not fit the devices
-    ├── ProgramError            (RuntimeError)          a recorded program could not be lowered, compiled or run
-    └── UnsupportedOpError      (NotImplementedError)   an operation that has neither a lowering nor a fallback
+    ├── WrapError               (RuntimeError, ValueError)  a module that cannot be a unit of FSDP, or whose result cannot be laid out
+    ├── DeviceMismatchError     (RuntimeError)              tensors of different devices met in one operation
+    ├── NotInSpmdModeError      (RuntimeError)              a call that needs SPMD mode came before it was enabled
+    ├── HostFallbackError       (RuntimeError)              strict mode met work that would run on the host
+    ├── DeviceMemoryError       (RuntimeError)              a program or its buffers do not fit the devices
+    ├── ProgramError            (RuntimeError)              a recorded program could not be lowered, compiled or run
+    └── UnsupportedOpError      (NotImplementedError)       an operation that has neither a lowering nor a fallback
 
-Each one is also the builtin exception in brackets, so that code which knows nothing of this project can catch it. Every message
+Each one is also the builtin exceptions in brackets, so that code which knows nothing of this project can catch it. Every message
 states the rule, then what was got (names and numbers), then what to do.
 """
 
