@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core import compile_cache, storage
+from spmd_core import compile_cache, runtime, storage
 
 pytestmark = pytest.mark.one_device
 
@@ -360,3 +360,18 @@ def test_sharded_initialisation_never_holds_a_full_copy(mesh_1d, num_devices):
     assert record.argument_bytes < 1000 and record.output_bytes < full / 7
     assert record.peak_bytes < full / 2
     assert model[0].weight.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.02)
+
+
+def test_programs_are_dropped_before_memory_maps_run_out(monkeypatch):
+    def run(n: int) -> list[float]:
+        return (torch.arange(float(n)).to("xla") * 3 + n).tolist()
+
+    for n in range(20, 26):
+        run(n)
+    assert runtime.free_memory_maps() is None or runtime.free_memory_maps() > 0
+    before, dropped = len(compile_cache.keys()), spmd.metrics.counter("programs_dropped")
+    monkeypatch.setattr(runtime, "free_memory_maps", lambda: 100)
+    assert run(26) == [3.0 * i + 26 for i in range(26)]
+    assert len(compile_cache.keys()) == before // 2 + 1
+    assert spmd.metrics.counter("programs_dropped") - dropped == before - before // 2
+    assert run(20) == [3.0 * i + 20 for i in range(20)]  # compiled again

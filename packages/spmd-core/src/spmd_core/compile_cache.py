@@ -1,11 +1,12 @@
 """Compiled programs by key: a named list of ingredients, compared by value, so that a miss can say which ingredient changed."""
 
+import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmd_core import metrics
+from spmd_core import metrics, runtime
 from spmd_core.config import config
 from spmd_core.graph import Entry, Spec
 from spmd_core.lowering import Graph, Program
@@ -39,6 +40,8 @@ history: deque[Compiled] = deque(maxlen=64)
 # Called after each compilation.
 observers: list[Callable[[Compiled], None]] = []
 _programs: OrderedDict[Key, Program] = OrderedDict()
+# More than a program that we have seen needs, with room for all else that a process maps.
+_MAPS_TO_SPARE = 20_000
 
 
 def get(key: Key, build: Callable[[], Program]) -> Program:
@@ -48,6 +51,7 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
         _programs.move_to_end(key)
         metrics.count("cache_hits")
         return program
+    _make_room()
     program = _programs[key] = build()
     while len(_programs) > config.max_programs:
         _programs.popitem(last=False)
@@ -56,6 +60,21 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
     for observe in observers:
         observe(compiled)
     return program
+
+
+def _make_room() -> None:
+    """Drops the half of the programs that was used longest ago where few memory maps are left.
+
+    XLA's CPU backend loads the code of a program into maps of its own, over a thousand for a large one, and crashes the process when Linux gives
+    it no more (65,530 by default). This ends when XLA reports that as an error.
+    """
+    free = runtime.free_memory_maps()
+    if free is None or free >= _MAPS_TO_SPARE:
+        return
+    for _ in range(-(-len(_programs) // 2)):
+        _programs.popitem(last=False)
+        metrics.count("programs_dropped")
+    gc.collect()  # a program and what it traced refer to each other
 
 
 def changed(new: Key, old: Key) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -96,6 +97,14 @@ def is_started() -> bool:
 def platform() -> str:
     """`"cpu"`, `"gpu"` or `"tpu"`."""
     return devices()[0].platform
+
+
+def free_memory_maps() -> int | None:
+    """How many more memory maps Linux gives this process; None on other systems, and where programs do not run on the CPU."""
+    limit, maps = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
+    if platform() != "cpu" or not limit.exists() or not maps.exists():
+        return None
+    return int(limit.read_text()) - maps.read_bytes().count(b"\n")
 
 
 def global_runtime_device_count() -> int:
