@@ -1,4 +1,4 @@
-"""Eight emulated devices (or SPMD_TEST_DEVICES of them), by PyTorch/XLA's own variables, before anything is imported."""
+"""Eight emulated devices (or SPMD_TEST_DEVICES of them) in SPMD mode, and no programs on disk."""
 
 import os
 

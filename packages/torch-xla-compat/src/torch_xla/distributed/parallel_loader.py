@@ -12,10 +12,6 @@ from spmd_core.errors import DataError
 _PREFETCH = 8
 
 
-class _Kept(dict[str, Any]):
-    """The arguments of a loader, kept so that a program may change them between two iterations."""
-
-
 class MpDeviceLoader:
     """Wraps a loader: iterating it gives its batches on the device, sharded, with the next ones on their way, and ends a step before each.
 
@@ -36,7 +32,8 @@ class MpDeviceLoader:
         if unknown:
             raise TypeError(f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; got {', '.join(sorted(unknown))}. Remove what is not in the list.")
         self._loader, self._device = loader, device
-        self._parallel_loader_kwargs = _Kept(kwargs)
+        # Programs change them between two iterations.
+        self._parallel_loader_kwargs: dict[str, Any] = kwargs
         self._current: spmd_data.MpDeviceLoader | None = None
 
     def __iter__(self) -> "PerDeviceLoader":
