@@ -32,7 +32,6 @@ class Meter:
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor, float]] = deque()
         self._clock = StepClock()
         self._counters_before = self._counters()
-        self._programs_before = len(self._programs())
 
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         """Keeps the scalars of one step, wherever they are. Does not wait."""
@@ -69,7 +68,7 @@ class Meter:
             report.mfu = self._mfu(report.tokens_per_s)
         now = self._counters()
         report.compiles, report.executions = (now.get(name, 0) - self._counters_before.get(name, 0) for name in ("compiles", "executions"))
-        report.compile_s = sum(program.compile_s for program in self._programs()[self._programs_before :])
+        report.compile_s = sum(program.compile_s for program in self._programs())
         program = self._step_program()
         if program is not None:
             report.peak_bytes, report.argument_bytes, report.temp_bytes = program.peak_bytes, program.argument_bytes, program.temp_bytes
@@ -95,7 +94,7 @@ class Meter:
 
         The first step's program makes the optimizer's state and runs once; an evaluation's is small, though it may run often.
         """
-        programs = self._programs()[self._programs_before :]
+        programs = self._programs()
         largest = max((program.num_ops for program in programs), default=0)
         return max((program for program in programs if program.num_ops > largest / 2), key=lambda program: program.executions, default=None)
 
@@ -106,4 +105,4 @@ class Meter:
         return spmd.metrics.counters() if self._on_xla else {}
 
     def _programs(self) -> list[Any]:
-        return list(spmd.metrics.programs()) if self._on_xla else []
+        return list(spmd.metrics.programs(since=self._counters_before["compiles"])) if self._on_xla else []

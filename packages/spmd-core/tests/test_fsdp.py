@@ -453,11 +453,11 @@ def test_a_deep_copy_runs_its_own_parameters(mesh):
 def test_a_meta_module_is_made_on_the_device_in_shards(mesh, num_devices):
     with torch.device("meta"):
         model = nn.Sequential(Block(256), Block(256))
-    uploaded, programs = metrics.counter("uploaded_bytes"), len(metrics.programs())
+    uploaded, compiles = metrics.counter("uploaded_bytes"), metrics.counter("compiles")
     ours = in_blocks(mesh)(model)
     spmd.sync(wait=True)
     assert metrics.counter("uploaded_bytes") == uploaded
-    made = metrics.programs()[programs:]
+    made = metrics.programs(since=compiles)
     weight = 4 * 256 * 512
     # Blocks alike are made by one program, and no device holds more than its part: the weights, and what their random numbers are made of.
     assert len(made) == 1 and made[0].executions == 2

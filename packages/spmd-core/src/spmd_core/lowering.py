@@ -258,7 +258,6 @@ class Program(Traced):
     def __init__(self, graph: Graph, name: str) -> None:
         super().__init__(graph, name)
         self._compile()
-        metrics.count("compiles")
         metrics.record_program(self.record)
 
     def _compile(self) -> None:

@@ -55,7 +55,8 @@ def count_fallback(overload: str, source: str) -> bool:
 
 
 def record_program(record: ProgramRecord) -> None:
-    """Keeps what is known of a compiled program (the newest 512)."""
+    """Counts a compiled program and keeps what is known of it."""
+    count("compiles")
     _programs.append(record)
     del _programs[:-_MAX_PROGRAM_RECORDS]
 
@@ -75,9 +76,10 @@ def host_fallbacks() -> tuple[HostFallback, ...]:
     return tuple(HostFallback(op, source, n) for (op, source), n in _fallbacks.most_common())
 
 
-def programs() -> tuple[ProgramRecord, ...]:
-    """The compiled programs, oldest first."""
-    return tuple(_programs)
+def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
+    """The compiled programs, oldest first: of the newest 512, those compiled after `counter("compiles")` was `since`."""
+    new = counter("compiles") - since
+    return tuple(_programs[-new:]) if new > 0 else ()
 
 
 def reset() -> None:

@@ -149,21 +149,24 @@ def kept(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return result[..., : shape[-2], : shape[-1]]
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    """The lowest finite number for -inf: a row that attends to nothing has no maximum, and then every exp below is that of -inf, which is 0."""
-    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+def _finite(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The lowest finite number for -inf: a row that attends to nothing has no maximum, and then every exp below is that of -inf, which is 0.
+
+    Only a mask leaves such a row. Without one, XLA's CPU backend keeps product, maximum, subtraction and exp in one loop.
+    """
+    return x if mask is None else jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
-def _softmax(scores: jax.Array) -> jax.Array:
+def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The probabilities of whole rows; zeros for a row that attends to nothing."""
-    weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True)))
+    weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True), mask))
     # At least 1 where anything is attended to: the exponential of the maximum less itself.
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
 
 
-def _log_of_sum(scores: jax.Array) -> jax.Array:
+def _log_of_sum(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The log of the sum of the exponents of whole rows; -inf for a row that attends to nothing."""
-    top = _finite(jnp.max(scores, axis=-1, keepdims=True))
+    top = _finite(jnp.max(scores, axis=-1, keepdims=True), mask)
     return (top + jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)))[..., 0]
 
 
@@ -188,7 +191,7 @@ def forward(
         and backward are one program, the compiler finds that they are the same."""
         (i, j), (lse, attended) = pair, carry
         scores = _scores(plan, i, j, _block(query, i, size_q, rows), key, mask)
-        return (_put(lse, _log_of_sum(scores), i, rows), _put(attended, attend(i, j, _softmax(scores)), i, rows)), None
+        return (_put(lse, _log_of_sum(scores, mask), i, rows), _put(attended, attend(i, j, _softmax(scores, mask)), i, rows)), None
 
     def online(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
         """Adds one block of keys to what one block of queries has attended to."""
@@ -196,7 +199,7 @@ def forward(
         before, sum_before, out_before = _block(highest, i, size_q, rows), _block(total, i, size_q, rows), _block(attended, i, size_q, rows)
         scores = _scores(plan, i, j, _block(query, i, size_q, rows), _block(key, j, size_k, columns), mask)
         top = jnp.maximum(before, jnp.max(scores, axis=-1))
-        shift = _finite(top)
+        shift = _finite(top, mask)
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         summed = sum_before * shrink + jnp.sum(weights, axis=-1)
@@ -211,7 +214,7 @@ def forward(
         start = (*start[:1], jnp.zeros(shape, wide), *start[1:])
         (highest, total, attended), _ = lax.scan(online, start, pairs)
         out = attended / jnp.where(total == 0, np.asarray(1, wide), total)[..., None]
-        lse = _finite(highest) + jnp.log(total)
+        lse = _finite(highest, mask) + jnp.log(total)
     return out[..., : plan.num_queries, :], lse[..., : plan.num_queries]
 
 
@@ -247,7 +250,7 @@ def backward(
     whole_rows = plan.keys[1] == 1
     # What the softmax's backward subtracts from each row (Dao 2023, section 2.2); it also holds under dropout, which is in `out`.
     common = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
-    shift = _padded(_finite(lse), rows, plan.queries)
+    shift = _padded(_finite(lse, mask), rows, plan.queries)
     common, grad, query = (_padded(x, rows, plan.queries) for x in (common, grad, query))
     key, value = _padded(key, columns, plan.keys), _padded(value, columns, plan.keys)
     mask_shape = None if mask is None else mask.shape
@@ -266,12 +269,14 @@ def backward(
         query_i, grad_i = _block(query, i, size_q, rows), _block(grad, i, size_q, rows)
         key_j, value_j = _block(key, j, size_k, columns), _block(value, j, size_k, columns)
         scores = _scores(plan, i, j, query_i, key_j, mask)
-        weights = _softmax(scores) if whole_rows else jnp.exp(scores - _block(shift, i, size_q, rows)[..., None])
+        weights = _softmax(scores, mask) if whole_rows else jnp.exp(scores - _block(shift, i, size_q, rows)[..., None])
         drop = _dropout(plan, i, j, seed, weights.shape)
         of_value = add(of_value, j, columns, lambda: _product(transposed, drop(weights).astype(grad.dtype), grad_i))
         of_weights = drop(_compared(grad_i, value_j))
-        subtracted = jnp.sum(weights * of_weights, axis=-1) if whole_rows else _block(common, i, size_q, rows)
-        of_scores = weights * (of_weights - subtracted[..., None])
+        weighed = weights * of_weights
+        subtracted = jnp.sum(weighed, axis=-1) if whole_rows else _block(common, i, size_q, rows)
+        # Not weights * (of_weights - ...): this way XLA's CPU backend takes the product, its sum and the difference in one loop.
+        of_scores = weighed - weights * subtracted[..., None]
         if of_mask is not None:
             summed = jnp.sum(of_scores, axis=[d for d, size in enumerate(of_mask.shape) if size == 1], keepdims=True)
             of_row = _block(of_mask, i, summed.shape[-2], of_mask.ndim - 2)
