@@ -48,6 +48,16 @@ def test_labels_beside_images(mesh):
     assert image.partition_spec == ("data", None, None, None) and label.tolist() == list(range(8))
 
 
+@pytest.mark.skipif(N == 1, reason="one device divides everything")
+def test_a_mini_batch_that_does_not_divide_is_a_runtime_error_from_next(mesh):
+    rows, spec = torch.ones(N + 1, 2), xs.ShardingSpec(mesh, ("data", None), minibatch=True)
+    for batch, specs in ((rows, spec), ({"x": rows}, {"x": spec})):
+        with pytest.raises(RuntimeError, match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)"):
+            next(iter(batches(batch, specs)))
+    label, row = torch.ones(N + 1), torch.ones(N, 2)
+    assert len(next(iter(batches((row, label), spec)))) == 2, "the spec does not apply to the label"
+
+
 def test_a_missing_key_is_a_key_error_from_next(mesh):
     iterator = iter(batches(BATCH, {"x": xs.ShardingSpec(mesh, ("data", None))}))
     with pytest.raises(KeyError, match=r"Keys: \['y'\] are missing from input_sharding\..*Add them, with None"):

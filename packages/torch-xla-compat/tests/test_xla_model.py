@@ -124,7 +124,7 @@ def test_data_to_the_device():
 @pytest.mark.skipif(N == 1, reason="one device divides everything")
 def test_a_mini_batch_divides_by_the_devices():
     spec = xs.ShardingSpec(xs.get_1d_mesh("data"), ("data", None), minibatch=True)
-    with pytest.raises(RuntimeError, match=f"the mini-batch of a process must divide by its {N} devices; got {N + 1} rows"):
+    with pytest.raises(RuntimeError, match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)"):
         xm.send_cpu_data_to_device(torch.ones(N + 1, 2), torch_xla.device(), spec)
 
 

@@ -394,11 +394,12 @@ def test_a_manual_region_needs_a_mesh_and_blocks(row):
 def test_marking_manual(row):
     with pytest.raises(RuntimeError, match="Marking any data tensors as manual is not supported"):
         xs._mark_manual_sharding(torch.zeros(3, 2).to("xla"))
-    with pytest.raises(NotImplementedError, match="a tensor becomes manual by entering a region"):
-        xs._mark_manual_sharding(tensor(3, 2) + 1)
+    own = xs._mark_manual_sharding(torch.ones(3, 2).to("xla") + 1)
+    assert own.shape == (3, 2) and text(own) == "{manual}"
+    whole = xs.disable_manual_sharding(own, (0, None), (3 * N, 2), mesh=xs.get_1d_mesh())
+    assert whole.tolist() == [[2.0, 2.0]] * 3 * N
     block = xs.enable_manual_sharding(tensor(8, 8), (0, 1), mesh=row) + 1
-    xs._mark_manual_sharding(block)
-    assert text(block) == "{manual}"
+    assert xs._mark_manual_sharding(block) is block and text(block) == "{manual}"
 
 
 # Linear layers.

@@ -52,7 +52,25 @@ def test_debug_information_follows_the_value(row):
     xs.mark_sharding(t, row, (0, 1))
     facts = xla._get_xla_tensor_debug_info(t).splitlines()
     assert {"Tensor on host: None", "IR: xla::device_data", f"ShardingSpec: {row.get_op_sharding((0, 1))}"} <= set(facts)
+    data = {"  Data Device: SPMD:0", "  Data Shape: f32[5,8]{1,0}", f"  OpSharding: {row.get_op_sharding((0, 1))}", f"  NumShards: {N}"}
+    assert "XLAData: XLAShardedData: " in facts and data <= set(facts)
     assert "aten::add" in xla._get_xla_tensor_debug_info(t + 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        (torch.bool, "pred[2]{0}"),
+        (torch.bfloat16, "bf16[2]{0}"),
+        (torch.int64, "s64[2]{0}"),
+        (torch.uint8, "u8[2]{0}"),
+        (torch.complex64, "c64[2]{0}"),
+    ],
+)
+def test_shapes_in_xlas_words(dtype, text):
+    t = torch.zeros(2, dtype=dtype).to("xla").clone()
+    torch_xla.sync()
+    assert f"Data Shape: {text}" in xla._get_xla_tensor_debug_info(t)
 
 
 def test_ids_and_sizes():

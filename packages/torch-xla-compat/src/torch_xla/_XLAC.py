@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import debugging, manual, sharding, shards, storage
+from spmd_core import debugging, dtypes, manual, sharding, shards, storage
 from spmd_core import metrics as _metrics
 from spmd_core.errors import PartitionSpecError
 from spmd_core.sharding import ShardingType
@@ -125,16 +125,36 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
     value = storage.read(tensor._handle)
     on_host = value.data is not None and value.placement.jax_sharding is None
     on_device = value.data is not None and not on_host
+    device, text = "SPMD:0" if spmd.is_spmd() else str(tensor.device), _get_xla_sharding_spec(tensor)
     facts = {
         "TensorID": tensor.data_ptr(),
-        "Device": "SPMD:0" if spmd.is_spmd() else str(tensor.device),
+        "Device": device,
         "Shape": f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
-        "ShardingSpec": _get_xla_sharding_spec(tensor) or None,
+        "ShardingSpec": text or None,
         "IR": None if on_host else "xla::device_data" if on_device else repr(value),
-        "XLAData": repr(value.placement) if on_device else None,
+        "XLAData": None,
         "Tensor on host": f"with size {list(tensor.shape)}" if on_host else None,
     }
+    if on_device:
+        shards = {
+            "Data Device": device,
+            "Data Shape": _shape_text(tensor),
+            "OpSharding": text or "{replicated}",
+            "NumShards": len(value.data.sharding.device_set),
+        }
+        facts["XLAData"] = "XLAShardedData: " + "".join(f"\n  {name}: {fact}" for name, fact in shards.items())
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+
+
+def _shape_text(t: torch.Tensor) -> str:
+    """XLA's text of a shape: `f32[4,2]{1,0}`."""
+    name = np.dtype(dtypes.to_jax(t.dtype)).name
+    for ours, short in (("bool", "pred"), ("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
+        if name.startswith(ours):
+            name = short + name.removeprefix(ours)
+            break
+    layout = "{" + ",".join(map(str, reversed(range(t.dim())))) + "}" if t.dim() else ""
+    return f"{name}[{','.join(map(str, t.shape))}]{layout}"
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
@@ -187,24 +207,24 @@ def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: 
     return t.load_local_shards_([shards.XLAShard(block, list(indices[where[i]]), names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
 
 
-def _mark_manual_sharding(t: torch.Tensor) -> None:
-    """Nothing for a tensor that is local to its device already, as everything that is computed from such a one.
+def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
+    """The tensor where it is local to its device already, as everything is that is computed from such a one.
+
+    Else it enters a region, over the global mesh or over all devices, in which each device has the whole of it as its own. The tensor that is
+    passed stays as it is: go on with the one that is returned.
 
     Raises:
         RuntimeError: the tensor is data, of which every device would hold its own.
-        NotImplementedError: the tensor is computed from whole ones.
     """
     tensor = _own(t)
     if manual.is_local(tensor):
-        return
+        return tensor
     if storage.read(tensor._handle).data is not None:
         raise RuntimeError(
             f"Marking any data tensors as manual is not supported: only what is computed can be; got data of shape {tuple(t.shape)}. "
             "Call enable_manual_sharding on it."
         )
-    raise NotImplementedError(
-        f"a tensor becomes manual by entering a region; got a whole one of shape {tuple(t.shape)}. Call enable_manual_sharding(t, spec, mesh=mesh)."
-    )
+    return spmd.enable_manual_sharding(tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or spmd.get_1d_mesh())
 
 
 def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:

@@ -155,14 +155,21 @@ def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None)
     Raises:
         RuntimeError: `minibatch` of a batch that does not divide by the devices of this host.
     """
-    if input_sharding is not None and input_sharding.minibatch:
-        for tensor in _tensors(datas):
-            local = topology.addressable_runtime_device_count()
-            if tensor.dim() and tensor.shape[0] % local:
-                raise RuntimeError(
-                    f"the mini-batch of a process must divide by its {local} devices; got {tensor.shape[0]} rows. Use another batch size."
-                )
+    _check_minibatch(datas, input_sharding)
     return _lists(structures.map_tensors(datas, lambda t: _sent(t, input_sharding)))
+
+
+def _check_minibatch(datas: Any, input_sharding: Any) -> None:
+    """RuntimeError where a ShardingSpec with `minibatch` applies to a tensor whose rows do not divide by the devices of this host."""
+    if input_sharding is None or not input_sharding.minibatch:
+        return
+    local = topology.addressable_runtime_device_count()
+    for tensor in _tensors(datas):
+        if tensor.dim() and tensor.shape[0] % local and input_sharding.can_apply(tensor):
+            raise RuntimeError(
+                "When minibatch is configured, the per-host batch size must be divisible by local runtime device count. "
+                f"Per host input data shape is {tuple(tensor.shape)}, for {local} devices. Use another batch size."
+            )
 
 
 def _sent(t: torch.Tensor, input_sharding: Any) -> torch.Tensor:

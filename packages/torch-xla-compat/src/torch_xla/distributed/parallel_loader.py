@@ -8,6 +8,7 @@ import torch
 import spmd_core as spmd
 import spmd_data
 from spmd_core.errors import DataError
+from torch_xla.core import xla_model
 
 _PREFETCH = 8
 
@@ -46,7 +47,7 @@ class MpDeviceLoader:
             prefetch=given.get("device_prefetch_size", _PREFETCH),
             batches_per_execution=given.get("batches_per_execution", 1),
         )
-        return PerDeviceLoader(iter(self._current))
+        return PerDeviceLoader(iter(self._current), given.get("input_sharding"))
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -76,17 +77,23 @@ def _with_replicated(input_sharding: Any) -> Any:
 class PerDeviceLoader(Iterator[Any]):
     """One iteration over the device's batches; what it raises is what torch_xla raises: see `next`."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[Any], input_sharding: Any = None) -> None:
+        self._batches, self._sharding = batches, input_sharding
 
     def __next__(self) -> Any:
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except spmd_data.MissingShardingError as error:
             raise KeyError(f"Keys: {error.missing} are missing from input_sharding. {error}") from error
         except DataError as error:
             text = "input batch should be a dict when input sharding is a dict. " if "must be a dict" in str(error) else ""
             raise ValueError(f"{text}{error}") from error
+        if isinstance(self._sharding, Mapping):
+            for key, spec in self._sharding.items():
+                xla_model._check_minibatch(batch.get(key), spec)
+        else:
+            xla_model._check_minibatch(batch, self._sharding)
+        return batch
 
     def next(self) -> Any:
         """The next batch; ends the step before it.
@@ -95,6 +102,7 @@ class PerDeviceLoader(Iterator[Any]):
             StopIteration: there is none.
             KeyError: a dict batch has keys for which the dict of shardings says nothing.
             ValueError: the shardings are a dict, and the batch is not.
+            RuntimeError: a sharding has `minibatch`, and the rows do not divide by the devices of this host.
         """
         return next(self)
 
