@@ -43,6 +43,13 @@ def test_none_for_a_key_is_replicated(mesh):
     assert text(batch["y"]) == "{replicated}" and torch.equal(batch["y"].cpu(), BATCH["y"])
 
 
+def test_no_sharding_is_replicated():
+    (batch,) = batches(BATCH)
+    assert text(batch["x"]) == text(batch["y"]) == "{replicated}" and torch.equal(batch["y"].cpu(), BATCH["y"])
+    xs.mark_sharding(batch["x"], xs.get_1d_mesh("data"), ("data", None))
+    assert text(batch["x"]) == str(xs.get_1d_mesh("data").get_op_sharding((0, None)))
+
+
 def test_labels_beside_images(mesh):
     ((image, label),) = batches((torch.randn(8, 3, 4, 4), torch.arange(8)), xs.ShardingSpec(mesh, ("data", None, None, None)))
     assert image.partition_spec == ("data", None, None, None) and label.tolist() == list(range(8))

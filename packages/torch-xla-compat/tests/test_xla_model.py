@@ -20,8 +20,11 @@ IDS = list(range(N))
 
 def test_devices():
     assert xm.xla_device() == xm.xla_device(0) == torch.device("xla:0") and xm.get_xla_supported_devices() == ["xla:0"]
-    assert xm.xla_real_devices(["xla:0"]) == [f"CPU:{i}" for i in IDS] and xm.xla_device_hw(xm.xla_device()) == "CPU"
-    assert xm.xla_replication_devices(["xla:0"]) == ["xla:0"] and isinstance(xm.xla_device_kind(), str)
+    assert xm.xla_real_devices() == xm.xla_real_devices([torch_xla.device()]) == xm.xla_replication_devices(["xla:0"]) == ["CPU:0"]
+    assert xm.xla_real_devices([f"CPU:{i}" for i in IDS]) == torch_xla.real_devices() and xm.xla_device_hw(xm.xla_device()) == "CPU"
+    with pytest.raises(RuntimeError, match=r"a device is xla:0 or one of CPU:0.*; got TPU:0"):
+        xm.xla_real_devices(["TPU:0"])
+    assert isinstance(xm.xla_device_kind(), str)
     assert xm.is_xla_tensor(torch.ones(1, device="xla")) and not xm.is_xla_tensor(torch.ones(1))
     assert xm.get_ordinal() == xm.get_local_ordinal() == 0 and xm.xrt_world_size() == 1
     with pytest.raises(IndexError, match=r"there is one logical device, with index 0; got 3\. Call xla_device\(\)"):
@@ -115,7 +118,7 @@ def test_data_to_the_device():
         xs.ShardingSpec(mesh, ("data", None)),
     )
     assert isinstance(sent["x"], list) and sent["x"][1] == "name" and isinstance(sent["z"], Pair) and sent["z"].b == 3
-    assert sent["x"][0].partition_spec == ("data", None) and sent["y"][0].sharding_spec == ""
+    assert sent["x"][0].partition_spec == ("data", None) and sent["y"][0].sharding_spec == "{replicated}"
     assert xm.send_cpu_data_to_device(torch.ones(2), "xla").device.type == "xla"
     (number,) = xm.send_cpu_data_to_device([torch.ones(2, 2)], torch_xla.device(), input_sharding=xs.ShardingSpec(mesh, ("data", None)))
     assert (number / 0.5).tolist() == [[2.0, 2.0]] * 2

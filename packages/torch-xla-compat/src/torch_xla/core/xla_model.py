@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 
 import spmd_core as spmd
 from spmd_core import barrier, debugging, random_state, steps, structures, topology
+from spmd_core.tensor import XLAShardedTensor
 from torch_xla._upstream import refuse
 from torch_xla.core import _replica_groups
 
@@ -43,8 +44,18 @@ def get_xla_supported_devices(devkind: str | None = None, max_devices: int | Non
 
 
 def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
-    """The physical devices, such as `CPU:0`."""
-    return spmd.real_devices()
+    """The first physical device, such as `CPU:0`, for the logical one, which is the default; a physical one for itself.
+
+    All of them are `torch_xla.real_devices()`. RuntimeError for a device that is neither.
+    """
+    known = spmd.real_devices()
+    result = []
+    for device in devices or [spmd.device()]:
+        name = known[0] if str(device) in ("xla", str(spmd.device())) else str(device)
+        if name not in known:
+            raise RuntimeError(f"a device is xla:0 or one of {', '.join(known)}; got {device}. Pass torch_xla.device().")
+        result.append(name)
+    return result
 
 
 def xla_device_hw(device: Any) -> str:
@@ -58,8 +69,8 @@ def xla_device_kind(device: Any = None) -> str:
 
 
 def xla_replication_devices(local_devices: Sequence[Any]) -> list[str]:
-    """The devices of all replicas: the logical one."""
-    return [str(spmd.device())]
+    """The devices of all replicas: there is one."""
+    return xla_real_devices(local_devices)
 
 
 def set_replication(device: Any, devices: Sequence[Any] | None) -> None:
@@ -150,7 +161,7 @@ def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
-    """The same structure on the device, its tuples as lists, sharded where a ShardingSpec can apply. Does not wait.
+    """The same structure on the device, its tuples as lists, sharded where a ShardingSpec can apply, else replicated. Does not wait.
 
     Raises:
         RuntimeError: `minibatch` of a batch that does not divide by the devices of this host.
@@ -176,7 +187,14 @@ def _sent(t: torch.Tensor, input_sharding: Any) -> torch.Tensor:
     moved = t.to(spmd.device())
     if input_sharding is not None and input_sharding.can_apply(moved):
         spmd.start_upload(spmd.apply_sharding(moved, input_sharding))
-    return moved
+    return _replicated(moved)
+
+
+def _replicated(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, marked as replicated where it has no mark. It goes up when it is used, as a program may mark it before."""
+    if isinstance(t, XLAShardedTensor) and t.sharding is None and spmd.is_spmd():
+        spmd.mark_sharding(t, spmd.get_1d_mesh(), ())
+    return t
 
 
 def _tensors(data: Any) -> list[torch.Tensor]:

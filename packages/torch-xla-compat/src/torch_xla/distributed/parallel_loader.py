@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-import spmd_core as spmd
 import spmd_data
+from spmd_core import structures
 from spmd_core.errors import DataError
 from torch_xla.core import xla_model
 
@@ -22,7 +22,7 @@ class MpDeviceLoader:
     Args:
         loader: any iterable of batches.
         device: a device, such as `torch_xla.device()`.
-        input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch.
+        input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch; without one a tensor is replicated.
         batches_per_execution: batches whose steps are sent to the device as one program.
         loader_prefetch_size, device_prefetch_size: batches that may wait; the second is what bounds them here.
         batchdim, host_to_device_transfer_threads: accepted; there is one thread, which keeps the order.
@@ -43,7 +43,7 @@ class MpDeviceLoader:
         self._current = spmd_data.MpDeviceLoader(
             self._loader,
             self._device,
-            input_sharding=_with_replicated(given.get("input_sharding")),
+            input_sharding=given.get("input_sharding"),
             prefetch=given.get("device_prefetch_size", _PREFETCH),
             batches_per_execution=given.get("batches_per_execution", 1),
         )
@@ -65,15 +65,6 @@ class MpDeviceLoader:
             self._current = None
 
 
-def _with_replicated(input_sharding: Any) -> Any:
-    """None for a key of a dict means that every device holds the whole tensor."""
-    if not isinstance(input_sharding, Mapping):
-        return input_sharding
-    count = spmd.global_runtime_device_count()
-    whole = spmd.ShardingSpec(spmd.Mesh(range(count), (count,)), ())
-    return {key: whole if spec is None else spec for key, spec in input_sharding.items()}
-
-
 class PerDeviceLoader(Iterator[Any]):
     """One iteration over the device's batches; what it raises is what torch_xla raises: see `next`."""
 
@@ -93,7 +84,7 @@ class PerDeviceLoader(Iterator[Any]):
                 xla_model._check_minibatch(batch.get(key), spec)
         else:
             xla_model._check_minibatch(batch, self._sharding)
-        return batch
+        return structures.map_tensors(batch, xla_model._replicated)
 
     def next(self) -> Any:
         """The next batch; ends the step before it.
