@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import weakref
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core import compile_cache, runtime, storage
+from spmd_core import compile_cache, execution, runtime, storage
 
 pytestmark = pytest.mark.one_device
 
@@ -207,6 +208,32 @@ def test_every_parameter_and_state_buffer_is_donated(mesh_1d, num_devices):
     state_bytes = 3 * sum(p.numel() * 4 for p in model.parameters()) // num_devices
     assert record.alias_bytes == state_bytes
     assert record.argument_bytes + record.output_bytes - record.alias_bytes < 1.2 * state_bytes
+
+
+def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
+    """Though others have its shape, and a result of its shape that replaces nothing. XLA would copy what is overwritten too early."""
+    layers = [nn.Linear(64, 64, bias=False).to("xla") for _ in range(4)]
+    for layer in layers:
+        spmd.mark_sharding(layer.weight, mesh_1d, ("x", None))
+    optimizer = torch.optim.AdamW([layer.weight for layer in reversed(layers)])
+    for _ in range(3):
+        kept = spmd.mark_sharding(layers[2].weight.detach() * 2, mesh_1d, ("x", None))
+        nn.Sequential(*layers)(torch.ones(8, 64, device="xla")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pending = storage.take_pending()
+        planned = execution.plan(pending)
+        for s in pending:
+            s.request()
+        replaced = [s.committed for s in planned.live]
+        spmd.sync()
+    donated = planned.key.donated
+    assert kept.shape == (64, 64) and len(donated) == 12
+    assert all(replaced[result] is planned.leaves[position] for result, position in enumerate(donated))
+    pairs = re.findall(r"\{(\d+)\}: \((\d+), ", compile_cache.newest().compiled_text().split("\n", 1)[0])
+    assert [int(result) for result, _ in pairs] == list(range(12))
+    # Before the leaves come the numbers, floats and integers.
+    assert [int(argument) - 2 for _, argument in pairs] == list(donated)
 
 
 def test_an_unmarked_parameter_is_donated_too():

@@ -319,14 +319,18 @@ def plan(live: list[Storage]) -> Plan:
     device_ids = _program_devices(marks, leaves)
     targets = tuple(_target(leaf.placement, device_ids) for leaf in leaves)
 
-    out_numbers = [_number(s.value, number_of) for s in live]
-    out_placements = tuple(_output_placement(s, device_ids) for s in live)
+    out_placements = [_output_placement(s, device_ids) for s in live]
     donated = _donated(live, leaves, targets, out_placements)
+    # jax gives the donated buffers, in their order, to the results of equal shape and dtype, in theirs. A buffer that went to another result than
+    # the one that replaces it would be overwritten while it is still read, and XLA would copy it first.
+    order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
+    live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
+    out_numbers = [_number(s.value, number_of) for s in live]
     key = compile_cache.Key(
         tuple(structure),
         tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
         tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
-        donated,
+        tuple(donated),
         device_ids,
         _origins(nodes) if source.is_used() else (),
     )
@@ -335,6 +339,7 @@ def plan(live: list[Storage]) -> Plan:
 
 def _execute(live: list[Storage]) -> None:
     planned = plan(live)
+    live = planned.live
     leaves, targets, numbers, donated = planned.leaves, planned.targets, planned.numbers, planned.key.donated
     if watch is not None:
         watch.before_program(planned.key)
@@ -374,25 +379,28 @@ def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placemen
     return None
 
 
-def _donated(
-    live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: tuple[Placement | None, ...]
-) -> tuple[int, ...]:
-    """The leaves whose last reader is this program and whose buffer some result can take over, each result taking one."""
-    wanted: dict[Any, int] = {}
-    for storage, placement in zip(live, out_placements):
-        if placement is not None:
-            spec = storage.spec
-            slot = (spec.shape, spec.dtype, placement)
-            wanted[slot] = wanted.get(slot, 0) + 1
-    donated = []
+def _donated(live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: list[Placement | None]) -> dict[int, int]:
+    """By position, the leaves whose last reader is this program, each with the result that takes over its buffer: what replaces it, else another one
+    that is stored alike."""
+    free = {s: (s.spec.shape, s.spec.dtype, placement) for s, placement in zip(live, out_placements) if placement is not None}
+    number = {s: i for i, s in enumerate(live)}
+    donated: dict[int, int] = {}
+    others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):
+        owner = leaf.owner() if leaf.owner is not None else None
+        if owner is not None and owner.value is leaf:
+            continue
         slot = (leaf.spec.shape, leaf.spec.dtype, target)
-        if wanted.get(slot, 0) > 0 and _is_last_use(leaf):
-            wanted[slot] -= 1
-            donated.append(position)
-    return tuple(donated)
-
-
-def _is_last_use(leaf: Value) -> bool:
-    owner = leaf.owner() if leaf.owner is not None else None
-    return owner is None or owner.value is not leaf
+        if owner is not None and free.get(owner) == slot:
+            donated[position] = number[owner]
+            del free[owner]
+        else:
+            others.append((position, slot))
+    if others and free:
+        by_slot: dict[Any, list[int]] = {}
+        for s, slot in free.items():
+            by_slot.setdefault(slot, []).append(number[s])
+        for position, slot in others:
+            if by_slot.get(slot):
+                donated[position] = by_slot[slot].pop(0)
+    return dict(sorted(donated.items()))
