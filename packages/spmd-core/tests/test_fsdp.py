@@ -1,35 +1,24 @@
-"""Fully sharded data parallelism against eager torch on the CPU, and what its compiled step holds: collectives, bytes, memory."""
+"""Fully sharded data parallelism against eager torch on the CPU: training, precision, where parameters live, and what is refused."""
 
 import copy
 import inspect
-import json
 import math
-import os
-import re
-import subprocess
-import sys
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from fsdp_models import Block, D, Mixed, Returning, Tied, check, cross_entropy, in_blocks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import spmd_core as spmd
-from spmd_core import compile_cache, metrics
+from spmd_core import metrics
 from spmd_core.fsdp import SpmdFullyShardedDataParallel, fully_shard
-from spmd_core.fsdp_unit import unit_of
 from spmd_core.recomputation import checkpoint_module
-from spmd_core.wrap_policies import always_wrap_policy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-D = 32
+from spmd_core.wrap_policies import always_wrap_policy, transformer_auto_wrap_policy
 
 
 @pytest.fixture
@@ -43,103 +32,6 @@ def hybrid(num_devices):
     if num_devices % 2:
         pytest.skip("hybrid sharding needs an even number of devices")
     return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
-
-
-class Block(nn.Module):
-    def __init__(self, d=D):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Tied(nn.Module):
-    """An embedding whose table is the output layer's weight too, with blocks between."""
-
-    def __init__(self, vocabulary=40, blocks=2):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, D)
-        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
-        self.head = nn.Linear(D, vocabulary, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Mixed(nn.Module):
-    """Parameters of every kind of layer, some of uneven size, a buffer that is updated, and parameters that a forward reads by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.pool = nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10), nn.AdaptiveAvgPool2d(2)
-        self.recurrent = nn.LSTM(10, 6, batch_first=True)
-        self.scale, self.matrix = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(6, 7) / 3)
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-
-    def forward(self, x):
-        x = self.pool(torch.relu(self.norm(self.conv(x)))).flatten(2).transpose(1, 2)
-        x, _ = self.recurrent(x)
-        return (x * self.scale) @ self.matrix + self.frozen
-
-
-def squares(output, _):
-    return output.square().mean()
-
-
-def cross_entropy(output, ids):
-    return functional.cross_entropy(output.flatten(0, -2), ids.flatten().roll(-1))
-
-
-def train(model, x, loss_of, steps=3):
-    """Losses and first gradients of a few steps of AdamW; asserts that nothing is compiled after the second step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses, gradients, compiles = [], [], []
-    for _ in range(steps):
-        loss = loss_of(model(x), x)
-        loss.backward()
-        gradients.append({name.replace("module.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        spmd.sync()
-        compiles.append(metrics.counter("compiles"))
-    assert compiles[2:] == compiles[1:2] * (steps - 2), compiles
-    return losses, gradients[0]
-
-
-def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True):
-    """Asserts that a sharded copy of `model` trains as eager torch does, and that gradients are split as parameters are."""
-    ours = shard(copy.deepcopy(model))
-    right, right_gradients = train(model, x, loss_of)
-    on_device = spmd.mark_sharding(x.to("xla"), mesh, (batch,))
-    got, gradients = train(ours, on_device, loss_of)
-    torch.testing.assert_close([loss.cpu() for loss in got], right, rtol=rtol, atol=1e-6)
-    assert gradients.keys() == right_gradients.keys()
-    for name, p in ours.named_parameters():
-        if p.grad is not None:
-            assert p.grad.sharding == p.sharding, name
-    if exact_gradients:
-        largest = max(float(g.abs().max()) for g in right_gradients.values())
-        for name, g in right_gradients.items():
-            torch.testing.assert_close(gradients[name].cpu(), g, rtol=1e-3, atol=1e-4 * largest, msg=lambda text, name=name: f"{name}: {text}")
-    return ours
-
-
-def in_blocks(mesh, **options):
-    """A function that shards each `Block`, and then the model."""
-
-    def shard(model):
-        for module in model.modules():
-            if isinstance(module, Block):
-                fully_shard(module, mesh, **options)
-        return fully_shard(model, mesh, **options)
-
-    return shard
 
 
 # --- Training as eager torch does ---------------------------------------------------------------------------------------------------------
@@ -482,104 +374,6 @@ def test_outside_of_a_unit_nothing_is_gathered(mesh):
     assert isinstance(block.up.weight, nn.Parameter), "an error in forward leaves the parameters in place"
 
 
-# --- The wrapper --------------------------------------------------------------------------------------------------------------------------
-
-
-def test_the_wrapper_forwards_names_indices_and_its_mesh(mesh):
-    spmd.set_global_mesh(mesh)
-    try:
-        wrapped = SpmdFullyShardedDataParallel(nn.Sequential(nn.Linear(D, D), Block()))
-    finally:
-        spmd.set_global_mesh(None)
-    assert wrapped[1] is wrapped.module[1] and len(wrapped) == 2 and wrapped[1].up.weight.sharding is not None
-    assert wrapped[0].in_features == D
-    assert list(wrapped.state_dict()) == [f"module.{name}" for name in nn.Sequential(nn.Linear(D, D), Block()).state_dict()]
-    with pytest.raises(AttributeError, match="nothing_of_that_name"):
-        _ = wrapped.nothing_of_that_name
-    x = torch.randn(16, D, device="xla")
-    assert wrapped(x).partition_spec == ("fsdp", None)
-
-
-def test_auto_wrapped_modules_have_every_option(hybrid):
-    policy = ModuleWrapPolicy({Block})
-    model = nn.Sequential(Block(), nn.Linear(D, D))
-    wrapped = SpmdFullyShardedDataParallel(model, hybrid, auto_wrap_policy=policy, extra_data_axis="replicate", reshard_after_forward=False)
-    inner = wrapped[0]
-    assert isinstance(inner, SpmdFullyShardedDataParallel) and not isinstance(wrapped[1], SpmdFullyShardedDataParallel)
-    units = [unit_of(inner.module), unit_of(wrapped.module)]
-    assert units[0].layout == units[1].layout and units[0].layout.batch_axes == (0, 1)
-    assert not units[0].reshard_after_forward
-    assert inner(torch.randn(16, D, device="xla")).partition_spec == (("replicate", "fsdp"), None)
-    made = []
-
-    def wrapper(module, mesh, **options):
-        made.append((type(module), mesh, options["extra_data_axis"]))
-        return fully_shard(module, mesh, **options)
-
-    SpmdFullyShardedDataParallel(nn.Sequential(Block()), hybrid, auto_wrap_policy=policy, auto_wrapper_callable=wrapper, extra_data_axis="replicate")
-    assert made == [(Block, hybrid, "replicate")]
-
-
-@pytest.mark.slow
-def test_everything_wrapped(mesh):
-    check(
-        nn.Sequential(Block(), Block()),
-        torch.randn(16, D),
-        mesh,
-        lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=always_wrap_policy),
-    )
-    policy = partial(size_based_auto_wrap_policy, min_num_params=2000)
-    check(nn.Sequential(Block(), Block()), torch.randn(16, D), mesh, lambda m: SpmdFullyShardedDataParallel(m, mesh, auto_wrap_policy=policy))
-
-
-@dataclass
-class Result:
-    loss: torch.Tensor
-    hidden: torch.Tensor
-
-
-class Returning(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.linear, self.make = nn.Linear(D, D), make
-
-    def forward(self, x):
-        return self.make(self.linear(x))
-
-
-OUTPUTS = {
-    "tensor": (lambda y: y, lambda out: out),
-    "tuple": (lambda y: (y, y.sum()), lambda out: out[0]),
-    "list": (lambda y: [y, None], lambda out: out[0]),
-    "logits": (lambda y: {"loss": y.sum(), "hidden": y * 2, "logits": y}, lambda out: out["logits"]),
-    "dict": (lambda y: {"loss": y.sum(), "hidden": y}, lambda out: out["hidden"]),
-    "dataclass": (lambda y: Result(y.sum(), y), lambda out: out.hidden),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_the_part_of_the_output_that_is_marked(mesh, name):
-    make, marked = OUTPUTS[name]
-    assert marked(fully_shard(Returning(make), mesh)(torch.randn(16, D, device="xla"))).partition_spec == ("fsdp", None)
-
-
-def test_an_output_of_ones_own(mesh):
-    calls = []
-
-    def shard_output(output, given):
-        calls.append(given)
-        spmd.mark_sharding(output["y"][1], given, (None, "fsdp"))
-
-    module = SpmdFullyShardedDataParallel(Returning(lambda y: {"y": (None, y)}), mesh, shard_output=shard_output)
-    assert module(torch.randn(16, D, device="xla"))["y"][1].partition_spec == (None, "fsdp") and calls == [mesh]
-
-
-def test_a_loss_and_a_short_batch_are_left_to_the_partitioner(mesh, num_devices):
-    assert fully_shard(Returning(torch.sum), mesh)(torch.randn(16, D, device="xla")).sharding is None
-    marked = fully_shard(Returning(lambda y: y), mesh)(torch.randn(1, D, device="xla")).sharding
-    assert (marked is None) == (num_devices > 1)
-
-
 # --- Errors -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -658,126 +452,3 @@ def test_an_update_between_forward_and_backward_is_refused(mesh):
         block.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; expected version 0"):
         loss.backward()
-
-
-# --- What the compiled step holds ---------------------------------------------------------------------------------------------------------
-
-_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
-_ARRAY = re.compile(r"(pred|[sufb]\w*?\d+)\[([\d,]*)\]")
-
-
-def collectives(text):
-    """For each kind of collective in XLA's text the bytes of each array that it gives a device; those of a joined collective one by one."""
-    found = {}
-    for results, kind in _COLLECTIVE.findall(text):
-        for dtype, dims in _ARRAY.findall(results):
-            width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
-            found.setdefault(kind, []).append(width * math.prod(int(n) for n in dims.split(",") if n))
-    return found
-
-
-def step_text(mesh, shard, *, batch=("fsdp",), layers=3, d=64):
-    """The compiled text of a training step, and the bytes of one block's parameters."""
-    model = shard(nn.Sequential(*(Block(d) for _ in range(layers))))
-    x = spmd.mark_sharding(torch.randn(16, 4, d).to("xla"), mesh, (batch,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        spmd.sync()
-    return compile_cache.newest().compiled.as_text(), sorted(4 * p.numel() for p in model[0].parameters())
-
-
-@pytest.mark.parametrize("kind", ["fsdp", "hybrid", "kept", "checkpointed"])
-def test_a_step_gathers_and_reduce_scatters_each_parameter(num_devices, kind):
-    if num_devices < 4:
-        pytest.skip("needs four devices, for two axes of two")
-    extra = 2 if kind == "hybrid" else 1
-    size = num_devices // extra
-    mesh = spmd.Mesh(range(num_devices), (extra, size), ("replicate", "fsdp"))
-
-    def shard(model):
-        if kind == "checkpointed":
-            for block in model:
-                checkpoint_module(block)
-        return in_blocks(mesh, extra_data_axis="replicate", reshard_after_forward=kind != "kept")(model)
-
-    text, parameters = step_text(mesh, shard, batch=("replicate", "fsdp"))
-    found = collectives(text)
-    assert sorted(found["reduce-scatter"]) == sorted(bytes_ // size for bytes_ in parameters * 3)
-    gathers = sorted(found["all-gather"])
-    # What autograd needs in backward: the weights of the products and of the norm, and not biases. The second run of a checkpoint needs nearly all.
-    assert set(gathers) == set(parameters)
-    matrices = [bytes_ for bytes_ in gathers if bytes_ >= 4 * 64 * 64]
-    assert len(matrices) == 3 * 2 * (1 if kind == "kept" else 2)
-    # Beside the loss, what is reduced to all is shards, over the other axis.
-    largest = max(parameters) // size if kind == "hybrid" else 4
-    assert max(found.get("all-reduce", [0])) <= largest
-    assert "all-to-all" not in found and "collective-permute" not in found
-
-
-def test_uneven_parameters_are_reduce_scattered_too(mesh, num_devices):
-    if num_devices < 8:
-        pytest.skip("30 rows are uneven over 8 devices")
-    model = nn.Linear(27, 30, bias=False)
-    ours = fully_shard(copy.deepcopy(model), mesh)
-    x = torch.randn(16, 27)
-    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).square().sum().backward()
-    spmd.sync()
-    found = collectives(compile_cache.newest().compiled.as_text())
-    model(x).square().sum().backward()
-    torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-4, atol=1e-3)
-    assert found["reduce-scatter"] == [4 * 4 * 27] and max(found.get("all-reduce", [0])) < 4 * 27 * 30
-
-
-_MEMORY = """
-import json, sys
-import torch
-from torch import nn
-import spmd_core as spmd
-spmd.config.cache_dir = None
-spmd.simulate(8)
-spmd.use_spmd()
-from spmd_core.fsdp import fully_shard
-from spmd_core.recomputation import checkpoint_module
-from test_fsdp import Block
-
-mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
-
-def temp_bytes(layers, kind):
-    blocks = [Block(128) for _ in range(layers)]
-    for block in blocks:
-        if kind == "checkpointed":
-            checkpoint_module(block)
-        fully_shard(block, mesh, reshard_after_forward=kind != "kept")
-    model = fully_shard(nn.Sequential(*blocks), mesh)
-    x = spmd.mark_sharding(torch.randn(8, 128).to("xla"), mesh, ("fsdp",))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    spmd.sync()
-    return spmd.metrics.programs()[-1].temp_bytes
-
-print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind in ("sharded", "kept", "checkpointed")}))
-"""
-
-
-@pytest.mark.slow
-def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
-    if num_devices < 8:
-        pytest.skip("compares devices' memory on 8 devices")
-    # By default XLA's CPU backend starts whatever can start, for the sake of its threads; told to save memory, as its GPU and TPU backends
-    # are by default, it gathers when it must.
-    here = Path(__file__).parent
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here), str(Path(spmd.__file__).parent.parent)])}
-    done = subprocess.run([sys.executable, "-c", _MEMORY], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    temps = json.loads(done.stdout)
-    block = sum(4 * p.numel() for p in Block(128).parameters())
-    per_layer = {kind: (eight - four) / 4 for kind, (four, eight) in temps.items()}
-    assert per_layer["sharded"] < 0.2 * block and per_layer["checkpointed"] < 0.2 * block
-    assert temps["sharded"][1] < 3 * block
-    assert per_layer["kept"] > 0.9 * block  # which the comparison would show
