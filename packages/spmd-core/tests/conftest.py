@@ -36,6 +36,14 @@ def mesh_2d() -> spmd.Mesh:
     return spmd.Mesh(range(NUM_DEVICES), (NUM_DEVICES // b, b), ("a", "b"))
 
 
+@pytest.fixture
+def hybrid(num_devices):
+    """Axes `replicate` (2) and `fsdp` (the rest)."""
+    if num_devices % 2:
+        pytest.skip("hybrid sharding needs an even number of devices")
+    return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

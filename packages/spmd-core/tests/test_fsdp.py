@@ -26,14 +26,6 @@ def mesh(num_devices):
     return spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
 
 
-@pytest.fixture
-def hybrid(num_devices):
-    """Axes `replicate` (2) and `fsdp` (the rest)."""
-    if num_devices % 2:
-        pytest.skip("hybrid sharding needs an even number of devices")
-    return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
-
-
 # --- Training as eager torch does ---------------------------------------------------------------------------------------------------------
 
 

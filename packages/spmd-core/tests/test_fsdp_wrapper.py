@@ -20,14 +20,6 @@ def mesh(num_devices):
     return spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
 
 
-@pytest.fixture
-def hybrid(num_devices):
-    """Axes `replicate` (2) and `fsdp` (the rest)."""
-    if num_devices % 2:
-        pytest.skip("hybrid sharding needs an even number of devices")
-    return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
-
-
 def test_the_wrapper_forwards_names_indices_and_its_mesh(mesh):
     spmd.set_global_mesh(mesh)
     try:
