@@ -93,6 +93,12 @@ def test_printing_shows_values_and_device():
     assert f"{torch.tensor(2.5, device='xla'):.1f}" == "2.5"
 
 
+def test_printing_a_marked_tensor_shows_its_sharding(mesh_1d):
+    p = nn.Parameter(torch.ones(2, device="xla"))
+    spmd.mark_sharding(p, mesh_1d, ("x",))
+    assert repr(p) == "Parameter containing:\nXLAShardedTensor(tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
+
+
 def test_scalars_and_truth():
     x = torch.tensor(3, device="xla")
     assert x.item() == 3 and int(x) == 3 and float(x) == 3.0 and bool(x > 2)

@@ -80,6 +80,7 @@ def test_what_a_tensor_says(row, ids):
     marked = xs.mark_sharding(t, row, (0, 1))
     assert marked.sharding_type == (xs.ShardingType.TILED if N > 1 else xs.ShardingType.REPLICATED)
     assert marked.sharding_spec == (f"{{devices=[1,{N}]{ids}}}" if N > 1 else "{replicated}")
+    assert str(marked).startswith("XLAShardedTensor(tensor(") and str(torch.ones(2).to("xla")).startswith("tensor(")
     assert marked.global_tensor.shape == (10, 20) and isinstance(t + 1, xs.XLAShardedTensor)
 
 

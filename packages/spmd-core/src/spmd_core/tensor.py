@@ -189,9 +189,9 @@ class XLAShardedTensor(torch.Tensor):
             parts.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
         elif self.requires_grad:
             parts.append("requires_grad=True")
-        if self._handle.sharding is not None:
-            parts.append(f"sharding={self._handle.sharding.partition_spec}")
         text = ", ".join(parts) + ")"
+        if self._handle.sharding is not None:
+            text = f"XLAShardedTensor({text}, sharding={self._handle.sharding.partition_spec})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     __str__ = __repr__
