@@ -250,6 +250,22 @@ def test_an_unmarked_parameter_is_donated_too():
     assert math.isclose(p[0].item(), 0.8**4, rel_tol=1e-5)
 
 
+def test_compiler_options_make_a_program_of_their_own(monkeypatch):
+    x = torch.ones(8).to("xla")
+    values = []
+    for options in ({}, {"xla_cpu_prefer_vector_width": 128, "xla_cpu_enable_fast_min_max": False}, {}):
+        monkeypatch.setattr(spmd.config, "compiler_options", options)
+        before = compiles()
+        values.append(((x.tan() * 5).tolist(), compiles() - before))
+    assert values == [(values[0][0], 1), (values[0][0], 1), (values[0][0], 0)]
+    monkeypatch.setattr(spmd.config, "compiler_options", {"xla_no_such_option": True})
+    y = x.tan() * 6
+    with pytest.raises(spmd.ProgramError, match=r"under config\.compiler_options \{'xla_no_such_option': True\}: .*No such compile option"):
+        y.tolist()
+    monkeypatch.setattr(spmd.config, "compiler_options", {})
+    torch.testing.assert_close(y.cpu(), x.cpu().tan() * 6)
+
+
 def test_a_value_that_is_still_held_is_not_donated():
     x = torch.arange(4.0).to("xla")
     spmd.sync()

@@ -222,6 +222,16 @@ def test_a_result_that_somebody_holds():
     assert the_change().text == "the result of operation 1, aten::exp (float32[4, 4]) is not held at the cut, and was before"
 
 
+def test_other_compiler_options(monkeypatch):
+    for options in ({}, {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}):
+        monkeypatch.setattr(spmd.config, "compiler_options", options)
+        y = torch.ones(4).to("xla").atan() + 3
+        spmd.sync()
+    change = the_change()
+    assert change.ingredient == "options" and y.shape == (4,)
+    assert change.text == "config.compiler_options: {} -> {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}"
+
+
 def test_a_tensor_kept_from_the_last_step_is_not_donated():
     def step(keep):
         x = torch.ones(4, 4).to("xla")

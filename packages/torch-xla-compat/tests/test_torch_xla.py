@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import spmd_core as spmd
 import torch_xla
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
@@ -78,12 +79,23 @@ def test_max_different_graphs_refuses_another_shape():
         step(torch.ones(4, device="xla"))
 
 
-def test_compiler_options_are_refused_and_none_are_not():
-    with pytest.raises(NotImplementedError, match=r"custom_compile_options=.*sets options of PyTorch/XLA's own compiler call.* Set XLA_FLAGS"):
-        torch_xla.compile(lambda: None, custom_compile_options={"xla_a": True})
-    with pytest.raises(NotImplementedError, match="set_custom_compile_options"):
-        torch_xla.set_custom_compile_options({"xla_a": True})
-    torch_xla.set_custom_compile_options({})
+def test_compiler_options_hold_until_they_are_cleared():
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    step = torch_xla.compile(lambda x: x.cosh() + 1, custom_compile_options=options)
+    try:
+        assert spmd.config.compiler_options == options and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+        torch_xla.set_custom_compile_options({"xla_no_such_option": 1})
+        with pytest.raises(RuntimeError, match="xla_no_such_option"):
+            step(torch.zeros(3, device="xla")).tolist()
+    finally:
+        torch_xla.set_custom_compile_options({})
+    assert spmd.config.compiler_options == {} and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+
+
+def test_programs_are_named_after_the_users_line():
+    x = torch.zeros(3, device="xla").cosh() + 2
+    torch_xla.sync()
+    assert x is not None and spmd.metrics.programs()[-1].source.startswith(f"{__file__}:")
 
 
 def test_seeds_repeat():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from spmd_core import metrics, runtime
-from spmd_core.config import config
+from spmd_core.config import CompilerOption, config
 from spmd_core.graph import Entry, Spec
 from spmd_core.lowering import Graph, Program
 from spmd_core.metrics import ProgramRecord
@@ -24,6 +24,7 @@ class Key(NamedTuple):
     donated: tuple[int, ...]  # positions of the donated inputs
     device_ids: tuple[int, ...]
     origins: tuple[Origin | None, ...] = ()  # each node's, where `config.record_source_lines` was on: the program names them
+    options: tuple[tuple[str, CompilerOption], ...] = ()  # `config.compiler_options`
 
 
 @dataclass(frozen=True)

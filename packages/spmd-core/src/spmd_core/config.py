@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+CompilerOption = str | bool | int | float
 
 
 def _default_cache_dir() -> str | None:
@@ -37,6 +39,9 @@ class Config:
     # Recorded operations keep the line of the user's program and the module that they come from, and compiled programs name them. Costs tens of
     # microseconds for each operation, and programs of their own (also: SPMD_SOURCE_LINES=1, and `debugging.source_lines()` for a region).
     record_source_lines: bool = False
+    # XLA's own options, by XLA's names, such as {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on
+    # emulated devices. Read at each cut; a program compiled with other options is another program. XLA_FLAGS sets them for the whole process.
+    compiler_options: dict[str, CompilerOption] = field(default_factory=dict)
     # Say on stderr why a program was compiled, after the first so many programs of the process, which are expected (also: SPMD_EXPLAIN_RECOMPILES=3).
     # None: never. Read at each compile.
     explain_recompiles_after: int | None = None

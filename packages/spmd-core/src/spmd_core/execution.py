@@ -11,6 +11,7 @@ import jax
 import torch
 
 from spmd_core import compile_cache, metrics, runtime, source
+from spmd_core.config import config
 from spmd_core.errors import SpmdError
 from spmd_core.graph import Part, Value, origin_of
 from spmd_core.lowering import Graph, Leaf, Node, Output, Program, padded_shape
@@ -275,6 +276,7 @@ class Plan:
             tuple(Output(number, s.spec, placement) for s, (number, _, placement) in zip(self.live, key.outputs)),
             key.donated,
             key.device_ids,
+            key.options,
         )
 
     @property
@@ -333,6 +335,7 @@ def plan(live: list[Storage]) -> Plan:
         tuple(donated),
         device_ids,
         _origins(nodes) if source.is_used() else (),
+        tuple(sorted(config.compiler_options.items())),
     )
     return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
 

@@ -246,6 +246,9 @@ class Difference:
         old, new = self.old.key, self.new.key
         if old.device_ids != new.device_ids:
             yield Change("device_ids", f"the devices: {list(old.device_ids)} -> {list(new.device_ids)}", _MARKS)
+        if old.options != new.options:
+            what = f"config.compiler_options: {dict(old.options)} -> {dict(new.options)}"
+            yield Change("options", what, "Set them once, before the first program.")
         if bool(old.origins) != bool(new.origins):
             state = "on, and were off" if new.origins else "off, and were on"
             yield Change("origins", f"source lines are {state}", "A program names the lines that it was compiled with.")

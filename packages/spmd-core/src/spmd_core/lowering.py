@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from spmd_core import dtypes, metrics, regions, runtime, source
+from spmd_core.config import CompilerOption
 from spmd_core.errors import DeviceMemoryError, ProgramError
 from spmd_core.graph import Entry, Spec
 from spmd_core.ops import registry
@@ -63,6 +64,7 @@ class Graph:
     outputs: tuple[Output, ...]
     donated: tuple[int, ...]
     device_ids: tuple[int, ...]
+    options: tuple[tuple[str, CompilerOption], ...] = ()
 
 
 def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
@@ -262,9 +264,10 @@ class Program(Traced):
 
     def _compile(self) -> None:
         start = time.perf_counter()
+        options = {name: value if isinstance(value, bool) else str(value) for name, value in self.graph.options} or None
         try:
             with jax.enable_x64(True), _own_place_on_disk(self.graph):
-                self.compiled = self.lowered.compile()
+                self.compiled = self.lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             raise _explain(error, self) from error
         self.record.compile_s = time.perf_counter() - start
@@ -362,7 +365,8 @@ def _explain(error: Exception, program: Traced) -> Exception:
     text = str(error)
     record, graph = program.record, program.graph
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
-        return ProgramError(f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed: {text}")
+        options = f" under config.compiler_options {dict(graph.options)}" if graph.options else ""
+        return ProgramError(f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed{options}: {text}")
     sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
     sized += [(spec.num_bytes, f"{node.entry.name} {spec!r}") for node in graph.nodes for spec in node.entry.outs]
     largest = "\n".join(f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8])

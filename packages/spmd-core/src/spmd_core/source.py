@@ -19,12 +19,22 @@ import jax
 import torch
 
 # The folders whose frames are the machinery, not the program.
-_MACHINERY = tuple(str(Path(path).parent) + os.sep for path in (torch.__file__, jax.__file__, __file__))
+_MACHINERY: tuple[str, ...] = ()
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _ENGINE = (_TORCH + os.path.join("autograd", "graph.py"), "_engine_run_backward")
 _FUNCTION = (_TORCH + os.path.join("autograd", "function.py"), "apply")
 _MODULE_CALL = (_TORCH + os.path.join("nn", "modules", "module.py"), "_call_impl")
 _MAX_FORWARD = 500_000
+
+
+def hide_package_of(file: str) -> None:
+    """Frames of files in this file's folder and below are the machinery from now on: a package built on this one names itself with `__file__`."""
+    global _MACHINERY
+    _MACHINERY = (*_MACHINERY, str(Path(file).parent) + os.sep)
+
+
+for _file in (torch.__file__, jax.__file__, __file__):
+    hide_package_of(_file)
 
 
 def user_frame() -> tuple[str, int, int]:

@@ -1,0 +1,80 @@
+"""The functions of the package itself: devices, steps, compiled functions, seeds."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import spmd_core as spmd
+from spmd_core import random_state, step_program
+from torch_xla._upstream import refuse
+
+
+def device(index: int | None = None) -> torch.device:
+    """The one logical device, `xla:0`. IndexError for another index."""
+    if index not in (None, 0):
+        raise IndexError(f"there is one logical device, with index 0; got {index}. Call torch_xla.device().")
+    return spmd.device()
+
+
+def devices() -> list[torch.device]:
+    """The logical devices: one."""
+    return [spmd.device()]
+
+
+def real_devices() -> list[str]:
+    """The physical devices, such as `CPU:0`."""
+    return spmd.real_devices()
+
+
+def device_count() -> int:
+    """Number of logical devices: 1."""
+    return 1
+
+
+def sync(wait: bool = False, reset_scope: bool = True) -> None:
+    """Ends a step: `spmd_core.sync`."""
+    spmd.sync(wait=wait or os.environ.get("XLA_SYNC_WAIT", "0") == "1")
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """A step as a context: a sync before it and after it, also where an exception leaves it."""
+    try:
+        with step_program.step():
+            yield
+    except Exception:
+        spmd.sync()
+        raise
+
+
+def compile(
+    f: Callable[..., Any] | None = None,
+    full_graph: bool | None = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+    custom_compile_options: dict[str, Any] | None = None,
+) -> Any:
+    """`spmd_core.compile`: the function (or the block, as a context) becomes one program. Compiler options hold from here on, for all programs."""
+    if custom_compile_options is not None:
+        set_custom_compile_options(custom_compile_options)
+    return step_program.compile(f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs)
+
+
+def set_custom_compile_options(options: dict[str, Any]) -> None:
+    """XLA's own options for all programs from here on, `spmd_core.config.compiler_options`; the empty dict clears them."""
+    spmd.config.compiler_options = dict(options)
+
+
+def manual_seed(seed: int, device: torch.device | None = None) -> None:
+    """Seeds torch's generator, which randomness on the device follows."""
+    random_state.manual_seed(seed)
+
+
+def launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), start_method: str = "spawn", debug_single_process: bool = False) -> None:
+    """Runs `fn(0, *args)` here. NotImplementedError in SPMD mode, where one process drives all devices."""
+    if spmd.is_spmd():
+        refuse("torch_xla.launch", "starts a process for each device, and in SPMD mode one drives all of them", "Call fn(0, *args) yourself.")
+    fn(0, *args)
