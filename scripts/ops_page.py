@@ -92,7 +92,7 @@ def page() -> str:
     compared, tested = _compared(), _tested()
     ways = {op: dispatch.how(op) for op in overloads()}
     counts = Counter(ways.values())
-    ways |= {lowered.overload: How.LOWERED for lowered in registry.all_lowerings() if lowered.overload.namespace == "spmd"}
+    ways |= {lowered.overload: How.LOWERED for lowered in registry.registered() if lowered.overload.namespace == "spmd"}
     families: dict[str, list[str]] = defaultdict(list)
     for op, way in ways.items():
         if way not in (How.LOWERED, How.VIEW, How.SPECIAL):

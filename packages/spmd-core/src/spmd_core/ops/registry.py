@@ -143,11 +143,6 @@ def find(overload: torch._ops.OpOverload) -> Lowering | None:
     return _LOWERINGS.get(overload)
 
 
-def all_lowerings() -> list[Lowering]:
-    """Every registered lowering."""
-    return list(_LOWERINGS.values())
-
-
 def find_view_write(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """How a write through this view overload changes its base, or None."""
     return _VIEW_WRITES.get(overload)
