@@ -47,6 +47,12 @@ def test_a_second_registration_is_refused_and_the_first_stays():
     assert registry.find_view_write(torch.ops.aten.as_strided.default) is place is not None
 
 
+def test_an_overload_of_a_later_torch_is_left_out():
+    registry.lowering("aten.no_such_operation.default", since="99.0")(never)
+    with pytest.raises(ValueError, match="no overload"):
+        registry.lowering("aten.no_such_operation.default", since="2.0")(never)
+
+
 def test_what_is_registered_is_found(monkeypatch):
     monkeypatch.delitem(registry._LOWERINGS, torch.ops.aten.sin.default)
     assert registry.find(torch.ops.aten.sin.default) is None

@@ -102,16 +102,20 @@ def lowering(
     host_when: Callable[[Any, Any], bool] | None = None,
     meta: Callable[..., Any] | None = None,
     numbers: tuple[str, ...] = (),
+    since: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function for each overload in `names`. Registering one overload twice is a ValueError.
 
     `numbers` names keyword arguments of schema type `float` that arrive as `Number` too, where they change from call to call.
 
     `host_when(args, kwargs)`, over the recorded call's tensors, says which calls the function declines: those run on the host, counted.
+    `since` is the version of torch that brought the overloads, where we support older ones: there the function is not registered.
     `meta` gives the results' shapes and dtypes as meta tensors, where torch has no meta kernel or one that asks what only CUDA's kernel needs.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if since and torch.torch_version.TorchVersion(torch.__version__) < since:
+            return function
         for name in names:
             overload = resolve(name)
             if overload in _LOWERINGS:

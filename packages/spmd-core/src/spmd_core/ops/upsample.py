@@ -149,19 +149,19 @@ def _filter_matrix(
     return (weights / np.where(total == 0, 1, total)).astype(dtype)
 
 
-def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int) -> None:
+def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int, *, since: str = "") -> None:
     def matrices(dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]) -> list[np.ndarray]:
         align_corners, *scales = options
         scales += [None] * (2 - len(scales))
         return [_filter_matrix(i, o, s, dtype, align_corners, kernel, radius) for i, o, s in zip(in_sizes, out_sizes, scales)]
 
-    @lowering(f"aten.{op}.default", host_when=lambda args, kwargs: not args[0].dtype.is_floating_point)
+    @lowering(f"aten.{op}.default", host_when=lambda args, kwargs: not args[0].dtype.is_floating_point, since=since)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any, **named: Any) -> jax.Array:
         dtype = opmath(x.dtype)
         rows, columns = matrices(dtype, x.shape[2:], output_size, (*options, *named.values()))
         return jnp.einsum("nchw,ih,jw->ncij", x.astype(dtype), rows, columns, precision=matmul_precision(dtype)).astype(ctx.dtype)
 
-    @lowering(f"aten.{op}_backward.default")
+    @lowering(f"aten.{op}_backward.default", since=since)
     def backward(ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any, **named: Any) -> jax.Array:
         dtype = opmath(grad.dtype)
         rows, columns = matrices(dtype, input_size[2:], output_size, (*options, *named.values()))
@@ -170,4 +170,4 @@ def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], r
 
 _register_antialiased("_upsample_bilinear2d_aa", _triangle, 1)
 _register_antialiased("_upsample_bicubic2d_aa", _keys, 2)
-_register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3)
+_register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3, since="2.12")
