@@ -50,9 +50,10 @@ def measure(seq: int, *, batch: int, heads: int, dim: int, repeats: int) -> dict
     measured = {backend: Measured() for backend in BACKENDS}
     for repeat in range(repeats + 2):
         for backend, m in measured.items():
+            compiles = spmd.metrics.counter("compiles")
             seconds = step(inputs, backend)
             if repeat == 0:  # compiles, and uploads the inputs
-                program = spmd.metrics.programs()[-1]
+                program = spmd.metrics.programs(since=compiles)[0]
                 m.temp_bytes, m.peak_bytes = program.temp_bytes, program.peak_bytes
             elif repeat > 1:
                 m.samples.add(seconds)

@@ -136,13 +136,13 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
         "Tensor on host": f"with size {list(tensor.shape)}" if on_host else None,
     }
     if on_device:
-        shards = {
+        data = {
             "Data Device": device,
             "Data Shape": _shape_text(tensor),
             "OpSharding": text or "{replicated}",
             "NumShards": len(value.data.sharding.device_set),
         }
-        facts["XLAData"] = "XLAShardedData: " + "".join(f"\n  {name}: {fact}" for name, fact in shards.items())
+        facts["XLAData"] = "XLAShardedData: " + "".join(f"\n  {name}: {fact}" for name, fact in data.items())
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
