@@ -62,7 +62,13 @@ def measure(seq: int, *, batch: int, heads: int, dim: int, repeats: int) -> dict
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--seq", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="lengths (default 256 512 1024 2048 4096)")
+    parser.add_argument(
+        "--seq",
+        type=int,
+        nargs="+",
+        default=[256, 512, 1024, 2048, 4096],
+        help="lengths (default 256 512 1024 2048 4096)",
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
@@ -70,18 +76,42 @@ def main() -> int:
     args = parser.parse_args()
     spmd.simulate(1)
     sizes = {"batch": args.batch, "heads": args.heads, "dim": args.dim}
-    found = {seq: measure(seq, **sizes, repeats=args.repeats) for seq in tqdm(args.seq, desc="lengths", disable=None)}
+    found = {
+        seq: measure(seq, **sizes, repeats=args.repeats)
+        for seq in tqdm(args.seq, desc="lengths", disable=None)
+    }
     rows = [
-        [str(seq), *(f"{m[b].samples.min * 1e3:.1f}" for b in BACKENDS), *(f"{m[b].temp_bytes / 1e6:.1f}" for b in BACKENDS)]
+        [
+            str(seq),
+            *(f"{m[b].samples.min * 1e3:.1f}" for b in BACKENDS),
+            *(f"{m[b].temp_bytes / 1e6:.1f}" for b in BACKENDS),
+        ]
         + [f"{m[b].peak_bytes / 1e6:.1f}" for b in BACKENDS]
         for seq, m in found.items()
     ]
-    columns = ["length", "math, ms", "blocks, ms", "math, temp MB", "blocks, temp MB", "math, peak MB", "blocks, peak MB"]
-    notes = [f"Forward and backward, causal, float32, {args.batch} x {args.heads} heads of {args.dim}, one CPU device; best of {args.repeats} steps."]
+    columns = [
+        "length",
+        "math, ms",
+        "blocks, ms",
+        "math, temp MB",
+        "blocks, temp MB",
+        "math, peak MB",
+        "blocks, peak MB",
+    ]
+    notes = [
+        f"Forward and backward, causal, float32, {args.batch} x {args.heads} heads of {args.dim}, one CPU device; best of {args.repeats} steps."
+    ]
     data = {
         "sizes": sizes,
         "lengths": {
-            seq: {b: {"best_s": m[b].samples.min, "temp_bytes": m[b].temp_bytes, "peak_bytes": m[b].peak_bytes} for b in BACKENDS}
+            seq: {
+                b: {
+                    "best_s": m[b].samples.min,
+                    "temp_bytes": m[b].temp_bytes,
+                    "peak_bytes": m[b].peak_bytes,
+                }
+                for b in BACKENDS
+            }
             for seq, m in found.items()
         },
     }

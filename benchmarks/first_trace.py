@@ -27,7 +27,15 @@ def main() -> int:
     spmd.simulate(args.devices)
     spmd.use_spmd()
     mesh = spmd.Mesh(range(args.devices), (args.devices,), ("fsdp",))
-    config = GPT2Config(n_layer=args.layers, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=args.layers,
+        n_embd=64,
+        n_head=4,
+        vocab_size=512,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     config.loss_type = "ForCausalLM"
     model = GPT2LMHeadModel(config).to("xla")
     for p in model.parameters():
@@ -38,7 +46,9 @@ def main() -> int:
 
     def step() -> float:
         start = time.perf_counter()
-        model(input_ids=ids, position_ids=positions, attention_mask=None, labels=ids).loss.backward()
+        model(
+            input_ids=ids, position_ids=positions, attention_mask=None, labels=ids
+        ).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - start
@@ -49,13 +59,32 @@ def main() -> int:
     program = spmd.metrics.programs()[-1]
     second = step()
     rows = [
-        ["recording, first step", f"{first:.2f} s", f"{MAX_RECORD_S:.0f} s", verdict(first <= MAX_RECORD_S)],
-        ["lowering to StableHLO", f"{program.trace_s:.2f} s", f"{MAX_LOWER_S:.0f} s", verdict(program.trace_s <= MAX_LOWER_S)],
+        [
+            "recording, first step",
+            f"{first:.2f} s",
+            f"{MAX_RECORD_S:.0f} s",
+            verdict(first <= MAX_RECORD_S),
+        ],
+        [
+            "lowering to StableHLO",
+            f"{program.trace_s:.2f} s",
+            f"{MAX_LOWER_S:.0f} s",
+            verdict(program.trace_s <= MAX_LOWER_S),
+        ],
         ["recording, second step", f"{second:.3f} s", "", ""],
     ]
-    notes = [f"{program.num_ops:,} operations, {args.layers} layers, {args.devices} devices; compiled in {program.compile_s:.0f} s (not part of it)."]
-    table = Table("First trace of a GPT-2 train step", ["what", "wall", "at most", "holds"], rows, notes)
-    data = {"record_s": first, "lower_s": program.trace_s, "second_record_s": second, "num_ops": program.num_ops}
+    notes = [
+        f"{program.num_ops:,} operations, {args.layers} layers, {args.devices} devices; compiled in {program.compile_s:.0f} s (not part of it)."
+    ]
+    table = Table(
+        "First trace of a GPT-2 train step", ["what", "wall", "at most", "holds"], rows, notes
+    )
+    data = {
+        "record_s": first,
+        "lower_s": program.trace_s,
+        "second_record_s": second,
+        "num_ops": program.num_ops,
+    }
     publish("first_trace", table, data, folder=args.out)
     return 0 if first <= MAX_RECORD_S and program.trace_s <= MAX_LOWER_S else 1
 

@@ -24,7 +24,9 @@ from examples.gpt2.presets import PRESETS
 matplotlib.use("Agg")  # files only: there may be no display
 from matplotlib import pyplot as plt
 
-MAX_LOSS_DIFFERENCE = 1e-3  # fp32 sums in another order, over more steps than loss_agreement.py's 20
+MAX_LOSS_DIFFERENCE = (
+    1e-3  # fp32 sums in another order, over more steps than loss_agreement.py's 20
+)
 RESULTS = Path("results")
 
 
@@ -40,7 +42,9 @@ class Run:
 def runs(*, devices: int, mesh: str) -> tuple[Run, Run]:
     """The sharded run and the one on a single device."""
     sharded = Run(
-        f"{devices} devices, {mesh}", f"{devices}-devices-{mesh.replace('=', '').replace(',', '-')}", ["--devices", str(devices), "--mesh", mesh]
+        f"{devices} devices, {mesh}",
+        f"{devices}-devices-{mesh.replace('=', '').replace(',', '-')}",
+        ["--devices", str(devices), "--mesh", mesh],
     )
     return sharded, Run("1 device", "1-device", ["--devices", "1"])
 
@@ -53,13 +57,27 @@ def train(run: Run, *, common: Sequence[str], folder: Path) -> dict[str, Any]:
     """
     logs = folder / "tensorboard" / run.folder
     results = folder / "runs" / f"{run.folder}.json"
-    shutil.rmtree(logs, ignore_errors=True)  # or TensorBoard would draw this run and the one before into one curve
+    shutil.rmtree(
+        logs, ignore_errors=True
+    )  # or TensorBoard would draw this run and the one before into one curve
     results.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "examples.gpt2.train", *common, *run.options, "--log-dir", str(logs), "--results", str(results)]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.gpt2.train",
+        *common,
+        *run.options,
+        "--log-dir",
+        str(logs),
+        "--results",
+        str(results),
+    ]
     print(f"\n== {run.name}: {' '.join(['python', *command[1:]])}", flush=True)
     done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise RuntimeError(f"the run on {run.name} ended with {done.returncode}; its last lines are above.")
+        raise RuntimeError(
+            f"the run on {run.name} ended with {done.returncode}; its last lines are above."
+        )
     report: dict[str, Any] = json.loads(results.read_text())
     return report
 
@@ -75,7 +93,11 @@ def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         return [label, *(cell(report) for report in reports.values())]
 
     def evaluation(report: Mapping[str, Any]) -> str:
-        return f"{report['evals'][-1]['loss']:.4f} ({report['evals'][-1]['perplexity']:.1f})" if report["evals"] else "-"
+        return (
+            f"{report['evals'][-1]['loss']:.4f} ({report['evals'][-1]['perplexity']:.1f})"
+            if report["evals"]
+            else "-"
+        )
 
     def timed(key: str, text: str, scale: float = 1.0) -> Any:
         return lambda report: "-" if not report[key] else text.format(report[key] * scale)
@@ -89,9 +111,18 @@ def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         row("evaluation loss (perplexity)", evaluation),
         row("step time", timed("step_time_s", "{:.0f} ms", 1e3)),
         row("tokens/s", timed("tokens_per_s", "{:,.0f}")),
-        *(row(f"MFU, {formula}", lambda report, formula=formula: f"{report['mfu'].get(formula, 0):.2%}") for formula in first["mfu"]),
+        *(
+            row(
+                f"MFU, {formula}",
+                lambda report, formula=formula: f"{report['mfu'].get(formula, 0):.2%}",
+            )
+            for formula in first["mfu"]
+        ),
         row("peak memory of the step, per device", lambda report: mib(report["peak_bytes"])),
-        row("  of it arguments (parameters, optimizer, batch)", lambda report: mib(report["argument_bytes"])),
+        row(
+            "  of it arguments (parameters, optimizer, batch)",
+            lambda report: mib(report["argument_bytes"]),
+        ),
         row("  of it temporary", lambda report: mib(report["temp_bytes"])),
         row("compiles", lambda report: f"{report['compiles']} in {report['compile_s']:.0f} s"),
         row("whole run", lambda report: f"{report['wall_s']:.0f} s"),
@@ -100,13 +131,20 @@ def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 def plot(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Loss curves, step time and memory, side by side."""
-    figure, (curves, times, memory) = plt.subplots(1, 3, figsize=(14, 4.2), width_ratios=(2, 1, 1.3), layout="constrained")
+    figure, (curves, times, memory) = plt.subplots(
+        1, 3, figsize=(14, 4.2), width_ratios=(2, 1, 1.3), layout="constrained"
+    )
     names = list(reports)
     for (name, report), style in zip(reports.items(), ("-", "--", ":"), strict=False):
         curves.plot(range(1, len(report["losses"]) + 1), report["losses"], style, label=name)
     curves.set(xlabel="step", ylabel="training loss", title="Loss")
     curves.legend()
-    times.bar(names, [(report["step_time_s"] or 0.0) for report in reports.values()], color="tab:gray", width=0.6)
+    times.bar(
+        names,
+        [(report["step_time_s"] or 0.0) for report in reports.values()],
+        color="tab:gray",
+        width=0.6,
+    )
     times.set(ylabel="seconds", title="Step time (the devices share the cores)")
     arguments = [(report["argument_bytes"] or 0) / 2**20 for report in reports.values()]
     temporary = [(report["temp_bytes"] or 0) / 2**20 for report in reports.values()]
@@ -123,19 +161,42 @@ def plot(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 def largest_relative_difference(curves: Sequence[Sequence[float]]) -> float:
     """Between the first curve and the others, over the steps that all have."""
     first, *others = curves
-    return max((abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=False)), default=0.0)
+    return max(
+        (abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=False)),
+        default=0.0,
+    )
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.set_defaults(out=RESULTS)
-    parser.add_argument("--preset", default="small", choices=list(PRESETS), help="preset of examples.gpt2.train (default small)")
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run (default 30)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all devices (default 8)")
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices of the sharded run (default 8)")
+    parser.add_argument(
+        "--preset",
+        default="small",
+        choices=list(PRESETS),
+        help="preset of examples.gpt2.train (default small)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help="optimizer steps of each run (default 30)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=8, help="sequences in a step, over all devices (default 8)"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=8, help="emulated devices of the sharded run (default 8)"
+    )
     parser.add_argument("--mesh", default="fsdp=8", help="its mesh (default fsdp=8)")
     args, others = parser.parse_known_args()
-    common = ["--preset", args.preset, "--steps", str(args.steps), "--batch", str(args.batch), "--warmup", str(min(20, args.steps // 3))]
+    common = [
+        "--preset",
+        args.preset,
+        "--steps",
+        str(args.steps),
+        "--batch",
+        str(args.batch),
+        "--warmup",
+        str(min(20, args.steps // 3)),
+    ]
     common += ["--eval-every", "0", *others]
 
     reports = {}
@@ -150,7 +211,9 @@ def main() -> int:
         f"{verdict(difference <= MAX_LOSS_DIFFERENCE)}: losses agree within {MAX_LOSS_DIFFERENCE:g} (largest relative difference {difference:.1e}).",
     ]
     plot(reports, args.out / "gpt2_spmd.png")
-    table = Table(f"GPT-2, preset {args.preset}, {args.steps} steps", ["", *reports], rows_for(reports), notes)
+    table = Table(
+        f"GPT-2, preset {args.preset}, {args.steps} steps", ["", *reports], rows_for(reports), notes
+    )
     data = {"reports": reports, "largest_relative_loss_difference": difference}
     print()
     publish("gpt2_spmd", table, data, folder=args.out)

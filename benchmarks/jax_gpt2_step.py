@@ -65,7 +65,10 @@ Step = Callable[[State, jax.Array], tuple[State, jax.Array]]
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter, under the names of `GPT2LMHeadModel.named_parameters()`, in its order."""
     d = shape.width
-    shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (shape.vocabulary, d), "transformer.wpe.weight": (shape.seq, d)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (shape.vocabulary, d),
+        "transformer.wpe.weight": (shape.seq, d),
+    }
     block = {
         "ln_1.weight": (d,),
         "ln_1.bias": (d,),
@@ -105,30 +108,54 @@ def random_parameters(shape: Shape, *, seed: int = 0) -> dict[str, np.ndarray]:
         if len(size) > 1:
             result[name] = rng.normal(0, 0.02, size).astype(np.float32)
         else:
-            result[name] = np.ones(size, np.float32) if "ln_" in name and name.endswith("weight") else np.zeros(size, np.float32)
+            result[name] = (
+                np.ones(size, np.float32)
+                if "ln_" in name and name.endswith("weight")
+                else np.zeros(size, np.float32)
+            )
     return result
 
 
 def random_tokens(shape: Shape, *, seed: int = 1) -> np.ndarray:
     """int32 tokens of shape (batch, seq)."""
-    return np.random.default_rng(seed).integers(0, shape.vocabulary, (shape.batch, shape.seq)).astype(np.int32)
+    return (
+        np.random.default_rng(seed)
+        .integers(0, shape.vocabulary, (shape.batch, shape.seq))
+        .astype(np.int32)
+    )
 
 
 def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, bias_D: jax.Array) -> jax.Array:
     """Over the last dim, with the biased variance."""
     centered = x_BTD - x_BTD.mean(-1, keepdims=True)
-    return centered * jax.lax.rsqrt((centered * centered).mean(-1, keepdims=True) + LAYER_NORM_EPSILON) * weight_D + bias_D
+    return (
+        centered
+        * jax.lax.rsqrt((centered * centered).mean(-1, keepdims=True) + LAYER_NORM_EPSILON)
+        * weight_D
+        + bias_D
+    )
 
 
 def attention(qkv_BTE: jax.Array, *, num_heads: int) -> jax.Array:
     """Causal self-attention; E is 3·D. Returns (B, T, D)."""
     batch, seq, width = qkv_BTE.shape[0], qkv_BTE.shape[1], qkv_BTE.shape[2] // 3
     head_dim = width // num_heads
-    q_BHTK, k_BHSK, v_BHSK = (t.reshape(batch, seq, num_heads, head_dim).transpose(0, 2, 1, 3) for t in jnp.split(qkv_BTE, 3, axis=-1))
-    scores_BHTS = jnp.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHSK) * np.float32(1 / math.sqrt(head_dim))
+    q_BHTK, k_BHSK, v_BHSK = (
+        t.reshape(batch, seq, num_heads, head_dim).transpose(0, 2, 1, 3)
+        for t in jnp.split(qkv_BTE, 3, axis=-1)
+    )
+    scores_BHTS = jnp.einsum("bhtk,bhsk->bhts", q_BHTK, k_BHSK) * np.float32(
+        1 / math.sqrt(head_dim)
+    )
     causal_TS = jnp.tril(jnp.ones((seq, seq), dtype=bool))
-    weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.einsum("bhts,bhsk->bhtk", weights_BHTS, v_BHSK).transpose(0, 2, 1, 3).reshape(batch, seq, width)
+    weights_BHTS = jax.nn.softmax(
+        jnp.where(causal_TS, scores_BHTS, jnp.finfo(jnp.float32).min), axis=-1
+    )
+    return (
+        jnp.einsum("bhts,bhsk->bhtk", weights_BHTS, v_BHSK)
+        .transpose(0, 2, 1, 3)
+        .reshape(batch, seq, width)
+    )
 
 
 def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Array:
@@ -137,7 +164,9 @@ def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Arr
     return flat.reshape(*x_BTD.shape[:-1], -1)
 
 
-def loss_fn(parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape: Shape, mesh: Mesh) -> jax.Array:
+def loss_fn(
+    parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape: Shape, mesh: Mesh
+) -> jax.Array:
     """The mean cross entropy of each next token: a float32 scalar. The head is tied to the token embedding."""
 
     def pinned(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -149,11 +178,20 @@ def loss_fn(parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape:
     for i in range(shape.num_layers):
         h = f"transformer.h.{i}."
         y_BTD = layer_norm(x_BTD, p[h + "ln_1.weight"], p[h + "ln_1.bias"])
-        y_BTD = attention(linear(y_BTD, p[h + "attn.c_attn.weight"], p[h + "attn.c_attn.bias"]), num_heads=shape.num_heads)
-        x_BTD = pinned(x_BTD + linear(y_BTD, p[h + "attn.c_proj.weight"], p[h + "attn.c_proj.bias"]), AXIS)
+        y_BTD = attention(
+            linear(y_BTD, p[h + "attn.c_attn.weight"], p[h + "attn.c_attn.bias"]),
+            num_heads=shape.num_heads,
+        )
+        x_BTD = pinned(
+            x_BTD + linear(y_BTD, p[h + "attn.c_proj.weight"], p[h + "attn.c_proj.bias"]), AXIS
+        )
         y_BTD = layer_norm(x_BTD, p[h + "ln_2.weight"], p[h + "ln_2.bias"])
-        y_BTF = jax.nn.gelu(linear(y_BTD, p[h + "mlp.c_fc.weight"], p[h + "mlp.c_fc.bias"]), approximate=True)
-        x_BTD = pinned(x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]), AXIS)
+        y_BTF = jax.nn.gelu(
+            linear(y_BTD, p[h + "mlp.c_fc.weight"], p[h + "mlp.c_fc.bias"]), approximate=True
+        )
+        x_BTD = pinned(
+            x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]), AXIS
+        )
     x_BTD = layer_norm(x_BTD, p["transformer.ln_f.weight"], p["transformer.ln_f.bias"])
     # The head is split along the vocabulary, as its table is: every device sees all N = batch x (seq - 1) tokens, and the table stays where it is.
     x_ND = pinned(pinned(x_BTD[:, :-1], AXIS)).reshape(-1, shape.width)
@@ -175,7 +213,9 @@ def adamw(state: State, gradients: Parameters) -> State:
         mean[name] = state.mean[name] + (1 - BETA_1) * (g - state.mean[name])
         square[name] = BETA_2 * state.square[name] + (1 - BETA_2) * g * g
         decayed = state.parameters[name] * (1 - LEARNING_RATE * WEIGHT_DECAY)
-        parameters[name] = decayed - LEARNING_RATE / correction_1 * mean[name] / (jnp.sqrt(square[name]) / correction_2_sqrt + EPSILON)
+        parameters[name] = decayed - LEARNING_RATE / correction_1 * mean[name] / (
+            jnp.sqrt(square[name]) / correction_2_sqrt + EPSILON
+        )
     return State(parameters, mean, square, num_steps)
 
 
@@ -202,35 +242,63 @@ def build(
     """
     shape = shape or Shape()
     if num_devices > jax.device_count():
-        raise ValueError(f"{num_devices} devices were asked for and jax has {jax.device_count()}; set jax_num_cpu_devices before jax starts.")
+        raise ValueError(
+            f"{num_devices} devices were asked for and jax has {jax.device_count()}; set jax_num_cpu_devices before jax starts."
+        )
     if shape.batch % num_devices:
-        raise ValueError(f"the batch is split over the devices: {shape.batch} sequences do not divide by {num_devices}.")
+        raise ValueError(
+            f"the batch is split over the devices: {shape.batch} sequences do not divide by {num_devices}."
+        )
     mesh = Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
-    shardings = {name: NamedSharding(mesh, PartitionSpec(*partition_spec(size, num_devices))) for name, size in parameter_shapes(shape).items()}
+    shardings = {
+        name: NamedSharding(mesh, PartitionSpec(*partition_spec(size, num_devices)))
+        for name, size in parameter_shapes(shape).items()
+    }
     replicated = NamedSharding(mesh, PartitionSpec())
     state_sharding = State(shardings, shardings, shardings, replicated)  # type: ignore[arg-type]  # a tree of shardings in the tree's own class
     batch_sharding = NamedSharding(mesh, PartitionSpec(AXIS))
 
     def step(state: State, tokens_BT: jax.Array) -> tuple[State, jax.Array]:
-        loss, gradients = jax.value_and_grad(lambda p: loss_fn(p, tokens_BT, shape=shape, mesh=mesh))(state.parameters)
-        gradients = {name: jax.lax.with_sharding_constraint(g, shardings[name]) for name, g in gradients.items()}
+        loss, gradients = jax.value_and_grad(
+            lambda p: loss_fn(p, tokens_BT, shape=shape, mesh=mesh)
+        )(state.parameters)
+        gradients = {
+            name: jax.lax.with_sharding_constraint(g, shardings[name])
+            for name, g in gradients.items()
+        }
         return adamw(state, gradients), loss
 
     values = dict(parameters) if parameters is not None else random_parameters(shape)
     ids = tokens if tokens is not None else random_tokens(shape)
     state = State(
-        {name: jax.device_put(np.asarray(values[name], np.float32), s) for name, s in shardings.items()},
-        {name: jax.device_put(np.zeros(values[name].shape, np.float32), s) for name, s in shardings.items()},
-        {name: jax.device_put(np.zeros(values[name].shape, np.float32), s) for name, s in shardings.items()},
+        {
+            name: jax.device_put(np.asarray(values[name], np.float32), s)
+            for name, s in shardings.items()
+        },
+        {
+            name: jax.device_put(np.zeros(values[name].shape, np.float32), s)
+            for name, s in shardings.items()
+        },
+        {
+            name: jax.device_put(np.zeros(values[name].shape, np.float32), s)
+            for name, s in shardings.items()
+        },
         jax.device_put(np.int32(0), replicated),
     )
     batch = jax.device_put(np.asarray(ids, np.int32), batch_sharding)
-    jitted = jax.jit(step, in_shardings=(state_sharding, batch_sharding), out_shardings=(state_sharding, replicated), donate_argnums=0)
+    jitted = jax.jit(
+        step,
+        in_shardings=(state_sharding, batch_sharding),
+        out_shardings=(state_sharding, replicated),
+        donate_argnums=0,
+    )
     return jitted.lower(state, batch).compile(), state, batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices (default 8)")
     parser.add_argument("--rounds", type=int, default=20, help="timed steps (default 20)")
     args = parser.parse_args()
@@ -248,7 +316,9 @@ def main() -> None:
             walls.append(time.perf_counter() - wall)
             cpus.append(time.process_time() - cpu)
     for name, values in (("wall", walls), ("cpu", cpus)):
-        print(f"{name}: median {statistics.median(values) * 1e3:.0f} ms, min {min(values) * 1e3:.0f} ms")
+        print(
+            f"{name}: median {statistics.median(values) * 1e3:.0f} ms, min {min(values) * 1e3:.0f} ms"
+        )
     print(f"loss after {args.rounds + 2} steps on one batch: {float(loss):.4f}")
 
 

@@ -41,10 +41,22 @@ def run(options: list[str], *, common: list[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "examples.gpt2.train", *common, *options, "--results", str(results)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "examples.gpt2.train",
+            *common,
+            *options,
+            "--results",
+            str(results),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command[1:])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+            raise RuntimeError(
+                f"{' '.join(command[1:])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+            )
         report: dict[str, Any] = json.loads(results.read_text())
         return report
 
@@ -52,7 +64,9 @@ def run(options: list[str], *, common: list[str]) -> dict[str, Any]:
 def largest_relative_difference(losses: list[float], expected: list[float]) -> float:
     """Over all steps. Raises ValueError when the runs do not have the same number of steps."""
     if len(losses) != len(expected):
-        raise ValueError(f"the runs must have the same number of steps; got {len(losses)} and {len(expected)}.")
+        raise ValueError(
+            f"the runs must have the same number of steps; got {len(losses)} and {len(expected)}."
+        )
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
@@ -60,10 +74,31 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--preset", default="tiny", help="preset of the recipe (default tiny)")
     parser.add_argument("--steps", type=int, default=20, help="steps (default 20)")
-    parser.add_argument("--max-mb", type=float, default=2.0, help="how much of the default text to use, in millions of bytes (default 2)")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients; 0: not clipped (default 1)")
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=2.0,
+        help="how much of the default text to use, in millions of bytes (default 2)",
+    )
+    parser.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        help="largest norm of the gradients; 0: not clipped (default 1)",
+    )
     args = parser.parse_args()
-    common = ["--preset", args.preset, "--steps", str(args.steps), "--warmup", "5", "--max-mb", str(args.max_mb), "--eval-batches", "0"]
+    common = [
+        "--preset",
+        args.preset,
+        "--steps",
+        str(args.steps),
+        "--warmup",
+        "5",
+        "--max-mb",
+        str(args.max_mb),
+        "--eval-batches",
+        "0",
+    ]
     common += ["--clip", str(args.clip), "--log-every", "5", "--init", "host", "--no-progress"]
 
     reports, seconds = {}, {}
@@ -72,11 +107,20 @@ def main() -> int:
         reports[name] = run(options, common=common)
         seconds[name] = time.perf_counter() - start
     expected = reports[ORACLE]["losses"]
-    differences = {name: largest_relative_difference(report["losses"], expected) for name, report in reports.items()}
+    differences = {
+        name: largest_relative_difference(report["losses"], expected)
+        for name, report in reports.items()
+    }
     holds = all(value <= MAX_DIFFERENCE for value in differences.values())
 
     rows = [
-        [name, f"{report['losses'][0]:.6f}", f"{report['losses'][-1]:.6f}", f"{differences[name]:.1e}", f"{seconds[name]:.0f}"]
+        [
+            name,
+            f"{report['losses'][0]:.6f}",
+            f"{report['losses'][-1]:.6f}",
+            f"{differences[name]:.1e}",
+            f"{seconds[name]:.0f}",
+        ]
         for name, report in reports.items()
     ]
     table = Table(
@@ -93,7 +137,9 @@ def main() -> int:
         "largest_relative_difference": differences,
         "target": MAX_DIFFERENCE,
     }
-    publish("loss_agreement" if args.clip else "loss_agreement_unclipped", table, data, folder=args.out)
+    publish(
+        "loss_agreement" if args.clip else "loss_agreement_unclipped", table, data, folder=args.out
+    )
     return 0 if holds else 1
 
 

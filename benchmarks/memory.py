@@ -33,7 +33,17 @@ MAX_HELD_COPIES = 1.5  # once drawn; the emulated devices' shards are one
 
 def preset_for(shape: reference.Shape) -> ModelPreset:
     """The sizes in the terms of the recipe's model."""
-    return ModelPreset("benchmark", shape.num_layers, shape.width, shape.num_heads, shape.vocabulary, shape.seq, shape.seq, shape.batch, 1e-3)
+    return ModelPreset(
+        "benchmark",
+        shape.num_layers,
+        shape.width,
+        shape.num_heads,
+        shape.vocabulary,
+        shape.seq,
+        shape.seq,
+        shape.batch,
+        1e-3,
+    )
 
 
 def full_bytes(sizes: Iterable[tuple[int, ...]]) -> int:
@@ -43,7 +53,12 @@ def full_bytes(sizes: Iterable[tuple[int, ...]]) -> int:
 
 def shard_bytes(sizes: Iterable[tuple[int, ...]], *, num_devices: int) -> int:
     """Bytes on one device of float32 tensors that are split as `partition_spec` says."""
-    return sum(4 * torch.Size(size).numel() // (1 if reference.largest_dim(size, num_devices) is None else num_devices) for size in sizes)
+    return sum(
+        4
+        * torch.Size(size).numel()
+        // (1 if reference.largest_dim(size, num_devices) is None else num_devices)
+        for size in sizes
+    )
 
 
 def marked_model(shape: reference.Shape, *, num_devices: int) -> tuple[torch.nn.Module, Any]:
@@ -62,13 +77,19 @@ def measure_step(num_devices: int) -> dict[str, Any]:
     shape = reference.Shape()
     model, mesh = marked_model(shape, num_devices=num_devices)
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = spmd.mark_sharding(torch.from_numpy(reference.random_tokens(shape)).long().to("xla"), mesh, (reference.AXIS, None))
+    ids = spmd.mark_sharding(
+        torch.from_numpy(reference.random_tokens(shape)).long().to("xla"),
+        mesh,
+        (reference.AXIS, None),
+    )
     positions = torch.arange(shape.seq)[None].to("xla")
     spmd.sync(wait=True)
     spmd.metrics.reset()
     for _ in range(4):
         logits = model(input_ids=ids, position_ids=positions).logits
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        ).backward()
         del logits
         optimizer.step()
         optimizer.zero_grad()
@@ -98,17 +119,25 @@ def held_bytes() -> int:
     """The memory that this process holds now, after what Python can free. Falls back to the most it ever held where there is no /proc."""
     gc.collect()
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else max_rss_bytes()
+    return (
+        int(statm.read_text().split()[1]) * resource.getpagesize()
+        if statm.exists()
+        else max_rss_bytes()
+    )
 
 
 def measure_init(num_devices: int, *, width: int, num_layers: int) -> dict[str, Any]:
     """Part (b), in a process of its own."""
-    warm_up, _ = marked_model(reference.Shape(num_layers=1, width=64), num_devices=num_devices)  # the runtime's own memory is not the model's
+    warm_up, _ = marked_model(
+        reference.Shape(num_layers=1, width=64), num_devices=num_devices
+    )  # the runtime's own memory is not the model's
     spmd.sync(wait=True)
     del warm_up
     spmd.metrics.reset()
     before, held_before = max_rss_bytes(), held_bytes()
-    shape = reference.Shape(num_layers=num_layers, width=width, num_heads=16, vocabulary=32768, seq=1024)
+    shape = reference.Shape(
+        num_layers=num_layers, width=width, num_heads=16, vocabulary=32768, seq=1024
+    )
     model, _ = marked_model(shape, num_devices=num_devices)
     lazy = max_rss_bytes()
     spmd.sync(wait=True)
@@ -136,17 +165,36 @@ def mb(num_bytes: float) -> str:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    parser.add_argument("--width", type=int, default=1024, help="width of the model of part (b) (default 1024)")
-    parser.add_argument("--layers", type=int, default=12, help="layers of the model of part (b) (default 12)")
-    parser.add_argument("--only-init", action="store_true", help="print part (b) as JSON and end; what the script runs as a process of its own")
+    parser.add_argument(
+        "--width", type=int, default=1024, help="width of the model of part (b) (default 1024)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=12, help="layers of the model of part (b) (default 12)"
+    )
+    parser.add_argument(
+        "--only-init",
+        action="store_true",
+        help="print part (b) as JSON and end; what the script runs as a process of its own",
+    )
     args = parser.parse_args()
     if not args.only_init:
-        command = [sys.executable, "-m", "benchmarks.memory", "--only-init", "--devices", str(args.devices)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.memory",
+            "--only-init",
+            "--devices",
+            str(args.devices),
+        ]
         command += ["--width", str(args.width), "--layers", str(args.layers)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, stdin=subprocess.DEVNULL
+        )
         init = json.loads(done.stdout.splitlines()[-1])
 
-    spmd.config.cache_dir = None  # a program from the cache on disk comes without the compiler's full analysis
+    spmd.config.cache_dir = (
+        None  # a program from the cache on disk comes without the compiler's full analysis
+    )
     spmd.simulate(args.devices)
     spmd.use_spmd()
     if args.only_init:
@@ -156,36 +204,82 @@ def main() -> int:
 
     state = step["expected_alias_bytes"]
     targets = {
-        "(a) aliased bytes equal those of parameters and optimizer state": step["alias_bytes"] == state,
-        "(a) the peak without temporaries holds less than two copies of the state": step["peak_bytes"] - step["temp_bytes"] < 2 * state,
-        f"(b) initialisation peaks under {MAX_INIT_SHARE:.0%} of a full copy on each device": init["peak_bytes"]
+        "(a) aliased bytes equal those of parameters and optimizer state": step["alias_bytes"]
+        == state,
+        "(a) the peak without temporaries holds less than two copies of the state": step[
+            "peak_bytes"
+        ]
+        - step["temp_bytes"]
+        < 2 * state,
+        f"(b) initialisation peaks under {MAX_INIT_SHARE:.0%} of a full copy on each device": init[
+            "peak_bytes"
+        ]
         <= MAX_INIT_SHARE * init["full_bytes"],
-        f"(b) before anything is computed the process grows by less than {MAX_HOST_SHARE:.0%} of a full copy": init["host_growth_before_sync_bytes"]
+        f"(b) before anything is computed the process grows by less than {MAX_HOST_SHARE:.0%} of a full copy": init[
+            "host_growth_before_sync_bytes"
+        ]
         < MAX_HOST_SHARE * init["full_bytes"],
-        f"(b) less than {MAX_HOST_SHARE:.0%} of a full copy is uploaded from the host": init["uploaded_bytes"] < MAX_HOST_SHARE * init["full_bytes"],
-        f"(b) afterwards the process holds less than {MAX_HELD_COPIES:g} full copies": init["host_held_bytes"] < MAX_HELD_COPIES * init["full_bytes"],
+        f"(b) less than {MAX_HOST_SHARE:.0%} of a full copy is uploaded from the host": init[
+            "uploaded_bytes"
+        ]
+        < MAX_HOST_SHARE * init["full_bytes"],
+        f"(b) afterwards the process holds less than {MAX_HELD_COPIES:g} full copies": init[
+            "host_held_bytes"
+        ]
+        < MAX_HELD_COPIES * init["full_bytes"],
     }
     rows = [
         ["(a) parameters and optimizer state, one device", mb(state), ""],
-        ["(a) train step: aliased bytes", mb(step["alias_bytes"]), f"{step['alias_bytes'] / state:.3f} x state"],
-        ["(a) train step: arguments", mb(step["argument_bytes"]), f"{step['argument_bytes'] / state:.3f} x state"],
+        [
+            "(a) train step: aliased bytes",
+            mb(step["alias_bytes"]),
+            f"{step['alias_bytes'] / state:.3f} x state",
+        ],
+        [
+            "(a) train step: arguments",
+            mb(step["argument_bytes"]),
+            f"{step['argument_bytes'] / state:.3f} x state",
+        ],
         ["(a) train step: temporary", mb(step["temp_bytes"]), ""],
         ["(a) train step: peak", mb(step["peak_bytes"]), ""],
         ["(b) parameters, full copy", mb(init["full_bytes"]), f"{init['num_params']:,} parameters"],
-        ["(b) parameters, one device", mb(init["shard_bytes"]), f"{init['shard_bytes'] / init['full_bytes']:.3f} x full"],
-        ["(b) initialisation: peak, one device", mb(init["peak_bytes"]), f"{init['peak_bytes'] / init['full_bytes']:.3f} x full"],
-        ["(b) process growth, all devices in it", mb(init["host_growth_bytes"]), f"{init['host_growth_bytes'] / init['full_bytes']:.3f} x full"],
+        [
+            "(b) parameters, one device",
+            mb(init["shard_bytes"]),
+            f"{init['shard_bytes'] / init['full_bytes']:.3f} x full",
+        ],
+        [
+            "(b) initialisation: peak, one device",
+            mb(init["peak_bytes"]),
+            f"{init['peak_bytes'] / init['full_bytes']:.3f} x full",
+        ],
+        [
+            "(b) process growth, all devices in it",
+            mb(init["host_growth_bytes"]),
+            f"{init['host_growth_bytes'] / init['full_bytes']:.3f} x full",
+        ],
         ["(b) of it before anything was computed", mb(init["host_growth_before_sync_bytes"]), ""],
         ["(b) uploaded from the host", mb(init["uploaded_bytes"]), ""],
-        ["(b) held by the process afterwards", mb(init["host_held_bytes"]), f"{init['host_held_bytes'] / init['full_bytes']:.3f} x full"],
+        [
+            "(b) held by the process afterwards",
+            mb(init["host_held_bytes"]),
+            f"{init['host_held_bytes'] / init['full_bytes']:.3f} x full",
+        ],
     ]
     notes = [f"{verdict(holds)}: {target}." for target, holds in targets.items()]
     notes.append(
         f"The growth of the process is not judged: it holds {args.devices} emulated devices at their peak ({mb(args.devices * init['peak_bytes'])}) "
         "and the compiler."
     )
-    table = Table(f"Memory on {args.devices} emulated devices", ["", "bytes", "relative"], rows, notes)
-    publish("memory", table, {"num_devices": args.devices, "step": step, "init": init, "targets": targets}, folder=args.out)
+    table = Table(
+        f"Memory on {args.devices} emulated devices", ["", "bytes", "relative"], rows, notes
+    )
+    publish(
+        "memory",
+        table,
+        {"num_devices": args.devices, "step": step, "init": init, "targets": targets},
+        folder=args.out,
+    )
     return 0 if all(targets.values()) else 1
 
 

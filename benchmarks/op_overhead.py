@@ -52,7 +52,9 @@ class Bare(torch.Tensor):
 def bare() -> torch.Tensor:
     """A `Bare` tensor."""
     shape = torch.Size((SIZE, SIZE))
-    return torch.Tensor._make_wrapper_subclass(Bare, shape, (SIZE, 1), 0, None, torch.float32, torch.strided, torch.device("xla:0"))
+    return torch.Tensor._make_wrapper_subclass(
+        Bare, shape, (SIZE, 1), 0, None, torch.float32, torch.strided, torch.device("xla:0")
+    )
 
 
 def floor() -> Callable[[], object]:
@@ -111,7 +113,9 @@ def measure(case: Case, *, count: int, repeats: int) -> Samples:
     samples = Samples()
     with torch.no_grad():
         for repeat in range(repeats + 1):
-            record = case.make()  # anew, so that a chain of in-place operations does not grow from repeat to repeat
+            record = (
+                case.make()
+            )  # anew, so that a chain of in-place operations does not grow from repeat to repeat
             start = time.perf_counter()
             for _ in range(count):
                 record()
@@ -123,7 +127,9 @@ def measure(case: Case, *, count: int, repeats: int) -> Samples:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--count", type=int, default=1000, help="operations in a repeat (default 1000)")
+    parser.add_argument(
+        "--count", type=int, default=1000, help="operations in a repeat (default 1000)"
+    )
     parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
     args = parser.parse_args()
     spmd.simulate(1)
@@ -131,24 +137,48 @@ def main() -> int:
 
     # The floor in two parts, before and after, as the machine may change its mind in between.
     least = measure(Case("floor", floor), count=args.count, repeats=args.repeats)
-    measured = {case.name: measure(case, count=args.count, repeats=args.repeats) for case in tqdm(cases(), desc="operations", disable=None)}
-    floor_s = min(least.min, measure(Case("floor", floor), count=args.count, repeats=args.repeats).min)
-    if (spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")) != (compiles, executions):
-        raise RuntimeError("a program ran inside the timed loop, so the figures are not those of recording; lower --count.")
+    measured = {
+        case.name: measure(case, count=args.count, repeats=args.repeats)
+        for case in tqdm(cases(), desc="operations", disable=None)
+    }
+    floor_s = min(
+        least.min, measure(Case("floor", floor), count=args.count, repeats=args.repeats).min
+    )
+    if (spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")) != (
+        compiles,
+        executions,
+    ):
+        raise RuntimeError(
+            "a program ran inside the timed loop, so the figures are not those of recording; lower --count."
+        )
 
     most = {case.name: case.max_us for case in cases()}
     holds = {name: samples.min * 1e6 <= most[name] for name, samples in measured.items()}
     rows = [
-        [name, f"{s.min * 1e6:.2f}", f"{s.median * 1e6:.2f}", f"{most[name]:.0f}", verdict(holds[name]), f"{s.min / floor_s:.2f}"]
+        [
+            name,
+            f"{s.min * 1e6:.2f}",
+            f"{s.median * 1e6:.2f}",
+            f"{most[name]:.0f}",
+            verdict(holds[name]),
+            f"{s.min / floor_s:.2f}",
+        ]
         for name, s in measured.items()
     ]
     notes = [
         f"{args.count} operations in a repeat, {args.repeats} repeats, no gradients, tensors of {SIZE} x {SIZE} float32.",
         f"The floor, an operation that records nothing: {floor_s * 1e6:.2f} us.",
     ]
-    table = Table("Recording one operation", ["operation", "best, us", "median, us", "at most, us", "holds", "over the floor"], rows, notes)
+    table = Table(
+        "Recording one operation",
+        ["operation", "best, us", "median, us", "at most, us", "holds", "over the floor"],
+        rows,
+        notes,
+    )
     data = {
-        "us": {name: {"best": s.min * 1e6, "median": s.median * 1e6} for name, s in measured.items()},
+        "us": {
+            name: {"best": s.min * 1e6, "median": s.median * 1e6} for name, s in measured.items()
+        },
         "target_us": most,
         "floor_us": floor_s * 1e6,
     }

@@ -48,7 +48,13 @@ def _serve(num_devices: int) -> None:
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
-        verdict = opinfo_cases.examine(ops[task["entry"]], task["variant"], _NAMES[task["dtype"]], mesh=mesh, limit=task["limit"])
+        verdict = opinfo_cases.examine(
+            ops[task["entry"]],
+            task["variant"],
+            _NAMES[task["dtype"]],
+            mesh=mesh,
+            limit=task["limit"],
+        )
         print(json.dumps(None if verdict is None else asdict(verdict)), file=answers, flush=True)
 
 
@@ -61,12 +67,30 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.opinfo", "--worker", "--devices", str(self._num_devices)]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.opinfo",
+            "--worker",
+            "--devices",
+            str(self._num_devices),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         self._answers = queue.Queue()
-        threading.Thread(target=self._listen, args=(self._process, self._answers), daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(self._process, self._answers), daemon=True
+        ).start()
         if self._answers.get() is None:
-            raise RuntimeError(f"the worker did not start; run it by hand to see why: {' '.join(command)}")
+            raise RuntimeError(
+                f"the worker did not start; run it by hand to see why: {' '.join(command)}"
+            )
 
     @staticmethod
     def _listen(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
@@ -106,15 +130,28 @@ class _Worker:
         self._process.kill()
 
 
-def run(tasks: list[dict[str, Any]], *, jobs: int, num_devices: int, timeout_s: float, journal: Path, resume: bool) -> list[dict[str, Any]]:
+def run(
+    tasks: list[dict[str, Any]],
+    *,
+    jobs: int,
+    num_devices: int,
+    timeout_s: float,
+    journal: Path,
+    resume: bool,
+) -> list[dict[str, Any]]:
     """All verdicts, in the order of the tasks. A bar counts the tasks.
 
     Each verdict is appended to the journal when it is known, so that a run that is interrupted can go on with `resume`.
     """
     found: dict[int, dict[str, Any] | None] = {}
     if resume and journal.exists():
-        known = {json.dumps(task): verdict for task, verdict in map(json.loads, journal.read_text().splitlines())}
-        found = {i: known[json.dumps(task)] for i, task in enumerate(tasks) if json.dumps(task) in known}
+        known = {
+            json.dumps(task): verdict
+            for task, verdict in map(json.loads, journal.read_text().splitlines())
+        }
+        found = {
+            i: known[json.dumps(task)] for i, task in enumerate(tasks) if json.dumps(task) in known
+        }
     waiting: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
     for i, task in enumerate(tasks):
         if i not in found:
@@ -134,7 +171,9 @@ def run(tasks: list[dict[str, Any]], *, jobs: int, num_devices: int, timeout_s: 
                     worker.stop()
                     return
                 found[i] = worker.ask(task)
-                lines.write(json.dumps([task, found[i]]) + "\n")  # one call, which the interpreter's lock keeps whole
+                lines.write(
+                    json.dumps([task, found[i]]) + "\n"
+                )  # one call, which the interpreter's lock keeps whole
                 lines.flush()
                 bar.update()
 
@@ -171,30 +210,63 @@ def summary(verdicts: list[dict[str, Any]], *, num_devices: int, limit: int) -> 
                     str(c[Status.EXCLUDED]),
                 ]
             )
-    columns = ["variant", "dtype", "applicable", "passed", "host fallback", "error", "wrong", "passed %", "of these loose", "excluded"]
+    columns = [
+        "variant",
+        "dtype",
+        "applicable",
+        "passed",
+        "host fallback",
+        "error",
+        "wrong",
+        "passed %",
+        "of these loose",
+        "excluded",
+    ]
     notes = [
         f"torch {torch.__version__}, {num_devices} device(s)"
-        + (", the first tensor of every sample split along its longest dim" if num_devices > 1 else "")
+        + (
+            ", the first tensor of every sample split along its longest dim"
+            if num_devices > 1
+            else ""
+        )
         + (f"; at most {limit} samples of an entry, evenly spread." if limit else "; all samples."),
-        "Excluded: " + "; ".join(sorted({f"{v['entry']} ({v['detail']})" for v in verdicts if v["status"] == Status.EXCLUDED})) + ".",
+        "Excluded: "
+        + "; ".join(
+            sorted(
+                {
+                    f"{v['entry']} ({v['detail']})"
+                    for v in verdicts
+                    if v["status"] == Status.EXCLUDED
+                }
+            )
+        )
+        + ".",
     ]
     for status in (Status.WRONG, Status.ERROR, Status.HOST):
         for v in verdicts:
             if v["status"] == status:
                 cause = opinfo_cases.KNOWN.get((v["entry"], v["variant"]), ("", ""))[1]
-                notes.append(f"**{status}**: {v['entry']}, {v['variant']}, {v['dtype']}: {cause or _cell(v['detail'])}")
+                notes.append(
+                    f"**{status}**: {v['entry']}, {v['variant']}, {v['dtype']}: {cause or _cell(v['detail'])}"
+                )
     deviations: dict[str, float] = {}
     for v in verdicts:
         if v["loose"]:
             deviations[v["entry"]] = max(deviations.get(v["entry"], 0.0), v["loose"])
     if deviations:
-        listed = ", ".join(f"{name} {size:.1e}" for name, size in sorted(deviations.items(), key=lambda d: -d[1]))
+        listed = ", ".join(
+            f"{name} {size:.1e}" for name, size in sorted(deviations.items(), key=lambda d: -d[1])
+        )
         notes.append(f"Loose (largest deviation, relative above 1): {listed}.")
     return Table(f"torch's operator database on {num_devices} device(s)", columns, rows, notes)
 
 
 def _not_passed(verdicts: list[dict[str, Any]]) -> list[str]:
-    return [f"{v['entry']} {v['variant']} {v['dtype']}: {v['status']}: {_cell(v['detail'])}" for v in verdicts if v["status"] != Status.PASSED]
+    return [
+        f"{v['entry']} {v['variant']} {v['dtype']}: {v['status']}: {_cell(v['detail'])}"
+        for v in verdicts
+        if v["status"] != Status.PASSED
+    ]
 
 
 def _overloads(verdicts: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
@@ -204,7 +276,10 @@ def _overloads(verdicts: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
         for name in v["lowered"] if v["status"] == Status.PASSED else ():
             seen[name]["dtypes"].add(v["dtype"])
             seen[name]["entries"].add(v["entry"])
-    return {name: {what: " ".join(sorted(found)) for what, found in seen[name].items()} for name in sorted(seen)}
+    return {
+        name: {what: " ".join(sorted(found)) for what, found in seen[name].items()}
+        for name in sorted(seen)
+    }
 
 
 def _cell(text: str) -> str:
@@ -213,15 +288,41 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--ops", default="*", help="pattern of entries' full names, several separated by commas (default: all)")
-    parser.add_argument("--dtypes", default=",".join(_NAMES), help="separated by commas (default: all)")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="separated by commas (default: all)")
-    parser.add_argument("--devices", type=int, default=1, help="emulated devices (default 1); 0: the machine's own")
-    parser.add_argument("--samples", type=int, default=8, help="samples of an entry and dtype at most, evenly spread (default 8; 0: all)")
+    parser.add_argument(
+        "--ops",
+        default="*",
+        help="pattern of entries' full names, several separated by commas (default: all)",
+    )
+    parser.add_argument(
+        "--dtypes", default=",".join(_NAMES), help="separated by commas (default: all)"
+    )
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help="separated by commas (default: all)"
+    )
+    parser.add_argument(
+        "--devices", type=int, default=1, help="emulated devices (default 1); 0: the machine's own"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=8,
+        help="samples of an entry and dtype at most, evenly spread (default 8; 0: all)",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one entry and variant may take (default 300)")
-    parser.add_argument("--resume", action="store_true", help="go on with a run of the same arguments that was interrupted")
-    parser.add_argument("--show", action="store_true", help="print the table and what failed, write nothing")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300,
+        help="seconds that one entry and variant may take (default 300)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with a run of the same arguments that was interrupted",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the table and what failed, write nothing"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -230,9 +331,17 @@ def main() -> int:
     variants, dtypes = args.variants.split(","), args.dtypes.split(",")
     unknown = [name for name in (*variants, *dtypes) if name not in (*VARIANTS, *_NAMES)]
     if unknown:
-        parser.error(f"variants are {', '.join(VARIANTS)} and dtypes are {', '.join(_NAMES)}; got {', '.join(unknown)}")
+        parser.error(
+            f"variants are {', '.join(VARIANTS)} and dtypes are {', '.join(_NAMES)}; got {', '.join(unknown)}"
+        )
     chosen = [
-        op for op in opinfo_samples.entries() if any(fnmatch.fnmatch(name, p) for p in args.ops.split(",") for name in (op.formatted_name, op.name))
+        op
+        for op in opinfo_samples.entries()
+        if any(
+            fnmatch.fnmatch(name, p)
+            for p in args.ops.split(",")
+            for name in (op.formatted_name, op.name)
+        )
     ]
     if not chosen:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
@@ -244,13 +353,25 @@ def main() -> int:
         if opinfo_samples.applies(op, variant, _NAMES[dtype])
     ]
     journal = args.out / f"opinfo_{args.devices}_devices.journal"
-    verdicts = run(tasks, jobs=args.jobs, num_devices=args.devices, timeout_s=args.timeout, journal=journal, resume=args.resume)
+    verdicts = run(
+        tasks,
+        jobs=args.jobs,
+        num_devices=args.devices,
+        timeout_s=args.timeout,
+        journal=journal,
+        resume=args.resume,
+    )
     journal.unlink()
     table = summary(verdicts, num_devices=args.devices, limit=args.samples)
     if args.show:
         table.show()
         return 0
-    publish(f"opinfo_{args.devices}_devices", table, {"not_passed": _not_passed(verdicts), "overloads": _overloads(verdicts)}, folder=args.out)
+    publish(
+        f"opinfo_{args.devices}_devices",
+        table,
+        {"not_passed": _not_passed(verdicts), "overloads": _overloads(verdicts)},
+        folder=args.out,
+    )
     return 1 if any(v["status"] == Status.WRONG for v in verdicts) else 0
 
 

@@ -31,7 +31,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 import spmd_core as spmd
-from benchmarks.opinfo_compare import as_good_as_eager, close, deviation, down, other_choice_of_equals, same_for_equals, skeleton
+from benchmarks.opinfo_compare import (
+    as_good_as_eager,
+    close,
+    deviation,
+    down,
+    other_choice_of_equals,
+    same_for_equals,
+    skeleton,
+)
 from benchmarks.opinfo_samples import Sample, applies, excluded, is_plain, moved, samples
 from spmd_core import dispatch, recording
 from spmd_core.graph import Entry
@@ -48,10 +56,16 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("unfold", "view_write"): ("error", _OVERLAP),
     ("addbmm", "in_place"): ("error", _GROWS),
     ("addbmm", "view_write"): ("error", _GROWS),
-    ("masked_fill", "errors"): ("error", "the right type in the words of torch's own meta kernel, which has other ones for a complex value"),
+    ("masked_fill", "errors"): (
+        "error",
+        "the right type in the words of torch's own meta kernel, which has other ones for a complex value",
+    ),
     ("nn_functional_triplet_margin_loss", "gradient"): ("wrong", _UNIT_VECTORS),
     ("nn_functional_triplet_margin_with_distance_loss", "gradient"): ("wrong", _UNIT_VECTORS),
-    ("multinomial", "errors"): ("error", "a weight that is negative or not finite: a program cannot raise for its values"),
+    ("multinomial", "errors"): (
+        "error",
+        "a weight that is negative or not finite: a program cannot raise for its values",
+    ),
 }
 
 
@@ -106,13 +120,17 @@ def _forward(op: Any, s: Sample) -> Any:
 
 def _weights(t: torch.Tensor) -> torch.Tensor:
     """A cotangent without symmetry: a constant one hides errors that cancel."""
-    ramp = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=torch.float64)[: t.numel()].reshape(t.shape)
+    ramp = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=torch.float64)[: t.numel()].reshape(
+        t.shape
+    )
     return ramp.to(t.dtype).to(t.device)
 
 
 def _gradient(op: Any, s: Sample) -> Any:
     result = s.process(op(s.input, *s.args, **s.kwargs))
-    outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+    outs = [
+        t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     wanted = [t for t in s.tensors() if t.requires_grad]
     if not outs or not wanted:
         return []
@@ -120,7 +138,11 @@ def _gradient(op: Any, s: Sample) -> Any:
 
 
 def _in_place(op: Any, s: Sample) -> Any:
-    target = s.input.detach().clone() if isinstance(s.input, torch.Tensor) else [t.detach().clone() for t in s.input]
+    target = (
+        s.input.detach().clone()
+        if isinstance(s.input, torch.Tensor)
+        else [t.detach().clone() for t in s.input]
+    )
     op.inplace_variant(target, *s.args, **s.kwargs)
     return target
 
@@ -128,8 +150,15 @@ def _in_place(op: Any, s: Sample) -> Any:
 def _out(op: Any, s: Sample) -> Any:
     with torch.no_grad():
         shapes = op(s.input, *s.args, **s.kwargs)
-        same = pytree.tree_map(lambda t: torch.zeros_like(t) if isinstance(t, torch.Tensor) else t, shapes)
-        empty = pytree.tree_map(lambda t: torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t, shapes)
+        same = pytree.tree_map(
+            lambda t: torch.zeros_like(t) if isinstance(t, torch.Tensor) else t, shapes
+        )
+        empty = pytree.tree_map(
+            lambda t: (
+                torch.empty(0, dtype=t.dtype, device=t.device) if isinstance(t, torch.Tensor) else t
+            ),
+            shapes,
+        )
         returned = [op(s.input, *s.args, **s.kwargs, out=out) for out in (same, empty)]
     return [same, empty, *returned]
 
@@ -138,7 +167,12 @@ def _aliases(op: Any, s: Sample) -> bool:
     """Whether the entry's result is a view of its input."""
     with torch.no_grad():
         result = op(s.input, *s.args, **s.kwargs)
-    return isinstance(result, torch.Tensor) and isinstance(s.input, torch.Tensor) and result.numel() > 0 and _same_memory(result, s.input)
+    return (
+        isinstance(result, torch.Tensor)
+        and isinstance(s.input, torch.Tensor)
+        and result.numel() > 0
+        and _same_memory(result, s.input)
+    )
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -163,7 +197,12 @@ def _write_into_view(op: Any, s: Sample) -> Any:
     return base
 
 
-_RUN: dict[str, Callable[[Any, Sample], Any]] = {"forward": _forward, "gradient": _gradient, "in_place": _in_place, "out": _out}
+_RUN: dict[str, Callable[[Any, Sample], Any]] = {
+    "forward": _forward,
+    "gradient": _gradient,
+    "in_place": _in_place,
+    "out": _out,
+}
 
 
 @dataclass
@@ -198,17 +237,26 @@ def _judge(case: _Case, got: list[Any], verdict: Verdict) -> None:
         verdict.random = True
         return
     if other_choice_of_equals(sample, got, expected) or (
-        verdict.entry in CHOOSE_AMONG_EQUALS and case.is_gradient and same_for_equals(sample, got, expected)
+        verdict.entry in CHOOSE_AMONG_EQUALS
+        and case.is_gradient
+        and same_for_equals(sample, got, expected)
     ):
         return
     try:
-        if close(down(sample.process(case.got)), down(sample.process(case.run(moved(sample, "cpu"))))) is None:
+        if (
+            close(
+                down(sample.process(case.got)), down(sample.process(case.run(moved(sample, "cpu"))))
+            )
+            is None
+        ):
             return
     except Exception:  # the entry's function asks for results that this variant does not have
         pass
     if as_good_as_eager(case.run, sample, got, expected):
         return
-    floats = all(not isinstance(e, torch.Tensor) or e.is_floating_point() or e.is_complex() for e in expected)
+    floats = all(
+        not isinstance(e, torch.Tensor) or e.is_floating_point() or e.is_complex() for e in expected
+    )
     if floats and close(got, expected, rtol=LOOSE, atol=1e-5) is None:
         verdict.loose = max(verdict.loose, deviation(got, expected))
         return
@@ -230,7 +278,11 @@ def _cases(op: Any, variant: str, dtype: torch.dtype, limit: int) -> Iterator[_C
         try:
             if variant == "view_write":
                 runs += [_write_through] if _aliases(op, moved(sample, "cpu")) else []
-                runs += [_write_into_view] if op.inplace_variant is not None and isinstance(sample.input, torch.Tensor) else []
+                runs += (
+                    [_write_into_view]
+                    if op.inplace_variant is not None and isinstance(sample.input, torch.Tensor)
+                    else []
+                )
             else:
                 runs.append(_RUN[variant])
         except Exception:  # eager torch refuses the sample: there is nothing to compare with
@@ -260,7 +312,9 @@ def _run(cases: Iterable[_Case], verdict: Verdict, mesh: spmd.Mesh | None) -> li
     return recorded
 
 
-def examine(op: Any, variant: str, dtype: torch.dtype, *, mesh: spmd.Mesh | None = None, limit: int = 8) -> Verdict | None:
+def examine(
+    op: Any, variant: str, dtype: torch.dtype, *, mesh: spmd.Mesh | None = None, limit: int = 8
+) -> Verdict | None:
     """The verdict on one entry, variant and dtype, or None where it does not apply.
 
     Waits for the device. All samples are recorded first and run as one program; only where that fails do they run one at a time.
@@ -274,7 +328,13 @@ def examine(op: Any, variant: str, dtype: torch.dtype, *, mesh: spmd.Mesh | None
     """
     if not applies(op, variant, dtype):
         return None
-    verdict = Verdict(op.formatted_name, variant, str(dtype).removeprefix("torch."), 1 if mesh is None else mesh.size(), Status.PASSED)
+    verdict = Verdict(
+        op.formatted_name,
+        variant,
+        str(dtype).removeprefix("torch."),
+        1 if mesh is None else mesh.size(),
+        Status.PASSED,
+    )
     reason = excluded(op.formatted_name, dtype)
     if reason is not None:
         verdict.status, verdict.detail = Status.EXCLUDED, reason
@@ -292,7 +352,9 @@ def examine(op: Any, variant: str, dtype: torch.dtype, *, mesh: spmd.Mesh | None
     return verdict if verdict.num_samples or verdict.status is not Status.PASSED else None
 
 
-def _examine_values(op: Any, variant: str, dtype: torch.dtype, verdict: Verdict, mesh: spmd.Mesh | None, limit: int) -> None:
+def _examine_values(
+    op: Any, variant: str, dtype: torch.dtype, verdict: Verdict, mesh: spmd.Mesh | None, limit: int
+) -> None:
     before = spmd.metrics.host_fallbacks()
     recorded = _run(_cases(op, variant, dtype, limit), verdict, mesh)
     try:
@@ -342,11 +404,15 @@ def _examine_errors(op: Any, verdict: Verdict) -> None:
             if not same:
                 verdict.worsen(Status.ERROR, f"{_describe(error)} instead of {_describe(right)}")
             elif not _names_the_same(str(error), str(right), error_input.error_regex):
-                verdict.worsen(Status.ERROR, f"the message {_describe(error)} instead of {_describe(right)}")
+                verdict.worsen(
+                    Status.ERROR, f"the message {_describe(error)} instead of {_describe(right)}"
+                )
 
 
 def _names_the_same(message: str, right: str, regex: str) -> bool:
     """The message that torch's test asks for, or one with the same numbers in it."""
     if re.search(regex, message):
         return True
-    return set(re.findall(r"\d+", right)) <= set(re.findall(r"\d+", message)) and bool(re.findall(r"\d+", right))
+    return set(re.findall(r"\d+", right)) <= set(re.findall(r"\d+", message)) and bool(
+        re.findall(r"\d+", right)
+    )

@@ -34,7 +34,9 @@ EXCLUDED_OF_SIXTEEN_BITS = {
     "_native_batch_norm_legit": _STATISTICS,
     "_batch_norm_with_update": _STATISTICS,
     "native_layer_norm": _STATISTICS,
-    **dict.fromkeys(("complex", "view_as_complex"), "of two float16 makes complex32, which XLA does not have"),
+    **dict.fromkeys(
+        ("complex", "view_as_complex"), "of two float16 makes complex32, which XLA does not have"
+    ),
     "nn_functional_linear_cross_entropy_chunked_none": "torch's own code accumulates in float32 on a CPU, in 16 bits on a device it does not know",
 }
 
@@ -50,7 +52,11 @@ class Sample:
     moves_args: bool = True  # False where torch asks for them on the CPU, whatever the device
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in pytree.tree_leaves((self.input, self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+        return [
+            t
+            for t in pytree.tree_leaves((self.input, self.args, self.kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
 
 
 def entries() -> list[Any]:
@@ -89,7 +95,12 @@ def _spread(items: Sequence[Any], limit: int) -> list[Any]:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_quantized and not t.is_nested and t.device.type == "cpu"
+    return (
+        t.layout is torch.strided
+        and not t.is_quantized
+        and not t.is_nested
+        and t.device.type == "cpu"
+    )
 
 
 def _undefined(name: str, s: Sample) -> bool:
@@ -97,22 +108,36 @@ def _undefined(name: str, s: Sample) -> bool:
     if name == "nonzero_static":
         return s.input.numel() == 0  # the memory is not filled
     draws = s.kwargs.get("_random_samples")
-    return draws is not None and bool(((draws < 0) | (draws >= 1)).any())  # windows outside of the input
+    return draws is not None and bool(
+        ((draws < 0) | (draws >= 1)).any()
+    )  # windows outside of the input
 
 
 def samples(op: Any, dtype: torch.dtype, *, requires_grad: bool, limit: int) -> list[Sample]:
     """The entry's own samples for a dtype, the same ones at every call."""
     torch.manual_seed(0)
     moves = op.name not in ARGUMENTS_ON_CPU
-    found = [Sample(s.input, tuple(s.args), dict(s.kwargs), s.output_process_fn_grad, moves) for s in op.sample_inputs("cpu", dtype, requires_grad)]
-    return _spread([s for s in found if all(is_plain(t) for t in s.tensors()) and not _undefined(op.formatted_name, s)], limit)
+    found = [
+        Sample(s.input, tuple(s.args), dict(s.kwargs), s.output_process_fn_grad, moves)
+        for s in op.sample_inputs("cpu", dtype, requires_grad)
+    ]
+    return _spread(
+        [
+            s
+            for s in found
+            if all(is_plain(t) for t in s.tensors()) and not _undefined(op.formatted_name, s)
+        ],
+        limit,
+    )
 
 
 def _is_cpu(x: Any) -> bool:
     return isinstance(x, torch.device) or (isinstance(x, str) and x == "cpu")
 
 
-def moved(sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh: spmd.Mesh | None = None) -> Sample:
+def moved(
+    sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh: spmd.Mesh | None = None
+) -> Sample:
     """A copy of a sample on a device; floats in `dtype` where one is given; with a mesh, its first tensor is split along its longest dim."""
     marked = False
 
@@ -121,11 +146,17 @@ def moved(sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh
         if isinstance(x, torch.Tensor):
             y = x.detach().clone()
             if dtype is not None:
-                y = y.to(dtype.to_complex() if y.is_complex() else dtype) if y.is_complex() or y.is_floating_point() else y
+                y = (
+                    y.to(dtype.to_complex() if y.is_complex() else dtype)
+                    if y.is_complex() or y.is_floating_point()
+                    else y
+                )
             y = y.to(device)
             if mesh is not None and not marked and y.dim():
                 longest = max(range(y.dim()), key=lambda d: y.shape[d])
-                spmd.mark_sharding(y, mesh, tuple(0 if d == longest else None for d in range(y.dim())))
+                spmd.mark_sharding(
+                    y, mesh, tuple(0 if d == longest else None for d in range(y.dim()))
+                )
                 marked = True
             return y.requires_grad_(x.requires_grad)
         if device != "cpu" and _is_cpu(x):
@@ -133,7 +164,15 @@ def moved(sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh
         return x
 
     input_ = pytree.tree_map(move, sample.input)
-    args, kwargs = pytree.tree_map(move, (sample.args, sample.kwargs)) if sample.moves_args else (sample.args, dict(sample.kwargs))
-    if dtype is not None and isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point:
+    args, kwargs = (
+        pytree.tree_map(move, (sample.args, sample.kwargs))
+        if sample.moves_args
+        else (sample.args, dict(sample.kwargs))
+    )
+    if (
+        dtype is not None
+        and isinstance(kwargs.get("dtype"), torch.dtype)
+        and kwargs["dtype"].is_floating_point
+    ):
         kwargs["dtype"] = dtype
     return Sample(input_, args, kwargs, sample.process, sample.moves_args)

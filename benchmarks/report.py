@@ -29,7 +29,12 @@ class Table:
 
     def markdown(self) -> str:
         """The table in GitHub's Markdown."""
-        lines = [f"# {self.title}", "", "| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
+        lines = [
+            f"# {self.title}",
+            "",
+            "| " + " | ".join(self.columns) + " |",
+            "|" + "---|" * len(self.columns),
+        ]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes)])
 
@@ -94,7 +99,9 @@ def environment() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         **{name: metadata.version(name) for name in ("torch", "jax", "jaxlib", "transformers")},
     }
 
@@ -102,7 +109,9 @@ def environment() -> dict[str, Any]:
 def publish(name: str, table: Table, data: Mapping[str, Any], *, folder: Path = RESULTS) -> None:
     """Prints the table and writes `name.json` (the data and the environment) and `name.md` (the table) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps({"environment": environment(), **data}, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(
+        json.dumps({"environment": environment(), **data}, indent=1) + "\n"
+    )
     (folder / f"{name}.md").write_text(table.markdown())
     table.show()
     print(f"written: {folder / name}.json, {folder / name}.md")
@@ -110,8 +119,15 @@ def publish(name: str, table: Table, data: Mapping[str, Any], *, folder: Path = 
 
 def argument_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the module's docstring, with `--out`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown results (default: benchmarks/results)")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder for the JSON and Markdown results (default: benchmarks/results)",
+    )
     return parser
 
 

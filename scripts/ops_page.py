@@ -79,12 +79,23 @@ def _tested() -> dict[str, list[str]]:
     seen: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.glob("test_*.py")):
         text = path.read_text()
-        for name in sorted(set(re.findall(r"(?:aten|spmd)\.\w+\.\w+", text)) | {f"{name}.default" for name in re.findall(r"spmd\.\w+(?=\()", text)}):
+        for name in sorted(
+            set(re.findall(r"(?:aten|spmd)\.\w+\.\w+", text))
+            | {f"{name}.default" for name in re.findall(r"spmd\.\w+(?=\()", text)}
+        ):
             seen[name].append(path.name)
     return seen
 
 
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "complex64": "c64", "bool": "bool"}
+_SHORT = {
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int64": "i64",
+    "complex64": "c64",
+    "bool": "bool",
+}
 
 
 def page() -> str:
@@ -92,24 +103,38 @@ def page() -> str:
     compared, tested = _compared(), _tested()
     ways = {op: dispatch.how(op) for op in overloads()}
     counts = Counter(ways.values())
-    ways |= {lowered.overload: How.LOWERED for lowered in registry.registered() if lowered.overload.namespace == "spmd"}
+    ways |= {
+        lowered.overload: How.LOWERED
+        for lowered in registry.registered()
+        if lowered.overload.namespace == "spmd"
+    }
     families: dict[str, list[str]] = defaultdict(list)
     for op, way in ways.items():
         if way not in (How.LOWERED, How.VIEW, How.SPECIAL):
             continue
         lowering = registry.find(op)
-        family = "dispatch" if lowering is None else lowering.function.__module__.removeprefix("spmd_core.")
+        family = (
+            "dispatch"
+            if lowering is None
+            else lowering.function.__module__.removeprefix("spmd_core.")
+        )
         dtypes, entries = compared.get(op.name(), (set(), set()))
         known = " ".join(short for dtype, short in _SHORT.items() if dtype in dtypes)
         files = ", ".join(tested.get(str(op), []))
-        families[family].append(f"| `{str(op).removeprefix('aten.')}` | {way} | {known} | {len(entries) or ''} | {files} |")
+        families[family].append(
+            f"| `{str(op).removeprefix('aten.')}` | {way} | {known} | {len(entries) or ''} | {files} |"
+        )
     host = [str(op).removeprefix("aten.") for op, way in ways.items() if way is How.HOST]
     elsewhere = [name for name in host if _ELSEWHERE.search(name)]
     kept = [name for name in host if not _ELSEWHERE.search(name)]
     rows = "\n".join(f"| {way} | {counts[way]:,} |" for way in How)
     text = HEAD.format(torch=torch.__version__.partition("+")[0], counts=rows)
     for family in sorted(families):
-        text += f"## {family}\n\n| overload | how | dtypes | entries | tests |\n|---|---|---|---|---|\n" + "\n".join(families[family]) + "\n\n"
+        text += (
+            f"## {family}\n\n| overload | how | dtypes | entries | tests |\n|---|---|---|---|---|\n"
+            + "\n".join(families[family])
+            + "\n\n"
+        )
     text += "## On the host\n\n" + ", ".join(f"`{name}`" for name in kept) + ".\n\n"
     text += (
         f"Not meant for this device, {len(elsewhere)} overloads: sparse, nested, quantized and packed layouts, and the kernels of other libraries "
@@ -120,13 +145,18 @@ def page() -> str:
 
 def main() -> int:
     """Writes or checks the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     args = parser.parse_args()
     text = page()
     if args.check:
         if PAGE.read_text() != text:
-            print("docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes.", file=sys.stderr)
+            print(
+                "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes.",
+                file=sys.stderr,
+            )
             return 1
         return 0
     PAGE.write_text(text)

@@ -22,7 +22,9 @@ def make_torch_model(shape: reference.Shape) -> GPT2LMHeadModel:
 
 def test_names_and_shapes_are_hugging_faces() -> None:
     model = make_torch_model(TINY)
-    assert reference.parameter_shapes(TINY) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert reference.parameter_shapes(TINY) == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 8])
@@ -54,10 +56,18 @@ def test_three_steps_equal_torch(num_devices: int) -> None:
             (state.parameters[name], p.detach(), 1e-5),
         ):
             bound = tolerance * float(want.abs().max())
-            np.testing.assert_allclose(np.asarray(got)[compared], want.numpy()[compared], rtol=1e-4, atol=bound, err_msg=name)
+            np.testing.assert_allclose(
+                np.asarray(got)[compared],
+                want.numpy()[compared],
+                rtol=1e-4,
+                atol=bound,
+                err_msg=name,
+            )
         sharding = state.parameters[name].sharding
         assert isinstance(sharding, jax.sharding.NamedSharding)
-        assert sharding.spec == jax.sharding.PartitionSpec(*reference.partition_spec(p.shape, num_devices)), name
+        assert sharding.spec == jax.sharding.PartitionSpec(
+            *reference.partition_spec(p.shape, num_devices)
+        ), name
     assert int(state.num_steps) == 3
 
 

@@ -24,7 +24,9 @@ def test_an_entry_gives_eager_torchs_values_and_gradients(name: str) -> None:
         verdict = examine(ENTRIES[name], variant, torch.float32, mesh=mesh, limit=2)
         if verdict is not None:
             found = None if verdict.status in (Status.PASSED, Status.EXCLUDED) else verdict.status
-            assert found == opinfo_cases.known(name, variant), f"{variant}: {verdict.status}: {verdict.detail}"
+            assert found == opinfo_cases.known(name, variant), (
+                f"{variant}: {verdict.status}: {verdict.detail}"
+            )
 
 
 @pytest.mark.one_device
@@ -55,7 +57,13 @@ def refuse(x: torch.Tensor) -> torch.Tensor:
 
 FAULTS = {
     "a value": (lambda x: torch.exp(x) * 1.01, Status.WRONG, "not close"),
-    "one element": (lambda x: torch.where(torch.arange(x.numel(), device="xla").view(x.shape) == 0, 0, torch.exp(x)), Status.WRONG, "not close"),
+    "one element": (
+        lambda x: torch.where(
+            torch.arange(x.numel(), device="xla").view(x.shape) == 0, 0, torch.exp(x)
+        ),
+        Status.WRONG,
+        "not close",
+    ),
     "a shape": (lambda x: torch.exp(x)[None], Status.WRONG, "instead of torch.float32"),
     "a dtype": (lambda x: torch.exp(x).double(), Status.WRONG, "float64"),
     "a number of results": (lambda x: (torch.exp(x), x), Status.WRONG, "2 results instead of 1"),
@@ -100,8 +108,13 @@ def test_what_does_not_apply_has_no_verdict() -> None:
 
 
 def test_the_table_counts_and_names() -> None:
-    verdicts = [vars(judged(changed(FAULTS[name][0]), "forward")) for name in ("a value", "an exception")]
+    verdicts = [
+        vars(judged(changed(FAULTS[name][0]), "forward")) for name in ("a value", "an exception")
+    ]
     verdicts.append(vars(judged(ENTRIES["exp"], "forward")))
     text = opinfo.summary(verdicts, num_devices=1, limit=1).markdown()
     assert "| forward | float32 | 3 | 1 | 0 | 1 | 1 | 33.3% | 0 | 0 |" in text
-    assert "**wrong**: exp, forward, float32: Tensor-likes are not close!" in text and "**error**: exp, forward, float32: ValueError: no" in text
+    assert (
+        "**wrong**: exp, forward, float32: Tensor-likes are not close!" in text
+        and "**error**: exp, forward, float32: ValueError: no" in text
+    )

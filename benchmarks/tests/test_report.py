@@ -14,7 +14,10 @@ TABLE = Table("Title", ["name", "value"], [["a", "1"], ["b", "2"]], ["A note."])
 
 
 def test_markdown() -> None:
-    assert TABLE.markdown() == "# Title\n\n| name | value |\n|---|---|\n| a | 1 |\n| b | 2 |\n\nA note.\n"
+    assert (
+        TABLE.markdown()
+        == "# Title\n\n| name | value |\n|---|---|\n| a | 1 |\n| b | 2 |\n\nA note.\n"
+    )
 
 
 def test_publish_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

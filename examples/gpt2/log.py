@@ -71,17 +71,41 @@ class Report:
 
     def table(self) -> Table:
         """The main figures for people."""
-        table = Table(title="GPT-2 run" + (" (interrupted)" if self.interrupted else ""), show_header=False)
+        table = Table(
+            title="GPT-2 run" + (" (interrupted)" if self.interrupted else ""), show_header=False
+        )
         rows = [
             ("parameters", f"{self.num_params:,}"),
-            ("devices", f"{self.num_devices} x {self.device_kind}" + (f", mesh {_axes_text(self.mesh)}" if self.mesh else "")),
-            ("loss, first and last step", f"{self.losses[0]:.4f}, {self.losses[-1]:.4f} after {len(self.losses)} steps" if self.losses else "-"),
-            ("evaluation", f"loss {self.evals[-1]['loss']:.4f}, perplexity {self.evals[-1]['perplexity']:.2f}" if self.evals else "-"),
-            ("step", f"{self.step_time_s * 1e3:.1f} ms over {self.num_timed_steps} steps" if self.step_time_s else "- (too few steps to time)"),
+            (
+                "devices",
+                f"{self.num_devices} x {self.device_kind}"
+                + (f", mesh {_axes_text(self.mesh)}" if self.mesh else ""),
+            ),
+            (
+                "loss, first and last step",
+                f"{self.losses[0]:.4f}, {self.losses[-1]:.4f} after {len(self.losses)} steps"
+                if self.losses
+                else "-",
+            ),
+            (
+                "evaluation",
+                f"loss {self.evals[-1]['loss']:.4f}, perplexity {self.evals[-1]['perplexity']:.2f}"
+                if self.evals
+                else "-",
+            ),
+            (
+                "step",
+                f"{self.step_time_s * 1e3:.1f} ms over {self.num_timed_steps} steps"
+                if self.step_time_s
+                else "- (too few steps to time)",
+            ),
             ("tokens/s", f"{self.tokens_per_s:,.0f}" if self.tokens_per_s else "-"),
             *((f"MFU, {name}", f"{value:.2%}") for name, value in self.mfu.items()),
             ("peak of a device", f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})"),
-            ("step's memory on a device", _mib(self.peak_bytes, self.argument_bytes, self.temp_bytes)),
+            (
+                "step's memory on a device",
+                _mib(self.peak_bytes, self.argument_bytes, self.temp_bytes),
+            ),
             ("compiles", f"{self.compiles} in {self.compile_s:.1f} s"),
         ]
         for row in rows:
@@ -109,7 +133,13 @@ class RunLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._writer = _summary_writer(self._folder)
             self._lines = (self._folder / "metrics.jsonl").open("a", buffering=1)
-        self._bar = tqdm(total=num_steps, unit="step", disable=None if shows_progress else True, dynamic_ncols=True, leave=False)
+        self._bar = tqdm(
+            total=num_steps,
+            unit="step",
+            disable=None if shows_progress else True,
+            dynamic_ncols=True,
+            leave=False,
+        )
 
     def say(self, text: str) -> None:
         """A line on the console, above the bar."""
@@ -118,7 +148,9 @@ class RunLog:
     def settings(self, values: Mapping[str, Any]) -> None:
         """The configuration, as a text that TensorBoard shows."""
         if self._writer is not None:
-            self._writer.add_text("config", "\n".join(f"    {name}: {value}" for name, value in values.items()))
+            self._writer.add_text(
+                "config", "\n".join(f"    {name}: {value}" for name, value in values.items())
+            )
 
     def advance(self) -> None:
         """One step was sent to the device."""
@@ -153,7 +185,9 @@ def _summary_writer(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  optional, and slow to import
     except ImportError as error:
-        raise ImportError("--log-dir writes TensorBoard files; got no such package. Run: pip install tensorboard") from error
+        raise ImportError(
+            "--log-dir writes TensorBoard files; got no such package. Run: pip install tensorboard"
+        ) from error
     return SummaryWriter(str(folder))
 
 

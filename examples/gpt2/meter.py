@@ -23,7 +23,15 @@ class Meter:
         on_xla: whether the device counts programs.
     """
 
-    def __init__(self, report: Report, *, size: ModelSize, tokens_per_step: int, run_log: RunLog, on_xla: bool) -> None:
+    def __init__(
+        self,
+        report: Report,
+        *,
+        size: ModelSize,
+        tokens_per_step: int,
+        run_log: RunLog,
+        on_xla: bool,
+    ) -> None:
         self._report = report
         self._size = size
         self._tokens_per_step = tokens_per_step
@@ -48,7 +56,12 @@ class Meter:
             self._report.lrs.append(lr)
             read = True
         if read:
-            self._log_step(step, self._clock.mark(step=step, in_flight=len(self._pending), num_compiles=self._compiles()))
+            self._log_step(
+                step,
+                self._clock.mark(
+                    step=step, in_flight=len(self._pending), num_compiles=self._compiles()
+                ),
+            )
 
     def evaluated(self, step: int, loss: float) -> None:
         """Logs an evaluation, made after everything up to `step` was read; the time that it took is not a step's."""
@@ -62,16 +75,26 @@ class Meter:
         """The report, complete."""
         report = self._report
         report.wall_s, report.interrupted = wall_s, interrupted
-        report.step_time_s, report.num_timed_steps = self._clock.step_time_s, self._clock.num_timed_steps
+        report.step_time_s, report.num_timed_steps = (
+            self._clock.step_time_s,
+            self._clock.num_timed_steps,
+        )
         if report.step_time_s:
             report.tokens_per_s = self._tokens_per_step / report.step_time_s
             report.mfu = self._mfu(report.tokens_per_s)
         now = self._counters()
-        report.compiles, report.executions = (now.get(name, 0) - self._counters_before.get(name, 0) for name in ("compiles", "executions"))
+        report.compiles, report.executions = (
+            now.get(name, 0) - self._counters_before.get(name, 0)
+            for name in ("compiles", "executions")
+        )
         report.compile_s = sum(program.compile_s for program in self._programs())
         program = self._step_program()
         if program is not None:
-            report.peak_bytes, report.argument_bytes, report.temp_bytes = program.peak_bytes, program.argument_bytes, program.temp_bytes
+            report.peak_bytes, report.argument_bytes, report.temp_bytes = (
+                program.peak_bytes,
+                program.argument_bytes,
+                program.temp_bytes,
+            )
             report.program_flops, report.program_ops = program.flops, program.num_ops
         return report
 
@@ -80,14 +103,35 @@ class Meter:
         tokens_per_s = self._tokens_per_step / step_time_s if step_time_s else None
         shares = self._mfu(tokens_per_s) if tokens_per_s else {}
         program = self._step_program()
-        values = {"train/loss": report.losses[-1], "train/lr": report.lrs[-1], "train/grad_norm": report.grad_norms[-1]}
-        speed = {"speed/step_time_s": step_time_s, "speed/tokens_per_s": tokens_per_s, "memory/peak_bytes": program.peak_bytes if program else None}
-        self._log.scalars(step, values | speed | {f"mfu/{name}": share for name, share in shares.items()})
-        timing = f"{step_time_s * 1e3:9.1f} ms  {tokens_per_s:10,.0f} tokens/s  MFU {shares['6N']:.2%} (6N)" if step_time_s and tokens_per_s else ""
-        self._log.say(f"step {step:5d}  loss {report.losses[-1]:.4f}  lr {report.lrs[-1]:.2e}  norm {report.grad_norms[-1]:.3f}  {timing}".rstrip())
+        values = {
+            "train/loss": report.losses[-1],
+            "train/lr": report.lrs[-1],
+            "train/grad_norm": report.grad_norms[-1],
+        }
+        speed = {
+            "speed/step_time_s": step_time_s,
+            "speed/tokens_per_s": tokens_per_s,
+            "memory/peak_bytes": program.peak_bytes if program else None,
+        }
+        self._log.scalars(
+            step, values | speed | {f"mfu/{name}": share for name, share in shares.items()}
+        )
+        timing = (
+            f"{step_time_s * 1e3:9.1f} ms  {tokens_per_s:10,.0f} tokens/s  MFU {shares['6N']:.2%} (6N)"
+            if step_time_s and tokens_per_s
+            else ""
+        )
+        self._log.say(
+            f"step {step:5d}  loss {report.losses[-1]:.4f}  lr {report.lrs[-1]:.2e}  norm {report.grad_norms[-1]:.3f}  {timing}".rstrip()
+        )
 
     def _mfu(self, tokens_per_s: float) -> dict[str, float]:
-        return mfu(self._size, tokens_per_s=tokens_per_s, num_devices=self._report.num_devices, peak_flops=self._report.peak_flops)
+        return mfu(
+            self._size,
+            tokens_per_s=tokens_per_s,
+            num_devices=self._report.num_devices,
+            peak_flops=self._report.peak_flops,
+        )
 
     def _step_program(self) -> Any:
         """The record of the program that runs at each step: of this run's large programs, the one that ran most often.
@@ -96,7 +140,11 @@ class Meter:
         """
         programs = self._programs()
         largest = max((program.num_ops for program in programs), default=0)
-        return max((program for program in programs if program.num_ops > largest / 2), key=lambda program: program.executions, default=None)
+        return max(
+            (program for program in programs if program.num_ops > largest / 2),
+            key=lambda program: program.executions,
+            default=None,
+        )
 
     def _compiles(self) -> int:
         return self._counters().get("compiles", 0)
@@ -105,4 +153,8 @@ class Meter:
         return spmd.metrics.counters() if self._on_xla else {}
 
     def _programs(self) -> list[Any]:
-        return list(spmd.metrics.programs(since=self._counters_before["compiles"])) if self._on_xla else []
+        return (
+            list(spmd.metrics.programs(since=self._counters_before["compiles"]))
+            if self._on_xla
+            else []
+        )

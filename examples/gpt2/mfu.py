@@ -30,7 +30,10 @@ PEAK_FLOPS_BY_KIND = {
 DEVICES_PER_CHIP = {"TPU v3": 2}
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S, _LONG_ENOUGH_FLOPS = 0.03, 1e10  # the second, as a busy machine makes even a small matmul slow
+_LONG_ENOUGH_S, _LONG_ENOUGH_FLOPS = (
+    0.03,
+    1e10,
+)  # the second, as a busy machine makes even a small matmul slow
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,14 @@ def flops_per_token(size: ModelSize) -> dict[str, int]:
     return {"6N": matrices, "6N+12LdS": matrices + square, "6N+6LdS": matrices + square // 2}
 
 
-def mfu(size: ModelSize, *, tokens_per_s: float, num_devices: int, peak_flops: float) -> dict[str, float]:
+def mfu(
+    size: ModelSize, *, tokens_per_s: float, num_devices: int, peak_flops: float
+) -> dict[str, float]:
     """The share of the devices' peak that the model's own FLOPs use, by formula; `tokens_per_s` is over all devices."""
-    return {name: flops * tokens_per_s / (num_devices * peak_flops) for name, flops in flops_per_token(size).items()}
+    return {
+        name: flops * tokens_per_s / (num_devices * peak_flops)
+        for name, flops in flops_per_token(size).items()
+    }
 
 
 def known_peak(device_kind: str) -> Peak | None:
@@ -95,12 +103,19 @@ def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dty
             best, best_size = flops / seconds, size
         if seconds > _LONG_ENOUGH_S and flops * num_devices > _LONG_ENOUGH_FLOPS:
             break
-    return Peak(best, f"measured, {best_size}x{best_size} matmul in {str(dtype).removeprefix('torch.')}")
+    return Peak(
+        best, f"measured, {best_size}x{best_size} matmul in {str(dtype).removeprefix('torch.')}"
+    )
 
 
-def _matmul_seconds(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype, *, rows: int, size: int) -> float:
+def _matmul_seconds(
+    device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype, *, rows: int, size: int
+) -> float:
     """The best of five runs, after one that compiles."""
-    a, b = torch.ones(rows, size, dtype=dtype).to(device), torch.ones(size, size, dtype=dtype).to(device)
+    a, b = (
+        torch.ones(rows, size, dtype=dtype).to(device),
+        torch.ones(size, size, dtype=dtype).to(device),
+    )
     if mesh is not None:
         spmd.mark_sharding(a, mesh, (tuple(mesh.shape()), None))
         spmd.mark_sharding(b, mesh, (None, None))

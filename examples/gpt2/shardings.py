@@ -22,12 +22,21 @@ BATCH_AXES = ("data", "fsdp")
 
 # The first pattern that matches the whole name decides. An axis that the mesh lacks is left out of the spec.
 PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
-    (r"transformer\.wte\.weight", ("tensor", "fsdp")),  # (V, D); also the output layer, so logits come out split along V
+    (
+        r"transformer\.wte\.weight",
+        ("tensor", "fsdp"),
+    ),  # (V, D); also the output layer, so logits come out split along V
     # Along P: its gradient, a sum over the batch, comes split along T, and would have to be gathered whole to be split along D.
     (r"transformer\.wpe\.weight", ("fsdp", None)),  # (P, D)
-    (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),  # (D, F): column parallel
+    (
+        r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight",
+        ("fsdp", "tensor"),
+    ),  # (D, F): column parallel
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
-    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", ("tensor", "fsdp")),  # (F or D, D): row parallel, ends in one all-reduce
+    (
+        r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight",
+        ("tensor", "fsdp"),
+    ),  # (F or D, D): row parallel, ends in one all-reduce
     # A gather for each of these small vectors would cost more than their memory is worth: together they are 0.1% of a model.
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.bias", (None,)),  # (D,)
     (r"transformer\.(h\.\d+\.ln_[12]|ln_f)\.(weight|bias)", (None,)),  # (D,)
@@ -63,7 +72,9 @@ def on_mesh(spec: Spec, mesh: spmd.Mesh) -> Spec:
     axes: Mapping[Any, int] = mesh.shape()
 
     def known(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in axes)
+        kept = tuple(
+            axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in axes
+        )
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
     return tuple(known(entry) for entry in spec)
@@ -97,7 +108,9 @@ def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
         spec = on_mesh(spec, mesh)
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            spmd.mark_sharding(output if isinstance(output, torch.Tensor) else output[0], mesh, spec)
+            spmd.mark_sharding(
+                output if isinstance(output, torch.Tensor) else output[0], mesh, spec
+            )
 
         return hook
 
@@ -118,7 +131,9 @@ def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: spmd.Mesh) -> None:
     """
 
     def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-        table_VD = table.weight.view_as(table.weight)  # a view: the parameter itself keeps its own sharding
+        table_VD = table.weight.view_as(
+            table.weight
+        )  # a view: the parameter itself keeps its own sharding
         return F.embedding(ids_BT, spmd.mark_sharding(table_VD, mesh, spec))
 
     table.forward = forward  # type: ignore[assignment, method-assign]  # a hook could change the output, but not the weight

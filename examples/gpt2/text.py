@@ -55,7 +55,14 @@ class TextData:
     summary: str
 
 
-def load_text(sources: Sequence[str], *, vocab_size: int, seq: int, max_mb: float = 0.0, cache_dir: str = DEFAULT_CACHE_DIR) -> TextData:
+def load_text(
+    sources: Sequence[str],
+    *,
+    vocab_size: int,
+    seq: int,
+    max_mb: float = 0.0,
+    cache_dir: str = DEFAULT_CACHE_DIR,
+) -> TextData:
     """Reads the text (or the cache), trains the tokenizer and packs the blocks.
 
     Args:
@@ -70,17 +77,30 @@ def load_text(sources: Sequence[str], *, vocab_size: int, seq: int, max_mb: floa
         TextError: a source cannot be read, or there is not enough text for a training and a validation block.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise TextError(f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; got --vocab {vocab_size}. Pass --vocab 512 or more.")
+        raise TextError(
+            f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; got --vocab {vocab_size}. Pass --vocab 512 or more."
+        )
     documents = _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
-    key = documents.key() | {"format": _CACHE_FORMAT, "vocab_size": vocab_size, "max_mb": max_mb, "tokenizers": tokenizers.__version__}
-    folder = Path(cache_dir).expanduser() / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    key = documents.key() | {
+        "format": _CACHE_FORMAT,
+        "vocab_size": vocab_size,
+        "max_mb": max_mb,
+        "tokenizers": tokenizers.__version__,
+    }
+    folder = (
+        Path(cache_dir).expanduser()
+        / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    )
 
     was_cached = (folder / "tokens.npy").exists()
     if not was_cached:
         texts = _within(documents.read(), max_mb)
         tokenizer = _trained_tokenizer(texts, vocab_size)
         _write_cache(folder, tokenizer, _encoded(texts, tokenizer), key)
-    tokenizer, tokens = Tokenizer.from_file(str(folder / "tokenizer.json")), np.load(folder / "tokens.npy")
+    tokenizer, tokens = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")),
+        np.load(folder / "tokens.npy"),
+    )
 
     num_validation = max(seq + 1, int(VALIDATION_SHARE * len(tokens)))
     num_train = len(tokens) - num_validation
@@ -134,7 +154,10 @@ class BlockBatches:
             if position == 0:
                 order_N = torch.arange(num_blocks)
                 if self.seed is not None:
-                    order_N = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+                    order_N = torch.randperm(
+                        num_blocks,
+                        generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch),
+                    )
             block_BT = self.blocks_NT[order_N[position * self.batch : (position + 1) * self.batch]]
             yield block_BT[:, :-1].contiguous(), block_BT[:, 1:].contiguous()
 
@@ -149,7 +172,11 @@ class _LocalFiles:
     paths: tuple[Path, ...]
 
     def key(self) -> dict[str, Any]:
-        return {"files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in self.paths]}
+        return {
+            "files": [
+                [str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in self.paths
+            ]
+        }
 
     def name(self) -> str:
         return f"{len(self.paths):,} files"
@@ -161,7 +188,14 @@ class _LocalFiles:
         # The library keeps an Arrow copy of what it reads; ours are the tokens, so that copy goes.
         with tempfile.TemporaryDirectory() as scratch, _without_bars(datasets):
             files = [str(path) for path in self.paths]
-            rows = datasets.load_dataset("text", data_files=files, split="train", sample_by="document", cache_dir=scratch, keep_in_memory=True)
+            rows = datasets.load_dataset(
+                "text",
+                data_files=files,
+                split="train",
+                sample_by="document",
+                cache_dir=scratch,
+                keep_in_memory=True,
+            )
             return rows["text"][:]
 
 
@@ -198,7 +232,12 @@ class _HubDataset:
 def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
     """The hub dataset that `sources` names, or None where they are local."""
     only = sources[0] if len(sources) == 1 else ""
-    looks_local = only == PYTHON_STDLIB or only.startswith((".", "/", "~")) or only.endswith(TEXT_SUFFIXES) or Path(only).exists()
+    looks_local = (
+        only == PYTHON_STDLIB
+        or only.startswith((".", "/", "~"))
+        or only.endswith(TEXT_SUFFIXES)
+        or Path(only).exists()
+    )
     return _HubDataset(only) if only and not looks_local else None
 
 
@@ -210,11 +249,15 @@ def _listed_files(sources: Sequence[str]) -> list[Path]:
         if source == PYTHON_STDLIB:
             files += _stdlib_files()
         elif path.is_dir():
-            files += sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+            files += sorted(
+                file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file()
+            )
         elif path.is_file():
             files.append(path)
         else:
-            raise TextError(f"every source of --data must exist; got {source!r}, which is neither a file nor a folder. Check the path.")
+            raise TextError(
+                f"every source of --data must exist; got {source!r}, which is neither a file nor a folder. Check the path."
+            )
     if not files:
         raise TextError(
             f"--data must lead to text; got {', '.join(sources)}, with no {', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files."
@@ -226,7 +269,11 @@ def _stdlib_files() -> list[Path]:
     """The standard library without its own tests, some of which are broken on purpose, and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    return [path for path in sorted(root.rglob("*.py")) if not left_out.intersection(path.relative_to(root).parts)]
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not left_out.intersection(path.relative_to(root).parts)
+    ]
 
 
 def _chosen_files(files: list[Path], max_mb: float) -> tuple[Path, ...]:
@@ -247,7 +294,9 @@ def _check_readable(path: Path) -> None:
     try:
         path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TextError(f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. Convert it, or leave it out.") from error
+        raise TextError(
+            f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. Convert it, or leave it out."
+        ) from error
 
 
 def _within(texts: Iterable[str], max_mb: float) -> list[str]:
@@ -256,13 +305,19 @@ def _within(texts: Iterable[str], max_mb: float) -> list[str]:
     num_left = int(max_mb * 1e6) if max_mb else None
     for text in texts:
         data = text.encode() if num_left is not None else b""
-        kept.append(text if num_left is None or len(data) <= num_left else data[:num_left].decode(errors="ignore"))
+        kept.append(
+            text
+            if num_left is None or len(data) <= num_left
+            else data[:num_left].decode(errors="ignore")
+        )
         if num_left is not None:
             num_left -= len(data)
             if num_left <= 0:
                 break
     if not any(kept):
-        raise TextError(f"--data must hold text; got {len(kept)} empty documents. Pass another source.")
+        raise TextError(
+            f"--data must hold text; got {len(kept)} empty documents. Pass another source."
+        )
     return kept
 
 
@@ -270,7 +325,9 @@ def _datasets_library() -> Any:
     try:
         import datasets  # noqa: PLC0415  only a first reading needs it: later runs, and machines that were given the cache, do without
     except ImportError as error:
-        raise TextError("reading text needs the datasets library; got no such package, and no cached tokens. Run: pip install datasets") from error
+        raise TextError(
+            "reading text needs the datasets library; got no such package, and no cached tokens. Run: pip install datasets"
+        ) from error
     return datasets
 
 
@@ -295,7 +352,12 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -303,11 +365,16 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
     """One stream of token ids, an end of text before each document."""
     end = [tokenizer.token_to_id(END_OF_TEXT)]
-    pieces = [np.array(end + encoding.ids, dtype=np.int32) for encoding in tokenizer.encode_batch_fast(texts)]
+    pieces = [
+        np.array(end + encoding.ids, dtype=np.int32)
+        for encoding in tokenizer.encode_batch_fast(texts)
+    ]
     return np.concatenate(pieces)
 
 
-def _write_cache(folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: dict[str, Any]) -> None:
+def _write_cache(
+    folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: dict[str, Any]
+) -> None:
     """All files or none: written beside, then renamed, so that two runs which start together do not read half a cache."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -319,5 +386,7 @@ def _write_cache(folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: di
         try:
             written.rename(folder)
         except OSError:
-            if not (folder / "tokens.npy").exists():  # else another run was first, with the same content
+            if not (
+                folder / "tokens.npy"
+            ).exists():  # else another run was first, with the same content
                 raise

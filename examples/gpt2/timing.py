@@ -18,7 +18,11 @@ class StepClock:
 
     Example:
         >>> clock = StepClock(now=iter([10.0, 12.0]).__next__)
-        >>> clock.mark(step=1, in_flight=2, num_compiles=1), clock.mark(step=5, in_flight=2, num_compiles=1), clock.num_timed_steps
+        >>> (
+        ...     clock.mark(step=1, in_flight=2, num_compiles=1),
+        ...     clock.mark(step=5, in_flight=2, num_compiles=1),
+        ...     clock.num_timed_steps,
+        ... )
         (None, 0.5, 4)
     """
 

@@ -29,7 +29,14 @@ from examples.gpt2.meter import Meter
 from examples.gpt2.mfu import ModelSize, known_peak, measured_peak
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
-from examples.gpt2.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB, BlockBatches, TextData, TextError, load_text
+from examples.gpt2.text import (
+    DEFAULT_CACHE_DIR,
+    PYTHON_STDLIB,
+    BlockBatches,
+    TextData,
+    TextError,
+    load_text,
+)
 from examples.gpt2.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -47,45 +54,81 @@ class KnobError(ValueError):
 
 def knob(default: Any, text: str, **argument: Any) -> Any:
     """A field of `TrainConfig`; its text is the line that --help prints."""
-    return dataclasses.field(default=default, metadata={"help": text, "type": type(default), **argument})
+    return dataclasses.field(
+        default=default, metadata={"help": text, "type": type(default), **argument}
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Every knob, one line each."""
 
-    preset: str = knob("124M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params()))
-    mesh: str = knob("", "device mesh with axes among data, fsdp and tensor, such as data=2,fsdp=4; empty: one device")
+    preset: str = knob(
+        "124M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params())
+    )
+    mesh: str = knob(
+        "",
+        "device mesh with axes among data, fsdp and tensor, such as data=2,fsdp=4; empty: one device",
+    )
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
-    device: str = knob("xla", "xla, or cpu for eager torch without any sharding", choices=("xla", "cpu"))
-    dtype: str = knob("fp32", "bf16 computes matrices in bfloat16 under autocast; parameters stay in float32", choices=("fp32", "bf16"))
+    device: str = knob(
+        "xla", "xla, or cpu for eager torch without any sharding", choices=("xla", "cpu")
+    )
+    dtype: str = knob(
+        "fp32",
+        "bf16 computes matrices in bfloat16 under autocast; parameters stay in float32",
+        choices=("fp32", "bf16"),
+    )
     init: str = knob(
-        "auto", "where weights are drawn; auto: on the host (one seed, the same weights everywhere) up to 350M", choices=("auto", "host", "device")
+        "auto",
+        "where weights are drawn; auto: on the host (one seed, the same weights everywhere) up to 350M",
+        choices=("auto", "host", "device"),
     )
     steps: int = knob(200, "optimizer steps")
     batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
     seq: int = knob(0, "tokens in a sequence; 0: the preset's")
     lr: float = knob(0.0, "peak learning rate; 0: the preset's")
     warmup: int = knob(20, "steps of linear warm-up")
-    min_lr: float = knob(-1.0, "learning rate at the end of the cosine; negative: a tenth of the peak")
-    weight_decay: float = knob(0.1, "decay of matrices and tables; biases and layer norms have none")
+    min_lr: float = knob(
+        -1.0, "learning rate at the end of the cosine; negative: a tenth of the peak"
+    )
+    weight_decay: float = knob(
+        0.1, "decay of matrices and tables; biases and layer norms have none"
+    )
     clip: float = knob(1.0, "largest norm of the gradients; 0: they are not clipped")
     dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
     seed: int = knob(0, "of the weights, the order of the batches and dropout")
-    data: Sequence[str] = knob((PYTHON_STDLIB,), "files, folders, a hub dataset (name or name:configuration), or python-stdlib", type=str, nargs="+")
+    data: Sequence[str] = knob(
+        (PYTHON_STDLIB,),
+        "files, folders, a hub dataset (name or name:configuration), or python-stdlib",
+        type=str,
+        nargs="+",
+    )
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
     vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
-    pad_vocab: int = knob(128, "round the model's vocabulary up to a multiple of this; 1: no padding")
+    pad_vocab: int = knob(
+        128, "round the model's vocabulary up to a multiple of this; 1: no padding"
+    )
     cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens")
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end")
     eval_batches: int = knob(8, "batches in an evaluation; 0: none")
     log_every: int = knob(10, "steps between log lines")
-    log_dir: str = knob("", "folder for TensorBoard, metrics.jsonl and report.json; empty: no files")
+    log_dir: str = knob(
+        "", "folder for TensorBoard, metrics.jsonl and report.json; empty: no files"
+    )
     results: str = knob("", "file for the report as JSON; empty: none")
     progress: bool = knob(True, "progress bar", action=argparse.BooleanOptionalAction)
 
 
-SMOKE: dict[str, Any] = {"preset": "smoke", "steps": 12, "warmup": 2, "max_mb": 0.5, "eval_every": 6, "eval_batches": 2, "log_every": 1}
+SMOKE: dict[str, Any] = {
+    "preset": "smoke",
+    "steps": 12,
+    "warmup": 2,
+    "max_mb": 0.5,
+    "eval_every": 6,
+    "eval_batches": 2,
+    "log_every": 1,
+}
 
 
 def run(config: TrainConfig) -> Report:
@@ -109,7 +152,13 @@ def run(config: TrainConfig) -> Report:
     num_devices = mesh.size() if mesh else 1
 
     # --- Data: before the model, as a wrong path should cost seconds --------------------------------------------------------------
-    text = load_text(config.data, vocab_size=config.vocab, seq=config.seq, max_mb=config.max_mb, cache_dir=config.cache_dir)
+    text = load_text(
+        config.data,
+        vocab_size=config.vocab,
+        seq=config.seq,
+        max_mb=config.max_mb,
+        cache_dir=config.cache_dir,
+    )
     check_amount(config, text)
     train_batches = BlockBatches(text.train_NT, config.batch, config.steps, seed=config.seed)
     eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
@@ -118,7 +167,9 @@ def run(config: TrainConfig) -> Report:
     torch.manual_seed(config.seed)
     vocab_size = padded_vocab(config.vocab, config.pad_vocab)
     num_params = preset.num_params(vocab_size)
-    inits_on_device = config.init == "device" or (config.init == "auto" and num_params > DEVICE_INIT_ABOVE)
+    inits_on_device = config.init == "device" or (
+        config.init == "auto" and num_params > DEVICE_INIT_ABOVE
+    )
     with device if inits_on_device else torch.device("cpu"):
         model = build_model(preset, vocab_size=vocab_size, dropout=config.dropout)
     model.to(device)
@@ -136,18 +187,28 @@ def run(config: TrainConfig) -> Report:
     # --- Optimizer ------------------------------------------------------------------------------------------------------------------
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
     floor = config.min_lr / config.lr
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=config.steps, warmup=config.warmup, floor=floor))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: lr_factor(step, steps=config.steps, warmup=config.warmup, floor=floor),
+    )
 
     # --- Loop -----------------------------------------------------------------------------------------------------------------------
     kind = device_kind(device)
-    peak = known_peak(kind) or measured_peak(device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32)
+    peak = known_peak(kind) or measured_peak(
+        device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    )
     run_log = RunLog(log_dir=config.log_dir, num_steps=config.steps, shows_progress=config.progress)
     run_log.settings(dataclasses.asdict(config))
     run_log.say(f"text   {text.summary}")
-    run_log.say(f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {axes or ''}")
+    run_log.say(
+        f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {axes or ''}"
+    )
     report = Report(
         config=dataclasses.asdict(config),
         num_params=num_params,
@@ -158,11 +219,19 @@ def run(config: TrainConfig) -> Report:
         peak_source=peak.source,
     )
     size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
-    meter = Meter(report, size=size, tokens_per_step=config.batch * config.seq, run_log=run_log, on_xla=on_xla)
+    meter = Meter(
+        report, size=size, tokens_per_step=config.batch * config.seq, run_log=run_log, on_xla=on_xla
+    )
     start = time.perf_counter()
 
-    with contextlib.closing(run_log), StopOnInterrupt() as interrupt, MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches:
-        for step, (x_BT, y_BT) in enumerate(batches, start=1):  # on the xla device, asking for a batch sends off the step before it
+    with (
+        contextlib.closing(run_log),
+        StopOnInterrupt() as interrupt,
+        MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
+    ):
+        for step, (x_BT, y_BT) in enumerate(
+            batches, start=1
+        ):  # on the xla device, asking for a batch sends off the step before it
             with autocast:
                 loss = next_token_loss(model, x_BT, y_BT)
             loss.backward()
@@ -173,11 +242,20 @@ def run(config: TrainConfig) -> Report:
             optimizer.zero_grad()  # here and not before backward: gradients that outlive their step would take memory
 
             meter.add(step, loss.detach(), grad_norm, lr)
-            if config.eval_batches and (step == config.steps or (config.eval_every and step % config.eval_every == 0)):
+            if config.eval_batches and (
+                step == config.steps or (config.eval_every and step % config.eval_every == 0)
+            ):
                 if on_xla:
                     spmd.sync()  # the step ends here: an evaluation is a program of its own
                 meter.read(up_to=step)
-                meter.evaluated(step, evaluate(model, MpDeviceLoader(eval_batches, device, input_sharding=input_sharding), autocast))
+                meter.evaluated(
+                    step,
+                    evaluate(
+                        model,
+                        MpDeviceLoader(eval_batches, device, input_sharding=input_sharding),
+                        autocast,
+                    ),
+                )
             elif step % config.log_every == 0:
                 meter.read(up_to=step - READ_LAG if on_xla else step)
             if interrupt.requested:
@@ -251,7 +329,9 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     )
     for name in ("steps", "batch", "seq", "pad_vocab", "log_every"):
         if getattr(config, name) < 1:
-            raise KnobError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}. Leave it out for the default.")
+            raise KnobError(
+                f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}. Leave it out for the default."
+            )
     if config.seq > preset.positions:
         raise KnobError(
             f"--seq must not pass the preset's position table; got {config.seq} for {preset.name} with {preset.positions} positions. Shorten it."
@@ -279,17 +359,23 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     mesh = spmd.parse_mesh(config.mesh, spmd.global_runtime_device_count())
     unknown = [axis for axis in mesh.shape() if axis not in shardings.MESH_AXES]
     if unknown:
-        raise KnobError(f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in {config.mesh!r}. Rename them.")
+        raise KnobError(
+            f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in {config.mesh!r}. Rename them."
+        )
     num_shards = shardings.num_batch_shards(mesh)
     if config.batch % num_shards:
-        raise KnobError(f"--batch must divide by data x fsdp; got {config.batch} for {num_shards}. Pass for instance --batch {num_shards}.")
+        raise KnobError(
+            f"--batch must divide by data x fsdp; got {config.batch} for {num_shards}. Pass for instance --batch {num_shards}."
+        )
     return mesh
 
 
 def check_amount(config: TrainConfig, text: TextData) -> None:
     """Raises KnobError when the text does not fill a batch."""
     needed = config.batch * (config.eval_batches or 1)
-    if len(text.train_NT) < config.batch or (config.eval_batches and len(text.validation_NT) < needed):
+    if len(text.train_NT) < config.batch or (
+        config.eval_batches and len(text.validation_NT) < needed
+    ):
         raise KnobError(
             f"the text must fill one training batch of {config.batch} blocks and {config.eval_batches} validation batches ({needed} blocks); got "
             f"{len(text.train_NT)} and {len(text.validation_NT)} of {config.seq} tokens. Give more text, or lower --batch, --seq or --eval-batches."
@@ -307,10 +393,20 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
     for field in dataclasses.fields(TrainConfig):
         options = {name: value for name, value in field.metadata.items() if value is not bool}
         default = (
-            "" if field.default in (None, "") else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
+            ""
+            if field.default in (None, "")
+            else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
         )
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=field.default, **options | {"help": options["help"] + default})
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds: " + ", ".join(f"{name}={value}" for name, value in SMOKE.items()))
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            default=field.default,
+            **options | {"help": options["help"] + default},
+        )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a run of seconds: " + ", ".join(f"{name}={value}" for name, value in SMOKE.items()),
+    )
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**SMOKE)
     values = vars(parser.parse_args(argv))

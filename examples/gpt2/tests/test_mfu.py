@@ -5,12 +5,19 @@ import torch
 
 from examples.gpt2.mfu import ModelSize, flops_per_token, known_peak, measured_peak, mfu
 
-GPT2_124M = ModelSize(num_params=124_475_904, num_layers=12, width=768, seq=1024)  # llm.c counts the padded vocabulary
+GPT2_124M = ModelSize(
+    num_params=124_475_904, num_layers=12, width=768, seq=1024
+)  # llm.c counts the padded vocabulary
 GPT2_1558M = ModelSize(num_params=1_557_611_200, num_layers=48, width=1600, seq=1024)
 
 
-@pytest.mark.parametrize(("size", "tokens_per_s", "published"), [(GPT2_124M, 468_000, 0.407), (GPT2_1558M, 49_900, 0.519)])
-def test_published_rates_give_the_published_utilisation(size: ModelSize, tokens_per_s: float, published: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "tokens_per_s", "published"),
+    [(GPT2_124M, 468_000, 0.407), (GPT2_1558M, 49_900, 0.519)],
+)
+def test_published_rates_give_the_published_utilisation(
+    size: ModelSize, tokens_per_s: float, published: float
+) -> None:
     shares = mfu(size, tokens_per_s=tokens_per_s, num_devices=1, peak_flops=989e12)
     assert shares["6N+12LdS"] == pytest.approx(published, abs=0.0005)
 

@@ -13,7 +13,9 @@ def test_counted_parameters_are_those_of_the_model(preset: ModelPreset, multiple
     vocab_size = padded_vocab(preset.vocab_size, multiple)
     with torch.device("meta"):
         model = build_model(preset, vocab_size=vocab_size, dropout=0.0)
-    assert preset.num_params(vocab_size) == sum(parameter.numel() for parameter in model.parameters())
+    assert preset.num_params(vocab_size) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -31,6 +33,9 @@ def test_sizes_fit_together(preset: ModelPreset) -> None:
         assert abs(preset.num_params() - named) < 0.08 * named
 
 
-@pytest.mark.parametrize(("vocab_size", "multiple", "padded"), [(50257, 128, 50304), (50304, 128, 50304), (50257, 1, 50257), (1, 128, 128)])
+@pytest.mark.parametrize(
+    ("vocab_size", "multiple", "padded"),
+    [(50257, 128, 50304), (50304, 128, 50304), (50257, 1, 50257), (1, 128, 128)],
+)
 def test_padded_vocab(vocab_size: int, multiple: int, padded: int) -> None:
     assert padded_vocab(vocab_size, multiple) == padded

@@ -41,7 +41,10 @@ def test_matrices_are_split_over_all_parameter_axes(axes: str, model: torch.nn.M
     expected = mesh.shape().get("fsdp", 1) * mesh.shape().get("tensor", 1)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "wpe" not in name:
-            assert spmd.Sharding.of(mesh, shardings.parameter_spec(name, mesh), 2).num_shards == expected, name
+            assert (
+                spmd.Sharding.of(mesh, shardings.parameter_spec(name, mesh), 2).num_shards
+                == expected
+            ), name
 
 
 def test_column_then_row_parallel() -> None:
@@ -60,7 +63,9 @@ def test_column_then_row_parallel() -> None:
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:
-    with pytest.raises(LookupError, match=r"got 'transformer\.h\.0\.moe\.weight', which matches none\. Add a rule"):
+    with pytest.raises(
+        LookupError, match=r"got 'transformer\.h\.0\.moe\.weight', which matches none\. Add a rule"
+    ):
         shardings.parameter_spec("transformer.h.0.moe.weight", spmd.parse_mesh("fsdp=8", 8))
 
 
@@ -73,7 +78,9 @@ def test_a_parameter_without_a_rule_is_an_error() -> None:
         ("tensor=8", (None, None), 1),
     ],
 )
-def test_the_batch_is_split_over_data_and_fsdp(axes: str, spec: shardings.Spec, num_shards: int) -> None:
+def test_the_batch_is_split_over_data_and_fsdp(
+    axes: str, spec: shardings.Spec, num_shards: int
+) -> None:
     mesh = spmd.parse_mesh(axes, 8)
     assert shardings.batch_sharding(mesh).partition_spec == spec
     assert shardings.num_batch_shards(mesh) == num_shards

@@ -18,13 +18,20 @@ def corpus(tmp_path: Path) -> Path:
     (folder / "below").mkdir(parents=True)
     for index in range(6):
         path = folder / ("below" if index == 5 else ".") / f"part{index}.txt"
-        path.write_text("".join(f"Sentence {line} of part {index} says naïve things.\n" for line in range(200)), encoding="utf-8")
+        path.write_text(
+            "".join(f"Sentence {line} of part {index} says naïve things.\n" for line in range(200)),
+            encoding="utf-8",
+        )
     (folder / "picture.png").write_bytes(b"\x89PNG\xff")
     return folder
 
 
 def load(source: Path | str, tmp_path: Path, **settings: float) -> text.TextData:
-    return load_text([str(source)], cache_dir=str(tmp_path / "cache"), **{"vocab_size": 300, "seq": 16, **settings})  # type: ignore[arg-type]
+    return load_text(
+        [str(source)],
+        cache_dir=str(tmp_path / "cache"),
+        **{"vocab_size": 300, "seq": 16, **settings},
+    )  # type: ignore[arg-type]
 
 
 def test_any_text_survives_the_tokenizer(corpus: Path, tmp_path: Path) -> None:
@@ -57,15 +64,21 @@ def test_packed_blocks_leave_out_the_rest() -> None:
     assert len(packed_blocks(np.arange(9), 3)) == 2
 
 
-def test_the_second_time_is_from_the_cache(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_is_from_the_cache(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = load(corpus, tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)  # any import of it fails: the cache needs none
+    monkeypatch.setitem(
+        sys.modules, "datasets", None
+    )  # any import of it fails: the cache needs none
     second = load(corpus, tmp_path)
     assert (first.was_cached, second.was_cached) == (False, True)
     assert torch.equal(first.train_NT, second.train_NT)
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert load(corpus, tmp_path, seq=32).was_cached  # blocks are cut after the cache
-    with pytest.raises(TextError, match=r"needs the datasets library; .* Run: pip install datasets"):
+    with pytest.raises(
+        TextError, match=r"needs the datasets library; .* Run: pip install datasets"
+    ):
         load(corpus, tmp_path, vocab_size=301)
 
 
@@ -90,7 +103,10 @@ def test_batches_are_shuffled_by_the_seed_and_each_pass_sees_a_block_once() -> N
 
     def blocks_of(batches: BlockBatches) -> list[int]:
         assert len(list(batches)) == len(batches)
-        assert all(x_BT.shape == y_BT.shape == (3, 4) and torch.equal(x_BT + 1, y_BT) for x_BT, y_BT in batches)
+        assert all(
+            x_BT.shape == y_BT.shape == (3, 4) and torch.equal(x_BT + 1, y_BT)
+            for x_BT, y_BT in batches
+        )
         return [int(row[0]) // 100 for x_BT, _ in batches for row in x_BT]
 
     shuffled = blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5))
@@ -104,7 +120,10 @@ def test_batches_are_shuffled_by_the_seed_and_each_pass_sees_a_block_once() -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe broken", r"every file of --data must be readable UTF-8 text; got '.*bad\.txt': .*\. Convert it, or leave it out\."),
+        (
+            b"\xff\xfe broken",
+            r"every file of --data must be readable UTF-8 text; got '.*bad\.txt': .*\. Convert it, or leave it out\.",
+        ),
         (b"", r"--data must hold text; got 1 empty files\. Pass others\."),
         (
             b"Too short.",
@@ -119,7 +138,11 @@ def test_files_that_will_not_do(content: bytes, message: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("./nothing.txt", "which is neither a file nor a folder"), ("{empty}", r"with no \.txt, .* file inside")]
+    ("source", "message"),
+    [
+        ("./nothing.txt", "which is neither a file nor a folder"),
+        ("{empty}", r"with no \.txt, .* file inside"),
+    ],
 )
 def test_sources_that_are_not_there(source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -128,7 +151,9 @@ def test_sources_that_are_not_there(source: str, message: str, tmp_path: Path) -
 
 
 def test_a_vocabulary_has_room_for_every_byte(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"at least 257 tokens; got --vocab 256\. Pass --vocab 512 or more\."):
+    with pytest.raises(
+        TextError, match=r"at least 257 tokens; got --vocab 256\. Pass --vocab 512 or more\."
+    ):
         load(corpus, tmp_path, vocab_size=256)
     load(corpus, tmp_path, vocab_size=257)
 
@@ -149,14 +174,23 @@ class FakeHub:
         return [self.column]
 
     def shuffle(self, seed: int) -> list[dict[str, str]]:
-        return [{self.column: f"Chapter {index}. It was a dark and stormy night. "} for index in range(100)]
+        return [
+            {self.column: f"Chapter {index}. It was a dark and stormy night. "}
+            for index in range(100)
+        ]
 
 
 def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", FakeHub("text"))
     assert len(load("someone/novels:small", tmp_path).train_NT) > 50
-    with pytest.raises(TextError, match=r"got 'someone/poems', which is no file here, and the hub said: FileNotFoundError: no someone/poems"):
+    with pytest.raises(
+        TextError,
+        match=r"got 'someone/poems', which is no file here, and the hub said: FileNotFoundError: no someone/poems",
+    ):
         load("someone/poems", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", FakeHub("article"))
-    with pytest.raises(TextError, match=r"a column called 'text'; got 'someone/novels:small' with the columns \['article'\]"):
+    with pytest.raises(
+        TextError,
+        match=r"a column called 'text'; got 'someone/novels:small' with the columns \['article'\]",
+    ):
         load("someone/novels:small", tmp_path, vocab_size=301)

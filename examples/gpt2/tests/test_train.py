@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from examples.gpt2.train import SMOKE, KnobError, TrainConfig, config_from, lr_factor, main, run, with_defaults
+from examples.gpt2.train import (
+    SMOKE,
+    KnobError,
+    TrainConfig,
+    config_from,
+    lr_factor,
+    main,
+    run,
+    with_defaults,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,33 +34,72 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def smoke(cache_dir: str, **knobs: Any) -> TrainConfig:
-    return TrainConfig(**{**SMOKE, "device": "cpu", "cache_dir": cache_dir, "progress": False, **knobs})
+    return TrainConfig(
+        **{**SMOKE, "device": "cpu", "cache_dir": cache_dir, "progress": False, **knobs}
+    )
 
 
 def command(cache_dir: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "examples.gpt2.train", "--smoke", "--no-progress", "--cache-dir", cache_dir, *arguments]
+    return [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "examples.gpt2.train",
+        "--smoke",
+        "--no-progress",
+        "--cache-dir",
+        cache_dir,
+        *arguments,
+    ]
 
 
 def environment() -> dict[str, str]:
     paths = [str(ROOT / "packages" / name / "src") for name in ("spmd-core", "spmd-data")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SPMD_STRICT": "1", "SPMD_CACHE_DIR": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SPMD_STRICT": "1",
+        "SPMD_CACHE_DIR": "",
+    }
 
 
-def test_a_run_in_eager_torch_learns_and_reports(cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_eager_torch_learns_and_reports(
+    cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_dir, results = tmp_path / "log", tmp_path / "deep" / "results.json"
-    code = main(["--smoke", "--device", "cpu", "--cache-dir", cache_dir, "--log-dir", str(log_dir), "--results", str(results), "--no-progress"])
+    code = main(
+        [
+            "--smoke",
+            "--device",
+            "cpu",
+            "--cache-dir",
+            cache_dir,
+            "--log-dir",
+            str(log_dir),
+            "--results",
+            str(results),
+            "--no-progress",
+        ]
+    )
     assert code == 0
     report = json.loads(results.read_text())
     assert json.loads((log_dir / "report.json").read_text()) == report
-    assert len(report["losses"]) == len(report["grad_norms"]) == len(report["lrs"]) == SMOKE["steps"]
+    assert (
+        len(report["losses"]) == len(report["grad_norms"]) == len(report["lrs"]) == SMOKE["steps"]
+    )
     assert report["losses"][-1] < report["losses"][0] - 0.3
     assert [evaluation["step"] for evaluation in report["evals"]] == [6, 12]
-    assert report["evals"][-1]["perplexity"] == pytest.approx(2.718281828 ** report["evals"][-1]["loss"])
+    assert report["evals"][-1]["perplexity"] == pytest.approx(
+        2.718281828 ** report["evals"][-1]["loss"]
+    )
     assert set(report["mfu"]) == {"6N", "6N+12LdS", "6N+6LdS"}
     assert report["peak_source"].startswith("measured")
     assert report["tokens_per_s"] == pytest.approx(8 * 64 / report["step_time_s"])
     lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    assert {"train/loss", "train/lr", "train/grad_norm", "speed/step_time_s", "mfu/6N"} <= set(lines[1])
+    assert {"train/loss", "train/lr", "train/grad_norm", "speed/step_time_s", "mfu/6N"} <= set(
+        lines[1]
+    )
     assert list(log_dir.glob("events.out.tfevents.*"))
     out = capsys.readouterr().out
     assert "evaluation: loss" in out
@@ -65,7 +113,10 @@ def test_a_run_repeats_itself(cache_dir: str) -> None:
 
 
 def test_bf16_and_dropout_are_close_to_fp32(cache_dir: str) -> None:
-    fp32, bf16, dropped = (run(smoke(cache_dir, steps=3, eval_batches=0, **knobs)).losses for knobs in ({}, {"dtype": "bf16"}, {"dropout": 0.1}))
+    fp32, bf16, dropped = (
+        run(smoke(cache_dir, steps=3, eval_batches=0, **knobs)).losses
+        for knobs in ({}, {"dtype": "bf16"}, {"dropout": 0.1})
+    )
     assert bf16 == pytest.approx(fp32, abs=0.03)
     assert bf16 != fp32
     assert dropped == pytest.approx(fp32, abs=0.2)
@@ -81,7 +132,9 @@ def test_the_model_reads_nothing_on_the_host() -> None:
     class Recorder(TorchDispatchMode):
         names: set[str] = set()  # noqa: RUF012
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.names.add(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -89,12 +142,17 @@ def test_the_model_reads_nothing_on_the_host() -> None:
     with Recorder() as recorder:
         model(torch.zeros(2, 16, dtype=torch.int64))
     assert "aten.addmm.default" in recorder.names
-    assert not {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"} & recorder.names
+    assert (
+        not {"aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"}
+        & recorder.names
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["", "fsdp=4,tensor=2", "data=2,fsdp=4"])
-def test_every_mesh_has_the_losses_of_eager_torch(mesh: str, cache_dir: str, tmp_path: Path) -> None:
+def test_every_mesh_has_the_losses_of_eager_torch(
+    mesh: str, cache_dir: str, tmp_path: Path
+) -> None:
     expected = run(smoke(cache_dir, steps=4, eval_every=0, eval_batches=1))
     results = tmp_path / "results.json"
     arguments = [
@@ -111,7 +169,15 @@ def test_every_mesh_has_the_losses_of_eager_torch(mesh: str, cache_dir: str, tmp
         "--mesh",
         mesh,
     ]
-    done = subprocess.run(command(cache_dir, *arguments), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command(cache_dir, *arguments),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Involuntary full rematerialization" not in done.stderr
     report = json.loads(results.read_text())
@@ -120,14 +186,28 @@ def test_every_mesh_has_the_losses_of_eager_torch(mesh: str, cache_dir: str, tmp
     assert report["grad_norms"] == pytest.approx(expected.grad_norms, rel=2e-3)
     assert report["evals"][-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
     assert report["num_devices"] == (8 if mesh else 1)
-    assert report["compiles"] == 3  # the first step, which makes the optimizer's state; every other step; the evaluation
+    assert (
+        report["compiles"] == 3
+    )  # the first step, which makes the optimizer's state; every other step; the evaluation
     assert report["peak_bytes"] > report["argument_bytes"] > 0
 
 
 @pytest.mark.slow
 def test_the_sample_of_the_readme() -> None:
-    (sample,) = re.findall(r"```python\n(.*?)```", (ROOT / "examples" / "gpt2" / "README.md").read_text(), flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", sample], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    (sample,) = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "examples" / "gpt2" / "README.md").read_text(),
+        flags=re.DOTALL,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", sample],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     loss, tokens_per_s, share, peak_bytes = map(float, done.stdout.splitlines()[-1].split())
     assert loss < 6.0
@@ -135,8 +215,23 @@ def test_the_sample_of_the_readme() -> None:
 
 
 def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--steps", "1000000", "--eval-every", "0", "--log-dir", str(tmp_path)]
-    process = subprocess.Popen(command(cache_dir, *arguments), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    arguments = [
+        "--device",
+        "cpu",
+        "--steps",
+        "1000000",
+        "--eval-every",
+        "0",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(
+        command(cache_dir, *arguments),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step     3"):
@@ -153,15 +248,32 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "cpu", "--mesh", "fsdp=8"], "a mesh needs the xla device; got --device cpu with --mesh 'fsdp=8'"),
-        (["--device", "cpu", "--seq", "999"], "--seq must not pass the preset's position table; got 999 for smoke with 128 positions"),
+        (
+            ["--device", "cpu", "--mesh", "fsdp=8"],
+            "a mesh needs the xla device; got --device cpu with --mesh 'fsdp=8'",
+        ),
+        (
+            ["--device", "cpu", "--seq", "999"],
+            "--seq must not pass the preset's position table; got 999 for smoke with 128 positions",
+        ),
         (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
-        (["--devices", "8"], "without a mesh one device computes; got --devices 8 and no --mesh. Add for instance --mesh fsdp=8"),
-        (["--device", "cpu", "--data", "./missing.txt"], "got './missing.txt', which is neither a file nor a folder"),
-        (["--device", "cpu", "--batch", "4000"], "the text must fill one training batch of 4000 blocks"),
+        (
+            ["--devices", "8"],
+            "without a mesh one device computes; got --devices 8 and no --mesh. Add for instance --mesh fsdp=8",
+        ),
+        (
+            ["--device", "cpu", "--data", "./missing.txt"],
+            "got './missing.txt', which is neither a file nor a folder",
+        ),
+        (
+            ["--device", "cpu", "--batch", "4000"],
+            "the text must fill one training batch of 4000 blocks",
+        ),
     ],
 )
-def test_what_cannot_work_is_said_in_a_line(arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_is_said_in_a_line(
+    arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--smoke", "--cache-dir", cache_dir, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
@@ -185,7 +297,13 @@ def test_smoke_only_changes_defaults() -> None:
 
 def test_the_preset_fills_what_was_left_open() -> None:
     config = with_defaults(TrainConfig(preset="350M", lr=1e-3))
-    assert (config.batch, config.seq, config.vocab, config.lr, config.min_lr) == (8, 1024, 50257, 1e-3, 1e-4)
+    assert (config.batch, config.seq, config.vocab, config.lr, config.min_lr) == (
+        8,
+        1024,
+        50257,
+        1e-3,
+        1e-4,
+    )
     with pytest.raises(KnobError, match="--log-every must be at least 1; got 0"):
         with_defaults(TrainConfig(log_every=0))
 

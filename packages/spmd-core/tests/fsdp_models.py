@@ -44,9 +44,16 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.pool = nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10), nn.AdaptiveAvgPool2d(2)
+        self.conv, self.norm, self.pool = (
+            nn.Conv2d(3, 10, 3, padding=1),
+            nn.BatchNorm2d(10),
+            nn.AdaptiveAvgPool2d(2),
+        )
         self.recurrent = nn.LSTM(10, 6, batch_first=True)
-        self.scale, self.matrix = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(6, 7) / 3)
+        self.scale, self.matrix = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.randn(6, 7) / 3),
+        )
         self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
 
     def forward(self, x):
@@ -79,7 +86,13 @@ def train(model, x, loss_of, steps=3):
     for _ in range(steps):
         loss = loss_of(model(x), x)
         loss.backward()
-        gradients.append({name.replace("module.", ""): p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {
+                name.replace("module.", ""): p.grad
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -89,7 +102,9 @@ def train(model, x, loss_of, steps=3):
     return losses, gradients[0]
 
 
-def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True):
+def check(
+    model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True
+):
     """Asserts that a sharded copy of `model` trains as eager torch does, and that gradients are split as parameters are."""
     ours = shard(copy.deepcopy(model))
     right, right_gradients = train(model, x, loss_of)
@@ -103,7 +118,13 @@ def check(model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4,
     if exact_gradients:
         largest = max(float(g.abs().max()) for g in right_gradients.values())
         for name, g in right_gradients.items():
-            torch.testing.assert_close(gradients[name].cpu(), g, rtol=1e-3, atol=1e-4 * largest, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradients[name].cpu(),
+                g,
+                rtol=1e-3,
+                atol=1e-4 * largest,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
     return ours
 
 

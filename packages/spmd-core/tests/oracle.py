@@ -12,10 +12,21 @@ from spmd_core import dtypes
 from spmd_core.ops import registry
 
 # (rtol, atol) by dtype of the result: two correct summation orders differ by a few units in the last place of the accumulator.
-TOLERANCE = {torch.float16: (2e-3, 2e-3), torch.bfloat16: (2e-2, 2e-2), torch.float32: (2e-5, 1e-5), torch.float64: (1e-9, 1e-10)}
+TOLERANCE = {
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float32: (2e-5, 1e-5),
+    torch.float64: (1e-9, 1e-10),
+}
 
 
-def lower(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[registry.Out, ...], key: Any = None) -> list[jax.Array]:
+def lower(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outs: tuple[registry.Out, ...],
+    key: Any = None,
+) -> list[jax.Array]:
     """The results of the overload's lowering, jitted, with Scalars traced just as the program traces them."""
     overload = registry.resolve(name)
     entry = registry.find(overload)
@@ -27,10 +38,20 @@ def lower(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[
     def convert(arg_name: str, x: Any) -> Any:
         def leaf(y: Any) -> Any:
             if isinstance(y, torch.Tensor):
-                traced.append(jnp.asarray(dtypes.numpy_view(y.detach().resolve_conj().resolve_neg().contiguous())))
+                traced.append(
+                    jnp.asarray(
+                        dtypes.numpy_view(y.detach().resolve_conj().resolve_neg().contiguous())
+                    )
+                )
                 return ("array", len(traced) - 1)
-            scalar = "number" in str(schema[arg_name].type) or (isinstance(y, (int, float, complex)) and "Tensor" in str(schema[arg_name].type))
-            if scalar and isinstance(y, (bool, int, float, complex)) and arg_name not in entry.static:
+            scalar = "number" in str(schema[arg_name].type) or (
+                isinstance(y, (int, float, complex)) and "Tensor" in str(schema[arg_name].type)
+            )
+            if (
+                scalar
+                and isinstance(y, (bool, int, float, complex))
+                and arg_name not in entry.static
+            ):
                 traced.append(jnp.asarray(y))
                 return ("number", len(traced) - 1, type(y))
             return ("static", y)
@@ -52,22 +73,32 @@ def lower(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[
                 return registry.Number(values[p[1]], p[2]) if p[0] == "number" else p[1]
 
             context = registry.Context(outs, "cpu", key)
-            result = entry.function(context, *(value(p) for p in plan), **{n: value(p) for n, p in kwplan.items()})
+            result = entry.function(
+                context, *(value(p) for p in plan), **{n: value(p) for n, p in kwplan.items()}
+            )
             return list(result) if isinstance(result, (tuple, list)) else [result]
 
         return jax.jit(run)(traced)
 
 
-def check(name: str, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any) -> None:
+def check(
+    name: str, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+) -> None:
     """Asserts that the overload's lowering gives eager CPU torch's results: same shapes, same dtypes, values within tolerance."""
     overload = registry.resolve(name)
-    expected = [x for x in pytree.tree_leaves(overload(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    expected = [
+        x for x in pytree.tree_leaves(overload(*args, **kwargs)) if isinstance(x, torch.Tensor)
+    ]
     outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in expected)
     got = lower(name, args, kwargs, outs)
     assert len(got) == len(expected), f"{name}: {len(got)} results instead of {len(expected)}"
     for mine, right in zip(got, expected):
-        assert tuple(mine.shape) == tuple(right.shape), f"{name}: shape {mine.shape} instead of {tuple(right.shape)}"
-        assert dtypes.to_torch(mine.dtype) == right.dtype, f"{name}: dtype {mine.dtype} instead of {right.dtype}"
+        assert tuple(mine.shape) == tuple(right.shape), (
+            f"{name}: shape {mine.shape} instead of {tuple(right.shape)}"
+        )
+        assert dtypes.to_torch(mine.dtype) == right.dtype, (
+            f"{name}: dtype {mine.dtype} instead of {right.dtype}"
+        )
         r, a = TOLERANCE.get(right.dtype, (2e-5, 1e-5) if right.dtype.is_complex else (0, 0))
         torch.testing.assert_close(
             dtypes.tensor_view(np.asarray(mine)),

@@ -24,7 +24,10 @@ def both(function, *inputs, rtol=1e-4, atol=2e-5):
     """Asserts that `function` and its gradients agree on the CPU and on the device."""
     results, strides = [], []
     for device in ("cpu", "xla"):
-        args = [None if x is None else x.detach().to(device).requires_grad_(x.requires_grad) for x in inputs]
+        args = [
+            None if x is None else x.detach().to(device).requires_grad_(x.requires_grad)
+            for x in inputs
+        ]
         out = function(*args)
         wanted = [x for x in args if x is not None and x.requires_grad]
         grads = torch.autograd.grad((out * out).sum(), wanted) if wanted else ()
@@ -51,9 +54,16 @@ def random(*shapes, dtype=torch.float32, grad=True):
     grad=st.booleans(),
 )
 @settings(max_examples=15, deadline=None)
-def test_everything_agrees_with_the_cpu(batch, kv_heads, group, queries, keys, kind, mask_dims, scale, grad):
+def test_everything_agrees_with_the_cpu(
+    batch, kv_heads, group, queries, keys, kind, mask_dims, scale, grad
+):
     heads = kv_heads * group
-    query, key, value = random((batch, heads, queries, 4), (batch, kv_heads, keys, 4), (batch, kv_heads, keys, 3), grad=grad)
+    query, key, value = random(
+        (batch, heads, queries, 4),
+        (batch, kv_heads, keys, 4),
+        (batch, kv_heads, keys, 3),
+        grad=grad,
+    )
     full = (batch, heads, queries, keys)
     mask = None
     if kind in ("bool", "float"):
@@ -61,8 +71,14 @@ def test_everything_agrees_with_the_cpu(batch, kv_heads, group, queries, keys, k
         mask = mask > -1 if kind == "bool" else mask.requires_grad_(grad)
 
     def run(q, k, v, m):
-        with sdpa_kernel([SDPBackend.MATH] if q.device.type == "cpu" else [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
-            return attend(q, k, v, attn_mask=m, is_causal=kind == "causal", scale=scale, enable_gqa=group > 1)
+        with sdpa_kernel(
+            [SDPBackend.MATH]
+            if q.device.type == "cpu"
+            else [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+        ):
+            return attend(
+                q, k, v, attn_mask=m, is_causal=kind == "causal", scale=scale, enable_gqa=group > 1
+            )
 
     both(run, query, key, value, mask)
 
@@ -83,8 +99,14 @@ def test_leading_dims_broadcast(shapes):
 
 
 def test_key_and_value_may_have_different_numbers_of_heads():
-    both(lambda q, k, v: attend(q, k, v, enable_gqa=True), *random((2, 6, 4, 8), (2, 3, 5, 8), (2, 2, 5, 8)))
-    both(lambda q, k, v: attend(q, k, v, enable_gqa=True), *random((2, 6, 4, 8), (1, 3, 5, 8), (1, 3, 5, 8)))
+    both(
+        lambda q, k, v: attend(q, k, v, enable_gqa=True),
+        *random((2, 6, 4, 8), (2, 3, 5, 8), (2, 2, 5, 8)),
+    )
+    both(
+        lambda q, k, v: attend(q, k, v, enable_gqa=True),
+        *random((2, 6, 4, 8), (1, 3, 5, 8), (1, 3, 5, 8)),
+    )
 
 
 def test_one_kv_head_is_not_repeated():
@@ -114,19 +136,27 @@ def test_forward_is_one_operation_and_backward_another():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    q, k, v = (x.to("xla").requires_grad_() for x in random((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8), grad=False))
+    q, k, v = (
+        x.to("xla").requires_grad_()
+        for x in random((2, 3, 4, 8), (2, 3, 5, 8), (2, 3, 5, 8), grad=False)
+    )
     with torch.autocast("xla", dtype=dtype):
         out = attend(q, k, v, attn_mask=torch.zeros(4, 5, device="xla"))
     assert out.dtype == dtype
     out.sum().backward()
     assert q.grad.dtype == torch.float32
-    torch.testing.assert_close(out.detach().cpu().float(), attend(q.cpu(), k.cpu(), v.cpu()).detach(), rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(
+        out.detach().cpu().float(), attend(q.cpu(), k.cpu(), v.cpu()).detach(), rtol=3e-2, atol=3e-2
+    )
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_gradient_can_be_differentiated(dropout_p, masked):
-    q, k, v = (x.detach().to("xla").requires_grad_() for x in random((1, 2, 5, 4), (1, 1, 6, 4), (1, 1, 6, 4), dtype=torch.float64))
+    q, k, v = (
+        x.detach().to("xla").requires_grad_()
+        for x in random((1, 2, 5, 4), (1, 1, 6, 4), (1, 1, 6, 4), dtype=torch.float64)
+    )
     mask = torch.randn(5, 6, dtype=torch.float64).to("xla").requires_grad_() if masked else None
     inputs = [x for x in (q, k, v, mask) if x is not None]
 
@@ -138,7 +168,9 @@ def test_the_gradient_can_be_differentiated(dropout_p, masked):
     through_math, ours = first(True), first(False)
     for a, b in zip(through_math, ours, strict=True):
         torch.testing.assert_close(a.detach().cpu(), b.cpu())
-    second = torch.autograd.grad(sum(g.square().sum() for g in through_math), inputs, allow_unused=True)
+    second = torch.autograd.grad(
+        sum(g.square().sum() for g in through_math), inputs, allow_unused=True
+    )
     # by central differences along one direction
     direction = torch.randn(q.shape, dtype=torch.float64).to("xla")
     start, step = q.detach().clone(), 1e-5
@@ -151,9 +183,14 @@ def test_the_gradient_can_be_differentiated(dropout_p, masked):
     assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own forward-mode decompositions
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script:DeprecationWarning"
+)  # torch's own forward-mode decompositions
 def test_forward_mode_goes_through_torchs_composition():
-    q, k, v, t = (x.detach().to("xla") for x in random((1, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 5, 4), dtype=torch.float64))
+    q, k, v, t = (
+        x.detach().to("xla")
+        for x in random((1, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 5, 4), dtype=torch.float64)
+    )
     _, tangent = torch.func.jvp(lambda x: attend(x, k, v), (q,), (t,))
     with sdpa_kernel(SDPBackend.MATH):
         _, right = torch.func.jvp(lambda x: attend(x, k.cpu(), v.cpu()), (q.cpu(),), (t.cpu(),))
@@ -193,7 +230,9 @@ def test_dropout_is_reproducible_and_unbiased(monkeypatch):
     monkeypatch.setattr(flash, "MAX_BLOCK", 24)  # several blocks
     n = 50
     q, k = (torch.zeros(8, 8, n, 4).to("xla") for _ in range(2))
-    v = torch.eye(n).expand(8, 8, n, n).contiguous().to("xla")  # so that the result is the matrix of probabilities
+    v = (
+        torch.eye(n).expand(8, 8, n, n).contiguous().to("xla")
+    )  # so that the result is the matrix of probabilities
     out = drop(q, k, v, 1).cpu()
     assert torch.equal(out, drop(q, k, v, 1).cpu())
     assert not torch.equal(out, drop(q, k, v, 2).cpu())
@@ -212,7 +251,10 @@ def test_dropout_compiles_once_for_all_seeds():
 
 
 def test_dropout_under_checkpoint():
-    q, k, v = (x.to("xla").requires_grad_() for x in random((2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 7, 8), grad=False))
+    q, k, v = (
+        x.to("xla").requires_grad_()
+        for x in random((2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 7, 8), grad=False)
+    )
     grads = []
     for checkpointed in (False, True):
         if checkpointed:
@@ -226,7 +268,13 @@ def test_dropout_under_checkpoint():
 
 # Partitioning.
 
-LAYOUTS = {"one": (), "batch": ("a",), "heads": (None, "b"), "both": ("a", "b"), "sequence": ("a", None, "b")}
+LAYOUTS = {
+    "one": (),
+    "batch": ("a",),
+    "heads": (None, "b"),
+    "both": ("a", "b"),
+    "sequence": ("a", None, "b"),
+}
 
 
 @pytest.mark.one_device
@@ -256,7 +304,9 @@ def test_every_layout_gives_the_same(mesh_2d, num_devices, n, dropout_p):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"dropout_p": 0.25}, {"masked": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"dropout_p": 0.25}, {"masked": True}], ids=str
+)
 def test_batch_and_heads_are_not_gathered(mesh_2d, num_devices, options, compiled_text):
     if num_devices < 8:
         pytest.skip("needs a mesh of 4 x 2")
@@ -270,7 +320,9 @@ def test_batch_and_heads_are_not_gathered(mesh_2d, num_devices, options, compile
     spmd.sync()
     text = compiled_text()
     assert "while" in text
-    assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
+    assert (
+        "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
+    )
     assert f"[2,2,{n},8]" in text.replace("f32", "") or "[2,2,1," in text
     del grads
 
@@ -313,11 +365,19 @@ def test_memory_grows_with_the_sequence_not_its_square(monkeypatch):
 # What is refused.
 
 REFUSED = {
-    "mask and causal": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 5), attn_mask=t(4, 4) > 0, is_causal=True),
-    "mask of integers": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 8), attn_mask=t(4, 4).int()),
-    "mask of float64": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 8), attn_mask=t(4, 4).double()),
+    "mask and causal": lambda t: attend(
+        t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 5), attn_mask=t(4, 4) > 0, is_causal=True
+    ),
+    "mask of integers": lambda t: attend(
+        t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 8), attn_mask=t(4, 4).int()
+    ),
+    "mask of float64": lambda t: attend(
+        t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 8), attn_mask=t(4, 4).double()
+    ),
     "mask size": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 5, 8), t(2, 3, 5, 8), attn_mask=t(4, 3)),
-    "mask dims": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 5, 8), t(2, 3, 5, 8), attn_mask=t(1, 2, 3, 4, 5)),
+    "mask dims": lambda t: attend(
+        t(2, 3, 4, 8), t(2, 3, 5, 8), t(2, 3, 5, 8), attn_mask=t(1, 2, 3, 4, 5)
+    ),
     "dtypes": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 4, 8).half(), t(2, 3, 4, 8)),
     "integers": lambda t: attend(t(2, 3, 4, 8).int(), t(2, 3, 4, 8).int(), t(2, 3, 4, 8).int()),
     "one dim": lambda t: attend(t(8), t(8), t(8)),
@@ -380,19 +440,38 @@ def test_multihead_attention(training, need_weights):
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             right = layer(x, x, x, key_padding_mask=padding, need_weights=need_weights)
-            got = on_device(x.to("xla"), x.to("xla"), x.to("xla"), key_padding_mask=padding.to("xla"), need_weights=need_weights)
+            got = on_device(
+                x.to("xla"),
+                x.to("xla"),
+                x.to("xla"),
+                key_padding_mask=padding.to("xla"),
+                need_weights=need_weights,
+            )
         torch.testing.assert_close(got[0].detach().cpu(), right[0].detach(), rtol=1e-4, atol=1e-5)
         if need_weights:
-            torch.testing.assert_close(got[1].detach().cpu(), right[1].detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                got[1].detach().cpu(), right[1].detach(), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_encoder_without_gradients(norm_first):
-    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first).eval()
-    on_device = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first).to("xla").eval()
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 4, 32, batch_first=True, norm_first=norm_first
+    ).eval()
+    on_device = (
+        torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first)
+        .to("xla")
+        .eval()
+    )
     on_device.load_state_dict(layer.state_dict())
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
         torch.testing.assert_close(on_device(x.to("xla")).cpu(), layer(x), rtol=1e-4, atol=1e-5)
         mask = F.pad(torch.zeros(5, 4), (0, 1), value=-torch.inf)
-        torch.testing.assert_close(on_device(x.to("xla"), src_mask=mask.to("xla")).cpu(), layer(x, src_mask=mask), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            on_device(x.to("xla"), src_mask=mask.to("xla")).cpu(),
+            layer(x, src_mask=mask),
+            rtol=1e-4,
+            atol=1e-5,
+        )

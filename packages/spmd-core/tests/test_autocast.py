@@ -39,7 +39,9 @@ def test_gradients_come_in_the_parameters_dtype():
         loss = F.cross_entropy(model(x(3, 4)), torch.tensor([0, 1, 0], device="xla"))
     loss.backward()
     assert loss.dtype == torch.float32
-    assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum().item() > 0 for p in model.parameters())
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.abs().sum().item() > 0 for p in model.parameters()
+    )
 
 
 def test_close_to_the_cpus_autocast():
@@ -54,11 +56,19 @@ def test_close_to_the_cpus_autocast():
 
 
 def test_unsafe_loss_is_refused():
-    with torch.autocast("xla", dtype=torch.bfloat16), pytest.raises(RuntimeError, match="Use binary_cross_entropy_with_logits"):
+    with (
+        torch.autocast("xla", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="Use binary_cross_entropy_with_logits"),
+    ):
         F.binary_cross_entropy(torch.rand(2, device="xla"), torch.ones(2, device="xla"))
 
 
 def test_every_listed_operation_has_one_policy():
-    lists = (autocast._LOWER_PRECISION, autocast._FP32, autocast._FP32_SET_OPT_DTYPE, autocast._PROMOTE)
+    lists = (
+        autocast._LOWER_PRECISION,
+        autocast._FP32,
+        autocast._FP32_SET_OPT_DTYPE,
+        autocast._PROMOTE,
+    )
     names = [n for names in lists for n in names]
     assert len(names) == len(set(names))

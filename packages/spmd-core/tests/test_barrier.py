@@ -44,12 +44,18 @@ def test_autograd_does_not_see_it():
 
 def test_other_tensors_are_refused():
     for wrong, got in ((torch.ones(2), "a tensor on cpu"), ("x", "str")):
-        with pytest.raises(spmd.DeviceMismatchError, match=f"needs tensors on device 'xla'; got {got}. Move it first"):
+        with pytest.raises(
+            spmd.DeviceMismatchError,
+            match=f"needs tensors on device 'xla'; got {got}. Move it first",
+        ):
             barrier.optimization_barrier_([wrong])
 
 
 def test_a_barrier_in_every_backward_pass():
-    reference, model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    reference, model = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+    )
     model.load_state_dict(reference.state_dict())
     model.to("xla")
     for layer in (model[0], model[2]):

@@ -10,7 +10,9 @@ from torch import nn
 import spmd_core as spmd
 from spmd_core import collectives, compile_cache, debugging, source
 
-several = pytest.mark.skipif(spmd.global_runtime_device_count() == 1, reason="one device sends nothing")
+several = pytest.mark.skipif(
+    spmd.global_runtime_device_count() == 1, reason="one device sends nothing"
+)
 
 
 def line_of(comment):
@@ -30,7 +32,10 @@ def mesh_of(*names):
 class MLP(nn.Module):
     def __init__(self, width, hidden):
         super().__init__()
-        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(hidden, width, bias=False),
+        )
 
     def forward(self, x):
         h = self.up(x)
@@ -48,8 +53,15 @@ def test_fsdp_gathers_each_weight_once_forward(num_devices):
         spmd.mark_sharding(y, mesh, ("fsdp",))
         found = debugging.collectives(y)
     (gather,) = found
-    assert (gather.kind, gather.axes, gather.executions, gather.is_part) == ("all-gather", ("fsdp",), 1, False)
-    assert gather.result_bytes == 64 * 256 * 4 and gather.operand_bytes == 64 * 256 * 4 // num_devices
+    assert (gather.kind, gather.axes, gather.executions, gather.is_part) == (
+        "all-gather",
+        ("fsdp",),
+        1,
+        False,
+    )
+    assert (
+        gather.result_bytes == 64 * 256 * 4 and gather.operand_bytes == 64 * 256 * 4 // num_devices
+    )
     assert gather.groups == (tuple(range(num_devices)),)
     assert gather.line == line_of("the product") and gather.causes[0].op == "aten::mm"
     assert gather.causes[0].origin.phase is source.Phase.FORWARD
@@ -67,11 +79,16 @@ def test_megatron_reduces_once_forward_and_once_backward():
         model(x).square().sum().backward()
         spmd.sync()
     found = debugging.collectives()
-    assert [(c.kind, c.axes, c.result_bytes, c.executions) for c in found] == [("all-reduce", ("tensor",), 16 * 64 * 4, 1)] * 2
+    assert [(c.kind, c.axes, c.result_bytes, c.executions) for c in found] == [
+        ("all-reduce", ("tensor",), 16 * 64 * 4, 1)
+    ] * 2
     forward, backward = (c.causes[0] for c in found)
     here = Path(__file__)
     lines = here.read_text().splitlines()
-    assert forward.origin.module == "MLP.down" and "self.down(h.relu())" in lines[forward.origin.line - 1]
+    assert (
+        forward.origin.module == "MLP.down"
+        and "self.down(h.relu())" in lines[forward.origin.line - 1]
+    )
     assert backward.origin.module == "MLP.up" and "self.up(x)" in lines[backward.origin.line - 1]
     assert (forward.op, backward.op) == ("aten::linear", "aten::linear_backward")
     assert "(backward of this line)" in str(backward) and "(" not in str(forward)
@@ -121,12 +138,22 @@ def test_a_loop_says_how_often(num_devices):
 
     def power(a):
         # The product needs the whole of what the step before left split.
-        return jax.lax.fori_loop(0, 7, lambda i, c: jax.lax.with_sharding_constraint(a @ c, split), a)
+        return jax.lax.fori_loop(
+            0, 7, lambda i, c: jax.lax.with_sharding_constraint(a @ c, split), a
+        )
 
     a = spmd.mark_sharding(torch.randn(8 * num_devices, 8 * num_devices).to("xla"), mesh, ("x",))
     (gather,) = debugging.collectives(spmd.call_jax(power, a))
-    assert gather.executions == 7 and gather.kind == "all-gather" and gather.causes[0].op == "jax::power"
-    assert debugging.collectives(spmd.call_jax(power, a)).result_bytes == 7 * gather.result_bytes == 7 * (8 * num_devices) ** 2 * 4
+    assert (
+        gather.executions == 7
+        and gather.kind == "all-gather"
+        and gather.causes[0].op == "jax::power"
+    )
+    assert (
+        debugging.collectives(spmd.call_jax(power, a)).result_bytes
+        == 7 * gather.result_bytes
+        == 7 * (8 * num_devices) ** 2 * 4
+    )
 
 
 @several
@@ -140,9 +167,13 @@ def test_explicit_collectives_and_a_permute(num_devices):
 
     found = debugging.collectives(spmd.shard_map(exchange, mesh, [("x",)], ("x",))(x))
     kinds = {c.kind: c for c in found}
-    assert kinds["collective-permute"].groups == tuple(ring) and kinds["collective-permute"].axes == ("x",)
+    assert kinds["collective-permute"].groups == tuple(ring) and kinds[
+        "collective-permute"
+    ].axes == ("x",)
     assert kinds["collective-permute"].causes[0].op == "spmd::collective_permute"
-    assert kinds["reduce-scatter"].result_bytes * num_devices == kinds["reduce-scatter"].operand_bytes
+    assert (
+        kinds["reduce-scatter"].result_bytes * num_devices == kinds["reduce-scatter"].operand_bytes
+    )
 
 
 @several
@@ -154,7 +185,10 @@ def test_device_ids_are_the_meshs_own(num_devices):
     mesh = spmd.Mesh(order, (2, 4), ("a", "b"))
     x = spmd.mark_sharding(torch.randn(16, 16).to("xla"), mesh, ("a", "b"))
     (reduce,) = debugging.collectives(spmd.mark_sharding(x.sum(1), mesh, ("a",)))
-    assert reduce.axes == ("b",) and {frozenset(g) for g in reduce.groups} == {frozenset(order[:4]), frozenset(order[4:])}
+    assert reduce.axes == ("b",) and {frozenset(g) for g in reduce.groups} == {
+        frozenset(order[:4]),
+        frozenset(order[4:]),
+    }
 
 
 @several
@@ -166,10 +200,18 @@ def test_blocks_that_are_turned_use_a_part_of_an_axis(num_devices):
     x = spmd.mark_sharding(torch.randn(64, 64).to("xla"), mesh, ("a", "b"))
     found = debugging.collectives(spmd.mark_sharding(x * 2, mesh, ("b", "a")))
     exchange, move = found
-    assert (exchange.kind, exchange.axes, exchange.is_part) == ("all-to-all", ("a",), True) and "a (part)" in str(found)
+    assert (exchange.kind, exchange.axes, exchange.is_part) == (
+        "all-to-all",
+        ("a",),
+        True,
+    ) and "a (part)" in str(found)
     # Neighbours along `a` that make one block of twice the rows: device 2 * i + j holds rows i and columns j.
-    assert {frozenset(g) for g in exchange.groups} == {frozenset((2 * i + j, 2 * (i + 1) + j)) for i in (0, 2) for j in (0, 1)}
-    assert move.kind == "collective-permute" and {source for source, _ in move.groups} == set(range(8))
+    assert {frozenset(g) for g in exchange.groups} == {
+        frozenset((2 * i + j, 2 * (i + 1) + j)) for i in (0, 2) for j in (0, 1)
+    }
+    assert move.kind == "collective-permute" and {source for source, _ in move.groups} == set(
+        range(8)
+    )
 
 
 MESHES = [spmd.Mesh(range(8), (2, 2, 2), ("x", "y", "z")), spmd.Mesh(range(8), (8,), ("all",))]
@@ -193,7 +235,10 @@ def test_groups_are_matched_with_axes(groups, is_permute, expected):
 
 def test_a_coarser_mesh_matches_where_it_is_exact():
     halves = spmd.Mesh(range(8), (2, 4), ("outer", "inner"))
-    assert collectives.match_axes(((0, 1, 2, 3), (4, 5, 6, 7)), [MESHES[1], halves]) == (("inner",), False)
+    assert collectives.match_axes(((0, 1, 2, 3), (4, 5, 6, 7)), [MESHES[1], halves]) == (
+        ("inner",),
+        False,
+    )
     assert collectives.match_axes(((0, 1), (2, 3), (4, 5), (6, 7)), [halves]) == (("inner",), True)
 
 
@@ -205,7 +250,10 @@ def test_a_program_that_moves_nothing_says_so():
 
 def test_without_a_program_there_is_nothing_to_read():
     compile_cache.clear()
-    with pytest.raises(spmd.SpmdError, match=r"collectives reads a compiled program; none was compiled yet\. Call it after sync"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"collectives reads a compiled program; none was compiled yet\. Call it after sync",
+    ):
         debugging.collectives()
     y = torch.ones(4).to("xla") * 3
     assert y.sum().item() == 12

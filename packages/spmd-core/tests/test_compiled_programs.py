@@ -11,7 +11,9 @@ import spmd_core as spmd
 from spmd_core import compile_cache, debugging
 
 WIDTH, HIDDEN, BATCH, SEQUENCE = 32, 128, 16, 16
-several = pytest.mark.skipif(spmd.global_runtime_device_count() == 1, reason="one device sends nothing")
+several = pytest.mark.skipif(
+    spmd.global_runtime_device_count() == 1, reason="one device sends nothing"
+)
 FLOAT = 4  # bytes
 
 
@@ -20,7 +22,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Linear(HIDDEN, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -60,12 +66,20 @@ def test_an_fsdp_step_leaves_nothing_whole(mesh_1d, num_devices):
     found = step_of(model, batch(mesh_1d, "x"))
     parts = [n // num_devices for n in parameter_bytes(model)]
     assert sum(sizes(found, "reduce-scatter")) == sum(parts)
-    assert {c.axes for c in found.where(kind="all-gather")} == {c.axes for c in found.where(kind="reduce-scatter")} == {("x",)}
+    assert (
+        {c.axes for c in found.where(kind="all-gather")}
+        == {c.axes for c in found.where(kind="reduce-scatter")}
+        == {("x",)}
+    )
     assert sum(sizes(found, "all-gather")) <= 2 * sum(parameter_bytes(model))
-    assert sum(c.operand_bytes for c in found.where(kind="all-gather")) * num_devices == sum(sizes(found, "all-gather"))
+    assert sum(c.operand_bytes for c in found.where(kind="all-gather")) * num_devices == sum(
+        sizes(found, "all-gather")
+    )
     assert sum(sizes(found, "all-reduce")) <= FLOAT  # the loss
     program = compile_cache.newest()
-    assert len(program.graph.outputs) == 1 + len(parts)  # the loss, which was held, and the parameters: no activation is a result
+    assert len(program.graph.outputs) == 1 + len(
+        parts
+    )  # the loss, which was held, and the parameters: no activation is a result
     for output, placement in zip(program.graph.outputs, program.out_placements):
         lies = math.prod(placement.jax_sharding.shard_shape(output.spec.shape))
         assert lies == output.spec.num_elements // (num_devices if output.spec.shape else 1)
@@ -83,7 +97,11 @@ def test_data_parallelism_reduces_each_gradient_once_and_nothing_else(mesh_1d):
 
 
 def mark_tensor(model):
-    mesh = spmd.Mesh(range(spmd.global_runtime_device_count()), (spmd.global_runtime_device_count(),), ("tensor",))
+    mesh = spmd.Mesh(
+        range(spmd.global_runtime_device_count()),
+        (spmd.global_runtime_device_count(),),
+        ("tensor",),
+    )
     model.to("xla")
     for block in model:
         spmd.mark_sharding(block.up.weight, mesh, ("tensor", None))
@@ -101,7 +119,9 @@ def test_megatron_blocks_reduce_once_in_each_direction():
     mesh = mark_tensor(model)
     found = step_of(model, batch(mesh))
     activations = FLOAT * BATCH * SEQUENCE * WIDTH
-    assert [(c.kind, c.axes, c.result_bytes) for c in found] == [("all-reduce", ("tensor",), activations)] * 4
+    assert [(c.kind, c.axes, c.result_bytes) for c in found] == [
+        ("all-reduce", ("tensor",), activations)
+    ] * 4
 
 
 @several
@@ -110,14 +130,25 @@ def test_sequence_parallel_blocks_gather_and_scatter_what_megatron_reduces():
     model = nn.Sequential(Block(), Block())
     mesh = mark_tensor(model)
     for block in model:
-        block.up.register_forward_hook(lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, None, "tensor")))
-        block.norm.register_forward_hook(lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor")))
-        block.down.register_forward_hook(lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor")))
+        block.up.register_forward_hook(
+            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, None, "tensor"))
+        )
+        block.norm.register_forward_hook(
+            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor"))
+        )
+        block.down.register_forward_hook(
+            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor"))
+        )
     found = step_of(model, batch(mesh, None, "tensor"))
     activations = FLOAT * BATCH * SEQUENCE * WIDTH
     assert {c.axes for c in found} == {("tensor",)}
     assert sizes(found, "all-gather") == [activations] * 4
     # XLA's CPU backend writes a sum of which each device keeps a part as an all-reduce and a slice.
     sums = [c.operand_bytes for c in found if c.kind in ("all-reduce", "reduce-scatter")]
-    small = sum(FLOAT * p.numel() for block in model for p in (block.down.bias, *block.norm.parameters()))  # which see a part of the sequence each
-    assert len([n for n in sums if n >= activations]) == 4 and sum(sums) == 4 * activations + small + FLOAT
+    small = sum(
+        FLOAT * p.numel() for block in model for p in (block.down.bias, *block.norm.parameters())
+    )  # which see a part of the sequence each
+    assert (
+        len([n for n in sums if n >= activations]) == 4
+        and sum(sums) == 4 * activations + small + FLOAT
+    )

@@ -23,7 +23,9 @@ def test_the_tensor_itself_is_marked(mesh_2d, mesh_arguments):
     z = torch.ops.xla.dynamo_mark_sharding(x + 1, *mesh_arguments[:2], "None", "[1, (0,)]")
     assert z.sharding.dims == ((1,), (0,))
     with torch.inference_mode():
-        assert torch.ops.xla.dynamo_mark_sharding(torch.ones(8, 4).to("xla"), *mesh_arguments, "('a',)").partition_spec == ("a", None)
+        assert torch.ops.xla.dynamo_mark_sharding(
+            torch.ones(8, 4).to("xla"), *mesh_arguments, "('a',)"
+        ).partition_spec == ("a", None)
 
 
 def test_the_gradient_of_a_marked_tensor_follows(mesh_2d, mesh_arguments):
@@ -62,16 +64,24 @@ def test_other_tensors_pass(mesh_2d, mesh_arguments):
 def test_wrong_strings_are_refused(mesh_2d, mesh_arguments):
     x = torch.ones(8, 4).to("xla")
     for text in ("a, b c", "'a'", "{'a': 1}"):
-        with pytest.raises(spmd.PartitionSpecError, match=r"read from the literal of a tuple; got .*Pass str\(partition_spec\)"):
+        with pytest.raises(
+            spmd.PartitionSpecError,
+            match=r"read from the literal of a tuple; got .*Pass str\(partition_spec\)",
+        ):
             torch.ops.xla.dynamo_mark_sharding(x, *mesh_arguments, text)
-    with pytest.raises(spmd.MeshError, match=r"read from the literal of a tuple, or None; got 'a, b c'. Pass their str\(\)"):
+    with pytest.raises(
+        spmd.MeshError,
+        match=r"read from the literal of a tuple, or None; got 'a, b c'. Pass their str\(\)",
+    ):
         torch.ops.xla.dynamo_mark_sharding(x, *mesh_arguments[:2], "a, b c", "('a', None)")
     with pytest.raises(spmd.MeshError, match="a mesh is read from a dict literal"):
         torch.ops.xla.aot_mark_sharding(x, "garbage", "('a', None)")
     with pytest.raises(spmd.PartitionSpecError, match="'nowhere'"):
         torch.ops.xla.aot_mark_sharding(x, str(mesh_2d), "('nowhere', None)")
     with pytest.raises(spmd.MeshError, match="name"):
-        torch.ops.xla.dynamo_mark_sharding(torch.ones(8), *mesh_arguments[:2], "('a', 'b', 'c')", "('a',)")
+        torch.ops.xla.dynamo_mark_sharding(
+            torch.ones(8), *mesh_arguments[:2], "('a', 'b', 'c')", "('a',)"
+        )
     assert custom_ops.parse_axis_names(" None ") is custom_ops.parse_axis_names("") is None
 
 
@@ -82,10 +92,15 @@ def test_traces_keep_the_marks_and_run_on_the_device(mesh_2d, mesh_arguments):
         return z, torch.autograd.grad(z.square().sum(), x)[0]
 
     x = torch.randn(8, 4)
-    graph = make_fx(lambda x: function(x, str(mesh_2d)), tracing_mode="fake")(x.clone().requires_grad_())
+    graph = make_fx(lambda x: function(x, str(mesh_2d)), tracing_mode="fake")(
+        x.clone().requires_grad_()
+    )
     names = [str(node.target) for node in graph.graph.nodes]
     # Forward and backward.
-    assert names.count("xla.dynamo_mark_sharding.default") == 2 and names.count("xla.aot_mark_sharding.default") == 2
+    assert (
+        names.count("xla.dynamo_mark_sharding.default") == 2
+        and names.count("xla.aot_mark_sharding.default") == 2
+    )
     z, gradient = graph(x.to("xla"))
     assert z.partition_spec == (None, "b")
     torch.testing.assert_close(z.cpu(), 2 * x + 1)
@@ -110,7 +125,9 @@ def test_fake_tensors_and_dynamo(mesh_2d, mesh_arguments):
     x = torch.ones(8, 4, requires_grad=True)
     out = function(x)
     out.sum().backward()
-    assert torch.equal(out, torch.full((8, 4), 4.0)) and torch.equal(x.grad, torch.full((8, 4), 2.0))
+    assert torch.equal(out, torch.full((8, 4), 4.0)) and torch.equal(
+        x.grad, torch.full((8, 4), 2.0)
+    )
 
 
 def test_donation_is_not_steered():

@@ -9,7 +9,9 @@ from spmd_core import data_dependent
 
 pytestmark = pytest.mark.one_device
 SAYS = "the shape of the result of {} depends on the data"
-quiet = pytest.mark.filterwarnings("ignore:the shape of the result", "ignore:indexing with dtype torch.uint8")
+quiet = pytest.mark.filterwarnings(
+    "ignore:the shape of the result", "ignore:indexing with dtype torch.uint8"
+)
 
 
 def reads() -> int:
@@ -61,15 +63,21 @@ READS = {
     "argwhere": lambda d: torch.eye(3, device=d).argwhere(),
     "where of a condition": lambda d: torch.where(torch.eye(3, device=d) > 0),
     "masked_select": lambda d: torch.eye(3, device=d).masked_select(t(d, *MASK)),
-    "masked_select, wider mask": lambda d: t(d, 1.0, 2, 3).masked_select(torch.eye(3, device=d) > 0),
-    "masked_select, out": lambda d: torch.masked_select(t(d, 1.0, 2, 3), t(d, *MASK), out=torch.empty(0, device=d)),
+    "masked_select, wider mask": lambda d: t(d, 1.0, 2, 3).masked_select(
+        torch.eye(3, device=d) > 0
+    ),
+    "masked_select, out": lambda d: torch.masked_select(
+        t(d, 1.0, 2, 3), t(d, *MASK), out=torch.empty(0, device=d)
+    ),
     "x[mask]": lambda d: torch.eye(3, device=d)[t(d, *MASK)],
     "x[:, mask]": lambda d: torch.eye(3, device=d)[:, t(d, *MASK)],
     "x[mask, indices]": lambda d: torch.eye(3, device=d)[t(d, *MASK), t(d, 0, 1)],
     "x[whole mask]": lambda d: torch.arange(9, device=d).view(3, 3)[torch.eye(3, device=d) > 0],
     "x[bytes]": lambda d: torch.arange(3, device=d)[t(d, 1, 0, 1, dtype=torch.uint8)],
     "x[mask] = rows": lambda d: put(d, t(d, *MASK), torch.arange(6.0, device=d).view(2, 3)),
-    "x[:, mask] = columns": lambda d: put(d, (slice(None), t(d, *MASK)), torch.arange(6.0, device=d).view(3, 2)),
+    "x[:, mask] = columns": lambda d: put(
+        d, (slice(None), t(d, *MASK)), torch.arange(6.0, device=d).view(3, 2)
+    ),
     "unique": lambda d: t(d, 3, 1, 2, 1, 3).unique(**ALL),
     "unique of floats": lambda d: t(d, 3.0, NAN, 2, NAN, 3).unique(**ALL),
     "unique of bools": lambda d: t(d, *MASK).unique(),
@@ -79,7 +87,9 @@ READS = {
     "unique columns": lambda d: t(d, [1, 2, 1], [1, 1, 1]).unique(dim=1, **ALL),
     "unique of no rows": lambda d: torch.zeros(0, 3, device=d).unique(dim=0, **ALL),
     "unique_consecutive": lambda d: t(d, 1, 1, 2, 2, 1).unique_consecutive(**ALL),
-    "unique_consecutive rows": lambda d: t(d, [1, 2], [1, 2], [0, 0]).unique_consecutive(dim=0, **ALL),
+    "unique_consecutive rows": lambda d: t(d, [1, 2], [1, 2], [0, 0]).unique_consecutive(
+        dim=0, **ALL
+    ),
     "bincount": lambda d: t(d, 1, 4, 1).bincount(),
     "bincount, minlength": lambda d: t(d, 1, 4, 1).bincount(minlength=8),
     "bincount, weights": lambda d: t(d, 1, 4, 1).bincount(t(d, 0.5, 1.5, 2)),
@@ -112,7 +122,9 @@ OUTSIDE = {
     "gather": lambda d: torch.arange(4, device=d).gather(0, t(d, -1)),
     "scatter": lambda d: torch.arange(4, device=d).scatter(0, t(d, 4), 1),
     "scatter_": lambda d: torch.arange(4, device=d).scatter_(0, t(d, -1), 1),
-    "scatter_add_": lambda d: torch.zeros(4, device=d).scatter_add_(0, t(d, 4), torch.ones(1, device=d)),
+    "scatter_add_": lambda d: torch.zeros(4, device=d).scatter_add_(
+        0, t(d, 4), torch.ones(1, device=d)
+    ),
     "index_select": lambda d: torch.arange(4, device=d).index_select(0, t(d, -1)),
     "index_add": lambda d: torch.zeros(4, device=d).index_add(0, t(d, 4), torch.ones(1, device=d)),
     "take": lambda d: torch.arange(4, device=d).take(t(d, -5)),
@@ -184,7 +196,9 @@ def test_it_is_said_once_with_the_alternative_and_allowed_in_strict_mode(monkeyp
     monkeypatch.setattr(data_dependent, "_warned", set())
     x = torch.eye(3, device="xla")
     with spmd.strict():
-        with pytest.warns(UserWarning, match=SAYS.format("nonzero") + r".*torch\.nonzero_static") as found:
+        with pytest.warns(
+            UserWarning, match=SAYS.format("nonzero") + r".*torch\.nonzero_static"
+        ) as found:
             x.nonzero()
         assert found[0].filename == __file__
         x.nonzero()  # silent now: warnings are errors here
@@ -193,7 +207,9 @@ def test_it_is_said_once_with_the_alternative_and_allowed_in_strict_mode(monkeyp
     before = reads()
     x.nonzero()
     assert reads() == before + 1
-    assert bool(x.sum() > 0) and x[0, 0].item() == 1 and torch.equal(x, x) and torch.allclose(x, x)  # one value, asked for: not counted
+    assert (
+        bool(x.sum() > 0) and x[0, 0].item() == 1 and torch.equal(x, x) and torch.allclose(x, x)
+    )  # one value, asked for: not counted
     assert not torch.equal(x, x[0]) and reads() == before + 1
 
 

@@ -56,14 +56,20 @@ def test_stablehlo_shows_what_is_pending_and_runs_nothing(mesh_2d):
     y = torch.relu(w * 2)
     before = (executions(), compiles())
     text = debugging.stablehlo()
-    assert "stablehlo.multiply" in text and "stablehlo.maximum" in text and (executions(), compiles()) == before
+    assert (
+        "stablehlo.multiply" in text
+        and "stablehlo.maximum" in text
+        and (executions(), compiles()) == before
+    )
     assert re.search(r'sdy\.mesh @mesh = <\["a"=\d+, "b"=\d+\]>', text)
     assert 'sdy.sharding = #sdy.sharding<@mesh, [{"a"}, {"b"}]>' in text
     other = torch.ones(3).to("xla") - 7
     shown = debugging.stablehlo()
     assert "stablehlo.subtract" in shown and "stablehlo.subtract" not in debugging.stablehlo(y)
     spmd.sync()
-    assert shown == debugging.stablehlo(program=compile_cache.newest())  # what was shown is what ran
+    assert shown == debugging.stablehlo(
+        program=compile_cache.newest()
+    )  # what was shown is what ran
     assert y.tolist() == [[2.0] * 16] * 8 and other.tolist() == [-6.0] * 3
 
 
@@ -78,7 +84,10 @@ def test_hlo_before_and_after_partitioning(mesh_1d, num_devices):
     assert debugging.hlo(y) == part == debugging.hlo(program=compile_cache.newest())
     assert y.tolist() == [8.0] * 8 * num_devices
     assert compiles() == compiled  # the read found the program compiled
-    with pytest.raises(ValueError, match=r"shows the module 'before' or 'after' partitioning; got stage='between'\. Pass one of the two"):
+    with pytest.raises(
+        ValueError,
+        match=r"shows the module 'before' or 'after' partitioning; got stage='between'\. Pass one of the two",
+    ):
         debugging.hlo(y, stage="between")
 
 
@@ -93,15 +102,26 @@ def test_a_view_and_several_tensors(mesh_1d):
 def test_what_is_not_pending_is_refused():
     spmd.sync()
     for show in (debugging.stablehlo, debugging.hlo):
-        with pytest.raises(spmd.SpmdError, match=rf"{show.__name__} shows the program of what is pending; nothing is\. Call it before sync\(\)"):
+        with pytest.raises(
+            spmd.SpmdError,
+            match=rf"{show.__name__} shows the program of what is pending; nothing is\. Call it before sync\(\)",
+        ):
             show()
-        with pytest.raises(spmd.DeviceMismatchError, match=rf"{show.__name__} takes tensors on device 'xla'; got a tensor on cpu\. Move it first"):
+        with pytest.raises(
+            spmd.DeviceMismatchError,
+            match=rf"{show.__name__} takes tensors on device 'xla'; got a tensor on cpu\. Move it first",
+        ):
             show(torch.ones(2))
     y = torch.ones(2, 3).to("xla") + 1
     spmd.sync()
-    with pytest.raises(spmd.SpmdError, match=r"takes tensors that are pending; got one of shape \(2, 3\) that is computed\. Call it before sync"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"takes tensors that are pending; got one of shape \(2, 3\) that is computed\. Call it before sync",
+    ):
         debugging.stablehlo(y)
-    with pytest.raises(spmd.DeviceMismatchError, match="collectives takes tensors on device 'xla'; got list"):
+    with pytest.raises(
+        spmd.DeviceMismatchError, match="collectives takes tensors on device 'xla'; got list"
+    ):
         debugging.collectives([1])
 
 
@@ -153,12 +173,17 @@ def test_lines_and_modules_forward_and_backward():
         loss = model(x).sum()  # the loss
         loss.backward()
     found = origins(model.block.layers[0].weight.grad)
-    assert {name: [(o.module, o.line, o.phase.name) for o in given] for name, given in found.items()} == {
+    assert {
+        name: [(o.module, o.line, o.phase.name) for o in given] for name, given in found.items()
+    } == {
         "aten::linear_backward": [
             ("Net.block.layers.0", line_of("a layer"), "BACKWARD"),
             ("Net.block.layers.1", line_of("a layer"), "BACKWARD"),
         ],
-        "aten::linear": [("Net.block.layers.1", line_of("a layer"), "FORWARD"), ("Net.block.layers.0", line_of("a layer"), "FORWARD")],
+        "aten::linear": [
+            ("Net.block.layers.1", line_of("a layer"), "FORWARD"),
+            ("Net.block.layers.0", line_of("a layer"), "FORWARD"),
+        ],
         "aten::tanh_backward": [("Net", line_of("the net"), "BACKWARD")],
         "aten::tanh": [("Net", line_of("the net"), "FORWARD")],
         "aten::expand": [("", line_of("the loss"), "BACKWARD")],
@@ -167,10 +192,15 @@ def test_lines_and_modules_forward_and_backward():
     }
     assert all(o.file == __file__ for given in found.values() for o in given)
     text = debugging.hlo(model.block.layers[0].weight.grad)
-    assert re.search(rf"Net\.block\.layers\.1/aten::linear_backward#\d+/{Path(__file__).name}:{line_of('a layer')}/", text)
+    assert re.search(
+        rf"Net\.block\.layers\.1/aten::linear_backward#\d+/{Path(__file__).name}:{line_of('a layer')}/",
+        text,
+    )
     # The tables of XLA's own tools name the user's file and line too, and the StableHLO's locations do.
     assert f'"{__file__}"' in text and f"line={line_of('a layer')} " in text
-    assert f'loc("{__file__}":{line_of("a layer")}:' in debugging.stablehlo(model.block.layers[0].weight.grad)
+    assert f'loc("{__file__}":{line_of("a layer")}:' in debugging.stablehlo(
+        model.block.layers[0].weight.grad
+    )
 
 
 def test_a_program_with_lines_is_another_program():
@@ -188,7 +218,10 @@ def test_a_program_with_lines_is_another_program():
         step()
         assert compiles() == before + 1
         step()
-    assert compiles() == before + 1 and compile_cache.keys()[-1].origins[0].line == step.__code__.co_firstlineno + 1
+    assert (
+        compiles() == before + 1
+        and compile_cache.keys()[-1].origins[0].line == step.__code__.co_firstlineno + 1
+    )
     step()
     assert compiles() == before + 1  # without lines again: the first one
 
@@ -212,9 +245,16 @@ with debugging.source_lines():
 assert "#0/" not in debugging.hlo(x.cumsum(0))
 print("fine")
 """
-    env = {**os.environ, "PYTHONPATH": str(SOURCE), "SPMD_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "SPMD_CACHE_DIR": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+    }
     for _ in range(2):
-        result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+        )
         assert result.stdout == "fine\n", result.stderr
     assert list(tmp_path.iterdir())
 
@@ -291,7 +331,9 @@ def test_threads_do_not_lend_each_other_lines():
         try:
             x = torch.ones(3, device="xla", requires_grad=True)
             forward(x).backward()  # a backward call
-            kept.append([o for o in origins(x.grad)["aten::sinh"] if o.phase is not source.Phase.FORWARD])
+            kept.append(
+                [o for o in origins(x.grad)["aten::sinh"] if o.phase is not source.Phase.FORWARD]
+            )
         except Exception as error:
             errors.append(error)
 
@@ -303,7 +345,9 @@ def test_threads_do_not_lend_each_other_lines():
     assert not errors
     first, second = kept
     assert {o.phase for o in first} <= {source.Phase.BACKWARD, source.Phase.BACKWARD_CALL}
-    assert {(o.phase, o.line) for o in second} == {(source.Phase.BACKWARD_CALL, line_of("a backward call"))}
+    assert {(o.phase, o.line) for o in second} == {
+        (source.Phase.BACKWARD_CALL, line_of("a backward call"))
+    }
 
 
 def test_the_switch_is_put_back_after_an_error():
@@ -332,19 +376,39 @@ print(compile_cache.keys()[-1].origins[0] is not None)
         "SPMD_SOURCE_LINES": "1",
         "SPMD_EXPLAIN_RECOMPILES": "1",
     }
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert result.stdout == "True\n", result.stderr
-    assert result.stderr.count("was compiled in") == 1 and "float32[2] -> float32[3]" in result.stderr
-    refused = subprocess.run([sys.executable, "-c", code], env={**env, "SPMD_EXPLAIN_RECOMPILES": "yes"}, capture_output=True, text=True, timeout=300)
-    assert "SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; got 'yes'" in refused.stderr
+    assert (
+        result.stderr.count("was compiled in") == 1 and "float32[2] -> float32[3]" in result.stderr
+    )
+    refused = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**env, "SPMD_EXPLAIN_RECOMPILES": "yes"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (
+        "SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; got 'yes'"
+        in refused.stderr
+    )
 
 
 def test_operations_one_a_line():
     x, y = torch.ones(4, 3).to("xla"), torch.ones(3).to("xla")
     values, indices = torch.max(x + y, 1)
     lines = debugging.operations(values.neg(), indices).splitlines()
-    assert lines[:3] == ["input 0: float32[4, 3]", "input 1: float32[3]", "0: aten::add.Tensor(input 0, input 1) -> float32[4, 3]"]
-    assert lines[3] == "1: aten::max.dim(0) -> float32[4], int64[4]" and lines[4] == "3: aten::neg(1) -> float32[4]"
+    assert lines[:3] == [
+        "input 0: float32[4, 3]",
+        "input 1: float32[3]",
+        "0: aten::add.Tensor(input 0, input 1) -> float32[4, 3]",
+    ]
+    assert (
+        lines[3] == "1: aten::max.dim(0) -> float32[4], int64[4]"
+        and lines[4] == "3: aten::neg(1) -> float32[4]"
+    )
 
 
 def test_the_hash_of_a_program():

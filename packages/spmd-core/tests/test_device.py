@@ -84,7 +84,9 @@ ORDER = [
 
 def run(code, **environment):
     env = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_import_has_no_side_effects():
@@ -111,24 +113,42 @@ def test_modules_import_only_from_below():
         for path in paths:
             for node in ast.walk(ast.parse(path.read_text())):
                 used = []
-                if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("spmd_core"):
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and node.module
+                    and node.module.startswith("spmd_core")
+                ):
                     parts = node.module.split(".")
                     used = [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
                 for other in used:
-                    assert rank[other] > rank[name] or (other == name == "ops"), f"{path.name} imports {other}"
+                    assert rank[other] > rank[name] or (other == name == "ops"), (
+                        f"{path.name} imports {other}"
+                    )
 
 
 def test_op_families_do_not_import_each_other():
     allowed = {"registry", "precision", "windows", "flash", "cephes"}
     for path in (SOURCE / "ops").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("spmd_core.ops"):
-                names = {node.module.split(".")[2]} if node.module.count(".") > 1 else {a.name for a in node.names}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.startswith("spmd_core.ops")
+            ):
+                names = (
+                    {node.module.split(".")[2]}
+                    if node.module.count(".") > 1
+                    else {a.name for a in node.names}
+                )
                 assert names <= allowed, f"{path.name} imports {names - allowed}"
 
 
 def test_the_device_module():
-    assert torch.xla.is_available() and torch.xla.device_count() == 1 and torch.xla.current_device() == 0
+    assert (
+        torch.xla.is_available()
+        and torch.xla.device_count() == 1
+        and torch.xla.current_device() == 0
+    )
     torch.xla.synchronize()
     assert spmd.device() == torch.device("xla:0")
     assert len(spmd.device_attributes()) == spmd.global_runtime_device_count()
@@ -158,11 +178,15 @@ except spmd.NotInSpmdModeError as error:
 print((torch.ones(2, device="xla") + 1).tolist(), spmd.is_spmd())
 """
     result = run(code)
-    assert "Call spmd_core.use_spmd() first" in result.stdout and "[2.0, 2.0] False" in result.stdout, result.stderr
+    assert (
+        "Call spmd_core.use_spmd() first" in result.stdout and "[2.0, 2.0] False" in result.stdout
+    ), result.stderr
 
 
 def test_an_unknown_platform_is_refused():
-    result = run("import torch, spmd_core; torch.ones(2, device='xla').cpu()", PJRT_DEVICE="QUANTUM")
+    result = run(
+        "import torch, spmd_core; torch.ones(2, device='xla').cpu()", PJRT_DEVICE="QUANTUM"
+    )
     assert "PJRT_DEVICE must be one of" in result.stderr and "got 'QUANTUM'" in result.stderr
 
 

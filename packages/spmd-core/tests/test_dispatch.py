@@ -18,16 +18,29 @@ def both(function, *tensors):
     torch.testing.assert_close(got.cpu(), expected)
 
 
-a, b, i, m = torch.randn(3, 4), torch.randn(3, 4), torch.arange(12).view(3, 4), torch.tensor([[True, False, True, False]] * 3)
+a, b, i, m = (
+    torch.randn(3, 4),
+    torch.randn(3, 4),
+    torch.arange(12).view(3, 4),
+    torch.tensor([[True, False, True, False]] * 3),
+)
 
 SAMPLES = {
     "out": lambda x, y: torch.add(x, y, alpha=2, out=torch.empty(0, device=x.device)),
-    "out of another dtype": lambda x, y: torch.add(x, y, out=torch.empty(3, 4, dtype=torch.float64, device=x.device)),
-    "two outs": lambda x, y: torch.max(x, 1, out=(torch.empty(0, device=x.device), torch.empty(0, dtype=torch.int64, device=x.device)))[0],
+    "out of another dtype": lambda x, y: torch.add(
+        x, y, out=torch.empty(3, 4, dtype=torch.float64, device=x.device)
+    ),
+    "two outs": lambda x, y: torch.max(
+        x,
+        1,
+        out=(torch.empty(0, device=x.device), torch.empty(0, dtype=torch.int64, device=x.device)),
+    )[0],
     "in-place promotion": lambda x, y: x.bfloat16().add_(y),
     "addcdiv_": lambda x, y: x.addcdiv_(y, y.abs() + 1, value=0.5),
     "lerp_": lambda x, y: x.lerp_(y, 0.3),
-    "foreach": lambda x, y: torch.stack(torch._foreach_add(torch._foreach_mul([x, y], [2.0, 3.0]), [y, x], alpha=2)),
+    "foreach": lambda x, y: torch.stack(
+        torch._foreach_add(torch._foreach_mul([x, y], [2.0, 3.0]), [y, x], alpha=2)
+    ),
     "foreach norm": lambda x, y: torch.stack(torch._foreach_norm([x, y])),
     "bernoulli shape": lambda x, y: torch.bernoulli(torch.ones_like(x)),
     "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
@@ -51,7 +64,9 @@ SAMPLES = {
     "one_hot": lambda x, y: F.one_hot((x > 0).long(), 2),
     "interpolate": lambda x, y: F.interpolate(x[None, None], scale_factor=2.0),
     "cdist": lambda x, y: torch.cdist(x, y),
-    "linalg.inv": lambda x, y: torch.linalg.inv(x[:, :3] @ x[:, :3].t() + torch.eye(3, device=x.device)),
+    "linalg.inv": lambda x, y: torch.linalg.inv(
+        x[:, :3] @ x[:, :3].t() + torch.eye(3, device=x.device)
+    ),
     "unique": lambda x, y: (x > 0).long().unique(),
     "meshgrid": lambda x, y: torch.stack(torch.meshgrid(x[0], y[0], indexing="ij")),
     "0-dim cpu operand": lambda x, y: x * torch.tensor(2.0),
@@ -98,7 +113,10 @@ def test_a_host_fallback_is_counted_with_its_line_and_warned_about_once(host_onl
 def test_strict_mode_refuses_the_host(host_only):
     x = torch.arange(3, device="xla")
     with spmd.strict():
-        with pytest.raises(spmd.HostFallbackError, match=r"spmd_test::host_only has neither.*test_dispatch.py:\d+.*leave strict mode"):
+        with pytest.raises(
+            spmd.HostFallbackError,
+            match=r"spmd_test::host_only has neither.*test_dispatch.py:\d+.*leave strict mode",
+        ):
             host_only(x)
         with spmd.strict(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -146,9 +164,13 @@ def test_shape_mistakes_raise_at_their_line_with_torchs_words():
         x.t().view(-1)
     with pytest.raises(IndexError):
         x[5]
-    with pytest.raises(RuntimeError, match=r"can't be cast|result type|in in-place ops are not possible"):
+    with pytest.raises(
+        RuntimeError, match=r"can't be cast|result type|in in-place ops are not possible"
+    ):
         torch.ones(2, dtype=torch.int64, device="xla").add_(0.5)
-    with pytest.raises(RuntimeError, match="result type Float can't be cast to the desired output type Long"):
+    with pytest.raises(
+        RuntimeError, match="result type Float can't be cast to the desired output type Long"
+    ):
         torch.add(x, x, out=torch.empty(2, 3, dtype=torch.int64, device="xla"))
 
 
@@ -160,10 +182,17 @@ def test_an_out_tensor_of_another_shape_is_resized_as_in_eager_torch():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: torch.zeros(2, dtype=torch.float8_e4m3fnuz).to("xla"), lambda: torch.empty(2, dtype=torch.float8_e4m3fnuz, device="xla")]
+    "make",
+    [
+        lambda: torch.zeros(2, dtype=torch.float8_e4m3fnuz).to("xla"),
+        lambda: torch.empty(2, dtype=torch.float8_e4m3fnuz, device="xla"),
+    ],
 )
 def test_a_dtype_that_the_device_cannot_hold_is_refused(make):
-    with pytest.raises(TypeError, match=r"must have one of the dtypes bool, .*got torch\.float8_e4m3fnuz\. Convert it first"):
+    with pytest.raises(
+        TypeError,
+        match=r"must have one of the dtypes bool, .*got torch\.float8_e4m3fnuz\. Convert it first",
+    ):
         make()
 
 
@@ -173,7 +202,9 @@ def test_a_dtype_that_the_device_cannot_hold_is_refused(make):
         lambda d: torch.full((2,), 300, dtype=torch.int8, device=d),
         lambda d: torch.zeros(2, dtype=torch.int8, device=d).fill_(300),
         lambda d: torch.full_like(torch.zeros(2, device=d), 300, dtype=torch.int8),
-        lambda d: torch.zeros(2, dtype=torch.int8, device=d).masked_fill(torch.ones(2, dtype=torch.bool, device=d), 300),
+        lambda d: torch.zeros(2, dtype=torch.int8, device=d).masked_fill(
+            torch.ones(2, dtype=torch.bool, device=d), 300
+        ),
         lambda d: torch.full((2,), 2**40, dtype=torch.int32, device=d),
     ],
 )
@@ -181,7 +212,13 @@ def test_a_number_that_does_not_fit_its_integers_is_refused_as_on_the_cpu(write)
     for device in ("cpu", "xla"):
         with pytest.raises(RuntimeError, match="overflow"):
             write(device)
-    both(lambda x, y: torch.full_like(x.to(torch.uint8), 200) + torch.full((3, 4), True, device=x.device), a, b)
+    both(
+        lambda x, y: (
+            torch.full_like(x.to(torch.uint8), 200) + torch.full((3, 4), True, device=x.device)
+        ),
+        a,
+        b,
+    )
 
 
 def test_batch_norm_moves_its_statistics():
@@ -192,11 +229,17 @@ def test_batch_norm_moves_its_statistics():
         [out.square().sum().backward() for out in outs]
         torch.testing.assert_close(outs[1].detach().cpu(), outs[0].detach(), rtol=1e-4, atol=1e-5)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
-        torch.testing.assert_close(getattr(layers[1], name).cpu(), getattr(layers[0], name), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(layers[1].weight.grad.cpu(), layers[0].weight.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            getattr(layers[1], name).cpu(), getattr(layers[0], name), rtol=1e-4, atol=1e-5
+        )
+    torch.testing.assert_close(
+        layers[1].weight.grad.cpu(), layers[0].weight.grad, rtol=1e-4, atol=1e-4
+    )
     [layer.eval() for layer in layers]
     x = torch.randn(4, 3, 5, 5)
-    torch.testing.assert_close(layers[1](x.to("xla")).detach().cpu(), layers[0](x).detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        layers[1](x.to("xla")).detach().cpu(), layers[0](x).detach(), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -209,7 +252,9 @@ def test_attention(causal, masked):
     grads = []
     for device in ("cpu", "xla"):
         args = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
-        out = F.scaled_dot_product_attention(*args, attn_mask=None if mask is None else mask.to(device), is_causal=causal)
+        out = F.scaled_dot_product_attention(
+            *args, attn_mask=None if mask is None else mask.to(device), is_causal=causal
+        )
         out.square().sum().backward()
         grads.append([out.detach().cpu(), *(t.grad.cpu() for t in args)])
     for mine, right in zip(grads[1], grads[0]):
@@ -218,15 +263,24 @@ def test_attention(causal, masked):
 
 MODULES = {
     "conv": (lambda: torch.nn.Conv2d(3, 8, 3, padding=1, stride=2), (2, 3, 9, 9)),
-    "conv transpose": (lambda: torch.nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (2, 3, 5, 5)),
+    "conv transpose": (
+        lambda: torch.nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1),
+        (2, 3, 5, 5),
+    ),
     "max pool": (lambda: torch.nn.MaxPool2d(3, 2, 1), (2, 3, 9, 9)),
     "adaptive pool": (lambda: torch.nn.AdaptiveAvgPool2d(1), (2, 3, 9, 9)),
     "group norm": (lambda: torch.nn.GroupNorm(2, 4), (2, 4, 5)),
     "rms norm": (lambda: torch.nn.RMSNorm(8), (2, 8)),
     "lstm": (lambda: torch.nn.LSTM(4, 6, batch_first=True), (2, 5, 4)),
     "gru": (lambda: torch.nn.GRU(4, 6), (5, 2, 4)),
-    "transformer layer": (lambda: torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (2, 5, 16)),
-    "mha": (lambda: torch.nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True), (2, 5, 16)),
+    "transformer layer": (
+        lambda: torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True),
+        (2, 5, 16),
+    ),
+    "mha": (
+        lambda: torch.nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True),
+        (2, 5, 16),
+    ),
     "prelu": (lambda: torch.nn.PReLU(), (3, 4)),
 }
 
@@ -245,7 +299,9 @@ def test_modules_train_as_on_the_cpu(name):
         out = module(data, data) if name == "mha" else module(data)
         out = out[0] if isinstance(out, tuple) else out
         out.square().sum().backward()
-        results.append([out.detach().cpu(), data.grad.cpu(), *(p.grad.cpu() for p in module.parameters())])
+        results.append(
+            [out.detach().cpu(), data.grad.cpu(), *(p.grad.cpu() for p in module.parameters())]
+        )
     for mine, right in zip(results[1], results[0]):
         torch.testing.assert_close(mine, right, rtol=2e-4, atol=2e-4)
 
@@ -254,7 +310,10 @@ def test_modules_train_as_on_the_cpu(name):
 @pytest.mark.parametrize("affine", [True, False])
 def test_layer_norm_with_and_without_gradients(grad, affine):
     x = torch.randn(4, 6)
-    layers = [torch.nn.LayerNorm(6, elementwise_affine=affine), torch.nn.LayerNorm(6, elementwise_affine=affine).to("xla")]
+    layers = [
+        torch.nn.LayerNorm(6, elementwise_affine=affine),
+        torch.nn.LayerNorm(6, elementwise_affine=affine).to("xla"),
+    ]
     with torch.set_grad_enabled(grad):
         outs = [layer(x.to(device)) for layer, device in zip(layers, ("cpu", "xla"))]
     torch.testing.assert_close(outs[1].detach().cpu(), outs[0].detach(), rtol=1e-5, atol=1e-5)

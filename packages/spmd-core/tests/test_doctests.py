@@ -31,4 +31,11 @@ def test_docstring_examples(name):
 
 def test_there_are_examples():
     finder = doctest.DocTestFinder()
-    assert sum(len(test.examples) for name in MODULES for test in finder.find(importlib.import_module(name))) >= 15
+    assert (
+        sum(
+            len(test.examples)
+            for name in MODULES
+            for test in finder.find(importlib.import_module(name))
+        )
+        >= 15
+    )

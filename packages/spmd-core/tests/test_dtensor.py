@@ -31,7 +31,11 @@ def device_mesh() -> DeviceMesh:
 
 def test_meshes_both_ways(mesh_2d):
     there = spmd.to_device_mesh(mesh_2d)
-    assert (there.device_type, tuple(there.mesh.shape), there.mesh_dim_names) == ("xla", mesh_2d.mesh_shape, ("a", "b"))
+    assert (there.device_type, tuple(there.mesh.shape), there.mesh_dim_names) == (
+        "xla",
+        mesh_2d.mesh_shape,
+        ("a", "b"),
+    )
     assert spmd.from_device_mesh(there).mesh == mesh_2d
     assert spmd.from_device_mesh(mesh_2d) == spmd.from_device_mesh(there)
 
@@ -60,7 +64,12 @@ def test_slices_of_torchs_own_mesh():
     assert spmd.from_device_mesh(mesh["dp", "tp"]).axes == ((0,), (2,))
     assert spmd.from_device_mesh(mesh["dp", "cp"]._flatten("dp_cp")).axes == ((0, 1),)
     assert mesh["tp"].mesh.tolist() == [0, 1] and mesh["dp"].mesh.tolist() == [0, 4]
-    assert (mesh.get_rank(), mesh["cp"].get_local_rank(), mesh.get_local_rank("tp"), mesh.get_coordinate()) == (0, 0, 0, (0, 0, 0))
+    assert (
+        mesh.get_rank(),
+        mesh["cp"].get_local_rank(),
+        mesh.get_local_rank("tp"),
+        mesh.get_coordinate(),
+    ) == (0, 0, 0, (0, 0, 0))
 
 
 @needs_8
@@ -83,7 +92,10 @@ def test_a_flattened_dimension_of_scattered_axes():
 def test_other_devices_are_refused(device_mesh):
     with pytest.raises(spmd.MeshError, match=r"makes meshes of device type 'xla'; got 'cuda'"):
         spmd.init_device_mesh("cuda", (8,))
-    with pytest.raises(spmd.MeshError, match=rf"number of devices; got \(3, 7\) with product 21 for {NUM_DEVICES} devices"):
+    with pytest.raises(
+        spmd.MeshError,
+        match=rf"number of devices; got \(3, 7\) with product 21 for {NUM_DEVICES} devices",
+    ):
         spmd.init_device_mesh("xla", (3, 7))
     with pytest.raises(spmd.MeshError, match="device type 'xla' is needed; got str"):
         spmd.from_device_mesh("xla")
@@ -103,7 +115,9 @@ def test_local_ranks_ask_for_a_dimension(device_mesh):
 # Placements.
 
 
-def reference_blocks(shape: tuple[int, ...], placements: list[object]) -> dict[tuple[int, ...], torch.Tensor]:
+def reference_blocks(
+    shape: tuple[int, ...], placements: list[object]
+) -> dict[tuple[int, ...], torch.Tensor]:
     """DTensor's own rule: each dimension of the mesh, from the first, cuts the piece that the ones before it left."""
     whole = torch.arange(8**3).reshape(8, 8, 8)
     blocks = {}
@@ -117,7 +131,13 @@ def reference_blocks(shape: tuple[int, ...], placements: list[object]) -> dict[t
 
 
 @needs_8
-@given(st.lists(st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]), min_size=3, max_size=3))
+@given(
+    st.lists(
+        st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(2), Shard(-1)]),
+        min_size=3,
+        max_size=3,
+    )
+)
 def test_blocks_are_those_of_dtensor(placements):
     """Several dimensions over one dim included."""
     shape = (2, 2, 2)
@@ -139,9 +159,13 @@ def test_a_strided_shard_is_cut_by_the_later_dimension_first():
 
 
 def test_what_is_no_placement_of_a_tensor(device_mesh):
-    with pytest.raises(ValueError, match="one placement for each dimension of the mesh; got 1 placements"):
+    with pytest.raises(
+        ValueError, match="one placement for each dimension of the mesh; got 1 placements"
+    ):
         spmd.partition_spec_of(device_mesh, [Shard(0)], 2)
-    with pytest.raises(spmd.UnsupportedOpError, match=r"sharded or replicated along each axis; got Partial\(sum\)"):
+    with pytest.raises(
+        spmd.UnsupportedOpError, match=r"sharded or replicated along each axis; got Partial\(sum\)"
+    ):
         spmd.partition_spec_of(device_mesh, [Partial(), Replicate()], 2)
     with pytest.raises(IndexError, match=r"got dim 2 for a tensor of rank 2\. Use -2 to 1"):
         spmd.partition_spec_of(device_mesh, [Shard(2), Replicate()], 2)
@@ -157,7 +181,10 @@ def test_the_habits_of_a_dtensor(device_mesh):
     assert t.device_mesh == device_mesh
     again = t.redistribute(device_mesh, [Replicate(), Shard(0)])
     assert again.placements == (Replicate(), Shard(0)) and t.placements == (Shard(0), Shard(1))
-    assert again.redistribute(placements=[Shard(1), Replicate()], async_op=True).placements == (Shard(1), Replicate())
+    assert again.redistribute(placements=[Shard(1), Replicate()], async_op=True).placements == (
+        Shard(1),
+        Replicate(),
+    )
     assert torch.equal(again.cpu(), x)
     whole = t.full_tensor()
     assert whole.sharding.is_replicated and torch.equal(whole.cpu(), x)
@@ -183,7 +210,10 @@ def test_local_and_back(device_mesh):
 
 
 @needs_several
-@pytest.mark.parametrize(("kind", "reduce"), [("sum", torch.sum), ("avg", torch.mean), ("max", torch.amax), ("min", torch.amin)])
+@pytest.mark.parametrize(
+    ("kind", "reduce"),
+    [("sum", torch.sum), ("avg", torch.mean), ("max", torch.amax), ("min", torch.amin)],
+)
 def test_partial_local_values_are_reduced(device_mesh, kind, reduce):
     x = torch.randn(16, 8)
     local = spmd.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)]).to_local()
@@ -193,8 +223,16 @@ def test_partial_local_values_are_reduced(device_mesh, kind, reduce):
 
 def test_methods_ask_for_a_sharding():
     t = torch.ones(4, device="xla")
-    for call in (lambda: t.placements, lambda: t.device_mesh, t.full_tensor, t.to_local, lambda: t.redistribute(placements=[Shard(0)])):
-        with pytest.raises(spmd.SpmdError, match=r"needs a tensor with a sharding; this one, of shape \(4,\)"):
+    for call in (
+        lambda: t.placements,
+        lambda: t.device_mesh,
+        t.full_tensor,
+        t.to_local,
+        lambda: t.redistribute(placements=[Shard(0)]),
+    ):
+        with pytest.raises(
+            spmd.SpmdError, match=r"needs a tensor with a sharding; this one, of shape \(4,\)"
+        ):
             call()
     with pytest.raises(ValueError, match="redistribute needs placements; got None"):
         t.redistribute()
@@ -222,7 +260,9 @@ def test_distributed_parameters_stay_leaves(device_mesh):
 def test_distribute_tensor_refuses(device_mesh):
     t = spmd.distribute_tensor(torch.zeros(8, 8), device_mesh, [Shard(0), Shard(1)])
     assert spmd.distribute_tensor(t, device_mesh, [Shard(0), Shard(1)]) is t
-    with pytest.raises(spmd.PartitionSpecError, match=r"marks a tensor once; .* Use tensor\.redistribute"):
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"marks a tensor once; .* Use tensor\.redistribute"
+    ):
         spmd.distribute_tensor(t, device_mesh, [Shard(1), Shard(0)])
     with pytest.raises(RuntimeError, match="takes a leaf of autograd"):
         spmd.distribute_tensor(torch.ones(2, requires_grad=True) * 2, device_mesh)
@@ -248,7 +288,9 @@ def test_a_distributed_module_computes_the_same(device_mesh):
     def partition(name: str, module: nn.Module, mesh: object) -> None:
         seen.append((name, mesh))
         if name == "a":  # replaced, as torch's documents do it
-            weight = nn.Parameter(spmd.distribute_tensor(module.weight.detach(), mesh, [Replicate(), Shard(0)]))
+            weight = nn.Parameter(
+                spmd.distribute_tensor(module.weight.detach(), mesh, [Replicate(), Shard(0)])
+            )
             module.register_parameter("weight", weight)
         if name == "b":  # marked in place
             spmd.distribute_tensor(module.weight, mesh, [Replicate(), Shard(1)])
@@ -257,7 +299,9 @@ def test_a_distributed_module_computes_the_same(device_mesh):
         net,
         device_mesh,
         partition,
-        lambda module, inputs, mesh: (spmd.distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),),
+        lambda module, inputs, mesh: (
+            spmd.distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),
+        ),
         lambda module, outputs, mesh: outputs.full_tensor() if outputs.sharding else outputs,
     )
     assert out is net
@@ -272,21 +316,31 @@ def test_a_distributed_module_computes_the_same(device_mesh):
 
 def test_hooks_of_two_arguments_are_deprecated(device_mesh):
     with pytest.warns(FutureWarning, match=r"input_fn takes \(module, inputs, device_mesh\)"):
-        net = spmd.distribute_module(nn.Linear(2, 2), device_mesh, None, lambda inputs, mesh: (inputs[0].to("xla"),))
+        net = spmd.distribute_module(
+            nn.Linear(2, 2), device_mesh, None, lambda inputs, mesh: (inputs[0].to("xla"),)
+        )
     assert net(torch.ones(1, 2)).device.type == "xla"
-    with pytest.raises(ValueError, match=r"output_fn takes three arguments, .* got a function of 1"):
+    with pytest.raises(
+        ValueError, match=r"output_fn takes three arguments, .* got a function of 1"
+    ):
         spmd.distribute_module(nn.Linear(2, 2), device_mesh, None, None, lambda out: out)
 
 
 def test_automatic_sharding_says_that_it_is_not_there(device_mesh):
-    with pytest.raises(spmd.UnsupportedOpError, match="auto_policy asks for shardings that are found automatically"):
+    with pytest.raises(
+        spmd.UnsupportedOpError, match="auto_policy asks for shardings that are found automatically"
+    ):
         spmd.distribute_module(nn.Linear(2, 2), device_mesh, spmd.auto_policy)
 
 
 def test_the_spec_that_torch_computes_with(mesh_2d):
     x = spmd.mark_sharding(torch.ones(8, 6, device="xla"), mesh_2d, ("a", None))
     spec = x._spec
-    assert spec.placements == (Shard(0), Replicate()) and spec.mesh.device_type == "xla" and tuple(spec.mesh.shape) == mesh_2d.mesh_shape
+    assert (
+        spec.placements == (Shard(0), Replicate())
+        and spec.mesh.device_type == "xla"
+        and tuple(spec.mesh.shape) == mesh_2d.mesh_shape
+    )
     assert spec.tensor_meta == (torch.Size([8, 6]), (6, 1), torch.float32)
     assert x._spec is spec
     x.invalidate_spec_cache()

@@ -66,7 +66,9 @@ def test_training(eagerly, mesh_1d):
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1)).to(device)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1)).to(
+            device
+        )
         if device == "xla":
             spmd.mark_sharding(model[0].weight, mesh_1d, ("x",))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -87,7 +89,9 @@ def test_what_does_not_go_through_the_router_runs_with_the_next_operation(eagerl
     assert out._handle.value.data is None
     total = out.sum()
     assert out._handle.value.data is not None and total._handle.value.data is not None
-    torch.testing.assert_close(out.cpu(), nn.functional.scaled_dot_product_attention(q, q, q), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.cpu(), nn.functional.scaled_dot_product_attention(q, q, q), rtol=2e-5, atol=1e-5
+    )
 
 
 def test_an_error_shows_at_the_operation_and_leaves_the_mode_whole(eagerly, monkeypatch):

@@ -35,11 +35,15 @@ def test_only_the_gradients_that_are_needed(device):
     x, weight = torch.randn(2, 3, 4).to(device), torch.randn(5, 4).to(device).requires_grad_()
     torch.ops.xla.einsum_linear_forward(x, weight, None).sum().backward()
     assert x.grad is None
-    torch.testing.assert_close(weight.grad.cpu(), x.cpu().sum((0, 1)).expand(5, 4), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        weight.grad.cpu(), x.cpu().sum((0, 1)).expand(5, 4), rtol=1e-5, atol=1e-5
+    )
     grad = torch.randn(2, 3, 5).to(device)
     got = torch.ops.xla.einsum_linear_backward(grad, x, weight.detach(), None, True, False, False)
     assert got[1] is None and got[2] is None
-    torch.testing.assert_close(got[0].cpu(), grad.cpu() @ weight.detach().cpu(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        got[0].cpu(), grad.cpu() @ weight.detach().cpu(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_no_dim_is_merged(mesh_2d):
@@ -49,8 +53,15 @@ def test_no_dim_is_merged(mesh_2d):
     out = layer(x)
     spmd.sync()
     program = compile_cache.newest()
-    assert [n.entry.name for n in program.graph.nodes] == ["aten::linear"] and "reshape" not in program.lowered_text().split("dot_general")[0]
-    torch.testing.assert_close(out.detach().cpu(), F.linear(x.cpu(), layer.weight.detach().cpu(), layer.bias.detach().cpu()), rtol=2e-5, atol=1e-5)
+    assert [n.entry.name for n in program.graph.nodes] == [
+        "aten::linear"
+    ] and "reshape" not in program.lowered_text().split("dot_general")[0]
+    torch.testing.assert_close(
+        out.detach().cpu(),
+        F.linear(x.cpu(), layer.weight.detach().cpu(), layer.bias.detach().cpu()),
+        rtol=2e-5,
+        atol=1e-5,
+    )
 
 
 def test_autocast():
@@ -65,7 +76,11 @@ def test_traces_keep_the_operators():
         out = torch.ops.xla.einsum_linear_forward(x, weight, bias)
         return torch.autograd.grad(out.sum(), [x, weight, bias])
 
-    given = [torch.randn(2, 3, 4).requires_grad_(), torch.randn(5, 4).requires_grad_(), torch.randn(5).requires_grad_()]
+    given = [
+        torch.randn(2, 3, 4).requires_grad_(),
+        torch.randn(5, 4).requires_grad_(),
+        torch.randn(5).requires_grad_(),
+    ]
     graph = make_fx(loss, tracing_mode="fake")(*given)
     names = {str(node.target) for node in graph.graph.nodes}
     assert {"xla.einsum_linear_forward.default", "xla.einsum_linear_backward.default"} <= names
@@ -76,12 +91,19 @@ def test_traces_keep_the_operators():
     with FakeTensorMode():
         out = torch.ops.xla.einsum_linear_forward(torch.empty(2, 4), torch.empty(5, 4), None)
         assert out.shape == (2, 5)
-        with pytest.raises(RuntimeError, match=r"got \(2, 3\) and \(5, 4\). Make these two sizes equal"):
+        with pytest.raises(
+            RuntimeError, match=r"got \(2, 3\) and \(5, 4\). Make these two sizes equal"
+        ):
             torch.ops.xla.einsum_linear_forward(torch.empty(2, 3), torch.empty(5, 4), None)
 
 
 def test_layers_are_replaced_and_nothing_else():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"inner": nn.Linear(4, 4, bias=False)}), nn.MultiheadAttention(4, 2), nn.ReLU())
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.ModuleDict({"inner": nn.Linear(4, 4, bias=False)}),
+        nn.MultiheadAttention(4, 2),
+        nn.ReLU(),
+    )
     model.eval()
     calls = []
     model[0].register_forward_hook(lambda *args: calls.append(1))

@@ -55,4 +55,8 @@ def test_each_error_says_in_one_line_what_it_means(name):
 
 def test_the_drawing_names_every_error_with_its_builtin():
     drawn = dict(re.findall(r"[├└]── (\w+) +\(([\w, ]+)\)", errors.__doc__))
-    assert drawn == {name: ", ".join(builtin.__name__ for builtin in builtins) for name, builtins in TREE.items() if name != "SpmdError"}
+    assert drawn == {
+        name: ", ".join(builtin.__name__ for builtin in builtins)
+        for name, builtins in TREE.items()
+        if name != "SpmdError"
+    }

@@ -88,7 +88,21 @@ def test_the_default_dtype_is_part_of_the_key():
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"]
+    "optimizer",
+    [
+        "AdamW",
+        "Adam",
+        "SGD",
+        "RMSprop",
+        "Adagrad",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adadelta",
+        "Rprop",
+        "ASGD",
+        "Adafactor",
+    ],
 )
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d):
@@ -100,7 +114,9 @@ def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d)
     counts = []
     make = getattr(torch.optim, optimizer)
     extra = {"momentum": 0.9} if optimizer == "SGD" else {}
-    optimizers = [make(m.parameters(), lr=1e-2, foreach=foreach, **extra) for m in (reference, model)]
+    optimizers = [
+        make(m.parameters(), lr=1e-2, foreach=foreach, **extra) for m in (reference, model)
+    ]
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 10) for o in optimizers]
     data = torch.randn(4, 16)
     fallbacks = spmd.metrics.counter("host_fallbacks")
@@ -116,7 +132,9 @@ def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d)
     assert spmd.metrics.counter("host_fallbacks") == fallbacks
     # RAdam takes another formula from its sixth step on.
     assert counts[4] == counts[1]
-    torch.testing.assert_close(model.weight.detach().cpu(), reference.weight.detach(), rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(
+        model.weight.detach().cpu(), reference.weight.detach(), rtol=2e-4, atol=2e-5
+    )
 
 
 def test_optimizers_with_another_interface():
@@ -129,7 +147,9 @@ def test_optimizers_with_another_interface():
             optimizer.step()
             optimizer.zero_grad()
     # Muon orthogonalises in bfloat16.
-    torch.testing.assert_close(matrices[1].detach().cpu(), matrices[0].detach(), rtol=2e-2, atol=2e-3)
+    torch.testing.assert_close(
+        matrices[1].detach().cpu(), matrices[0].detach(), rtol=2e-2, atol=2e-3
+    )
 
     vectors = [nn.Parameter(torch.arange(4.0).to(device)) for device in ("cpu", "xla")]
     for p in vectors:
@@ -168,7 +188,9 @@ def test_every_scheduler_keeps_the_program(name):
     for device in ("cpu", "xla"):
         p = nn.Parameter(torch.ones(4).to(device))
         optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
-        scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **SCHEDULERS.get(name, {"patience": 0}))
+        scheduler = getattr(torch.optim.lr_scheduler, name)(
+            optimizer, **SCHEDULERS.get(name, {"patience": 0})
+        )
         for _ in range(6):
             loss = p.square().sum()
             loss.backward()
@@ -229,8 +251,12 @@ def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
         spmd.sync()
     donated = planned.key.donated
     assert kept.shape == (64, 64) and len(donated) == 12
-    assert all(replaced[result] is planned.leaves[position] for result, position in enumerate(donated))
-    pairs = re.findall(r"\{(\d+)\}: \((\d+), ", compile_cache.newest().compiled_text().split("\n", 1)[0])
+    assert all(
+        replaced[result] is planned.leaves[position] for result, position in enumerate(donated)
+    )
+    pairs = re.findall(
+        r"\{(\d+)\}: \((\d+), ", compile_cache.newest().compiled_text().split("\n", 1)[0]
+    )
     assert [int(result) for result, _ in pairs] == list(range(12))
     # Before the leaves come the numbers, floats and integers.
     assert [int(argument) - 2 for _, argument in pairs] == list(donated)
@@ -246,21 +272,31 @@ def test_an_unmarked_parameter_is_donated_too():
         optimizer.zero_grad()
         spmd.sync()
         counts.append(compiles())
-    assert counts[-1] == counts[0] + (counts[1] - counts[0]) and compile_cache.newest().record.alias_bytes == 1024
+    assert (
+        counts[-1] == counts[0] + (counts[1] - counts[0])
+        and compile_cache.newest().record.alias_bytes == 1024
+    )
     assert math.isclose(p[0].item(), 0.8**4, rel_tol=1e-5)
 
 
 def test_compiler_options_make_a_program_of_their_own(monkeypatch):
     x = torch.ones(8).to("xla")
     values = []
-    for options in ({}, {"xla_cpu_prefer_vector_width": 128, "xla_cpu_enable_fast_min_max": False}, {}):
+    for options in (
+        {},
+        {"xla_cpu_prefer_vector_width": 128, "xla_cpu_enable_fast_min_max": False},
+        {},
+    ):
         monkeypatch.setattr(spmd.config, "compiler_options", options)
         before = compiles()
         values.append(((x.tan() * 5).tolist(), compiles() - before))
     assert values == [(values[0][0], 1), (values[0][0], 1), (values[0][0], 0)]
     monkeypatch.setattr(spmd.config, "compiler_options", {"xla_no_such_option": True})
     y = x.tan() * 6
-    with pytest.raises(spmd.ProgramError, match=r"under config\.compiler_options \{'xla_no_such_option': True\}: .*No such compile option"):
+    with pytest.raises(
+        spmd.ProgramError,
+        match=r"under config\.compiler_options \{'xla_no_such_option': True\}: .*No such compile option",
+    ):
         y.tolist()
     monkeypatch.setattr(spmd.config, "compiler_options", {})
     torch.testing.assert_close(y.cpu(), x.cpu().tan() * 6)
@@ -355,7 +391,9 @@ def test_out_of_memory_names_the_program_and_its_largest_values(monkeypatch):
 
     monkeypatch.setattr(program, "compiled", exhausted)
     z = x @ x
-    with pytest.raises(spmd.DeviceMemoryError, match=r"(?s)spmd_1ops_1in.*Shard more.*4\.0 MB  (argument|aten::mm)"):
+    with pytest.raises(
+        spmd.DeviceMemoryError, match=r"(?s)spmd_1ops_1in.*Shard more.*4\.0 MB  (argument|aten::mm)"
+    ):
         z.cpu()
     monkeypatch.undo()
     assert z.sum().item() == 1e9 == y.sum().item()
@@ -380,14 +418,22 @@ def test_a_miss_says_which_ingredient_changed():
     first = compile_cache.keys()[-1]
     b = torch.ones(4).to("xla")
     (b * 2).tolist()
-    assert set(compile_cache.changed(compile_cache.keys()[-1], first)) == {"structure", "leaves", "outputs"}
+    assert set(compile_cache.changed(compile_cache.keys()[-1], first)) == {
+        "structure",
+        "leaves",
+        "outputs",
+    }
 
 
 def test_reading_counts_and_metrics_print():
     before = spmd.metrics.counter("host_reads")
     torch.ones(2, device="xla").tolist()
     assert spmd.metrics.counter("host_reads") == before + 1
-    assert "executions" in spmd.metrics.report() and f" for {__file__}:" in spmd.metrics.report() and "per device" in spmd.metrics.report()
+    assert (
+        "executions" in spmd.metrics.report()
+        and f" for {__file__}:" in spmd.metrics.report()
+        and "per device" in spmd.metrics.report()
+    )
 
 
 def test_sharded_initialisation_never_holds_a_full_copy(mesh_1d, num_devices):

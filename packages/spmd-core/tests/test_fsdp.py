@@ -38,9 +38,18 @@ def test_blocks_train_as_eager_torch(mesh, options):
 def test_hybrid_sharding(hybrid):
     options = {"extra_data_axis": "replicate"}
     batch = ("replicate", "fsdp")
-    ours = check(nn.Sequential(Block(), Block()), torch.randn(16, 5, D), hybrid, in_blocks(hybrid, **options), batch=batch)
+    ours = check(
+        nn.Sequential(Block(), Block()),
+        torch.randn(16, 5, D),
+        hybrid,
+        in_blocks(hybrid, **options),
+        batch=batch,
+    )
     # Split over one axis, held by both rows of the other.
-    assert ours[0].up.weight.partition_spec == ("fsdp", None) and ours[0].up.weight.sharding.num_shards == hybrid.mesh_shape[1]
+    assert (
+        ours[0].up.weight.partition_spec == ("fsdp", None)
+        and ours[0].up.weight.sharding.num_shards == hybrid.mesh_shape[1]
+    )
 
 
 @pytest.mark.parametrize("rows", [16, 6])
@@ -53,7 +62,14 @@ def test_tied_weights(mesh, rows):
 
 @pytest.mark.slow
 def test_every_kind_of_layer_in_one_unit_with_uneven_parameters(mesh):
-    ours = check(Mixed(), torch.randn(8, 3, 6, 6), mesh, lambda m: fully_shard(m, mesh), rtol=1e-3, exact_gradients=False)
+    ours = check(
+        Mixed(),
+        torch.randn(8, 3, 6, 6),
+        mesh,
+        lambda m: fully_shard(m, mesh),
+        rtol=1e-3,
+        exact_gradients=False,
+    )
     assert ours.norm.running_mean.device.type == "xla" and ours.scale.partition_spec == ()
 
 
@@ -117,7 +133,11 @@ def test_checkpointed_blocks(mesh, how):
         def forward(self, x):
             x = self.first(x)
             for block in self.blocks:
-                x = block(x) if how == "module" or x.device.type == "cpu" else checkpoint(block, x, use_reentrant=how == "reentrant")
+                x = (
+                    block(x)
+                    if how == "module" or x.device.type == "cpu"
+                    else checkpoint(block, x, use_reentrant=how == "reentrant")
+                )
             return x
 
     def shard(model):
@@ -197,7 +217,9 @@ def test_a_host_read_between_forward_and_backward(mesh):
     assert loss.item() == pytest.approx(right.item(), rel=1e-5)
     right.backward()
     loss.backward()
-    torch.testing.assert_close(ours[0].up.weight.grad.cpu(), model[0].up.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours[0].up.weight.grad.cpu(), model[0].up.weight.grad, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("by_frequency", [False, True])
@@ -212,7 +234,9 @@ def test_the_gradient_of_an_embedding(mesh, by_frequency, padding):
     (model(ids) * ramp).sum().backward()
     (ours(ids.to("xla")) * ramp.to("xla")).sum().backward()
     torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-4, atol=1e-5)
-    assert metrics.counter("reduce_scattered_gradients") - before == (mesh.size() > 1 and not by_frequency)
+    assert metrics.counter("reduce_scattered_gradients") - before == (
+        mesh.size() > 1 and not by_frequency
+    )
 
 
 @pytest.mark.parametrize("shape", [(16,), (16, 16)])
@@ -248,10 +272,14 @@ def test_hooks_for_saved_tensors_from_outside_still_see_the_others(mesh):
 
 def test_mixed_precision(mesh):
     model = nn.Sequential(Block(), Block())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
     seen = []
     ours = in_blocks(mesh, mp_policy=policy)(copy.deepcopy(model))
-    ours[0].up.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
+    ours[0].up.register_forward_pre_hook(
+        lambda module, args: seen.append((module.weight.dtype, args[0].dtype))
+    )
     x = torch.randn(16, D)
     out = ours(x.to("xla"))
     assert seen == [(torch.bfloat16, torch.bfloat16)] and out.dtype == torch.float32
@@ -265,7 +293,10 @@ def test_mixed_precision(mesh):
 def test_autocast_keeps_no_converted_copy(mesh):
     block = fully_shard(nn.Linear(D, D), mesh)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t), torch.autocast("xla", torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype) or t, lambda t: t),
+        torch.autocast("xla", torch.bfloat16),
+    ):
         out = block(torch.randn(16, D, device="xla", requires_grad=True))
     assert len(saved) == 1  # the input; a converted weight is made again from the shard
     out.float().sum().backward()
@@ -275,7 +306,10 @@ def test_autocast_keeps_no_converted_copy(mesh):
 # --- Where parameters live ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((16, 32), 1), ((32, 16), 0), ((16, 16), 0), ((48, 33), 0), ((7, 9), None), ((3,), None)])
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [((16, 32), 1), ((32, 16), 0), ((16, 16), 0), ((48, 33), 0), ((7, 9), None), ((3,), None)],
+)
 def test_the_largest_dim_that_divides_is_split(mesh, num_devices, shape, dim):
     class Holder(nn.Module):
         def __init__(self):
@@ -285,10 +319,16 @@ def test_the_largest_dim_that_divides_is_split(mesh, num_devices, shape, dim):
         def forward(self):
             return self.weight * 2
 
-    expected = max(range(len(shape)), key=lambda d: shape[d]) if dim is None or num_devices == 1 else dim
+    expected = (
+        max(range(len(shape)), key=lambda d: shape[d]) if dim is None or num_devices == 1 else dim
+    )
     module = fully_shard(Holder(), mesh)
-    assert module.weight.partition_spec == tuple("fsdp" if d == expected else None for d in range(len(shape)))
-    torch.testing.assert_close(module().cpu(), torch.arange(float(math.prod(shape))).view(shape) * 2)
+    assert module.weight.partition_spec == tuple(
+        "fsdp" if d == expected else None for d in range(len(shape))
+    )
+    torch.testing.assert_close(
+        module().cpu(), torch.arange(float(math.prod(shape))).view(shape) * 2
+    )
     assert module.weight.local_shards[0].data.shape[expected] == -(-shape[expected] // num_devices)
 
 
@@ -299,7 +339,9 @@ def test_a_parameter_that_is_marked_keeps_its_mark(mesh_2d):
     spmd.mark_sharding(ours[0].weight, mesh, ("tensor", "fsdp"))
     spmd.mark_sharding(ours[2].weight, mesh, (None, "tensor"))
     fully_shard(ours, mesh)
-    assert ours[0].weight.partition_spec == ("tensor", "fsdp") and ours[2].weight.partition_spec == (None, "tensor")
+    assert ours[0].weight.partition_spec == ("tensor", "fsdp") and ours[
+        2
+    ].weight.partition_spec == (None, "tensor")
     x = torch.randn(16, D)
     model(x).square().mean().backward()
     ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).square().mean().backward()
@@ -351,7 +393,9 @@ def test_a_meta_module_is_made_on_the_device_in_shards(mesh, num_devices):
     reference = nn.Sequential(Block(256), Block(256))
     for (name, p), (_, q) in zip(reference.named_parameters(), ours.named_parameters()):
         assert q.device.type == "xla" and q.sharding is not None and isinstance(q, nn.Parameter)
-        assert q.std(unbiased=False).item() == pytest.approx(p.std(unbiased=False).item(), rel=0.2, abs=1e-6), name
+        assert q.std(unbiased=False).item() == pytest.approx(
+            p.std(unbiased=False).item(), rel=0.2, abs=1e-6
+        ), name
     assert not torch.equal(ours[0].up.weight.cpu(), ours[1].up.weight.cpu())
 
 
@@ -363,7 +407,9 @@ def test_outside_of_a_unit_nothing_is_gathered(mesh):
     assert isinstance(block.up.weight, nn.Parameter) and block.up.weight.is_leaf
     with pytest.raises(RuntimeError, match="size"):
         block(torch.randn(8, D + 1, device="xla"))
-    assert isinstance(block.up.weight, nn.Parameter), "an error in forward leaves the parameters in place"
+    assert isinstance(block.up.weight, nn.Parameter), (
+        "an error in forward leaves the parameters in place"
+    )
 
 
 # --- Errors -------------------------------------------------------------------------------------------------------------------------------
@@ -371,41 +417,67 @@ def test_outside_of_a_unit_nothing_is_gathered(mesh):
 
 @pytest.mark.parametrize("shard", [fully_shard, SpmdFullyShardedDataParallel])
 def test_errors_about_mesh_and_module(mesh, num_devices, shard):
-    with pytest.raises(spmd.MeshError, match=r"needs a mesh; got neither a mesh nor a global mesh.*set_global_mesh"):
+    with pytest.raises(
+        spmd.MeshError, match=r"needs a mesh; got neither a mesh nor a global mesh.*set_global_mesh"
+    ):
         shard(Block())
     with pytest.raises(spmd.MeshError, match=r"needs a mesh; got int"):
         shard(Block(), 8)
-    with pytest.raises(spmd.MeshError, match=r"needs an axis 'fsdp'.*got Mesh.*\('x',\).*Name one of its axes"):
+    with pytest.raises(
+        spmd.MeshError, match=r"needs an axis 'fsdp'.*got Mesh.*\('x',\).*Name one of its axes"
+    ):
         shard(Block(), spmd.Mesh(range(num_devices), (num_devices,), ("x",)))
     with pytest.raises(spmd.MeshError, match=r"needs an axis 'fsdp'"):
         shard(Block(), spmd.Mesh(range(num_devices), (num_devices,)))
     for wrong in ("data", "fsdp"):
-        with pytest.raises(spmd.MeshError, match=rf"extra_data_axis is another axis of the mesh.*got '{wrong}'.*leave it out"):
+        with pytest.raises(
+            spmd.MeshError,
+            match=rf"extra_data_axis is another axis of the mesh.*got '{wrong}'.*leave it out",
+        ):
             shard(Block(), mesh, extra_data_axis=wrong)
-    with pytest.raises(spmd.WrapError, match=r"got a ModuleList, which has no forward of its own.*module that calls them"):
+    with pytest.raises(
+        spmd.WrapError,
+        match=r"got a ModuleList, which has no forward of its own.*module that calls them",
+    ):
         shard(nn.ModuleList([Block()]), mesh)
     with pytest.raises(TypeError, match=r"what is sharded is a torch.nn.Module; got function"):
         shard(check, mesh)
-    with pytest.raises(TypeError, match=r"mp_policy has attributes such as param_dtype; got str.*MixedPrecisionPolicy"):
+    with pytest.raises(
+        TypeError,
+        match=r"mp_policy has attributes such as param_dtype; got str.*MixedPrecisionPolicy",
+    ):
         shard(Block(), mesh, mp_policy="bf16")
 
 
 def test_errors_about_doing_it_twice(mesh):
     block = fully_shard(Block(), mesh)
-    with pytest.raises(ValueError, match=r"a module is sharded once; got a Block that is a unit already.*once for each block"):
+    with pytest.raises(
+        ValueError,
+        match=r"a module is sharded once; got a Block that is a unit already.*once for each block",
+    ):
         fully_shard(block, mesh)
     wrapped = SpmdFullyShardedDataParallel(nn.Sequential(Block()), mesh)
     for shard in (fully_shard, SpmdFullyShardedDataParallel):
         with pytest.raises(ValueError, match=r"once; got a SpmdFullyShardedDataParallel"):
             shard(wrapped, mesh)
     for inside in (wrapped, block):
-        with pytest.raises(ValueError, match=r"starts from modules that are not sharded; got '0', a \w+ that is.*Leave auto_wrap_policy out"):
-            SpmdFullyShardedDataParallel(nn.Sequential(inside), mesh, auto_wrap_policy=always_wrap_policy)
+        with pytest.raises(
+            ValueError,
+            match=r"starts from modules that are not sharded; got '0', a \w+ that is.*Leave auto_wrap_policy out",
+        ):
+            SpmdFullyShardedDataParallel(
+                nn.Sequential(inside), mesh, auto_wrap_policy=always_wrap_policy
+            )
     checkpointed = checkpoint_module(Block())
-    with pytest.raises(ValueError, match=r"a module is checkpointed once; got a Block that is already"):
+    with pytest.raises(
+        ValueError, match=r"a module is checkpointed once; got a Block that is already"
+    ):
         checkpoint_module(checkpointed)
     for late in (block, wrapped):
-        with pytest.raises(ValueError, match=r"checkpointing comes before sharding.*got a \w+ that is sharded.*on the block first"):
+        with pytest.raises(
+            ValueError,
+            match=r"checkpointing comes before sharding.*got a \w+ that is sharded.*on the block first",
+        ):
             checkpoint_module(late)
     fully_shard(checkpointed, mesh)
     with pytest.raises(ValueError, match=r"a module is sharded once"):
@@ -415,8 +487,14 @@ def test_errors_about_doing_it_twice(mesh):
 
 
 def test_errors_about_outputs_and_meta_modules(mesh):
-    for make, said in ((lambda y: (None, y), "tuple with a NoneType first"), (lambda y: "text", "got str"), (lambda y: {}, "got dict")):
-        with pytest.raises(spmd.WrapError, match=rf"by default a unit returns a tensor.*{said}.*Pass shard_output"):
+    for make, said in (
+        (lambda y: (None, y), "tuple with a NoneType first"),
+        (lambda y: "text", "got str"),
+        (lambda y: {}, "got dict"),
+    ):
+        with pytest.raises(
+            spmd.WrapError, match=rf"by default a unit returns a tensor.*{said}.*Pass shard_output"
+        ):
             fully_shard(Returning(make), mesh)(torch.randn(16, D, device="xla"))
 
     class WithoutReset(nn.Module):
@@ -427,7 +505,10 @@ def test_errors_about_outputs_and_meta_modules(mesh):
         def forward(self, x):
             return x * self.weight
 
-    with pytest.raises(ValueError, match=r"initialises them in reset_parameters\(\); got '0', a WithoutReset without.*to_empty\(device='xla'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"initialises them in reset_parameters\(\); got '0', a WithoutReset without.*to_empty\(device='xla'\)",
+    ):
         fully_shard(nn.Sequential(WithoutReset()), mesh)
     advised = nn.Sequential(WithoutReset()).to_empty(device="xla")
     fully_shard(advised, mesh)
@@ -442,5 +523,8 @@ def test_an_update_between_forward_and_backward_is_refused(mesh):
     loss = block(torch.randn(16, D, device="xla", requires_grad=True)).sum()
     with torch.no_grad():
         block.weight.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; expected version 0"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; expected version 0",
+    ):
         loss.backward()

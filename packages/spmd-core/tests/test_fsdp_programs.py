@@ -33,7 +33,9 @@ def nothing_pending():
     spmd.sync()
 
 
-_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\(")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)\("
+)
 _ARRAY = re.compile(r"(pred|[sufb]\w*?\d+)\[([\d,]*)\]")
 
 
@@ -43,7 +45,9 @@ def collectives(text):
     for results, kind in _COLLECTIVE.findall(text):
         for dtype, dims in _ARRAY.findall(results):
             width = 1 if dtype == "pred" else int(re.sub(r"\D", "", dtype)) // 8
-            found.setdefault(kind, []).append(width * math.prod(int(n) for n in dims.split(",") if n))
+            found.setdefault(kind, []).append(
+                width * math.prod(int(n) for n in dims.split(",") if n)
+            )
     return found
 
 
@@ -57,7 +61,9 @@ def step_text(mesh, shard, *, batch=("fsdp",), layers=3, d=64):
         optimizer.step()
         optimizer.zero_grad()
         spmd.sync()
-    return compile_cache.newest().compiled.as_text(), sorted(4 * p.numel() for p in model[0].parameters())
+    return compile_cache.newest().compiled.as_text(), sorted(
+        4 * p.numel() for p in model[0].parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hybrid", "kept", "checkpointed"])
@@ -72,7 +78,9 @@ def test_a_step_gathers_and_reduce_scatters_each_parameter(num_devices, kind):
         if kind == "checkpointed":
             for block in model:
                 checkpoint_module(block)
-        return in_blocks(mesh, extra_data_axis="replicate", reshard_after_forward=kind != "kept")(model)
+        return in_blocks(mesh, extra_data_axis="replicate", reshard_after_forward=kind != "kept")(
+            model
+        )
 
     text, parameters = step_text(mesh, shard, batch=("replicate", "fsdp"))
     found = collectives(text)
@@ -99,7 +107,9 @@ def test_uneven_parameters_are_reduce_scattered_too(mesh, num_devices):
     found = collectives(compile_cache.newest().compiled.as_text())
     model(x).square().sum().backward()
     torch.testing.assert_close(ours.weight.grad.cpu(), model.weight.grad, rtol=1e-4, atol=1e-3)
-    assert found["reduce-scatter"] == [4 * 4 * 27] and max(found.get("all-reduce", [0])) < 4 * 27 * 30
+    assert (
+        found["reduce-scatter"] == [4 * 4 * 27] and max(found.get("all-reduce", [0])) < 4 * 27 * 30
+    )
 
 
 _MEMORY = """
@@ -143,8 +153,18 @@ def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
     # are by default, it gathers when it must.
     here = Path(__file__).parent
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(here), str(Path(spmd.__file__).parent.parent)])}
-    done = subprocess.run([sys.executable, "-c", _MEMORY], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": os.pathsep.join([str(here), str(Path(spmd.__file__).parent.parent)]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     temps = json.loads(done.stdout)
     block = sum(4 * p.numel() for p in Block(128).parameters())

@@ -13,10 +13,18 @@ GROUPS = [
     ("replica_groups=[2,4]<=[8], dimensions={0}", 8, ((0, 1, 2, 3), (4, 5, 6, 7))),
     ("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", 8, ((0, 2, 4, 6), (1, 3, 5, 7))),
     ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 8, ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, x=1", 8, ((0, 2, 4, 6), (1, 3, 5, 7))),
+    (
+        "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, x=1",
+        8,
+        ((0, 2, 4, 6), (1, 3, 5, 7)),
+    ),
     ("replica_groups=mesh['a'=4,'b'=2] {'b'}", 8, ((0, 1), (2, 3), (4, 5), (6, 7))),
     ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", 4, ((0, 1, 2, 3),)),
-    ("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(0,2,1)) {'b':(2)2}", 8, ((0, 2), (1, 3), (4, 6), (5, 7))),
+    (
+        "replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(0,2,1)) {'b':(2)2}",
+        8,
+        ((0, 2), (1, 3), (4, 6), (5, 7)),
+    ),
     ("replica_groups=mesh['a'=8] {'a':(1)2}", 8, ((0, 4), (1, 5), (2, 6), (3, 7))),
     ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", 4, ((3, 1), (2, 0))),
     ("replica_groups=something_new(4), x=1", 8, None),
@@ -26,7 +34,9 @@ GROUPS = [
 @pytest.mark.parametrize(("attributes", "num", "expected"), GROUPS, ids=[g[0][:60] for g in GROUPS])
 def test_groups(attributes, num, expected):
     groups, _ = hlo.replica_groups(f", {attributes}", num)
-    assert (None if groups is None else {frozenset(g) for g in groups}) == (None if expected is None else {frozenset(g) for g in expected})
+    assert (None if groups is None else {frozenset(g) for g in groups}) == (
+        None if expected is None else {frozenset(g) for g in expected}
+    )
 
 
 def test_the_iota_form_is_numpys():
@@ -122,12 +132,19 @@ ENTRY %main (leaf: f32[8]) -> f32[8] {
 
 def test_collectives_of_a_module():
     found = {c.name: c for c in hlo.collectives(MODULE, 8)}
-    assert {name: (c.kind, c.result_bytes, c.operand_bytes, c.executions) for name, c in found.items()} == {
+    assert {
+        name: (c.kind, c.result_bytes, c.operand_bytes, c.executions) for name, c in found.items()
+    } == {
         "ag": ("all-gather", 256, 32, 1),
         "cp": ("collective-permute", 32, 32, 1),
         "ar": ("all-reduce", 256, 256, 1),
         "reduce-scatter.1": ("reduce-scatter", 32, 256, 1),
-        "all-reduce.1": ("all-reduce", 128, 128, None),  # five times, and three times in a loop of unknown length
+        "all-reduce.1": (
+            "all-reduce",
+            128,
+            128,
+            None,
+        ),  # five times, and three times in a loop of unknown length
         "all-to-all.1": ("all-to-all", 32, 256, None),
         "broadcast": ("collective-broadcast", 32, 32, None),
     }
@@ -139,6 +156,8 @@ def test_collectives_of_a_module():
 
 
 def test_loops_multiply():
-    without_unknown = MODULE.replace("body=%unknown_body", 'body=%unknown_body, backend_config={"known_trip_count":{"n":"2"}}')
+    without_unknown = MODULE.replace(
+        "body=%unknown_body", 'body=%unknown_body, backend_config={"known_trip_count":{"n":"2"}}'
+    )
     counts = {c.name: c.executions for c in hlo.collectives(without_unknown, 8)}
     assert counts["all-reduce.1"] == 5 + 2 * 3 and counts["all-to-all.1"] == 2

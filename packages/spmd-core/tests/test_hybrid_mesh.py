@@ -46,7 +46,9 @@ def test_positional_as_documented():
 def test_by_keyword_and_without_dcn():
     mesh = HybridMesh(ici_mesh_shape=(4, 2), axis_names=("a", "b"))
     assert mesh == spmd.Mesh(range(8), (4, 2), ("a", "b"))
-    assert HybridMesh(ici_mesh_shape=[2, 2], dcn_mesh_shape=[1, 2], num_slices=2).get_logical_mesh().tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert HybridMesh(
+        ici_mesh_shape=[2, 2], dcn_mesh_shape=[1, 2], num_slices=2
+    ).get_logical_mesh().tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @needs_8
@@ -96,16 +98,25 @@ def test_an_axis_of_the_mesh_follows_a_physical_one():
 
 def test_simulated_slices_on_hardware_without_any():
     placed = arrange(torus((2, 2, 2)), (4,), (2,), num_slices=2)
-    assert [sorted(placed[:4].tolist()), sorted(placed[4:].tolist())] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [sorted(placed[:4].tolist()), sorted(placed[4:].tolist())] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
 
 
 def test_several_slices_need_a_dcn_shape():
-    with pytest.raises(spmd.MeshError, match=r"must say which axes go between slices; got 2 slices .* for instance \(2, 1\)"):
+    with pytest.raises(
+        spmd.MeshError,
+        match=r"must say which axes go between slices; got 2 slices .* for instance \(2, 1\)",
+    ):
         arrange(torus((2, 2, 1), num_slices=2), (8, 1), (1, 1))
 
 
 def test_a_single_slice_takes_no_dcn_shape():
-    with pytest.raises(spmd.MeshError, match=r"got \(2, 1\) with product 2, and there is a single slice\. .*num_slices=2"):
+    with pytest.raises(
+        spmd.MeshError,
+        match=r"got \(2, 1\) with product 2, and there is a single slice\. .*num_slices=2",
+    ):
         arrange(torus((2, 2, 1)), (2, 1), (2, 1))
 
 
@@ -115,12 +126,16 @@ def test_wrong_number_of_slices():
 
 
 def test_wrong_number_of_devices_in_a_slice():
-    with pytest.raises(spmd.MeshError, match=r"got \(3,\) with product 3, and 2 slices of 4 devices"):
+    with pytest.raises(
+        spmd.MeshError, match=r"got \(3,\) with product 3, and 2 slices of 4 devices"
+    ):
         arrange(torus((2, 2, 1), num_slices=2), (3,), (2,))
 
 
 def test_a_shape_that_the_torus_cannot_take():
-    with pytest.raises(spmd.MeshError, match=r"must form a mesh of shape ici_mesh_shape; got \(3, 3\)"):
+    with pytest.raises(
+        spmd.MeshError, match=r"must form a mesh of shape ici_mesh_shape; got \(3, 3\)"
+    ):
         arrange([*(Chip(i, (i, 0, 0)) for i in range(8)), Chip(8, (0, 1, 0))], (3, 3), (1, 1))
 
 
@@ -130,7 +145,9 @@ def test_uneven_simulated_slices():
 
 
 def test_shapes_of_different_rank():
-    with pytest.raises(spmd.MeshError, match=r"one size for each axis; got \(1, 4\) with 2 and \(2,\) with 1"):
+    with pytest.raises(
+        spmd.MeshError, match=r"one size for each axis; got \(1, 4\) with 2 and \(2,\) with 1"
+    ):
         HybridMesh((1, 4), (2,))
 
 

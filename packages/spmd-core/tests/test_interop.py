@@ -14,7 +14,11 @@ def silu(x, *, scale=1.0):
 
 
 def several(tree, flag):
-    return {"sum": tree["a"] + tree["b"][0], "index": jnp.argmax(tree["a"]), "flag": tree["a"] * 2 if flag else tree["a"]}
+    return {
+        "sum": tree["a"] + tree["b"][0],
+        "index": jnp.argmax(tree["a"]),
+        "flag": tree["a"] * 2 if flag else tree["a"],
+    }
 
 
 def same(mine, right):
@@ -27,18 +31,29 @@ def test_a_function_and_its_gradients(dtype):
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
         x = torch.randn(4, 6, dtype=dtype).to(device).requires_grad_()
-        y = 2 * torch.nn.functional.silu(x) if device == "cpu" else spmd.call_jax(silu, x, scale=2.0)
+        y = (
+            2 * torch.nn.functional.silu(x)
+            if device == "cpu"
+            else spmd.call_jax(silu, x, scale=2.0)
+        )
         (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
         results.append([y, first, second])
     for right, mine in zip(*results):
         assert mine.dtype is dtype
-        torch.testing.assert_close(mine.detach().cpu(), right.detach(), **({"rtol": 0.1, "atol": 0.1} if dtype is torch.bfloat16 else {}))
+        torch.testing.assert_close(
+            mine.detach().cpu(),
+            right.detach(),
+            **({"rtol": 0.1, "atol": 0.1} if dtype is torch.bfloat16 else {}),
+        )
 
 
 def test_complex_gradients_are_torchs():
     results = []
-    for device, function in (("cpu", lambda z: z * z.conj() * (1 + 2j) * z), ("xla", lambda z: spmd.call_jax(cubed, z))):
+    for device, function in (
+        ("cpu", lambda z: z * z.conj() * (1 + 2j) * z),
+        ("xla", lambda z: spmd.call_jax(cubed, z)),
+    ):
         torch.manual_seed(0)
         z = torch.randn(5, dtype=torch.complex64).to(device).requires_grad_()
         out = function(z)
@@ -58,7 +73,9 @@ def test_trees_integers_and_other_arguments():
     assert out["index"].item() == a.argmax().item() and not out["index"].requires_grad
     same(out["sum"], a + b)
     same(torch.autograd.grad(out["flag"].sum(), x)[0], torch.full((6,), 2.0))
-    assert spmd.call_jax(several, {"a": x, "b": [b.to("xla")]}, False)["flag"].tolist() == a.tolist()
+    assert (
+        spmd.call_jax(several, {"a": x, "b": [b.to("xla")]}, False)["flag"].tolist() == a.tolist()
+    )
 
 
 def test_it_is_part_of_one_program_and_traced_once(mesh_1d, num_devices):
@@ -82,7 +99,9 @@ def test_it_is_part_of_one_program_and_traced_once(mesh_1d, num_devices):
 
 def test_inside_a_manual_region(mesh_1d, num_devices):
     x = torch.randn(16, 4)
-    mapped = spmd.shard_map(lambda block: spmd.call_jax(jnp.cumsum, block, axis=0), mesh_1d, [("x",)], ("x",))
+    mapped = spmd.shard_map(
+        lambda block: spmd.call_jax(jnp.cumsum, block, axis=0), mesh_1d, [("x",)], ("x",)
+    )
     same(mapped(x.to("xla")), torch.cat([part.cumsum(0) for part in x.chunk(num_devices)]))
 
 
@@ -94,7 +113,9 @@ def test_there_and_back_without_a_copy(mesh_1d):
     assert back.sharding_spec == t.sharding_spec
     same(back * 2, torch.arange(16.0) * 2)
     same(spmd.from_jax(jnp.arange(3)), torch.arange(3, dtype=torch.int32))
-    np.testing.assert_array_equal(spmd.to_jax(torch.arange(6, device="xla").view(2, 3).t()), np.arange(6).reshape(2, 3).T)
+    np.testing.assert_array_equal(
+        spmd.to_jax(torch.arange(6, device="xla").view(2, 3).t()), np.arange(6).reshape(2, 3).T
+    )
 
 
 def test_padding_is_cut_off(mesh_1d):
@@ -103,9 +124,15 @@ def test_padding_is_cut_off(mesh_1d):
 
 
 def test_bad_input():
-    with pytest.raises(spmd.DeviceMismatchError, match=r"to_jax needs tensors on device 'xla'; got a tensor on cpu.*\.to\('xla'\)"):
+    with pytest.raises(
+        spmd.DeviceMismatchError,
+        match=r"to_jax needs tensors on device 'xla'; got a tensor on cpu.*\.to\('xla'\)",
+    ):
         spmd.to_jax(torch.ones(2))
-    with pytest.raises(spmd.DeviceMismatchError, match=r"call_jax needs tensors on device 'xla'; got a tensor on cpu"):
+    with pytest.raises(
+        spmd.DeviceMismatchError,
+        match=r"call_jax needs tensors on device 'xla'; got a tensor on cpu",
+    ):
         spmd.call_jax(silu, torch.ones(2))
     with pytest.raises(TypeError, match=r"from_jax takes a computed jax.Array; got ndarray"):
         spmd.from_jax(np.ones(2))
@@ -114,5 +141,7 @@ def test_bad_input():
         spmd.call_jax(lambda x: "text", x)
     with pytest.raises(TypeError, match=r"returned none"):
         spmd.call_jax(lambda x: (), x)
-    with pytest.raises(TypeError, match=r"tensors or can be hashed; got \['XLAShardedTensor', 'set'\]"):
+    with pytest.raises(
+        TypeError, match=r"tensors or can be hashed; got \['XLAShardedTensor', 'set'\]"
+    ):
         spmd.call_jax(silu, x, scale={1})

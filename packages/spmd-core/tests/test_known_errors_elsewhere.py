@@ -22,10 +22,14 @@ def agree(function, *inputs, rtol=1e-5, atol=1e-6):
     """Results, and the gradients of floating inputs, on the CPU and on the device."""
     found = []
     for device in ("cpu", "xla"):
-        moved = [x.detach().clone().to(device).requires_grad_(x.is_floating_point()) for x in inputs]
+        moved = [
+            x.detach().clone().to(device).requires_grad_(x.is_floating_point()) for x in inputs
+        ]
         out = function(*moved)
         if out.requires_grad:
-            out.backward(torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape).to(device))
+            out.backward(
+                torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape).to(device)
+            )
         found.append([out.detach(), *(x.grad for x in moved if x.grad is not None)])
     assert len(found[0]) == len(found[1])
     for right, ours in zip(*found):
@@ -135,7 +139,16 @@ def test_type_as_leaves_its_source_alone():
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("activation", [F.elu, F.selu, F.celu, lambda x, inplace: F.elu(x, 1.7, inplace), lambda x, inplace: F.celu(x, 0.4, inplace)])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        F.elu,
+        F.selu,
+        F.celu,
+        lambda x, inplace: F.elu(x, 1.7, inplace),
+        lambda x, inplace: F.celu(x, 0.4, inplace),
+    ],
+)
 def test_gradients_of_exponential_units_for_negative_inputs(activation, inplace):
     # Times 1, as an in-place operation may not write a leaf.
     agree(lambda x: activation(x * 1, inplace=inplace), torch.tensor([-3.0, -1.0, -1e-3, 0.0, 2.0]))
@@ -156,18 +169,32 @@ def test_a_diagonal_of_three_dims(dims, offset):
 
 def test_the_maximum_of_nothing_but_minus_infinity():
     x = torch.full((2, 3), -math.inf)
-    for function in (lambda x: x.amax(1), lambda x: x.max(), lambda x: x.max(1).values, lambda x: (-x).amin(0)):
+    for function in (
+        lambda x: x.amax(1),
+        lambda x: x.max(),
+        lambda x: x.max(1).values,
+        lambda x: (-x).amin(0),
+    ):
         agree(lambda x, function=function: function(x.detach()), x)
 
 
 @pytest.mark.parametrize("ceil_mode", [False, True])
 def test_average_pools_with_a_divisor_of_their_own_at_the_border(ceil_mode):
-    agree(lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode, True, divisor_override=5), torch.randn(1, 2, 6, 7))
-    agree(lambda x: F.avg_pool3d(x, 3, 2, 1, ceil_mode, False, divisor_override=4), torch.randn(1, 1, 5, 6, 7))
+    agree(
+        lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode, True, divisor_override=5),
+        torch.randn(1, 2, 6, 7),
+    )
+    agree(
+        lambda x: F.avg_pool3d(x, 3, 2, 1, ceil_mode, False, divisor_override=4),
+        torch.randn(1, 1, 5, 6, 7),
+    )
 
 
 def test_the_running_variance_of_batch_norm_does_not_drift():
-    reference, x = nn.BatchNorm1d(2), torch.randn(4, 2) * 3 + 1  # few elements, so that n / (n - 1) is far from 1
+    reference, x = (
+        nn.BatchNorm1d(2),
+        torch.randn(4, 2) * 3 + 1,
+    )  # few elements, so that n / (n - 1) is far from 1
     module = nn.BatchNorm1d(2).to("xla")
     for _ in range(30):
         reference(x)
@@ -196,7 +223,11 @@ def test_shapes_that_follow_each_other_are_not_confused():
     for _ in range(2):
         for shape in ((2, 3, 4), (3, 2, 4), (4, 3, 2), (24,), (6, 4), (4, 6), (2, 12), (12, 2)):
             x = torch.randn(shape)
-            for function in (lambda x: x.sum(0), lambda x: x.flip(0), lambda x: torch.cat([x, x], -1)):
+            for function in (
+                lambda x: x.sum(0),
+                lambda x: x.flip(0),
+                lambda x: torch.cat([x, x], -1),
+            ):
                 ours = function(x.to("xla"))
                 assert ours.shape == function(x).shape
                 torch.testing.assert_close(ours.cpu(), function(x))
@@ -241,7 +272,11 @@ def test_tied_weights_stay_tied_on_the_device():
 
 def test_integer_division_by_zero_ends_no_process():
     x = torch.tensor([4, -3, 0]).to("xla")
-    for function in (lambda x: x // 0, lambda x: x % 0, lambda x: torch.div(x, torch.zeros_like(x), rounding_mode="floor")):
+    for function in (
+        lambda x: x // 0,
+        lambda x: x % 0,
+        lambda x: torch.div(x, torch.zeros_like(x), rounding_mode="floor"),
+    ):
         assert function(x).cpu().shape == (3,)
     # Eager torch on the CPU raises; what a device computes here is some number, as on a GPU.
 

@@ -23,14 +23,18 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
 def test_results_and_gradients(dtype):
-    operands = [[torch.randn(shape, dtype=dtype) for shape in case if shape is not None] for case in CASES]
+    operands = [
+        [torch.randn(shape, dtype=dtype) for shape in case if shape is not None] for case in CASES
+    ]
     results = {"cpu": [], "xla": []}
     for device, found in results.items():
         for case in operands:
             given = [t.to(device).requires_grad_() for t in case]
             y = F.linear(*given)
             found += [y.detach(), *torch.autograd.grad((y * y.detach()).sum().abs(), given)]
-    tolerance = {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance = (
+        {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    )
     for right, mine in zip(*results.values(), strict=True):
         torch.testing.assert_close(mine.cpu(), right, **tolerance)
 
@@ -39,9 +43,13 @@ def test_the_gradient_can_be_differentiated():
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
-        given = [torch.randn(shape).to(device).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,))]
+        given = [
+            torch.randn(shape).to(device).requires_grad_() for shape in ((2, 3, 4), (5, 4), (5,))
+        ]
         first = torch.autograd.grad(F.linear(*given).square().sum(), given, create_graph=True)
-        results.append([t.cpu() for t in torch.autograd.grad(sum(g.square().sum() for g in first), given[:2])])
+        results.append(
+            [t.cpu() for t in torch.autograd.grad(sum(g.square().sum() for g in first), given[:2])]
+        )
     for right, mine in zip(*results):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-2)
 
@@ -71,6 +79,10 @@ def test_a_batch_and_a_sequence_that_are_both_split_stay_so(mesh_2d, num_devices
     grads = torch.autograd.grad(out, [x, weight], torch.ones_like(out.detach()))
     spmd.sync()
     text = list(compile_cache._programs.values())[-1].compiled.as_text()
-    assert " all-gather(" not in text and " all-to-all(" not in text and " collective-permute(" not in text
+    assert (
+        " all-gather(" not in text
+        and " all-to-all(" not in text
+        and " collective-permute(" not in text
+    )
     assert text.count(" all-reduce(") in (1, 2)  # the weight's gradient, over both axes
     del grads

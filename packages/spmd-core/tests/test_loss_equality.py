@@ -27,11 +27,20 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # Without biases: that of the keys has no effect on the loss, and AdamW would make steps out of its rounding.
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
 
     def forward(self, x):
-        q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query, self.key, self.value))
-        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        return self.out(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class FeedForward(nn.Module):
@@ -46,7 +55,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.attention, self.norm_2, self.feed_forward = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), FeedForward()
+        self.norm_1, self.attention, self.norm_2, self.feed_forward = (
+            nn.LayerNorm(WIDTH),
+            Attention(),
+            nn.LayerNorm(WIDTH),
+            FeedForward(),
+        )
 
     def forward(self, x):
         x = x + self.attention(self.norm_1(x))
@@ -56,7 +70,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(SEQUENCE, WIDTH)
+        self.embedding, self.position = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Embedding(SEQUENCE, WIDTH),
+        )
         self.blocks = nn.ModuleList([Block(), Block()])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -146,7 +163,15 @@ def fsdp_in_units(model: nn.Module, size: int) -> Plan:
 
 
 # Megatron-LM, sections 3 and 4 (arXiv 1909.08053): columns, then rows; the vocabulary split.
-COLUMNS = ("query.weight", "key.weight", "value.weight", "up.weight", "up.bias", "embedding.weight", "head.weight")
+COLUMNS = (
+    "query.weight",
+    "key.weight",
+    "value.weight",
+    "up.weight",
+    "up.bias",
+    "embedding.weight",
+    "head.weight",
+)
 ROWS = ("out.weight", "down.weight")
 
 
@@ -190,7 +215,9 @@ def sequence(model: nn.Module, size: int) -> Plan:
     for p in model.parameters():
         spmd.mark_sharding(p, mesh, ())
     for block in model.blocks:
-        block.register_forward_hook(lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (batch, "sequence")))
+        block.register_forward_hook(
+            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (batch, "sequence"))
+        )
     return mesh, (batch, "sequence"), backward
 
 
@@ -199,12 +226,18 @@ def manual_feed_forward(model: nn.Module, size: int) -> Plan:
     mesh = mesh_of(size, "data", "tensor")
 
     def local(x, up, up_bias, down):
-        return spmd.all_reduce(functional.gelu(functional.linear(x, up, up_bias)) @ down.t(), "tensor")
+        return spmd.all_reduce(
+            functional.gelu(functional.linear(x, up, up_bias)) @ down.t(), "tensor"
+        )
 
-    mapped = spmd.shard_map(local, mesh, [("data",), ("tensor",), ("tensor",), (None, "tensor")], ("data",))
+    mapped = spmd.shard_map(
+        local, mesh, [("data",), ("tensor",), ("tensor",), (None, "tensor")], ("data",)
+    )
     for block in model.blocks:
         part = block.feed_forward
-        part.forward = lambda x, part=part: mapped(x, part.up.weight, part.up.bias, part.down.weight) + part.down.bias
+        part.forward = lambda x, part=part: (
+            mapped(x, part.up.weight, part.up.bias, part.down.weight) + part.down.bias
+        )
     return mesh, ("data",), backward
 
 
@@ -216,9 +249,14 @@ def manual_data_parallel(model: nn.Module, size: int) -> Plan:
     def local(ids, targets, *parameters):
         output = torch.func.functional_call(model, dict(zip(names, parameters)), (ids,))
         loss = functional.cross_entropy(output.flatten(0, 1), targets.flatten())
-        return [spmd.all_reduce(part, "data", "mean") for part in (loss.detach(), *torch.autograd.grad(loss, parameters))]
+        return [
+            spmd.all_reduce(part, "data", "mean")
+            for part in (loss.detach(), *torch.autograd.grad(loss, parameters))
+        ]
 
-    mapped = spmd.shard_map(local, mesh, [("data",), ("data",), *[()] * len(names)], [()] * (1 + len(names)))
+    mapped = spmd.shard_map(
+        local, mesh, [("data",), ("data",), *[()] * len(names)], [()] * (1 + len(names))
+    )
 
     def step(model, ids, targets):
         loss, *gradients = mapped(ids, targets, *model.parameters())
@@ -231,7 +269,17 @@ def manual_data_parallel(model: nn.Module, size: int) -> Plan:
     return mesh, ("data",), step
 
 
-WAYS = [data, fsdp_by_marks, fsdp_in_units, tensor, fsdp_and_tensor, hybrid, sequence, manual_feed_forward, manual_data_parallel]
+WAYS = [
+    data,
+    fsdp_by_marks,
+    fsdp_in_units,
+    tensor,
+    fsdp_and_tensor,
+    hybrid,
+    sequence,
+    manual_feed_forward,
+    manual_data_parallel,
+]
 TIED = [fsdp_by_marks, tensor, hybrid, manual_data_parallel]
 # Each way runs over all devices. On fewer of them only these, as a case is two programs to compile: SPMD_TEST_DEVICES=2 and 1 run all ways there.
 ON_FEWER = [(tensor, 2), (fsdp_in_units, 1)]
@@ -248,13 +296,23 @@ def test_losses_and_parameters_are_those_of_one_device(way, size, num_devices):
     model, batches, right = start(way in TIED)
     ours = copy.deepcopy(model).to("xla")
     mesh, spec, step = way(ours, size)
-    on_devices = [tuple(spmd.mark_sharding(t.to("xla"), mesh, spec) for t in batch) for batch in batches]
+    on_devices = [
+        tuple(spmd.mark_sharding(t.to("xla"), mesh, spec) for t in batch) for batch in batches
+    ]
     got = train(ours, on_devices, step)
-    assert got.compiles[1:] == got.compiles[1:2] * (STEPS - 1), f"compiled after the second step: {got.compiles}"
+    assert got.compiles[1:] == got.compiles[1:2] * (STEPS - 1), (
+        f"compiled after the second step: {got.compiles}"
+    )
     # float32 keeps 6e-8 of a number. Sums over devices run in another order than the CPU's, each layer adds a few units in the last place, and four
     # steps carry them on: about 3e-7 was seen. A gradient that is off in one shard or counted twice shows in the third digit at the second step.
     torch.testing.assert_close(got.losses, right.losses, rtol=1e-5, atol=0)
     assert got.parameters.keys() == right.parameters.keys()
     # A rounding error e in a gradient near 0 moves a parameter by up to lr / eps * e = 100 e in each step.
     for name, parameter in right.parameters.items():
-        torch.testing.assert_close(got.parameters[name], parameter, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got.parameters[name],
+            parameter,
+            rtol=1e-5,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

@@ -25,7 +25,9 @@ def test_inside_a_tensor_has_its_blocks_shape(mesh_2d):
         shapes.append((tuple(x.shape), tuple(y.shape), flag))
         return x * 2, y + 1
 
-    mapped = spmd.shard_map(function, mesh_2d, [("a", "b"), (None, ("b", "a")), ...], [("a", "b"), (None, ("b", "a"))])
+    mapped = spmd.shard_map(
+        function, mesh_2d, [("a", "b"), (None, ("b", "a")), ...], [("a", "b"), (None, ("b", "a"))]
+    )
     x, y = mapped(X.to("xla"), X.to("xla"), "as it is")
     assert shapes == [((16 // a, 24 // b), (16, 24 // (a * b)), "as it is")]
     assert_same(x, X * 2)
@@ -34,8 +36,12 @@ def test_inside_a_tensor_has_its_blocks_shape(mesh_2d):
 
 def test_what_is_closed_over_and_numbers_are_the_same_on_each(mesh_1d, num_devices):
     weight = torch.randn(24)
-    mapped = spmd.shard_map(lambda x: (x * weight.to("xla") + 0.5).softmax(-1).sum(0), mesh_1d, [("x",)], ("x",))
-    expected = torch.cat([(part * weight + 0.5).softmax(-1).sum(0) for part in X.chunk(num_devices)])
+    mapped = spmd.shard_map(
+        lambda x: (x * weight.to("xla") + 0.5).softmax(-1).sum(0), mesh_1d, [("x",)], ("x",)
+    )
+    expected = torch.cat(
+        [(part * weight + 0.5).softmax(-1).sum(0) for part in X.chunk(num_devices)]
+    )
     assert_same(mapped(X.to("xla")), expected)
 
 
@@ -47,7 +53,10 @@ def test_a_megatron_mlp_and_its_gradients(mesh_1d):
 
     mapped = spmd.shard_map(block, mesh_1d, [(), (None, "x"), ("x", None)], ())
     results = []
-    for device, function in (("cpu", lambda x, up, down: torch.tanh(x @ up) @ down), ("xla", mapped)):
+    for device, function in (
+        ("cpu", lambda x, up, down: torch.tanh(x @ up) @ down),
+        ("xla", mapped),
+    ):
         given = [t.clone().to(device).requires_grad_() for t in (X, up, down)]
         out = function(*given)
         first = torch.autograd.grad(out.square().sum(), given, create_graph=True)
@@ -66,10 +75,22 @@ COLLECTIVES = {
     "sum": (lambda x: spmd.all_reduce(x, "x"), lambda xs, n: [sum(xs)] * n),
     "mean": (lambda x: spmd.all_reduce(x, "x", "mean"), lambda xs, n: [sum(xs) / n] * n),
     "all_gather": (lambda x: spmd.all_gather(x, "x", 1), lambda xs, n: [torch.cat(xs, 1)] * n),
-    "reduce_scatter": (lambda x: spmd.reduce_scatter(x, "x", -1), lambda xs, n: list(sum(xs).chunk(n, 1))),
-    "all_to_all": (lambda x: spmd.all_to_all(x, "x", 1, 0), lambda xs, n: [torch.cat([x.chunk(n, 1)[d] for x in xs], 0) for d in range(n)]),
-    "rotate": (lambda x: spmd.collective_permute(x, "x", [(i, (i + 1) % N) for i in range(N)]), lambda xs, n: xs[-1:] + xs[:-1]),
-    "shift": (lambda x: spmd.collective_permute(x, "x", [(i, i + 1) for i in range(N - 1)]), lambda xs, n: [xs[0] * 0, *xs[:-1]]),
+    "reduce_scatter": (
+        lambda x: spmd.reduce_scatter(x, "x", -1),
+        lambda xs, n: list(sum(xs).chunk(n, 1)),
+    ),
+    "all_to_all": (
+        lambda x: spmd.all_to_all(x, "x", 1, 0),
+        lambda xs, n: [torch.cat([x.chunk(n, 1)[d] for x in xs], 0) for d in range(n)],
+    ),
+    "rotate": (
+        lambda x: spmd.collective_permute(x, "x", [(i, (i + 1) % N) for i in range(N)]),
+        lambda xs, n: xs[-1:] + xs[:-1],
+    ),
+    "shift": (
+        lambda x: spmd.collective_permute(x, "x", [(i, i + 1) for i in range(N - 1)]),
+        lambda xs, n: [xs[0] * 0, *xs[:-1]],
+    ),
 }
 N = 1
 
@@ -84,7 +105,12 @@ def test_a_collective_and_its_gradient(name, mesh_1d, num_devices, monkeypatch):
     expected = torch.cat(model(rows(right * right, num_devices), num_devices))
     assert_same(out, expected, rtol=1e-4, atol=1e-4)
     ramp = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
-    assert_same(torch.autograd.grad(out, x, ramp.to("xla"))[0], torch.autograd.grad(expected, right, ramp)[0], rtol=1e-4, atol=1e-4)
+    assert_same(
+        torch.autograd.grad(out, x, ramp.to("xla"))[0],
+        torch.autograd.grad(expected, right, ramp)[0],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -97,7 +123,9 @@ def test_several_axes_and_the_index_along_them(mesh_2d, num_devices):
     def function(x):
         return x * 0 + spmd.axis_index(("b", "a")), spmd.all_reduce(x, ("a", "b"))
 
-    index, total = spmd.shard_map(function, mesh_2d, [(("b", "a"),)], [(("b", "a"),), ()])(torch.ones(num_devices, device="xla"))
+    index, total = spmd.shard_map(function, mesh_2d, [(("b", "a"),)], [(("b", "a"),), ()])(
+        torch.ones(num_devices, device="xla")
+    )
     assert index.tolist() == list(range(num_devices)) and total.tolist() == [num_devices]
 
 
@@ -119,7 +147,9 @@ def test_marks_over_other_axes_go_on_working_inside(mesh_2d):
 def test_local_tensors_outlive_a_step(mesh_1d):
     """The forward's are kept for a backward in another program."""
     x, right = on_device(X), X.clone().requires_grad_()
-    loss = spmd.shard_map(lambda x: spmd.all_reduce(torch.sin(x).exp().sum(), "x"), mesh_1d, [("x",)], ())(x)
+    loss = spmd.shard_map(
+        lambda x: spmd.all_reduce(torch.sin(x).exp().sum(), "x"), mesh_1d, [("x",)], ()
+    )(x)
     expected = torch.sin(right).exp().sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
@@ -145,12 +175,22 @@ def test_random_numbers_differ_between_devices_where_the_tensor_is_local(mesh_1d
     def function(x):
         return torch.rand_like(x), x * 0 + torch.rand(3, device="xla")
 
-    own, same = (t.cpu() for t in spmd.shard_map(function, mesh_1d, [("x",)], [("x",), ("x",)])(torch.zeros(num_devices, 3, device="xla")))
+    own, same = (
+        t.cpu()
+        for t in spmd.shard_map(function, mesh_1d, [("x",)], [("x",), ("x",)])(
+            torch.zeros(num_devices, 3, device="xla")
+        )
+    )
     assert len(torch.unique(own)) == 3 * num_devices and len(torch.unique(same)) == 3
 
 
 def test_collectives_of_the_program_are_those_that_were_written(mesh_1d, num_devices):
-    mapped = spmd.shard_map(lambda x, w: spmd.all_reduce(torch.relu(x @ w), "x").sum(), mesh_1d, [(None, "x"), ("x", None)], ())
+    mapped = spmd.shard_map(
+        lambda x, w: spmd.all_reduce(torch.relu(x @ w), "x").sum(),
+        mesh_1d,
+        [(None, "x"), ("x", None)],
+        (),
+    )
     x, w = (torch.randn(8, 24).to("xla"), torch.randn(24, 8).to("xla"))
     spmd.mark_sharding(x, mesh_1d, (None, "x"))
     spmd.mark_sharding(w, mesh_1d, ("x", None))
@@ -168,29 +208,47 @@ def test_the_way_in_and_out_without_a_function(mesh_1d, num_devices):
     assert tuple(local.shape) == (16 // num_devices, 24)
     whole = spmd.disable_manual_sharding(local * 3, ("x", None), (16, 24), mesh=mesh_1d)
     assert_same(whole, X * 3)
-    with pytest.raises(spmd.PartitionSpecError, match=r"make a tensor of shape \(16, 24\); got full_shape \(24, 16\)"):
+    with pytest.raises(
+        spmd.PartitionSpecError,
+        match=r"make a tensor of shape \(16, 24\); got full_shape \(24, 16\)",
+    ):
         spmd.disable_manual_sharding(local, ("x", None), (24, 16), mesh=mesh_1d)
 
 
-def refused(mesh, function=lambda x: x, *, in_specs=(("x",),), out_specs=("x",), argument=None, **options):
+def refused(
+    mesh, function=lambda x: x, *, in_specs=(("x",),), out_specs=("x",), argument=None, **options
+):
     argument = X.to("xla") if argument is None else argument
     return spmd.shard_map(function, mesh, list(in_specs), out_specs, **options)(argument)
 
 
 def test_bad_input(mesh_1d, mesh_2d, num_devices):
-    with pytest.raises(spmd.PartitionSpecError, match=r"one partition spec for each argument; got 2 specs and 1 arguments"):
+    with pytest.raises(
+        spmd.PartitionSpecError,
+        match=r"one partition spec for each argument; got 2 specs and 1 arguments",
+    ):
         refused(mesh_1d, in_specs=[("x",), ("x",)])
-    with pytest.raises(spmd.PartitionSpecError, match=r"in_specs has one partition spec for each argument; got 'x'"):
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"in_specs has one partition spec for each argument; got 'x'"
+    ):
         spmd.shard_map(lambda x: x, mesh_1d, "x", ())
-    with pytest.raises(spmd.PartitionSpecError, match=r"out_specs has one partition spec for each result"):
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"out_specs has one partition spec for each result"
+    ):
         refused(mesh_1d, lambda x: (x, x, x))
-    with pytest.raises(spmd.PartitionSpecError, match=r"name its own axes; got 'b' .* over \['a'\].*mark_sharding"):
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"name its own axes; got 'b' .* over \['a'\].*mark_sharding"
+    ):
         refused(mesh_2d, in_specs=[("b",)], out_specs=(), axis_names=["a"])
-    with pytest.raises(spmd.DeviceMismatchError, match=r"takes tensors on device 'xla'; got a tensor on cpu"):
+    with pytest.raises(
+        spmd.DeviceMismatchError, match=r"takes tensors on device 'xla'; got a tensor on cpu"
+    ):
         refused(mesh_1d, argument=X)
     with pytest.raises(spmd.DeviceMismatchError, match=r"returns tensors on device 'xla'; got int"):
         refused(mesh_1d, lambda x: 3)
-    with pytest.raises(spmd.SpmdError, match=r"all_reduce is a collective of a manual region.*shard_map"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"all_reduce is a collective of a manual region.*shard_map"
+    ):
         spmd.all_reduce(X.to("xla"), "x")
     with pytest.raises(ValueError, match=r"'sum', 'mean', 'max' or 'min'; got 'product'"):
         refused(mesh_1d, lambda x: spmd.all_reduce(x, "x", "product"))
@@ -200,16 +258,31 @@ def test_bad_input(mesh_1d, mesh_2d, num_devices):
         refused(mesh_1d, lambda x: spmd.all_gather(x, "x", 2))
     with pytest.raises(ValueError, match=r"at most once.*got \[\(0, 99\)\]"):
         refused(mesh_1d, lambda x: spmd.collective_permute(x, "x", [(0, 99)]))
-    with pytest.raises(spmd.PartitionSpecError, match=r"goes along manual axes; all_reduce got 'b'"):
-        refused(mesh_2d, lambda x: spmd.all_reduce(x, "b"), in_specs=[("a",)], out_specs=(), axis_names=["a"])
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"goes along manual axes; all_reduce got 'b'"
+    ):
+        refused(
+            mesh_2d,
+            lambda x: spmd.all_reduce(x, "b"),
+            in_specs=[("a",)],
+            out_specs=(),
+            axis_names=["a"],
+        )
     with pytest.raises(spmd.SpmdError, match=r"do not nest"):
         refused(mesh_1d, lambda x: refused(mesh_1d, argument=x))
-    with pytest.raises(spmd.SpmdError, match=r"a value of its own on each device.*Return it from the region"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"a value of its own on each device.*Return it from the region"
+    ):
         refused(mesh_1d, lambda x: x.sum().item() * x)
     if num_devices > 1:
-        with pytest.raises(spmd.PartitionSpecError, match=r"blocks? of one shape; got 3 elements in dim 0.*Pad"):
+        with pytest.raises(
+            spmd.PartitionSpecError, match=r"blocks? of one shape; got 3 elements in dim 0.*Pad"
+        ):
             refused(mesh_1d, argument=torch.ones(3, device="xla"))
-        with pytest.raises(ValueError, match=r"reduce_scatter gives each of \d devices an equal part; got 1 elements.*Pad"):
+        with pytest.raises(
+            ValueError,
+            match=r"reduce_scatter gives each of \d devices an equal part; got 1 elements.*Pad",
+        ):
             refused(mesh_1d, lambda x: spmd.reduce_scatter(x[:1], "x"))
 
 
@@ -221,7 +294,10 @@ def test_a_region_over_some_of_the_devices(mesh_1d, num_devices):
     assert_same(total(X.to("xla")), sum(rows(X, num_devices // 2)), rtol=1e-4, atol=1e-4)
     other = spmd.mark_sharding(torch.ones(16, 24, device="xla"), mesh_1d, ("x",))
     mixed = total(other)
-    with pytest.raises(spmd.ProgramError, match=r"over all devices of its program; got devices \(0,.*sync\(\) between"):
+    with pytest.raises(
+        spmd.ProgramError,
+        match=r"over all devices of its program; got devices \(0,.*sync\(\) between",
+    ):
         spmd.sync()
     del mixed
 
@@ -230,23 +306,32 @@ def test_tensors_of_two_regions_do_not_mix(mesh_1d, mesh_2d):
     a = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_1d)
     b = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_2d)
     mixed = a + b
-    with pytest.raises(spmd.ProgramError, match=r"local tensors of one manual region; .*local to \(a, b\) and .*local to \(x\)"):
+    with pytest.raises(
+        spmd.ProgramError,
+        match=r"local tensors of one manual region; .*local to \(a, b\) and .*local to \(x\)",
+    ):
         spmd.sync()
     del mixed
     leaving = spmd.disable_manual_sharding(torch.ones(8, device="xla"), (), (8,), mesh=mesh_1d)
-    with pytest.raises(spmd.ProgramError, match=r"left by what is local to its axes; .* got a global tensor"):
+    with pytest.raises(
+        spmd.ProgramError, match=r"left by what is local to its axes; .* got a global tensor"
+    ):
         spmd.sync()
     del leaving
 
 
 def test_the_global_mesh_stands_in(mesh_1d):
     x = torch.arange(16.0).reshape(8, 2)
-    with pytest.raises(spmd.MeshError, match=r"a manual region needs a mesh; got None, .*Pass mesh="):
+    with pytest.raises(
+        spmd.MeshError, match=r"a manual region needs a mesh; got None, .*Pass mesh="
+    ):
         spmd.enable_manual_sharding(x.to("xla"), ("x", None))
     spmd.set_global_mesh(mesh_1d)
     try:
         local = spmd.enable_manual_sharding(x.to("xla"), ("x", None))
-        assert torch.equal(spmd.disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1)
+        assert torch.equal(
+            spmd.disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1
+        )
     finally:
         spmd.set_global_mesh(None)
 
@@ -258,4 +343,7 @@ def test_a_collective_of_the_region_that_a_tensor_is_in(mesh_1d, num_devices):
     region = manual.region_of(block + 1)
     assert region is not None and region.mesh == mesh_1d and region.axes == (0,)
     total = manual.in_region(region, manual.all_reduce, block, (0,), "sum")
-    assert spmd.disable_manual_sharding(total, (None, None), (4, 2), mesh=mesh_1d).tolist() == [[num_devices] * 2] * 4
+    assert (
+        spmd.disable_manual_sharding(total, (None, None), (4, 2), mesh=mesh_1d).tolist()
+        == [[num_devices] * 2] * 4
+    )

@@ -13,7 +13,19 @@ pytestmark = pytest.mark.one_device
 
 
 @pytest.mark.parametrize(
-    "spec", [("a", "b"), ("b", "a"), (0, 1), (-2, -1), (("a", "b"), None), (None, ("b", "a")), ("a",), (), (None, None), (None, "b")]
+    "spec",
+    [
+        ("a", "b"),
+        ("b", "a"),
+        (0, 1),
+        (-2, -1),
+        (("a", "b"), None),
+        (None, ("b", "a")),
+        ("a",),
+        (),
+        (None, None),
+        (None, "b"),
+    ],
 )
 @pytest.mark.parametrize("state", ["host", "device", "pending"])
 def test_values_and_shards_under_every_spec(spec, state, mesh_2d):
@@ -36,24 +48,35 @@ def test_spec_text_is_there_at_once(mesh_1d, num_devices):
     assert x.sharding_spec == ""
     spmd.mark_sharding(x, mesh_1d, ("x",))
     ids = ",".join(map(str, range(num_devices)))
-    assert x.sharding_spec == (f"{{devices=[{num_devices},1]{ids}}}" if num_devices > 1 else "{replicated}")
+    assert x.sharding_spec == (
+        f"{{devices=[{num_devices},1]{ids}}}" if num_devices > 1 else "{replicated}"
+    )
     assert x.partition_spec == ("x", None) and x.mesh_shape == (num_devices,)
 
 
 def test_the_type_of_a_sharding_and_jaxs_mesh(mesh_2d, num_devices):
     x = torch.zeros(8, 8, device="xla")
-    with pytest.raises(spmd.SpmdError, match=r"sharding_type needs a tensor with a sharding.*mark_sharding"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"sharding_type needs a tensor with a sharding.*mark_sharding"
+    ):
         _ = x.sharding_type
     spmd.mark_sharding(x, mesh_2d, ("a", "b"))
-    assert x.sharding_type == (spmd.ShardingType.TILED if num_devices > 1 else spmd.ShardingType.REPLICATED)
+    assert x.sharding_type == (
+        spmd.ShardingType.TILED if num_devices > 1 else spmd.ShardingType.REPLICATED
+    )
     jax_mesh = mesh_2d.get_jax_mesh()
-    assert dict(jax_mesh.shape) == dict(mesh_2d.shape()) and [d.id for d in jax_mesh.devices.flat] == mesh_2d.device_ids.tolist()
+    assert (
+        dict(jax_mesh.shape) == dict(mesh_2d.shape())
+        and [d.id for d in jax_mesh.devices.flat] == mesh_2d.device_ids.tolist()
+    )
     with pytest.raises(spmd.MeshError, match="99"):
         spmd.Mesh([99], (1,)).get_jax_mesh()
 
 
 def test_marking_again_reshards_and_clearing_gathers(mesh_2d):
-    x = spmd.mark_sharding(torch.arange(64.0, device="xla").view(8, 8).clone(), mesh_2d, ("a", None))
+    x = spmd.mark_sharding(
+        torch.arange(64.0, device="xla").view(8, 8).clone(), mesh_2d, ("a", None)
+    )
     spmd.sync()
     spmd.mark_sharding(x, mesh_2d, (None, ("a", "b")))
     assert x.local_shards[0].data.shape == (8, 8 // x.sharding.num_shards)
@@ -80,10 +103,15 @@ def test_an_upload_may_start_early(mesh_1d, monkeypatch):
     spmd.start_upload(x)
     assert x.sum().item() == 1023 * 512 and spmd.metrics.counter("uploaded_bytes") == before + 4096
     assert x._handle.value.placement.sharding is x.sharding
-    with pytest.raises(spmd.DeviceMismatchError, match=r"start_upload needs a tensor on device 'xla'; got a tensor on cpu"):
+    with pytest.raises(
+        spmd.DeviceMismatchError,
+        match=r"start_upload needs a tensor on device 'xla'; got a tensor on cpu",
+    ):
         spmd.start_upload(torch.ones(2))
     monkeypatch.setattr(runtime, "num_processes", lambda: 2)
-    with pytest.raises(spmd.UnsupportedOpError, match=r"got 2 processes\. Give every process the whole batch"):
+    with pytest.raises(
+        spmd.UnsupportedOpError, match=r"got 2 processes\. Give every process the whole batch"
+    ):
         spmd.apply_sharding(x, spmd.ShardingSpec(mesh_1d, ("x",), minibatch=True))
 
 
@@ -172,14 +200,23 @@ def test_a_submesh_and_two_meshes_in_one_program(num_devices):
     spmd.sync()
     assert both.tolist() == [11.0 * i for i in range(8)] == a.tolist()
     assert [s.data.tolist() for s in a.local_shards] == [[0, 11, 22, 33], [44, 55, 66, 77]]
-    assert {s.shard_device: s.data.tolist() for s in b.local_shards} == {"CPU:3": [0, 10, 20, 30], "CPU:2": [40, 50, 60, 70]}
+    assert {s.shard_device: s.data.tolist() for s in b.local_shards} == {
+        "CPU:3": [0, 10, 20, 30],
+        "CPU:2": [40, 50, 60, 70],
+    }
 
 
 def test_device_order_of_the_mesh_is_the_placement(num_devices):
     order = list(reversed(range(num_devices)))
-    x = spmd.mark_sharding(torch.arange(float(num_devices)).to("xla"), spmd.Mesh(order, (num_devices,), ("x",)), ("x",))
+    x = spmd.mark_sharding(
+        torch.arange(float(num_devices)).to("xla"), spmd.Mesh(order, (num_devices,), ("x",)), ("x",)
+    )
     assert [s.data.item() for s in x.local_shards] == order
-    y = spmd.mark_sharding(torch.arange(float(num_devices)).to("xla"), spmd.Mesh(range(num_devices), (num_devices,), ("x",)), ("x",))
+    y = spmd.mark_sharding(
+        torch.arange(float(num_devices)).to("xla"),
+        spmd.Mesh(range(num_devices), (num_devices,), ("x",)),
+        ("x",),
+    )
     assert (x - y).abs().sum().item() == 0
 
 
@@ -202,7 +239,11 @@ def test_the_partitioners_choice_is_said_in_the_devices_numbers(num_devices):
 
 
 def test_an_empty_tensor_moves_to_the_same_devices_in_another_order(num_devices):
-    x = spmd.mark_sharding(torch.ones(4 * num_devices, 0, device="cpu").to("xla"), spmd.get_1d_mesh("x", num_devices), ())
+    x = spmd.mark_sharding(
+        torch.ones(4 * num_devices, 0, device="cpu").to("xla"),
+        spmd.get_1d_mesh("x", num_devices),
+        (),
+    )
     spmd.start_upload(x)
     spmd.mark_sharding(x, spmd.Mesh(range(num_devices)[::-1], (num_devices,), ("x",)), ("x",))
     assert [tuple(shard.data.shape) for shard in x.local_shards] == [(4, 0)] * num_devices
@@ -224,17 +265,59 @@ def test_uneven_marks_are_real_constraints(mesh_1d, num_devices):
 
 BAD = [
     ("wrong count", lambda m: spmd.Mesh(range(8), (3, 2), ("a", "b")), ValueError, "8"),
-    ("duplicates", lambda m: spmd.Mesh([0, 0], (2,), ("a",)), ValueError, "unique|duplicate|twice|once"),
-    ("out of range", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), spmd.Mesh([98, 99], (2,), ("a",)), ("a",)), ValueError, "99"),
+    (
+        "duplicates",
+        lambda m: spmd.Mesh([0, 0], (2,), ("a",)),
+        ValueError,
+        "unique|duplicate|twice|once",
+    ),
+    (
+        "out of range",
+        lambda m: spmd.mark_sharding(
+            torch.ones(2, device="xla"), spmd.Mesh([98, 99], (2,), ("a",)), ("a",)
+        ),
+        ValueError,
+        "99",
+    ),
     ("axis repeated", lambda m: spmd.Mesh(range(4), (2, 2), ("a", "a")), ValueError, "a"),
     ("axis count", lambda m: spmd.Mesh(range(4), (2, 2), ("a",)), ValueError, "axis_names"),
-    ("too long", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("a", None)), ValueError, "rank 1"),
-    ("unknown axis", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("z",)), ValueError, "z"),
-    ("axis twice", lambda m: spmd.mark_sharding(torch.ones(2, 2, device="xla"), m, ("a", "a")), ValueError, "a"),
-    ("cpu tensor", lambda m: spmd.mark_sharding(torch.ones(2), m, ("a",)), RuntimeError, r"t\.to\('xla'\)"),
-    ("no mesh", lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), "mesh", ("a",)), ValueError, "Mesh"),
+    (
+        "too long",
+        lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("a", None)),
+        ValueError,
+        "rank 1",
+    ),
+    (
+        "unknown axis",
+        lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), m, ("z",)),
+        ValueError,
+        "z",
+    ),
+    (
+        "axis twice",
+        lambda m: spmd.mark_sharding(torch.ones(2, 2, device="xla"), m, ("a", "a")),
+        ValueError,
+        "a",
+    ),
+    (
+        "cpu tensor",
+        lambda m: spmd.mark_sharding(torch.ones(2), m, ("a",)),
+        RuntimeError,
+        r"t\.to\('xla'\)",
+    ),
+    (
+        "no mesh",
+        lambda m: spmd.mark_sharding(torch.ones(2, device="xla"), "mesh", ("a",)),
+        ValueError,
+        "Mesh",
+    ),
     ("no tensor", lambda m: spmd.mark_sharding([1, 2], m, ("a",)), RuntimeError, "got list"),
-    ("clear cpu", lambda m: spmd.clear_sharding(torch.ones(2)), RuntimeError, "clear_sharding needs a tensor on device 'xla'"),
+    (
+        "clear cpu",
+        lambda m: spmd.clear_sharding(torch.ones(2)),
+        RuntimeError,
+        "clear_sharding needs a tensor on device 'xla'",
+    ),
 ]
 
 
@@ -272,7 +355,9 @@ def test_marked_with_gradients(mesh_2d):
     (u * u).sum().backward()
     (e**4).sum().backward()
     torch.testing.assert_close(t.grad.cpu(), e.grad)
-    (g,) = torch.autograd.grad(spmd.mark_sharding_with_gradients(t, mesh_2d, ("a",)).pow(3).sum(), t, create_graph=True)
+    (g,) = torch.autograd.grad(
+        spmd.mark_sharding_with_gradients(t, mesh_2d, ("a",)).pow(3).sum(), t, create_graph=True
+    )
     assert g.sharding == spmd.Sharding.of(mesh_2d, ("a",), 2)
     (h,) = torch.autograd.grad(g.sum(), t)
     torch.testing.assert_close(h.cpu(), 6 * x)
@@ -280,8 +365,14 @@ def test_marked_with_gradients(mesh_2d):
 
 def test_shard_as_lends_a_sharding(mesh_2d):
     x = torch.randn(8, 8)
-    marked, plain = spmd.mark_sharding(x.to("xla"), mesh_2d, ("a", "b")), (x * 2).to("xla").requires_grad_()
-    (a, rest), b = spmd.shard_as((marked, None), (plain, None))[0], spmd.shard_as([plain], [marked])[0][0]
+    marked, plain = (
+        spmd.mark_sharding(x.to("xla"), mesh_2d, ("a", "b")),
+        (x * 2).to("xla").requires_grad_(),
+    )
+    (a, rest), b = (
+        spmd.shard_as((marked, None), (plain, None))[0],
+        spmd.shard_as([plain], [marked])[0][0],
+    )
     assert rest is None and a.sharding == b.sharding == marked.sharding
     (b * b).sum().backward()
     torch.testing.assert_close(plain.grad.cpu(), 4 * x)
@@ -298,21 +389,33 @@ def test_shard_as_of_unmarked_tensors_lets_the_partitioner_choose_one(mesh_2d):
 
 
 def test_shard_as_refuses_what_does_not_pair(mesh_2d):
-    a, b = (spmd.mark_sharding(torch.ones(8, 8, device="xla"), mesh_2d, spec) for spec in (("a",), ("b",)))
+    a, b = (
+        spmd.mark_sharding(torch.ones(8, 8, device="xla"), mesh_2d, spec)
+        for spec in (("a",), ("b",))
+    )
     with pytest.raises(ValueError, match="pairs the leaves of two structures of one form"):
         spmd.shard_as([a], [a, b])
-    with pytest.raises(ValueError, match=r"leaves of types \['XLAShardedTensor'\] and \['NoneType'\]"):
+    with pytest.raises(
+        ValueError, match=r"leaves of types \['XLAShardedTensor'\] and \['NoneType'\]"
+    ):
         spmd.shard_as([a], [None])
-    with pytest.raises(spmd.PartitionSpecError, match=r"tensors of one shape; got \(8, 8\) and \(8,\)"):
+    with pytest.raises(
+        spmd.PartitionSpecError, match=r"tensors of one shape; got \(8, 8\) and \(8,\)"
+    ):
         spmd.shard_as(a, a[0])
     if mesh_2d.size() > 1:
-        with pytest.raises(spmd.PartitionSpecError, match=r"marked with different ones.*clear_sharding"):
+        with pytest.raises(
+            spmd.PartitionSpecError, match=r"marked with different ones.*clear_sharding"
+        ):
             spmd.shard_as(a, b)
 
 
 @pytest.mark.parametrize("function", [spmd.annotate, spmd.mark_sharding_with_gradients])
 def test_constraints_refuse_what_marks_refuse(function, mesh_1d):
-    with pytest.raises(spmd.DeviceMismatchError, match=f"{function.__name__} needs a tensor on device 'xla'; got a tensor on cpu"):
+    with pytest.raises(
+        spmd.DeviceMismatchError,
+        match=f"{function.__name__} needs a tensor on device 'xla'; got a tensor on cpu",
+    ):
         function(torch.ones(8), mesh_1d, ("x",))
     with pytest.raises(spmd.MeshError, match=f"{function.__name__} needs a Mesh; got str"):
         function(torch.ones(8, device="xla"), "x", ("x",))
@@ -347,11 +450,19 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(where, mesh_2d):
 
     net, optimizer = trained(2)
     # A copy, as the counts of steps are on the CPU and go on.
-    saved = copy.deepcopy({"net": spmd.to_cpu(net.state_dict()), "optimizer": spmd.to_cpu(optimizer.state_dict())})
+    saved = copy.deepcopy(
+        {"net": spmd.to_cpu(net.state_dict()), "optimizer": spmd.to_cpu(optimizer.state_dict())}
+    )
     step(net, optimizer)
     again, restored = trained(0)
     again.load_state_dict(saved["net"])
-    state = saved["optimizer"] if where == "cpu" else torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("xla"), saved["optimizer"])
+    state = (
+        saved["optimizer"]
+        if where == "cpu"
+        else torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to("xla"), saved["optimizer"]
+        )
+    )
     restored.load_state_dict(state)
     assert restored.state[again.weight]["exp_avg"].sharding == again.weight.sharding
     assert restored.state[again.bias]["exp_avg"].sharding is None

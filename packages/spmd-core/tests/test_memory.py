@@ -42,7 +42,10 @@ def test_resize_lengthens_memory_that_is_not_shared():
     assert x.resize_(8)[:4].tolist() == [3] * 4
     assert torch.empty(0, device="xla").resize_(2, 3).fill_(1).sum().item() == 6
     alias = x[1:]
-    with pytest.raises(spmd.UnsupportedOpError, match=r"no other tensor shares.*needs 9 elements where there are 8.*torch\.empty\(\(9,\)"):
+    with pytest.raises(
+        spmd.UnsupportedOpError,
+        match=r"no other tensor shares.*needs 9 elements where there are 8.*torch\.empty\(\(9,\)",
+    ):
         x.resize_(9)
     with pytest.raises(spmd.UnsupportedOpError, match="no other tensor shares"):
         alias.resize_(9)
@@ -72,24 +75,58 @@ def test_set_shares_the_other_tensors_memory():
 
 def test_strides_with_gaps_or_shared_places():
     x = torch.empty_strided((2, 3), (10, 2), device="xla").fill_(2)
-    assert x.stride() == (10, 2) and x.as_strided((15,), (1,)).tolist() == [2, 0, 2, 0, 2, 0, 0, 0, 0, 0, 2, 0, 2, 0, 2]
+    assert x.stride() == (10, 2) and x.as_strided((15,), (1,)).tolist() == [
+        2,
+        0,
+        2,
+        0,
+        2,
+        0,
+        0,
+        0,
+        0,
+        0,
+        2,
+        0,
+        2,
+        0,
+        2,
+    ]
     with pytest.raises(RuntimeError, match="one memory location"):
         torch.empty_strided((2, 3), (0, 1), device="xla").fill_(2)
 
 
 def test_storages_are_told_apart_as_by_address():
     x, y = torch.zeros(3, 2, device="xla"), torch.zeros(3, 2, device="xla")
-    assert x.data_ptr() == x.detach().data_ptr() == x.t().data_ptr() == x.untyped_storage().data_ptr() != y.data_ptr()
-    assert x[1].data_ptr() == x.data_ptr() + 8 and x[1].untyped_storage() == x.untyped_storage() != y.untyped_storage()
-    assert x[1].untyped_storage().nbytes() == x.untyped_storage().size() == len(x.untyped_storage()) == 24
+    assert (
+        x.data_ptr()
+        == x.detach().data_ptr()
+        == x.t().data_ptr()
+        == x.untyped_storage().data_ptr()
+        != y.data_ptr()
+    )
+    assert (
+        x[1].data_ptr() == x.data_ptr() + 8
+        and x[1].untyped_storage() == x.untyped_storage() != y.untyped_storage()
+    )
+    assert (
+        x[1].untyped_storage().nbytes()
+        == x.untyped_storage().size()
+        == len(x.untyped_storage())
+        == 24
+    )
     assert len({x.untyped_storage(), x[1].untyped_storage(), y.untyped_storage()}) == 2
     layer = torch.nn.Linear(2, 2, bias=False, device="xla")
     tied = torch.nn.Linear(2, 2, bias=False, device="xla")
     tied.weight = layer.weight
     assert tied.weight.data_ptr() == layer.weight.data_ptr()
-    with pytest.raises(AttributeError, match=r"no bytes that Python can reach; got \.resize_\. Use the tensor"):
+    with pytest.raises(
+        AttributeError, match=r"no bytes that Python can reach; got \.resize_\. Use the tensor"
+    ):
         x.untyped_storage().resize_(0)
-    with pytest.raises(spmd.UnsupportedOpError, match=r"got storage\(\).*untyped_storage\(\)\.data_ptr"):
+    with pytest.raises(
+        spmd.UnsupportedOpError, match=r"got storage\(\).*untyped_storage\(\)\.data_ptr"
+    ):
         x.storage()
     assert x.share_memory_() is x and x.is_shared()
 

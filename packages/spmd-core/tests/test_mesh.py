@@ -41,7 +41,16 @@ def message_of(wrong, error=MeshError) -> str:
 # the value
 
 
-@pytest.mark.parametrize("ids", [range(8), list(range(8)), tuple(range(8)), np.arange(8), np.arange(8, dtype=np.int32).reshape(4, 2)])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        range(8),
+        list(range(8)),
+        tuple(range(8)),
+        np.arange(8),
+        np.arange(8, dtype=np.int32).reshape(4, 2),
+    ],
+)
 @pytest.mark.parametrize("shape", [(4, 2), [4, 2], np.array([4, 2])])
 @pytest.mark.parametrize("names", [("data", "model"), ["data", "model"]])
 def test_every_spelling_of_the_arguments_makes_the_same_mesh(ids, shape, names):
@@ -82,7 +91,15 @@ def test_a_mesh_of_1024_devices():
 
 def test_axis_index_takes_names_and_indices():
     mesh = Mesh(range(8), (2, 2, 2), ("x", "y", "z"))
-    assert [mesh.axis_index(axis) for axis in ("x", "z", 0, 2, -1, -3, np.int32(1))] == [0, 2, 0, 2, 2, 0, 1]
+    assert [mesh.axis_index(axis) for axis in ("x", "z", 0, 2, -1, -3, np.int32(1))] == [
+        0,
+        2,
+        0,
+        2,
+        2,
+        0,
+        1,
+    ]
     assert mesh.get_axis_name_idx("y") == 1
 
 
@@ -109,9 +126,13 @@ def test_a_mesh_keeps_no_hold_on_the_callers_array():
 
 def test_a_mesh_cannot_be_changed():
     mesh = Mesh(range(4), (4,))
-    with pytest.raises(AttributeError, match=r"immutable; got an assignment to 'mesh_shape'\. Build another Mesh"):
+    with pytest.raises(
+        AttributeError, match=r"immutable; got an assignment to 'mesh_shape'\. Build another Mesh"
+    ):
         mesh.mesh_shape = (2, 2)
-    with pytest.raises(AttributeError, match=r"immutable; got a deletion of 'mesh_shape'\. Build another Mesh"):
+    with pytest.raises(
+        AttributeError, match=r"immutable; got a deletion of 'mesh_shape'\. Build another Mesh"
+    ):
         del mesh.mesh_shape
     with pytest.raises(ValueError, match="read-only"):
         mesh.device_ids[0] = 1
@@ -119,7 +140,9 @@ def test_a_mesh_cannot_be_changed():
         mesh.get_logical_mesh()[0] = 1
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda mesh: pickle.loads(pickle.dumps(mesh))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda mesh: pickle.loads(pickle.dumps(mesh))]
+)
 def test_copies_are_equal_and_still_read_only(duplicate):
     mesh = Mesh([3, 1, 2, 0], (2, 2), ("x", "y"))
     again = duplicate(mesh)
@@ -132,7 +155,12 @@ def test_a_pickle_from_another_process_hashes_as_here():
     # str hashes are salted per process, so a hash that travelled inside the pickle would be wrong here.
     code = "import pickle, sys; from spmd_core.mesh import Mesh; sys.stdout.buffer.write(pickle.dumps(Mesh([1, 0], (2,), ('x',))))"
     source = mesh_module.__file__.removesuffix("/spmd_core/mesh.py")
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env={"PYTHONPATH": source, "PYTHONHASHSEED": "7"})
+    made = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        check=True,
+        env={"PYTHONPATH": source, "PYTHONHASHSEED": "7"},
+    )
     assert pickle.loads(made.stdout) in {Mesh([1, 0], (2,), ("x",))}
 
 
@@ -150,7 +178,10 @@ def test_a_subclass_with_its_own_constructor_copies_and_compares_as_a_mesh():
     assert SlicedMesh.from_str(str(mesh)) == mesh
 
 
-@pytest.mark.parametrize("mesh", [Mesh(range(2, 6), (4,)), Mesh([3, 1, 2, 0], (2, 2), ("x", "y")), Mesh([7], (1,), ("one",))])
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(range(2, 6), (4,)), Mesh([3, 1, 2, 0], (2, 2), ("x", "y")), Mesh([7], (1,), ("one",))],
+)
 def test_the_repr_of_a_small_mesh_builds_it(mesh):
     assert eval(repr(mesh)) == mesh
 
@@ -159,34 +190,136 @@ def test_the_repr_of_a_large_permuted_mesh_is_short():
     assert repr(Mesh(range(99, -1, -1), (100,))) == "Mesh([99, 98, 97, ..., 0], (100,))"
 
 
-@pytest.mark.parametrize("mesh", [Mesh(range(4), (4,)), Mesh([3, 1, 2, 0], (2, 2), ("x", "it's")), Mesh([7], (1,), ("one",))])
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(range(4), (4,)), Mesh([3, 1, 2, 0], (2, 2), ("x", "it's")), Mesh([7], (1,), ("one",))],
+)
 def test_text_round_trip(mesh):
     assert Mesh.from_str(str(mesh)) == mesh
 
 
 def test_text_is_a_dict_literal():
-    assert str(Mesh(range(2), (2,), ("x",))) == "{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('x',)}"
+    assert (
+        str(Mesh(range(2), (2,), ("x",)))
+        == "{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('x',)}"
+    )
 
 
 # what a mesh refuses: (call, the rule, what was got, the advice, the advice taken)
 
 REFUSED = {
-    "shape is empty": (lambda: Mesh([], ()), "one or more ints, each at least 1", "got ()", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "shape is an int": (lambda: Mesh(range(8), 8), "one or more ints", "got 8", "Write (8,)", lambda: Mesh(range(8), (8,))),
-    "shape is 0": (lambda: Mesh([], 0), "each at least 1", "got 0", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "size 0": (lambda: Mesh([], (4, 0)), "each at least 1", "got (4, 0)", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "size is negative": (lambda: Mesh([0], (-1, -1)), "each at least 1", "got (-1, -1)", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "size is a float": (lambda: Mesh(range(8), (8 / 2, 2)), "ints", "got (4.0, 2)", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "size is a bool": (lambda: Mesh([0], (True,)), "ints", "got (True,)", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "shape is a str": (lambda: Mesh(range(8), "42"), "ints", "got '42'", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "shape is a set": (lambda: Mesh(range(8), {4, 2}), "ints", "got {", "such as (4, 2)", lambda: Mesh(range(8), (4, 2))),
-    "ids are an int": (lambda: Mesh(8, (8,)), "a list, range or array of ints", "got 8", "range(8)", lambda: Mesh(range(8), (8,))),
-    "ids are None": (lambda: Mesh(None, (8,)), "a list, range or array of ints", "got None", "range(8)", lambda: Mesh(range(8), (8,))),
-    "id is a float": (lambda: Mesh([0, 1.5], (2,)), "ints", "got 1.5", "range(2)", lambda: Mesh(range(2), (2,))),
-    "id is a bool": (lambda: Mesh([0, True], (2,)), "ints", "got True", "range(2)", lambda: Mesh(range(2), (2,))),
-    "id is negative": (lambda: Mesh([0, -1], (2,)), "from 0 to", "got -1", "range(2)", lambda: Mesh(range(2), (2,))),
-    "id is huge": (lambda: Mesh([0, 2**70], (2,)), "to 2147483647", f"got {2**70}", "range(2)", lambda: Mesh(range(2), (2,))),
-    "many wrong ids": (lambda: Mesh(["seven"] * 6, (6,)), "ints", "and 2 more", "range(6)", lambda: Mesh(range(6), (6,))),
+    "shape is empty": (
+        lambda: Mesh([], ()),
+        "one or more ints, each at least 1",
+        "got ()",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "shape is an int": (
+        lambda: Mesh(range(8), 8),
+        "one or more ints",
+        "got 8",
+        "Write (8,)",
+        lambda: Mesh(range(8), (8,)),
+    ),
+    "shape is 0": (
+        lambda: Mesh([], 0),
+        "each at least 1",
+        "got 0",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "size 0": (
+        lambda: Mesh([], (4, 0)),
+        "each at least 1",
+        "got (4, 0)",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "size is negative": (
+        lambda: Mesh([0], (-1, -1)),
+        "each at least 1",
+        "got (-1, -1)",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "size is a float": (
+        lambda: Mesh(range(8), (8 / 2, 2)),
+        "ints",
+        "got (4.0, 2)",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "size is a bool": (
+        lambda: Mesh([0], (True,)),
+        "ints",
+        "got (True,)",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "shape is a str": (
+        lambda: Mesh(range(8), "42"),
+        "ints",
+        "got '42'",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "shape is a set": (
+        lambda: Mesh(range(8), {4, 2}),
+        "ints",
+        "got {",
+        "such as (4, 2)",
+        lambda: Mesh(range(8), (4, 2)),
+    ),
+    "ids are an int": (
+        lambda: Mesh(8, (8,)),
+        "a list, range or array of ints",
+        "got 8",
+        "range(8)",
+        lambda: Mesh(range(8), (8,)),
+    ),
+    "ids are None": (
+        lambda: Mesh(None, (8,)),
+        "a list, range or array of ints",
+        "got None",
+        "range(8)",
+        lambda: Mesh(range(8), (8,)),
+    ),
+    "id is a float": (
+        lambda: Mesh([0, 1.5], (2,)),
+        "ints",
+        "got 1.5",
+        "range(2)",
+        lambda: Mesh(range(2), (2,)),
+    ),
+    "id is a bool": (
+        lambda: Mesh([0, True], (2,)),
+        "ints",
+        "got True",
+        "range(2)",
+        lambda: Mesh(range(2), (2,)),
+    ),
+    "id is negative": (
+        lambda: Mesh([0, -1], (2,)),
+        "from 0 to",
+        "got -1",
+        "range(2)",
+        lambda: Mesh(range(2), (2,)),
+    ),
+    "id is huge": (
+        lambda: Mesh([0, 2**70], (2,)),
+        "to 2147483647",
+        f"got {2**70}",
+        "range(2)",
+        lambda: Mesh(range(2), (2,)),
+    ),
+    "many wrong ids": (
+        lambda: Mesh(["seven"] * 6, (6,)),
+        "ints",
+        "and 2 more",
+        "range(6)",
+        lambda: Mesh(range(6), (6,)),
+    ),
     "too few ids": (
         lambda: Mesh(range(8), (4, 4)),
         "the product of mesh_shape must be the number of device_ids",
@@ -201,8 +334,20 @@ REFUSED = {
         "Pass 4 different ids",
         lambda: Mesh([0, 1, 2, 3], (4,)),
     ),
-    "names are a str": (lambda: Mesh([0], (1,), "x"), "must be a tuple", "got 'x'", "('x',)", lambda: Mesh([0], (1,), ("x",))),
-    "names are an int": (lambda: Mesh([0], (1, 1), 3), "a tuple", "got 3", "('axis0', 'axis1')", lambda: Mesh([0], (1, 1), ("axis0", "axis1"))),
+    "names are a str": (
+        lambda: Mesh([0], (1,), "x"),
+        "must be a tuple",
+        "got 'x'",
+        "('x',)",
+        lambda: Mesh([0], (1,), ("x",)),
+    ),
+    "names are an int": (
+        lambda: Mesh([0], (1, 1), 3),
+        "a tuple",
+        "got 3",
+        "('axis0', 'axis1')",
+        lambda: Mesh([0], (1, 1), ("axis0", "axis1")),
+    ),
     "a name is empty": (
         lambda: Mesh([0], (1, 1), ("x", "")),
         "a str that is not empty",
@@ -264,7 +409,10 @@ REFUSED = {
         "only where the mesh has axis names",
         "got 'x' for the unnamed Mesh(range(0, 8), (4, 2))",
         "Use one of 0, 1, or pass axis_names to Mesh",
-        lambda: (Mesh(range(8), (4, 2)).axis_index(1), Mesh(range(8), (4, 2), ("x", "y")).get_axis_name_idx("x")),
+        lambda: (
+            Mesh(range(8), (4, 2)).axis_index(1),
+            Mesh(range(8), (4, 2), ("x", "y")).get_axis_name_idx("x"),
+        ),
     ),
 }
 
@@ -333,7 +481,9 @@ def test_text_that_is_no_mesh(text):
 
 
 def test_text_of_an_impossible_mesh_says_what_is_impossible():
-    assert "product 3" in message_of(lambda: Mesh.from_str("{'device_ids': [0, 1], 'mesh_shape': (3,), 'axis_names': None}"))
+    assert "product 3" in message_of(
+        lambda: Mesh.from_str("{'device_ids': [0, 1], 'mesh_shape': (3,), 'axis_names': None}")
+    )
 
 
 # helpers
@@ -355,7 +505,9 @@ def test_check_devices_accepts_what_exists():
 
 
 def test_check_devices_shortens_a_long_list():
-    assert "got 8, 9, 10, 11 and 1012 more in" in message_of(lambda: check_devices(Mesh(range(1024), (1024,)), 8))
+    assert "got 8, 9, 10, 11 and 1012 more in" in message_of(
+        lambda: check_devices(Mesh(range(1024), (1024,)), 8)
+    )
 
 
 # meshes from a command line
@@ -382,7 +534,21 @@ def test_parse_mesh(text, shape):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "data", "=8", "data=", "data=0", "data=-2", "data=2.0", "data=²", "data=8,", "data:8", "data=x", "data=" + "9" * 5000]
+    "text",
+    [
+        "",
+        "data",
+        "=8",
+        "data=",
+        "data=0",
+        "data=-2",
+        "data=2.0",
+        "data=²",
+        "data=8,",
+        "data:8",
+        "data=x",
+        "data=" + "9" * 5000,
+    ],
 )
 def test_parse_mesh_refuses_other_grammar(text):
     message = message_of(lambda: parse_mesh(text, 8))
@@ -394,12 +560,48 @@ def test_parse_mesh_refuses_other_grammar(text):
 @pytest.mark.parametrize(
     ("text", "num_devices", "rule", "got", "advised"),
     [
-        ("data=2,fsdp=4", 4, "must multiply to the number of devices, 4", "got 'data=2,fsdp=4', whose product is 8", "data=2,fsdp=2"),
-        ("data=2,fsdp=2", 8, "must multiply to the number of devices, 8", "got 'data=2,fsdp=2', whose product is 4", "data=2,fsdp=4"),
-        ("data=3,fsdp=4", 8, "must multiply to the number of devices, 8", "whose product is 12", "data=2,fsdp=4"),
-        ("data=3,fsdp=5", 8, "must multiply to the number of devices, 8", "whose product is 15", "data=8,fsdp=1"),
-        ("data=3,fsdp=*", 8, "must divide the number of devices, 8", "got 'data=3,fsdp=*', whose product is 3", "data=8,fsdp=1"),
-        ("data=-1,fsdp=*", 8, "at most one axis may take the rest", "got 'data', 'fsdp' in 'data=-1,fsdp=*'", "data=1,fsdp=8"),
+        (
+            "data=2,fsdp=4",
+            4,
+            "must multiply to the number of devices, 4",
+            "got 'data=2,fsdp=4', whose product is 8",
+            "data=2,fsdp=2",
+        ),
+        (
+            "data=2,fsdp=2",
+            8,
+            "must multiply to the number of devices, 8",
+            "got 'data=2,fsdp=2', whose product is 4",
+            "data=2,fsdp=4",
+        ),
+        (
+            "data=3,fsdp=4",
+            8,
+            "must multiply to the number of devices, 8",
+            "whose product is 12",
+            "data=2,fsdp=4",
+        ),
+        (
+            "data=3,fsdp=5",
+            8,
+            "must multiply to the number of devices, 8",
+            "whose product is 15",
+            "data=8,fsdp=1",
+        ),
+        (
+            "data=3,fsdp=*",
+            8,
+            "must divide the number of devices, 8",
+            "got 'data=3,fsdp=*', whose product is 3",
+            "data=8,fsdp=1",
+        ),
+        (
+            "data=-1,fsdp=*",
+            8,
+            "at most one axis may take the rest",
+            "got 'data', 'fsdp' in 'data=-1,fsdp=*'",
+            "data=1,fsdp=8",
+        ),
         ("data=2,data=4", 8, "must be named once", "got 'data=2,data=4'", "data=8,model=1"),
     ],
 )
@@ -412,7 +614,10 @@ def test_parse_mesh_explains_and_gives_an_example_that_fits(text, num_devices, r
 
 
 def test_parse_mesh_without_devices():
-    assert "at least 1 device; got 0 devices for 'data=*'. Start the program with devices." in message_of(lambda: parse_mesh("data=*", 0))
+    assert (
+        "at least 1 device; got 0 devices for 'data=*'. Start the program with devices."
+        in message_of(lambda: parse_mesh("data=*", 0))
+    )
 
 
 def advised_mesh(message: str) -> str:
@@ -421,7 +626,9 @@ def advised_mesh(message: str) -> str:
 
 @settings(deadline=None)  # a busy machine is no failure
 @given(
-    sizes=st.lists(st.one_of(st.integers(1, 6), st.sampled_from(["*", "-1"])), min_size=1, max_size=4),
+    sizes=st.lists(
+        st.one_of(st.integers(1, 6), st.sampled_from(["*", "-1"])), min_size=1, max_size=4
+    ),
     num_devices=st.integers(1, 64),
 )
 def test_parse_mesh_fits_or_advises_what_fits(sizes, num_devices):
@@ -432,9 +639,14 @@ def test_parse_mesh_fits_or_advises_what_fits(sizes, num_devices):
     if fits:
         mesh = parse_mesh(text, num_devices)
         assert mesh.size() == num_devices
-        assert all(size in ("*", "-1") or size == made for size, made in zip(sizes, mesh.mesh_shape, strict=True))
+        assert all(
+            size in ("*", "-1") or size == made
+            for size, made in zip(sizes, mesh.mesh_shape, strict=True)
+        )
     else:
-        advised = parse_mesh(advised_mesh(message_of(lambda: parse_mesh(text, num_devices))), num_devices)
+        advised = parse_mesh(
+            advised_mesh(message_of(lambda: parse_mesh(text, num_devices))), num_devices
+        )
         assert advised.axis_names == tuple(f"a{index}" for index in range(len(sizes)))
 
 
@@ -446,11 +658,18 @@ def test_parse_mesh_fits_or_advises_what_fits(sizes, num_devices):
 def test_any_mesh_keeps_its_placement_through_text_and_pickle(data, shape):
     size = math.prod(shape)
     ids = data.draw(st.lists(st.integers(0, 2000), min_size=size, max_size=size, unique=True))
-    names = data.draw(st.none() | st.lists(st.text(min_size=1, max_size=5), min_size=len(shape), max_size=len(shape), unique=True))
+    names = data.draw(
+        st.none()
+        | st.lists(
+            st.text(min_size=1, max_size=5), min_size=len(shape), max_size=len(shape), unique=True
+        )
+    )
     mesh = Mesh(ids, shape, names)
     for again in (Mesh.from_str(str(mesh)), pickle.loads(pickle.dumps(mesh))):
         assert again == mesh
         assert hash(again) == hash(mesh)
     logical = mesh.get_logical_mesh()
-    for device_id, position in zip(ids, itertools.product(*(range(axis_size) for axis_size in shape)), strict=True):
+    for device_id, position in zip(
+        ids, itertools.product(*(range(axis_size) for axis_size in shape)), strict=True
+    ):
         assert logical[position] == device_id

@@ -45,7 +45,9 @@ def qwen3():
 
 
 def mixtral():
-    config = hf.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    config = hf.MixtralConfig(
+        **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
     return hf.MixtralForCausalLM(config), tokens()
 
 
@@ -58,7 +60,9 @@ def gemma2():
 
 
 def gemma3():
-    return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8)), tokens()
+    return hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**DECODER, head_dim=8, sliding_window=8)
+    ), tokens()
 
 
 def phi():
@@ -74,7 +78,14 @@ def deepseek_v3():
 
 
 def mamba():
-    config = hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=4, use_cache=False)
+    config = hf.MambaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        state_size=4,
+        num_hidden_layers=2,
+        time_step_rank=4,
+        use_cache=False,
+    )
     return hf.MambaForCausalLM(config), tokens()
 
 
@@ -86,7 +97,11 @@ def bert():
     batch = tokens()
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
     mask[::2, SEQ - 3 :] = 0
-    return hf.BertForMaskedLM(config), {**batch, "attention_mask": mask, "labels": torch.where(torch.rand(BATCH, SEQ) < 0.3, batch["labels"], -100)}
+    return hf.BertForMaskedLM(config), {
+        **batch,
+        "attention_mask": mask,
+        "labels": torch.where(torch.rand(BATCH, SEQ) < 0.3, batch["labels"], -100),
+    }
 
 
 def t5():
@@ -103,7 +118,10 @@ def whisper():
         encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=16, max_target_positions=16, dropout=0, attention_dropout=0,
         activation_dropout=0, decoder_start_token_id=0, pad_token_id=2, bos_token_id=0, eos_token_id=1, use_cache=False,
     )  # fmt: skip
-    return hf.WhisperForConditionalGeneration(config), {"input_features": torch.randn(BATCH, 8, 32), "labels": tokens()["labels"]}
+    return hf.WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(BATCH, 8, 32),
+        "labels": tokens()["labels"],
+    }
 
 
 MODELS = [llama, qwen3, gemma, phi, deepseek_v3, mamba, t5, whisper]
@@ -132,7 +150,10 @@ def test_a_model_with_dropout_learns(mesh_1d, num_devices, monkeypatch):
     model, batch = gpt2(dropout=0.1)
     model.to("xla")
     shard_parameters(model, mesh_1d, num_devices)
-    inputs, optimizer = to_device(batch, mesh_1d, num_devices), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, optimizer = (
+        to_device(batch, mesh_1d, num_devices),
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+    )
     losses = []
     for _ in range(12):
         loss = hugging_face(model, inputs)

@@ -27,18 +27,30 @@ BATCH, CLASSES = 8, 5
 
 
 def images(size=32):
-    return {"pixel_values": torch.randn(BATCH, 3, size, size), "labels": torch.randint(0, CLASSES, (BATCH,))}
+    return {
+        "pixel_values": torch.randn(BATCH, 3, size, size),
+        "labels": torch.randint(0, CLASSES, (BATCH,)),
+    }
 
 
 def pixels(size=32):
-    return {"images": torch.randn(BATCH, 3, size, size), "classes": torch.randint(0, CLASSES, (BATCH, size, size))}
+    return {
+        "images": torch.randn(BATCH, 3, size, size),
+        "classes": torch.randint(0, CLASSES, (BATCH, size, size)),
+    }
 
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 def hf_resnet():
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type="basic", num_labels=CLASSES)
+    config = hf.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16, 16, 32],
+        depths=[1, 1, 1, 1],
+        layer_type="basic",
+        num_labels=CLASSES,
+    )
     return hf.ResNetForImageClassification(config), images()
 
 
@@ -51,17 +63,39 @@ def hf_vit():
 
 
 def hf_convnext():
-    config = hf.ConvNextConfig(hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], num_labels=CLASSES, drop_path_rate=0)
+    config = hf.ConvNextConfig(
+        hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], num_labels=CLASSES, drop_path_rate=0
+    )
     return hf.ConvNextForImageClassification(config), images(64)
 
 
 def hf_clip():
-    shared = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    text = {**shared, "vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 63, "pad_token_id": 1}
-    config = hf.CLIPConfig(text_config=text, vision_config={**shared, "image_size": 16, "patch_size": 4}, projection_dim=16)
+    shared = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
+    text = {
+        **shared,
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 63,
+        "pad_token_id": 1,
+    }
+    config = hf.CLIPConfig(
+        text_config=text,
+        vision_config={**shared, "image_size": 16, "patch_size": 4},
+        projection_dim=16,
+    )
     ids = torch.randint(2, 63, (BATCH, 10))
     ids[:, -1] = 63
-    return hf.CLIPModel(config), {"input_ids": ids, "pixel_values": torch.randn(BATCH, 3, 16, 16), "return_loss": True}
+    return hf.CLIPModel(config), {
+        "input_ids": ids,
+        "pixel_values": torch.randn(BATCH, 3, 16, 16),
+        "return_loss": True,
+    }
 
 
 @pytest.mark.slow
@@ -80,17 +114,27 @@ def small_resnet():
 
 
 def resnext():
-    return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, groups=4, width_per_group=4)
+    return models.ResNet(
+        models.resnet.Bottleneck, [1, 1, 1, 1], num_classes=CLASSES, groups=4, width_per_group=4
+    )
 
 
 def small_mobilenet_v3():
     block = functools.partial(models.mobilenetv3.InvertedResidualConfig, width_mult=1.0)
-    layers = [block(8, 3, 8, 8, True, "RE", 2, 1), block(8, 5, 16, 16, True, "HS", 2, 1), block(16, 5, 32, 16, False, "HS", 1, 1)]
+    layers = [
+        block(8, 3, 8, 8, True, "RE", 2, 1),
+        block(8, 5, 16, 16, True, "HS", 2, 1),
+        block(16, 5, 32, 16, False, "HS", 1, 1),
+    ]
     return models.MobileNetV3(layers, 32, num_classes=CLASSES, dropout=0)
 
 
 def mobilenet_v2():
-    return models.MobileNetV2(num_classes=CLASSES, width_mult=0.25, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
+    return models.MobileNetV2(
+        num_classes=CLASSES,
+        width_mult=0.25,
+        inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]],
+    )
 
 
 def small_efficientnet():
@@ -103,7 +147,9 @@ def small_efficientnet():
 
 
 def densenet():
-    return models.DenseNet(growth_rate=8, block_config=(2, 2), num_init_features=16, num_classes=CLASSES)
+    return models.DenseNet(
+        growth_rate=8, block_config=(2, 2), num_init_features=16, num_classes=CLASSES
+    )
 
 
 def shufflenet():
@@ -116,11 +162,16 @@ def small_regnet():
 
 
 def small_convnext():
-    return models.ConvNeXt([convnext.CNBlockConfig(16, 32, 1), convnext.CNBlockConfig(32, None, 1)], num_classes=CLASSES)
+    return models.ConvNeXt(
+        [convnext.CNBlockConfig(16, 32, 1), convnext.CNBlockConfig(32, None, 1)],
+        num_classes=CLASSES,
+    )
 
 
 def vit():
-    return models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=CLASSES)
+    return models.VisionTransformer(
+        32, 8, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=CLASSES
+    )
 
 
 def swin():
@@ -128,8 +179,13 @@ def swin():
 
 
 def swin_v2():
-    block, merging = models.swin_transformer.SwinTransformerBlockV2, models.swin_transformer.PatchMergingV2
-    return models.SwinTransformer([4, 4], 8, [2], [2], [4, 4], num_classes=CLASSES, block=block, downsample_layer=merging)
+    block, merging = (
+        models.swin_transformer.SwinTransformerBlockV2,
+        models.swin_transformer.PatchMergingV2,
+    )
+    return models.SwinTransformer(
+        [4, 4], 8, [2], [2], [4, 4], num_classes=CLASSES, block=block, downsample_layer=merging
+    )
 
 
 def backbone():
@@ -137,7 +193,9 @@ def backbone():
 
 
 def fcn():
-    return segmentation.FCN(backbone(), segmentation.fcn.FCNHead(512, CLASSES), segmentation.fcn.FCNHead(256, CLASSES))
+    return segmentation.FCN(
+        backbone(), segmentation.fcn.FCNHead(512, CLASSES), segmentation.fcn.FCNHead(256, CLASSES)
+    )
 
 
 def deeplab():
@@ -145,7 +203,9 @@ def deeplab():
 
 
 def lraspp():
-    layers = _utils.IntermediateLayerGetter(small_mobilenet_v3().features, {"1": "low", "4": "high"})
+    layers = _utils.IntermediateLayerGetter(
+        small_mobilenet_v3().features, {"1": "low", "4": "high"}
+    )
     return segmentation.LRASPP(layers, 8, 96, CLASSES, inter_channels=16)
 
 
@@ -180,14 +240,23 @@ if ALL:
 def test_three_steps_of_torchvision(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     model = in_float64(make())
-    check_training(model, images(64 if make is not vit else 32), mesh_1d, loss_of=classification_loss, rtol=1e-7, grad_rtol=1e-6)
+    check_training(
+        model,
+        images(64 if make is not vit else 32),
+        mesh_1d,
+        loss_of=classification_loss,
+        rtol=1e-7,
+        grad_rtol=1e-6,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SEGMENTERS)
 def test_three_steps_of_torchvision_segmentation(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
-    check_training(in_float64(make()), pixels(), mesh_1d, loss_of=segmentation_loss, rtol=1e-7, grad_rtol=1e-6)
+    check_training(
+        in_float64(make()), pixels(), mesh_1d, loss_of=segmentation_loss, rtol=1e-7, grad_rtol=1e-6
+    )
 
 
 FULL_SIZE = [
@@ -210,6 +279,13 @@ FULL_SIZE_SEGMENTERS = ["fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_
 def test_a_step_at_full_size(name, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     segments = name in FULL_SIZE_SEGMENTERS
-    model = in_float64(models.get_model(name, weights=None, num_classes=CLASSES, **({"weights_backbone": None} if segments else {})))
+    model = in_float64(
+        models.get_model(
+            name,
+            weights=None,
+            num_classes=CLASSES,
+            **({"weights_backbone": None} if segments else {}),
+        )
+    )
     batch, loss = (pixels(64), segmentation_loss) if segments else (images(64), classification_loss)
     check_training(model, batch, mesh_1d, loss_of=loss, steps=1, rtol=1e-7, grad_rtol=1e-6)

@@ -10,7 +10,9 @@ from oracle import check, lower
 from spmd_core.ops import activation, registry  # noqa: F401  (registers the lowerings)
 
 FLOATS = [torch.float32, torch.bfloat16]
-SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 6.0, 30.0, -30.0, math.nan, math.inf, -math.inf])
+SPECIAL = torch.tensor(
+    [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 3.0, -3.0, 6.0, 30.0, -30.0, math.nan, math.inf, -math.inf]
+)
 
 
 def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -63,7 +65,12 @@ def test_forward(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     for dtype in FLOATS:
         check(f"aten.{op}.default", values(dtype, 3, 8), *args, **kwargs)
     # gelu(inf) and gelu(-inf) are inf * 1 and inf * 0 in torch's formulas: nan in some of its kernels and in some versions of XLA
-    check(f"aten.{op}.default", SPECIAL if op != "gelu" else SPECIAL[SPECIAL.isfinite()], *args, **kwargs)
+    check(
+        f"aten.{op}.default",
+        SPECIAL if op != "gelu" else SPECIAL[SPECIAL.isfinite()],
+        *args,
+        **kwargs,
+    )
     check(f"aten.{op}.default", torch.empty(0, 4), *args, **kwargs)
     if op != "glu":
         check(f"aten.{op}.default", values(torch.float32), *args, **kwargs)
@@ -72,7 +79,9 @@ def test_forward(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 @pytest.mark.parametrize(("op", "args", "kwargs"), BACKWARD)
 def test_backward(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for dtype in FLOATS:
-        check(f"aten.{op}.default", values(dtype, 3, 8, seed=1), values(dtype, 3, 8), *args, **kwargs)
+        check(
+            f"aten.{op}.default", values(dtype, 3, 8, seed=1), values(dtype, 3, 8), *args, **kwargs
+        )
     finite = SPECIAL[SPECIAL.isfinite()]
     check(f"aten.{op}.default", torch.ones_like(finite), finite, *args, **kwargs)
     check(f"aten.{op}.default", torch.empty(0, 4), torch.empty(0, 4), *args, **kwargs)
@@ -97,7 +106,10 @@ def test_backward_from_the_result(dtype: torch.dtype) -> None:
 
 
 def test_backward_of_complex_results() -> None:
-    z, grad = (torch.complex(values(torch.float32, 5, seed=s), values(torch.float32, 5, seed=s + 1)) for s in (0, 2))
+    z, grad = (
+        torch.complex(values(torch.float32, 5, seed=s), values(torch.float32, 5, seed=s + 1))
+        for s in (0, 2)
+    )
     check("aten.tanh_backward.default", grad, z)
     check("aten.sigmoid_backward.default", grad, z)
     check("aten.silu.default", z)
@@ -106,12 +118,20 @@ def test_backward_of_complex_results() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_log_sigmoid_backward(dtype: torch.dtype) -> None:
     x = values(dtype, 3, 8) * 10
-    check("aten.log_sigmoid_backward.default", values(dtype, 3, 8, seed=1), x, torch.ops.aten.log_sigmoid_forward(x)[1])
+    check(
+        "aten.log_sigmoid_backward.default",
+        values(dtype, 3, 8, seed=1),
+        x,
+        torch.ops.aten.log_sigmoid_forward(x)[1],
+    )
 
 
 def test_log_sigmoid_with_an_empty_buffer() -> None:
     outs = (registry.Out((4,), torch.float32), registry.Out((0,), torch.float32))
-    assert [x.shape for x in lower("aten.log_sigmoid_forward.default", (values(torch.float32, 4),), {}, outs)] == [(4,), (0,)]
+    assert [
+        x.shape
+        for x in lower("aten.log_sigmoid_forward.default", (values(torch.float32, 4),), {}, outs)
+    ] == [(4,), (0,)]
 
 
 @pytest.mark.parametrize("eps", [None, 1e-2])
@@ -126,7 +146,12 @@ def test_logit(eps: float | None) -> None:
 def test_prelu(dtype: torch.dtype) -> None:
     weight = values(dtype, 1, 4, 1, seed=2)
     check("aten._prelu_kernel.default", values(dtype, 2, 4, 3), weight)
-    check("aten._prelu_kernel_backward.default", values(dtype, 2, 4, 3, seed=1), values(dtype, 2, 4, 3), weight.expand(2, 4, 3))
+    check(
+        "aten._prelu_kernel_backward.default",
+        values(dtype, 2, 4, 3, seed=1),
+        values(dtype, 2, 4, 3),
+        weight.expand(2, 4, 3),
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

@@ -17,7 +17,12 @@ from spmd_core import dtypes
 from spmd_core.ops import attention, flash, registry
 
 # Two correct orders of summation differ by some units in the last place of the probabilities, which 16-bit inputs round once more than math does.
-TOLERANCE = {torch.float16: (1e-2, 1e-2), torch.bfloat16: (6e-2, 6e-2), torch.float32: (1e-4, 2e-5), torch.float64: (1e-9, 1e-10)}
+TOLERANCE = {
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (6e-2, 6e-2),
+    torch.float32: (1e-4, 2e-5),
+    torch.float64: (1e-9, 1e-10),
+}
 
 
 @pytest.fixture(params=[8, 512], ids=["blocks of 8", "one block"])
@@ -49,9 +54,15 @@ def lowered(name: str, *args: Any) -> list[torch.Tensor]:
 
 def eager(query, key, value, mask, grad, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Eager torch's result, and its gradients for whatever is a float."""
-    inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in (query, key, value, mask) if x is not None]
+    inputs = [
+        x.detach().requires_grad_(x.is_floating_point())
+        for x in (query, key, value, mask)
+        if x is not None
+    ]
     with sdpa_kernel(SDPBackend.MATH):
-        out = scaled_dot_product_attention(*inputs[:3], attn_mask=inputs[3] if len(inputs) == 4 else None, **options)
+        out = scaled_dot_product_attention(
+            *inputs[:3], attn_mask=inputs[3] if len(inputs) == 4 else None, **options
+        )
     wanted = [x for x in inputs if x.requires_grad]
     return out.detach(), list(torch.autograd.grad(out, wanted, grad))
 
@@ -59,14 +70,18 @@ def eager(query, key, value, mask, grad, **options) -> tuple[torch.Tensor, list[
 def check(query, key, value, mask=None, *, is_causal=False, scale=None, enable_gqa=False) -> None:
     rtol, atol = TOLERANCE[query.dtype]
     (grad,) = tensors(query.dtype, (*query.shape[:-1], value.shape[-1]))
-    right, right_grads = eager(query, key, value, mask, grad, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    right, right_grads = eager(
+        query, key, value, mask, grad, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     options = (None, 0.0, is_causal, scale, enable_gqa)
     (alone,) = lowered("spmd.attention.default", query, key, value, mask, *options)
     out, lse = lowered("spmd.attention.lse", query, key, value, mask, *options)
     torch.testing.assert_close(alone, out, equal_nan=True)
     torch.testing.assert_close(out, right, rtol=rtol, atol=atol, equal_nan=True)
     wanted = [True, True, True, mask is not None and mask.is_floating_point()]
-    grads = lowered("spmd.attention_backward.default", grad, query, key, value, mask, out, lse, *options, wanted)
+    grads = lowered(
+        "spmd.attention_backward.default", grad, query, key, value, mask, out, lse, *options, wanted
+    )
     assert len(grads) == len(right_grads)
     for mine, other in zip(grads, right_grads):
         scale_of_grads = max(1.0, float(other.abs().max()) if other.numel() else 1.0)
@@ -102,7 +117,20 @@ def test_dtypes(block, dtype):
         check(query, key, value, mask.float())
 
 
-MASKS = [(2, 3, 11, 17), (2, 1, 1, 17), (1, 3, 11, 1), (3, 11, 17), (1, 11, 17), (11, 17), (1, 17), (11, 1), (17,), (1,), (), (2, 3, 1, 1)]
+MASKS = [
+    (2, 3, 11, 17),
+    (2, 1, 1, 17),
+    (1, 3, 11, 1),
+    (3, 11, 17),
+    (1, 11, 17),
+    (11, 17),
+    (1, 17),
+    (11, 1),
+    (17,),
+    (1,),
+    (),
+    (2, 3, 1, 1),
+]
 
 
 @pytest.mark.parametrize("shape", MASKS, ids=str)
@@ -118,7 +146,12 @@ def test_a_row_without_keys_gives_zeros(block, kind):
     query, key, value = tensors(torch.float32, *SHAPES["more keys"])
     mask = torch.ones(9, 30, dtype=torch.bool)
     mask[0], mask[4, :25], mask[8, 8:] = False, False, False
-    check(query, key, value, mask if kind == "bool" else torch.zeros(9, 30).masked_fill(~mask, -torch.inf))
+    check(
+        query,
+        key,
+        value,
+        mask if kind == "bool" else torch.zeros(9, 30).masked_fill(~mask, -torch.inf),
+    )
 
 
 def test_nan_and_infinity_spread_as_in_torch(block):
@@ -129,7 +162,9 @@ def test_nan_and_infinity_spread_as_in_torch(block):
     for m in (None, mask):
         with sdpa_kernel(SDPBackend.MATH):
             right = scaled_dot_product_attention(query, key, value, attn_mask=m)
-        (got,) = lowered("spmd.attention.default", query, key, value, m, None, 0.0, False, None, False)
+        (got,) = lowered(
+            "spmd.attention.default", query, key, value, m, None, 0.0, False, None, False
+        )
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
@@ -165,18 +200,35 @@ def test_empty(dim):
     check(*tensors(torch.float32, *map(tuple, shapes)))
 
 
-@pytest.mark.parametrize("wanted", [(True, False, False, False), (False, True, False, True), (False, False, True, False)])
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False, False), (False, True, False, True), (False, False, True, False)]
+)
 def test_only_the_gradients_that_are_asked_for(block, wanted):
-    query, key, value, mask, grad = tensors(torch.float32, *SHAPES["more keys"], (9, 30), (2, 3, 9, 8))
+    query, key, value, mask, grad = tensors(
+        torch.float32, *SHAPES["more keys"], (9, 30), (2, 3, 9, 8)
+    )
     _, right = eager(query, key, value, mask, grad)
     options = (None, 0.0, False, None, False)
     out, lse = lowered("spmd.attention.lse", query, key, value, mask, *options)
-    grads = lowered("spmd.attention_backward.default", grad, query, key, value, mask, out, lse, *options, list(wanted))
+    grads = lowered(
+        "spmd.attention_backward.default",
+        grad,
+        query,
+        key,
+        value,
+        mask,
+        out,
+        lse,
+        *options,
+        list(wanted),
+    )
     for mine, other in zip(grads, [g for g, yes in zip(right, wanted) if yes], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("shapes", [SHAPES["wide values"], GROUPED["four dims"]], ids=["heads", "grouped"])
+@pytest.mark.parametrize(
+    "shapes", [SHAPES["wide values"], GROUPED["four dims"]], ids=["heads", "grouped"]
+)
 @pytest.mark.parametrize("p", [0.4, 1.0])
 def test_dropout_is_the_same_in_the_result_and_the_gradients(block, shapes, p):
     """torch's own formula over the mask that `attention_kept` names."""
@@ -192,7 +244,16 @@ def test_dropout_is_the_same_in_the_result_and_the_gradients(block, shapes, p):
     plain = [x.detach() for x in inputs]
     out, lse = lowered("spmd.attention.lse", *plain, None, *options)
     torch.testing.assert_close(out, right.detach())
-    grads = lowered("spmd.attention_backward.default", grad, *plain, None, out, lse, *options, [True, True, True, False])
+    grads = lowered(
+        "spmd.attention_backward.default",
+        grad,
+        *plain,
+        None,
+        out,
+        lse,
+        *options,
+        [True, True, True, False],
+    )
     for mine, other in zip(grads, right_grads, strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -225,7 +286,12 @@ def test_the_program_does_not_grow_with_the_sequence():
         x = jax.ShapeDtypeStruct((1, 2, 1, n, 8), np.float32)
         k = jax.ShapeDtypeStruct((1, 2, n, 8), np.float32)
         plan = flash.Plan(n, n, 1.0, True, 0.0)
-        return len(jax.jit(lambda q, k, v: flash.forward(plan, q, k, v, None, None)).lower(x, k, k).as_text().splitlines())
+        return len(
+            jax.jit(lambda q, k, v: flash.forward(plan, q, k, v, None, None))
+            .lower(x, k, k)
+            .as_text()
+            .splitlines()
+        )
 
     assert lines(8192) == lines(1536)
 
@@ -235,20 +301,47 @@ def test_the_program_does_not_grow_with_the_sequence():
 
 
 def text_for(
-    platform: str, lowering_platform: str, dtype: Any, *, q=(2, 4, 256, 64), kv=(2, 2, 256, 64), is_causal=True, backward=False, num_devices=1
+    platform: str,
+    lowering_platform: str,
+    dtype: Any,
+    *,
+    q=(2, 4, 256, 64),
+    kv=(2, 2, 256, 64),
+    is_causal=True,
+    backward=False,
+    num_devices=1,
 ) -> str:
     """The StableHLO of attention (or its backward) for a platform that need not be here."""
     gqa = q[1] != kv[1]
     torch_dtype = dtypes.to_torch(np.dtype(dtype))
 
     def forward(query, key, value):
-        ctx = registry.Context((registry.Out((*q[:-1], kv[-1]), torch_dtype),), platform, num_devices=num_devices)
-        return attention._attention_lse(ctx, query, key, value, None, None, 0.0, is_causal, None, gqa)
+        ctx = registry.Context(
+            (registry.Out((*q[:-1], kv[-1]), torch_dtype),), platform, num_devices=num_devices
+        )
+        return attention._attention_lse(
+            ctx, query, key, value, None, None, 0.0, is_causal, None, gqa
+        )
 
     def both(query, key, value):
         out, lse = forward(query, key, value)
         ctx = registry.Context((registry.Out(q, torch_dtype),), platform, num_devices=num_devices)
-        return attention._attention_backward(ctx, out, query, key, value, None, out, lse, None, 0.0, is_causal, None, gqa, [True, True, True, False])
+        return attention._attention_backward(
+            ctx,
+            out,
+            query,
+            key,
+            value,
+            None,
+            out,
+            lse,
+            None,
+            0.0,
+            is_causal,
+            None,
+            gqa,
+            [True, True, True, False],
+        )
 
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in (q, kv, kv)]
     with jax.enable_x64(True):
@@ -260,7 +353,9 @@ def text_for(
 def hopper(monkeypatch):
     """jax asks the machine for its cuDNN when it traces."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(
+        fused_attention_stablehlo, "check_compute_capability", lambda capability: True
+    )
     monkeypatch.setattr(attention, "_cuda_capability", lambda: 9.0)
 
 
@@ -285,7 +380,10 @@ def test_gpus_use_blocks_where_cudnn_declines(hopper, dtype, options):
     assert "cudnn" not in text_for("gpu", "cuda", dtype, backward=True, **options)
 
 
-@pytest.mark.parametrize(("capability", "dim", "takes"), [(None, 64, False), (7.5, 64, False), (8.0, 128, True), (8.0, 136, False), (9.0, 256, True)])
+@pytest.mark.parametrize(
+    ("capability", "dim", "takes"),
+    [(None, 64, False), (7.5, 64, False), (8.0, 128, True), (8.0, 136, False), (9.0, 256, True)],
+)
 def test_what_cudnn_takes(capability, dim, takes):
     x = jnp.zeros((1, 1, 1, 16, dim), jnp.bfloat16)
     assert attention._cudnn_takes(flash.Plan(16, 16, 1.0, True, 0.0), x, x, capability) is takes
@@ -302,21 +400,31 @@ def test_a_gpu_that_is_not_nvidias_has_no_cudnn(monkeypatch):
 def test_tpus_use_splash_attention():
     assert "tpu_custom_call" in text_for("tpu", "tpu", jnp.bfloat16)
     assert "tpu_custom_call" in text_for("tpu", "tpu", jnp.bfloat16, backward=True)
-    assert "tpu_custom_call" not in text_for("tpu", "tpu", jnp.bfloat16, backward=True, num_devices=2)
+    assert "tpu_custom_call" not in text_for(
+        "tpu", "tpu", jnp.bfloat16, backward=True, num_devices=2
+    )
     assert "tpu_custom_call" not in text_for("tpu", "tpu", np.float32, backward=True)
-    assert "tpu_custom_call" not in text_for("tpu", "tpu", jnp.bfloat16, q=(2, 4, 200, 64), kv=(2, 2, 200, 64), backward=True)
+    assert "tpu_custom_call" not in text_for(
+        "tpu", "tpu", jnp.bfloat16, q=(2, 4, 200, 64), kv=(2, 2, 200, 64), backward=True
+    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_splash_attention_computes_what_the_blocks_do(is_causal):
     query, key, value = tensors(torch.bfloat16, (1, 4, 256, 64), (1, 2, 256, 64), (1, 2, 256, 64))
     with sdpa_kernel(SDPBackend.MATH):
-        right = scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        right = scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, enable_gqa=True
+        )
     plan = flash.Plan(256, 256, 0.125, is_causal, 0.0)
     q, k, v = (jnp.asarray(dtypes.numpy_view(x)) for x in (query, key, value))
-    out, lse = attention._splash(plan, q.reshape(1, 2, 2, 256, 64), k, v, differentiable=False, interpret=True)
+    out, lse = attention._splash(
+        plan, q.reshape(1, 2, 2, 256, 64), k, v, differentiable=False, interpret=True
+    )
     _, lse_of_blocks = flash.forward(plan, q.reshape(1, 2, 2, 256, 64), k, v, None, None)
-    torch.testing.assert_close(dtypes.tensor_view(np.asarray(out)).reshape(right.shape), right, rtol=6e-2, atol=6e-2)
+    torch.testing.assert_close(
+        dtypes.tensor_view(np.asarray(out)).reshape(right.shape), right, rtol=6e-2, atol=6e-2
+    )
     np.testing.assert_allclose(np.asarray(lse), np.asarray(lse_of_blocks), rtol=1e-2, atol=1e-2)
 
 
@@ -334,11 +442,28 @@ def test_an_opaque_kernel_is_split_over_batch_and_heads(num_devices, monkeypatch
         return flash.forward(plan, query, key, value, None, None)
 
     heads = mesh.shape["tensor"]
-    arrays = [np.random.default_rng(0).normal(size=s).astype(np.float32) for s in ((4, heads, 2, 16, 8), (4, heads, 16, 8), (4, heads, 16, 8))]
+    arrays = [
+        np.random.default_rng(0).normal(size=s).astype(np.float32)
+        for s in ((4, heads, 2, 16, 8), (4, heads, 16, 8), (4, heads, 16, 8))
+    ]
     right = flash.forward(plan, *map(jnp.asarray, arrays), None, None)
-    for spec in (PartitionSpec("data", "tensor"), PartitionSpec("data", None, "tensor" if heads == 2 else None), PartitionSpec(None, "tensor")):
-        placed = [jax.device_put(x, NamedSharding(mesh, spec if x.ndim == 5 or len(spec) < 3 else PartitionSpec(*spec[:2]))) for x in arrays]
-        compiled = jax.jit(lambda *args: attention._per_shard(kernel, *args)).lower(*placed).compile()
+    for spec in (
+        PartitionSpec("data", "tensor"),
+        PartitionSpec("data", None, "tensor" if heads == 2 else None),
+        PartitionSpec(None, "tensor"),
+    ):
+        placed = [
+            jax.device_put(
+                x,
+                NamedSharding(
+                    mesh, spec if x.ndim == 5 or len(spec) < 3 else PartitionSpec(*spec[:2])
+                ),
+            )
+            for x in arrays
+        ]
+        compiled = (
+            jax.jit(lambda *args: attention._per_shard(kernel, *args)).lower(*placed).compile()
+        )
         for mine, other in zip(compiled(*placed), right):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
         if len(spec) == 2:

@@ -18,7 +18,16 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 CASES: dict[str, tuple[Any, ...]] = {
     "1d": ((2, 4, 9), (6, 4, 3), [2], [1], [1], False, [0], 1),
     "2d": ((2, 4, 8, 7), (6, 4, 3, 3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-    "2d strided, padded, dilated": ((2, 4, 9, 8), (6, 4, 3, 2), [2, 3], [2, 1], [2, 1], False, [0, 0], 1),
+    "2d strided, padded, dilated": (
+        (2, 4, 9, 8),
+        (6, 4, 3, 2),
+        [2, 3],
+        [2, 1],
+        [2, 1],
+        False,
+        [0, 0],
+        1,
+    ),
     "2d one number for all": ((2, 4, 9, 8), (6, 4, 3, 3), [2], [1], [1], False, [0], 1),
     "2d grouped": ((2, 4, 6, 6), (6, 2, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 2),
     "2d depthwise": ((2, 4, 6, 6), (8, 1, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 4),
@@ -26,17 +35,51 @@ CASES: dict[str, tuple[Any, ...]] = {
     "3d": ((1, 2, 5, 6, 4), (3, 2, 2, 3, 2), [1, 2, 1], [0, 1, 1], [1, 1, 2], False, [0, 0, 0], 1),
     "1d transposed": ((2, 4, 5), (4, 3, 3), [2], [1], [1], True, [1], 1),
     "2d transposed": ((2, 4, 5, 4), (4, 3, 3, 2), [2, 1], [1, 0], [1, 1], True, [1, 0], 1),
-    "2d transposed, dilated, grouped": ((2, 4, 5, 4), (4, 3, 3, 2), [2, 3], [1, 3], [2, 1], True, [1, 2], 2),
-    "2d transposed, much padding": ((1, 2, 6, 6), (2, 2, 2, 2), [1, 1], [3, 2], [1, 1], True, [0, 0], 1),
-    "3d transposed": ((1, 2, 3, 4, 3), (2, 3, 2, 3, 2), [1, 2, 1], [0, 1, 0], [1, 1, 1], True, [0, 1, 0], 1),
+    "2d transposed, dilated, grouped": (
+        (2, 4, 5, 4),
+        (4, 3, 3, 2),
+        [2, 3],
+        [1, 3],
+        [2, 1],
+        True,
+        [1, 2],
+        2,
+    ),
+    "2d transposed, much padding": (
+        (1, 2, 6, 6),
+        (2, 2, 2, 2),
+        [1, 1],
+        [3, 2],
+        [1, 1],
+        True,
+        [0, 0],
+        1,
+    ),
+    "3d transposed": (
+        (1, 2, 3, 4, 3),
+        (2, 3, 2, 3, 2),
+        [1, 2, 1],
+        [0, 1, 0],
+        [1, 1, 1],
+        True,
+        [0, 1, 0],
+        1,
+    ),
 }
 
 
-def tensors(case: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+def tensors(
+    case: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
     x_shape, weight_shape, *geometry = CASES[case]
     transposed, groups = geometry[3], geometry[5]
     num_out = weight_shape[1] * groups if transposed else weight_shape[0]
-    return values(dtype, *x_shape), values(dtype, *weight_shape, seed=1), values(dtype, num_out, seed=2), tuple(geometry)
+    return (
+        values(dtype, *x_shape),
+        values(dtype, *weight_shape, seed=1),
+        values(dtype, num_out, seed=2),
+        tuple(geometry),
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,7 +94,17 @@ def test_convolution_of_sixteen_bits(case: str) -> None:
     x, weight, bias, geometry = tensors(case, torch.bfloat16)
     check("aten.convolution.default", x, weight, bias, *geometry, rtol=2e-2, atol=6e-2)
     grad = torch.ops.aten.convolution(x, weight, bias, *geometry)
-    check("aten.convolution_backward.default", grad, x, weight, [bias.shape[0]], *geometry, [True, True, True], rtol=2e-2, atol=0.3)
+    check(
+        "aten.convolution_backward.default",
+        grad,
+        x,
+        weight,
+        [bias.shape[0]],
+        *geometry,
+        [True, True, True],
+        rtol=2e-2,
+        atol=0.3,
+    )
 
 
 def test_convolution_of_an_empty_batch() -> None:
@@ -63,17 +116,36 @@ def test_convolution_of_an_empty_batch() -> None:
 def test_convolution_backward(case: str) -> None:
     x, weight, bias, geometry = tensors(case, torch.float32)
     grad = torch.ops.aten.convolution(x, weight, bias, *geometry)
-    check("aten.convolution_backward.default", grad, x, weight, [bias.shape[0]], *geometry, [True, True, True], rtol=1e-4, atol=1e-3)
+    check(
+        "aten.convolution_backward.default",
+        grad,
+        x,
+        weight,
+        [bias.shape[0]],
+        *geometry,
+        [True, True, True],
+        rtol=1e-4,
+        atol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("mask", [[True, False, False], [False, True, False], [False, True, True]])
 def test_convolution_backward_gives_none_where_no_gradient_is_asked(mask: list[bool]) -> None:
     x, weight, bias, geometry = tensors("2d", torch.float32)
     grad = torch.ops.aten.convolution(x, weight, bias, *geometry)
-    expected = torch.ops.aten.convolution_backward(grad, x, weight, [bias.shape[0]], *geometry, mask)
+    expected = torch.ops.aten.convolution_backward(
+        grad, x, weight, [bias.shape[0]], *geometry, mask
+    )
     outs = tuple(registry.Out(tuple(t.shape), t.dtype) for t in expected if t is not None)
-    got = lower("aten.convolution_backward.default", (grad, x, weight, [bias.shape[0]], *geometry, mask), {}, outs)
-    assert [t is None for t in got] == [t is None for t in expected] == [not asked for asked in mask]
+    got = lower(
+        "aten.convolution_backward.default",
+        (grad, x, weight, [bias.shape[0]], *geometry, mask),
+        {},
+        outs,
+    )
+    assert (
+        [t is None for t in got] == [t is None for t in expected] == [not asked for asked in mask]
+    )
     for mine, right in zip(got, expected):
         if right is not None:
             torch.testing.assert_close(torch.tensor(mine.tolist()), right, rtol=1e-4, atol=1e-3)
@@ -83,11 +155,23 @@ def test_overrideable_names_compute_the_same() -> None:
     # torch has no CPU kernel for them: they are what a backend without its own convolution would be sent.
     x, weight, bias, geometry = tensors("2d grouped", torch.float32)
     right = torch.ops.aten.convolution(x, weight, bias, *geometry)
-    (got,) = lower("aten.convolution_overrideable.default", (x, weight, bias, *geometry), {}, (registry.Out(tuple(right.shape), right.dtype),))
+    (got,) = lower(
+        "aten.convolution_overrideable.default",
+        (x, weight, bias, *geometry),
+        {},
+        (registry.Out(tuple(right.shape), right.dtype),),
+    )
     torch.testing.assert_close(torch.tensor(got.tolist()), right, rtol=1e-4, atol=1e-4)
-    expected = torch.ops.aten.convolution_backward(right, x, weight, [6], *geometry, [True, True, True])
+    expected = torch.ops.aten.convolution_backward(
+        right, x, weight, [6], *geometry, [True, True, True]
+    )
     outs = tuple(registry.Out(tuple(t.shape), t.dtype) for t in expected)
-    got = lower("aten.convolution_backward_overrideable.default", (right, x, weight, *geometry, [True, True, True]), {}, outs)
+    got = lower(
+        "aten.convolution_backward_overrideable.default",
+        (right, x, weight, *geometry, [True, True, True]),
+        {},
+        outs,
+    )
     for mine, exact in zip(got, expected):
         assert dtypes.to_torch(mine.dtype) == exact.dtype
         torch.testing.assert_close(torch.tensor(mine.tolist()), exact, rtol=1e-4, atol=1e-3)

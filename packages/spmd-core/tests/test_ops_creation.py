@@ -57,7 +57,11 @@ def test_empty_is_zeros(name: str, args: tuple[Any, ...], dtype: torch.dtype) ->
     assert not got.any()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [None, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8],
+    ids=str,
+)
 def test_arange(dtype: torch.dtype | None) -> None:
     for end in (0, 5, 4.5):
         check("aten.arange.default", end, dtype=dtype)
@@ -107,6 +111,12 @@ def test_eye(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [(3, 3), (2, 5), (5, 2), (0, 3), (3, 0)], ids=str)
 def test_triangle_indices(size: tuple[int, int]) -> None:
-    for offset, dtype in ((-6, torch.int64), (-2, torch.int32), (0, torch.int64), (1, torch.int64), (7, torch.int32)):
+    for offset, dtype in (
+        (-6, torch.int64),
+        (-2, torch.int32),
+        (0, torch.int64),
+        (1, torch.int64),
+        (7, torch.int32),
+    ):
         check("aten.tril_indices.default", *size, offset, dtype=dtype)
         check("aten.triu_indices.default", *size, offset, dtype=dtype)

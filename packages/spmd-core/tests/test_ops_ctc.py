@@ -10,7 +10,9 @@ FRAMES, BATCH, CLASSES = 9, 4, 6
 
 
 def log_probs(dtype=torch.float64):
-    return torch.randn(FRAMES, BATCH, CLASSES, generator=torch.Generator().manual_seed(0), dtype=dtype).log_softmax(-1)
+    return torch.randn(
+        FRAMES, BATCH, CLASSES, generator=torch.Generator().manual_seed(0), dtype=dtype
+    ).log_softmax(-1)
 
 
 # With repeated labels, which need a blank between them; none at all; and one that has no path.
@@ -27,7 +29,9 @@ def test_losses_and_gradients(input_lengths, blank):
         for device in ("cpu", "xla"):
             x = log_probs().to(device).requires_grad_()
             # The second result, alpha, is torch's own business: it leaves the states that no path reaches unwritten.
-            losses, _ = torch.ops.aten._ctc_loss(x, targets.to(device), input_lengths, TARGET_LENGTHS, blank, zero_infinity)
+            losses, _ = torch.ops.aten._ctc_loss(
+                x, targets.to(device), input_lengths, TARGET_LENGTHS, blank, zero_infinity
+            )
             (losses * scale.to(device)).sum().backward()
             results.append([losses.detach().cpu(), x.grad.cpu()])
         torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10, equal_nan=True)
@@ -36,7 +40,10 @@ def test_losses_and_gradients(input_lengths, blank):
 CALLS = {
     "lists": ((9, 7, 9, 8), (4, 2, 0, 4)),
     "tensors on the CPU": (torch.tensor([9, 7, 9, 8]), torch.tensor([4, 2, 0, 4])),
-    "tensors on the device": (torch.tensor([9, 7, 9, 8]), torch.tensor([4, 2, 0, 4], dtype=torch.int32)),
+    "tensors on the device": (
+        torch.tensor([9, 7, 9, 8]),
+        torch.tensor([4, 2, 0, 4], dtype=torch.int32),
+    ),
 }
 
 
@@ -51,7 +58,9 @@ def test_every_form_of_lengths_and_targets(call, reduction, monkeypatch):
             lengths = [n.to(device) if call == "tensors on the device" else n for n in CALLS[call]]
             if not isinstance(lengths[0], torch.Tensor) and targets.dim() == 1:
                 lengths = list(map(list, lengths))
-            loss = F.ctc_loss(x, targets.to(device), *lengths, reduction=reduction, zero_infinity=True)
+            loss = F.ctc_loss(
+                x, targets.to(device), *lengths, reduction=reduction, zero_infinity=True
+            )
             loss.sum().backward()
             results.append([loss.detach().cpu(), x.grad.cpu()])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

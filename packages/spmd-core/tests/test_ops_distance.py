@@ -15,20 +15,37 @@ NORMS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf]
 def test_between_two_sets(p):
     a, b = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64)
     check("aten._cdist_forward.default", a, b, p, None)
-    check("aten._cdist_backward.default", torch.randn(2, 4, 5, dtype=torch.float64), a, b, p, torch.cdist(a, b, p))
+    check(
+        "aten._cdist_backward.default",
+        torch.randn(2, 4, 5, dtype=torch.float64),
+        a,
+        b,
+        p,
+        torch.cdist(a, b, p),
+    )
 
 
 @pytest.mark.parametrize("p", NORMS)
 def test_within_one_set(p):
     x = torch.randn(6, 3, dtype=torch.float64)
     check("aten._pdist_forward.default", x, p)
-    if p != 0.5:  # torch's CPU kernel has gradients of its own for p < 1, which do not agree with its cdist
-        check("aten._pdist_backward.default", torch.randn(15, dtype=torch.float64), x, p, torch.pdist(x, p))
+    if (
+        p != 0.5
+    ):  # torch's CPU kernel has gradients of its own for p < 1, which do not agree with its cdist
+        check(
+            "aten._pdist_backward.default",
+            torch.randn(15, dtype=torch.float64),
+            x,
+            p,
+            torch.pdist(x, p),
+        )
 
 
 @pytest.mark.parametrize("mode", [None, 0, 1, 2])
 def test_many_points_and_each_way_to_compute(mode):
-    check("aten._cdist_forward.default", torch.randn(30, 4), torch.randn(26, 4), 2.0, mode, atol=1e-3)
+    check(
+        "aten._cdist_forward.default", torch.randn(30, 4), torch.randn(26, 4), 2.0, mode, atol=1e-3
+    )
     check("aten._cdist_forward.default", torch.randn(3, 4), torch.randn(2, 4), 2.0, mode, atol=1e-3)
 
 
@@ -56,13 +73,22 @@ def test_broadcast_batches_and_their_gradients(shapes):
 
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0])
 def test_a_nan_is_far_from_everything(p):
-    check("aten._cdist_forward.default", torch.tensor([[math.nan, 0.0], [1.0, 2.0]]), torch.zeros(3, 2), p, None)
+    check(
+        "aten._cdist_forward.default",
+        torch.tensor([[math.nan, 0.0], [1.0, 2.0]]),
+        torch.zeros(3, 2),
+        p,
+        None,
+    )
 
 
 # Where eager torch (2.13) takes the larger of a NaN and a number it keeps one or the other, by where they stand; its pdist keeps the NaN.
 def test_a_nan_in_the_largest_difference():
     (got,) = lower(
-        "aten._cdist_forward.default", (torch.tensor([[math.nan, 1.0]]), torch.zeros(1, 2), math.inf, None), {}, (Out((1, 1), torch.float32),)
+        "aten._cdist_forward.default",
+        (torch.tensor([[math.nan, 1.0]]), torch.zeros(1, 2), math.inf, None),
+        {},
+        (Out((1, 1), torch.float32),),
     )
     assert math.isnan(got.item())
 
@@ -71,4 +97,11 @@ def test_a_nan_in_the_largest_difference():
 def test_equal_coordinates(p):
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-1, 2, shape, generator=generator).double() for shape in ((4, 3), (5, 3)))
-    check("aten._cdist_backward.default", torch.randn(4, 5, dtype=torch.float64), a, b, p, torch.cdist(a, b, p))
+    check(
+        "aten._cdist_backward.default",
+        torch.randn(4, 5, dtype=torch.float64),
+        a,
+        b,
+        p,
+        torch.cdist(a, b, p),
+    )

@@ -13,7 +13,13 @@ FLOATS = [torch.float32, torch.bfloat16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 3.0, 100.0, -100.0, 1e-3, NAN, INF, -INF]
 
 
-def values(dtype: torch.dtype, low: float = -3.0, high: float = 3.0, shape: tuple[int, ...] = (3, 5), seed: int = 0) -> torch.Tensor:
+def values(
+    dtype: torch.dtype,
+    low: float = -3.0,
+    high: float = 3.0,
+    shape: tuple[int, ...] = (3, 5),
+    seed: int = 0,
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
     return x > 0 if dtype is torch.bool else x.to(dtype)
@@ -51,10 +57,16 @@ COMPLEX_TOO = (
 @pytest.mark.parametrize("op", sorted(elementwise._UNARY))
 def test_unary(op: str) -> None:
     low, high = DOMAINS.get(op, (-3, 3))
-    check(f"aten.{op}.default", torch.cat([values(torch.float32, low, high).flatten(), torch.tensor(SPECIAL)]))
+    check(
+        f"aten.{op}.default",
+        torch.cat([values(torch.float32, low, high).flatten(), torch.tensor(SPECIAL)]),
+    )
     check(f"aten.{op}.default", values(torch.bfloat16, low, high))
     if op not in ("frac",):
-        check(f"aten.{op}.default", torch.tensor([0, 1, 2, 3]) if op in DOMAINS else torch.tensor([-2, -1, 0, 1, 2, 3]))
+        check(
+            f"aten.{op}.default",
+            torch.tensor([0, 1, 2, 3]) if op in DOMAINS else torch.tensor([-2, -1, 0, 1, 2, 3]),
+        )
 
 
 def test_unary_of_one_value_and_of_none() -> None:
@@ -84,13 +96,17 @@ def test_abs_of_bytes() -> None:
 def test_predicates(op: str, dtype: torch.dtype) -> None:
     check(
         f"aten.{op}.default",
-        torch.tensor(SPECIAL).nan_to_num(posinf=1, neginf=-1).to(dtype) if not dtype.is_floating_point else torch.tensor(SPECIAL, dtype=dtype),
+        torch.tensor(SPECIAL).nan_to_num(posinf=1, neginf=-1).to(dtype)
+        if not dtype.is_floating_point
+        else torch.tensor(SPECIAL, dtype=dtype),
     )
 
 
 @pytest.mark.parametrize("decimals", [-1, 0, 2])
 def test_round_to_decimals(decimals: int) -> None:
-    check("aten.round.decimals", torch.tensor([0.125, -12.345, 55.0, 45.0, 1e-9]), decimals=decimals)
+    check(
+        "aten.round.decimals", torch.tensor([0.125, -12.345, 55.0, 45.0, 1e-9]), decimals=decimals
+    )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
@@ -114,7 +130,9 @@ POSITIVE = ("pow", "special_xlog1py", "xlogy")
 
 def overload(op: str) -> str:
     """The overload of two tensors."""
-    return next(x for x in ("Tensor", "Tensor_Tensor", "default") if x in elementwise._BINARY[op][1])
+    return next(
+        x for x in ("Tensor", "Tensor_Tensor", "default") if x in elementwise._BINARY[op][1]
+    )
 
 
 def operands(op: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,8 +184,16 @@ def test_binary_of_special_values(op: str) -> None:
 
 @pytest.mark.parametrize("op", INTEGER_BINARY)
 def test_integer_binary(op: str) -> None:
-    check(f"aten.{op}.{overload(op)}", values(torch.int64, -50, 50), values(torch.int64, -50, 50, (5,), 1))
-    check(f"aten.{op}.{overload(op)}", values(torch.int32, -50, 50), values(torch.int64, -50, 50, (), 1))
+    check(
+        f"aten.{op}.{overload(op)}",
+        values(torch.int64, -50, 50),
+        values(torch.int64, -50, 50, (5,), 1),
+    )
+    check(
+        f"aten.{op}.{overload(op)}",
+        values(torch.int32, -50, 50),
+        values(torch.int64, -50, 50, (), 1),
+    )
     if op.startswith("bitwise"):
         check(f"aten.{op}.Tensor", values(torch.bool), values(torch.bool, seed=1))
         check(f"aten.{op}.Scalar", values(torch.int64, 0, 50), 6)
@@ -177,16 +203,24 @@ def test_integer_binary(op: str) -> None:
 @pytest.mark.parametrize("op", SHIFTS)
 def test_shifts(op: str) -> None:
     for dtype in (torch.int64, torch.int32, torch.uint8):
-        check(f"aten.{op}.Tensor", torch.tensor([1, 5, 100, 77], dtype=dtype), torch.tensor([0, 3, 5, 1], dtype=dtype))
+        check(
+            f"aten.{op}.Tensor",
+            torch.tensor([1, 5, 100, 77], dtype=dtype),
+            torch.tensor([0, 3, 5, 1], dtype=dtype),
+        )
     check(f"aten.{op}.Tensor", torch.tensor([-1, -5, 9]), torch.tensor([63, 64, 100]))
-    check(f"aten.{op}.{'Tensor_Scalar' if op.startswith('b') else 'Scalar'}", torch.tensor([-1, 5]), 2)
+    check(
+        f"aten.{op}.{'Tensor_Scalar' if op.startswith('b') else 'Scalar'}", torch.tensor([-1, 5]), 2
+    )
     if op.startswith("b"):
         check(f"aten.{op}.Scalar_Tensor", 5, torch.tensor([1, 2]))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
 @pytest.mark.parametrize("number", [3, 0.7])
-@pytest.mark.parametrize("op", ["add", "sub", "rsub", "mul", "div", "remainder", "fmod", "floor_divide"])
+@pytest.mark.parametrize(
+    "op", ["add", "sub", "rsub", "mul", "div", "remainder", "fmod", "floor_divide"]
+)
 def test_a_number_as_the_second_operand(op: str, number: float, dtype: torch.dtype) -> None:
     x = values(dtype, -9, 9)
     check(f"aten.{op}.Scalar", x, number)
@@ -210,7 +244,10 @@ def test_other_overloads_with_numbers(op: str) -> None:
 @pytest.mark.parametrize("overload", ["Tensor", "Scalar"])
 def test_alpha(op: str, overload: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        x, other = values(dtype, -9, 9), values(dtype, -9, 9, (5,), 1) if overload == "Tensor" else 3
+        x, other = (
+            values(dtype, -9, 9),
+            values(dtype, -9, 9, (5,), 1) if overload == "Tensor" else 3,
+        )
         alpha = 2 if dtype is torch.int64 else 0.3
         if overload == "Tensor":
             check(f"aten.{op}.Tensor", x, other, alpha=alpha)
@@ -228,7 +265,9 @@ def test_add_and_mul_of_booleans() -> None:
     check("aten.div.Tensor", a, torch.tensor([True]))
 
 
-@pytest.mark.parametrize("a", [torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "a", [torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.bool]
+)
 @pytest.mark.parametrize("b", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_promotion(a: torch.dtype, b: torch.dtype) -> None:
     for shape in ((5,), ()):
@@ -244,16 +283,26 @@ def test_sixteen_bits_round_once() -> None:
     x = values(torch.bfloat16, -100, 100, (64,))
     check("aten.mul.Tensor", x, 0.1, rtol=0, atol=0)
     check("aten.addcmul.default", x, x.flip(0), x, value=0.1, rtol=0, atol=0)
-    check("aten.add.Tensor", x, x.flip(0), rtol=0, atol=0)  # alpha: torch rounds it to 16 bits on the CPU and not on GPUs, we do not
+    check(
+        "aten.add.Tensor", x, x.flip(0), rtol=0, atol=0
+    )  # alpha: torch rounds it to 16 bits on the CPU and not on GPUs, we do not
     check("aten.div.Tensor", x, x.flip(0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", [None, "floor", "trunc"])
 def test_div_mode(mode: str | None) -> None:
-    a, b = torch.tensor([-7.0, 7.0, -7.5, 1.0, 0.0, INF, NAN]), torch.tensor([2.0, -2.0, 0.5, 0.1, -3.0, 0.0])
+    a, b = (
+        torch.tensor([-7.0, 7.0, -7.5, 1.0, 0.0, INF, NAN]),
+        torch.tensor([2.0, -2.0, 0.5, 0.1, -3.0, 0.0]),
+    )
     check("aten.div.Tensor_mode", a[:, None], b, rounding_mode=mode)
     check("aten.div.Tensor_mode", a[:, None].bfloat16(), b.bfloat16(), rounding_mode=mode)
-    check("aten.div.Tensor_mode", torch.tensor([-7, 7, -8, 0]), torch.tensor([2, -2, 3, 5]), rounding_mode=mode)
+    check(
+        "aten.div.Tensor_mode",
+        torch.tensor([-7, 7, -8, 0]),
+        torch.tensor([2, -2, 3, 5]),
+        rounding_mode=mode,
+    )
     check("aten.div.Tensor_mode", torch.tensor([-7, 7, -8, 0]), 3, rounding_mode=mode)
     check("aten.div.Scalar_mode", a, 0.3, rounding_mode=mode)
 
@@ -274,8 +323,16 @@ def test_pow_with_a_tensor_exponent() -> None:
     check("aten.pow.Scalar", 2, values(torch.float32))
     check("aten.pow.Scalar", 2.5, torch.tensor([0, 1, 2, 3]))
     check("aten.pow.Scalar", 3, torch.tensor([0, 1, 2, 3, 45]))
-    check("aten.pow.Tensor_Tensor", torch.tensor([-3, 2, 1, -1, -1, 0, 3]), torch.tensor([3, -2, -5, -3, -4, 0, 70]))
-    check("aten.pow.Tensor_Tensor", torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([1, 2, 200], dtype=torch.uint8))
+    check(
+        "aten.pow.Tensor_Tensor",
+        torch.tensor([-3, 2, 1, -1, -1, 0, 3]),
+        torch.tensor([3, -2, -5, -3, -4, 0, 70]),
+    )
+    check(
+        "aten.pow.Tensor_Tensor",
+        torch.tensor([1, 2, 3], dtype=torch.uint8),
+        torch.tensor([1, 2, 200], dtype=torch.uint8),
+    )
 
 
 def test_nextafter() -> None:
@@ -295,7 +352,11 @@ def test_nextafter() -> None:
 @pytest.mark.parametrize("op", sorted(elementwise._COMPARISONS))
 def test_comparisons(op: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        check(f"aten.{op}.Tensor", values(dtype).round() if dtype.is_floating_point else values(dtype), values(dtype, seed=1))
+        check(
+            f"aten.{op}.Tensor",
+            values(dtype).round() if dtype.is_floating_point else values(dtype),
+            values(dtype, seed=1),
+        )
     check(f"aten.{op}.Tensor", torch.tensor(SPECIAL)[:, None], torch.tensor(SPECIAL))
     check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2.5)
     check(f"aten.{op}.Scalar", torch.tensor([1, 2, 3]), 2)
@@ -360,7 +421,12 @@ def test_where() -> None:
 def test_masked_fill(dtype: torch.dtype) -> None:
     value = True if dtype is torch.bool else 7
     check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, shape=(5,), seed=1), value)
-    check("aten.masked_fill.Tensor", values(dtype), values(torch.bool, shape=(3, 1), seed=1), torch.tensor(value))
+    check(
+        "aten.masked_fill.Tensor",
+        values(dtype),
+        values(torch.bool, shape=(3, 1), seed=1),
+        torch.tensor(value),
+    )
     if dtype.is_floating_point:
         check("aten.masked_fill.Scalar", values(dtype), values(torch.bool, seed=1), -INF)
 
@@ -379,7 +445,13 @@ def test_addcmul_and_addcdiv(dtype: torch.dtype) -> None:
     for op in ("addcmul", "addcdiv"):
         check(f"aten.{op}.default", x, a, b)
         check(f"aten.{op}.default", x, a, b, value=-0.1)
-    check("aten.addcmul.default", torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6]), value=2)
+    check(
+        "aten.addcmul.default",
+        torch.tensor([1, 2]),
+        torch.tensor([3, 4]),
+        torch.tensor([5, 6]),
+        value=2,
+    )
 
 
 # ---- complex numbers, copies, conversion -----------------------------------------------------------------------------
@@ -399,7 +471,19 @@ def test_complex() -> None:
     check("aten.nan_to_num.default", z)
 
 
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "target",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ],
+)
 def test_to_copy(target: torch.dtype) -> None:
     check("aten._to_copy.default", torch.tensor([-1.9, 1.9, 0.0, 100.7]), dtype=target)
     check("aten._to_copy.default", torch.tensor([-1, 300, 0, 7]), dtype=target)

@@ -21,7 +21,9 @@ def both(function, *inputs):
     for device in ("cpu", "xla"):
         moved = [x.detach().to(device).requires_grad_(x.is_floating_point()) for x in inputs]
         out = function(*moved)
-        (out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape).to(device)).sum().backward()
+        (
+            out * torch.linspace(0.5, 2, out.numel(), dtype=out.dtype).view(out.shape).to(device)
+        ).sum().backward()
         results.append([out.detach().cpu(), *(x.grad.cpu() for x in moved if x.requires_grad)])
     return results
 
@@ -54,7 +56,11 @@ def test_bags(mode, index_dtype, offsets, options):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_one_size(mode):
-    agree(lambda w, i: F.embedding_bag(i, w, mode=mode), torch.randn(10, 3, dtype=torch.float64), INDICES.view(3, 3))
+    agree(
+        lambda w, i: F.embedding_bag(i, w, mode=mode),
+        torch.randn(10, 3, dtype=torch.float64),
+        INDICES.view(3, 3),
+    )
 
 
 def test_weights_of_the_samples():
@@ -79,8 +85,16 @@ def test_of_equal_values_the_first_wins():
 
 def test_gradients_by_frequency_are_those_of_embedding():
     # torch's CPU kernel for bags divides by the counts of other rows (2.13), so the oracle is the sum of its embeddings.
-    ours = both(lambda w, i: F.embedding_bag(i, w, mode="sum", scale_grad_by_freq=True), torch.ones(10, 3), INDICES.view(3, 3))[1]
-    right = both(lambda w, i: F.embedding(i, w, scale_grad_by_freq=True).sum(1), torch.ones(10, 3), INDICES.view(3, 3))[0]
+    ours = both(
+        lambda w, i: F.embedding_bag(i, w, mode="sum", scale_grad_by_freq=True),
+        torch.ones(10, 3),
+        INDICES.view(3, 3),
+    )[1]
+    right = both(
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True).sum(1),
+        torch.ones(10, 3),
+        INDICES.view(3, 3),
+    )[0]
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
 
 
@@ -100,11 +114,21 @@ def test_renorm_changes_the_weight_in_place():
 def test_no_indices_at_all():
     empty = torch.zeros(0, dtype=torch.long)
     for mode in ("sum", "mean", "max"):
-        agree(lambda w, i, o, mode=mode: F.embedding_bag(i, w, o, mode=mode), torch.randn(10, 3), empty, torch.tensor([0, 0]))
+        agree(
+            lambda w, i, o, mode=mode: F.embedding_bag(i, w, o, mode=mode),
+            torch.randn(10, 3),
+            empty,
+            torch.tensor([0, 0]),
+        )
 
 
 def test_dims_of_the_indices():
-    weight, indices, offsets = (x.to("xla") for x in (torch.randn(10, 3), INDICES, torch.tensor([0])))
-    with pytest.raises(RuntimeError, match=r"indices with 1 and offsets with 1; got \(10, 3\), \(3, 3\) and \(1,\). Flatten the indices"):
+    weight, indices, offsets = (
+        x.to("xla") for x in (torch.randn(10, 3), INDICES, torch.tensor([0]))
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"indices with 1 and offsets with 1; got \(10, 3\), \(3, 3\) and \(1,\). Flatten the indices",
+    ):
         torch.ops.aten._embedding_bag(weight, indices.view(3, 3), offsets)
     torch.ops.aten._embedding_bag(weight, indices.view(3, 3).flatten(), offsets)

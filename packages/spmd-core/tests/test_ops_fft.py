@@ -43,7 +43,13 @@ def test_real_to_complex(dtype: torch.dtype, normalization: int, onesided: bool)
 @pytest.mark.parametrize("dtype", COMPLEX)
 def test_complex_to_real(dtype: torch.dtype, normalization: int) -> None:
     x = values(dtype, 3, 4, 5, 6)
-    for dims, sizes in (([3], (10, 11, 6)), ([2], (8, 9, 5)), ([0, 2], (8, 9)), ([3, 0, 1], (6, 7)), ([0, 1, 2, 3], (10, 11))):
+    for dims, sizes in (
+        ([3], (10, 11, 6)),
+        ([2], (8, 9, 5)),
+        ([0, 2], (8, 9)),
+        ([3, 0, 1], (6, 7)),
+        ([0, 1, 2, 3], (10, 11)),
+    ):
         for size in sizes:
             check("aten._fft_c2r.default", x, dims, normalization, size)
 
@@ -59,7 +65,9 @@ def test_an_empty_batch() -> None:
 def on_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Asserts that `function` gives eager torch's values and gradients on the device, with nothing on the host."""
     here = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
-    there = [a.detach().to("xla").requires_grad_() if isinstance(a, torch.Tensor) else a for a in here]
+    there = [
+        a.detach().to("xla").requires_grad_() if isinstance(a, torch.Tensor) else a for a in here
+    ]
     before = metrics.host_fallbacks()
     right, got = function(*here, **kwargs), function(*there, **kwargs)
     assert got.dtype == right.dtype

@@ -24,20 +24,42 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_histogram(dtype: torch.dtype, density: bool, weighted: bool) -> None:
     x = values(dtype, 4, 30)
-    options = {"density": density, "weight": values(dtype, 4, 30, seed=1).abs() if weighted else None}
+    options = {
+        "density": density,
+        "weight": values(dtype, 4, 30, seed=1).abs() if weighted else None,
+    }
     check("aten.histogram.bin_ct", x, 10, **options)
     check("aten.histogram.bin_ct", x, 7, range=[-1.0, 1.5], **options)
-    check("aten.histogram.bins_tensor", x, torch.tensor([-1, -0.5, 0.1, 0.1, 2], dtype=dtype), **options)
+    check(
+        "aten.histogram.bins_tensor",
+        x,
+        torch.tensor([-1, -0.5, 0.1, 0.1, 2], dtype=dtype),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_several_dims(weighted: bool) -> None:
     x = values(torch.float32, 3, 10, 3)
-    options = {"density": True, "weight": values(torch.float32, 3, 10, seed=1).abs() if weighted else None}
+    options = {
+        "density": True,
+        "weight": values(torch.float32, 3, 10, seed=1).abs() if weighted else None,
+    }
     check("aten._histogramdd_bin_edges.default", x, [2, 3, 4], **options)
     check("aten._histogramdd_from_bin_cts.default", x, [2, 3, 4], **options)
-    check("aten._histogramdd_from_bin_cts.default", x, [2, 3, 4], range=[-1.0, 1.0, 0.0, 2.0, -2.0, 3.0], **options)
-    check("aten._histogramdd_from_bin_tensors.default", x, [torch.linspace(-1, 1, n) for n in (2, 3, 5)], **options)
+    check(
+        "aten._histogramdd_from_bin_cts.default",
+        x,
+        [2, 3, 4],
+        range=[-1.0, 1.0, 0.0, 2.0, -2.0, 3.0],
+        **options,
+    )
+    check(
+        "aten._histogramdd_from_bin_tensors.default",
+        x,
+        [torch.linspace(-1, 1, n) for n in (2, 3, 5)],
+        **options,
+    )
 
 
 def test_values_on_edges_and_none() -> None:
@@ -76,20 +98,44 @@ MISTAKES = [
     (NotImplementedError, "not implemented for", lambda x: torch.histogram(x.int(), 3)),
     (RuntimeError, "at least 2 dimensions", lambda x: torch.histogramdd(x[:, 0], [3])),
     (RuntimeError, "must be equal to the innermost dimension", lambda x: torch.histogramdd(x, [3])),
-    (RuntimeError, "should have the same shape as the input tensor", lambda x: torch.histogram(x, 3, weight=x[:, 0])),
-    (RuntimeError, "input tensor and weight tensor should have the same dtype", lambda x: torch.histogram(x, 3, weight=x.double())),
+    (
+        RuntimeError,
+        "should have the same shape as the input tensor",
+        lambda x: torch.histogram(x, 3, weight=x[:, 0]),
+    ),
+    (
+        RuntimeError,
+        "input tensor and weight tensor should have the same dtype",
+        lambda x: torch.histogram(x, 3, weight=x.double()),
+    ),
     (RuntimeError, "bins must be > 0", lambda x: torch.histogram(x, 0)),
-    (RuntimeError, "range should have 4 elements", lambda x: torch.histogramdd(x, [3, 3], range=[0.0, 1.0])),
+    (
+        RuntimeError,
+        "range should have 4 elements",
+        lambda x: torch.histogramdd(x, [3, 3], range=[0.0, 1.0]),
+    ),
     (RuntimeError, "is not finite", lambda x: torch.histogram(x, 3, range=(0.0, math.inf))),
     (RuntimeError, "min should not exceed max", lambda x: torch.histogram(x, 3, range=(1.0, 0.0))),
     (RuntimeError, "bins tensor should have one dimension", lambda x: torch.histogram(x, x)),
-    (RuntimeError, "input tensor and bins tensors should have the same dtype", lambda x: torch.histogram(x, x[:, 0].double())),
+    (
+        RuntimeError,
+        "input tensor and bins tensors should have the same dtype",
+        lambda x: torch.histogram(x, x[:, 0].double()),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "message", "call"), MISTAKES, ids=[message for _, message, _ in MISTAKES])
+@pytest.mark.parametrize(
+    ("kind", "message", "call"), MISTAKES, ids=[message for _, message, _ in MISTAKES]
+)
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_refusals(kind: type[Exception], message: str, call: Callable[[torch.Tensor], Any], size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(
+    kind: type[Exception],
+    message: str,
+    call: Callable[[torch.Tensor], Any],
+    size: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What eager torch refuses, in its words; also where the tensors are too large to ask it."""
     x = values(torch.float32, 6, 2)
     with pytest.raises(kind, match=message):

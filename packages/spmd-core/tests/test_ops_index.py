@@ -58,21 +58,38 @@ def test_every_read_in_every_dtype(dtype: torch.dtype) -> None:
         check("aten.embedding.default", x, COLUMN)
 
 
-@pytest.mark.parametrize("mask", [torch.tensor([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)], ids=["bool", "uint8"])
+@pytest.mark.parametrize(
+    "mask",
+    [torch.tensor([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)],
+    ids=["bool", "uint8"],
+)
 def test_a_mask_goes_to_the_host(mask: torch.Tensor) -> None:
     with pytest.raises(NotImplementedError, match="depends on the mask's values"):
-        lower("aten.index.Tensor", (values(3, 4), [mask]), {}, (registry.Out((2, 4), torch.float32),))
+        lower(
+            "aten.index.Tensor", (values(3, 4), [mask]), {}, (registry.Out((2, 4), torch.float32),)
+        )
 
 
 def test_masked_index() -> None:
     where, mask = torch.tensor([0, 9, 2, -4]), torch.tensor([True, False, True, False])
     check("aten._unsafe_masked_index.default", values(3, 4), mask.reshape(4, 1), [where], 7)
-    check("aten._unsafe_masked_index.default", values(3, 4).to(torch.bfloat16), mask, [where.clamp(0, 2), where], 0.5)
+    check(
+        "aten._unsafe_masked_index.default",
+        values(3, 4).to(torch.bfloat16),
+        mask,
+        [where.clamp(0, 2), where],
+        0.5,
+    )
 
 
 def test_index_select() -> None:
     for dim in (0, 2, -1, -2):
-        check("aten.index_select.default", values(3, 4, 5), dim, torch.tensor([2, 0, 0], dtype=torch.int32))
+        check(
+            "aten.index_select.default",
+            values(3, 4, 5),
+            dim,
+            torch.tensor([2, 0, 0], dtype=torch.int32),
+        )
     check("aten.index_select.default", values(3), 0, torch.tensor(2))
     check("aten.index_select.default", values(3, 4), 0, ROW[:0])
     check("aten.index_select.default", torch.tensor(5.0), 0, torch.tensor([0]))
@@ -112,20 +129,48 @@ def test_embedding() -> None:
     check("aten.embedding.default", weight, torch.zeros(2, 0, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("by_freq", [False, True])
 @pytest.mark.parametrize("padding", [-1, 2])
 def test_gradient_of_embedding(padding: int, by_freq: bool, dtype: torch.dtype) -> None:
     indices = torch.tensor([[2, 0, 0], [6, 2, 0]])
-    check("aten.embedding_dense_backward.default", (values(2, 3, 4) / 8).to(dtype), indices, 7, padding, by_freq)
-    check("aten.embedding_dense_backward.default", (values(4) / 8).to(dtype), torch.tensor(3, dtype=torch.int32), 7, padding, by_freq)
-    check("aten.embedding_dense_backward.default", torch.ones(0, 4, dtype=dtype), indices[0, :0], 7, padding, by_freq)
+    check(
+        "aten.embedding_dense_backward.default",
+        (values(2, 3, 4) / 8).to(dtype),
+        indices,
+        7,
+        padding,
+        by_freq,
+    )
+    check(
+        "aten.embedding_dense_backward.default",
+        (values(4) / 8).to(dtype),
+        torch.tensor(3, dtype=torch.int32),
+        7,
+        padding,
+        by_freq,
+    )
+    check(
+        "aten.embedding_dense_backward.default",
+        torch.ones(0, 4, dtype=dtype),
+        indices[0, :0],
+        7,
+        padding,
+        by_freq,
+    )
 
 
 def test_many_equal_rows_are_summed_in_float32() -> None:
     grad = torch.ones(1000, 1, dtype=torch.bfloat16)
     out = (registry.Out((1, 1), torch.bfloat16),)
-    (total,) = lower("aten.embedding_dense_backward.default", (grad, torch.zeros(1000, dtype=torch.int64), 1, -1, False), {}, out)
+    (total,) = lower(
+        "aten.embedding_dense_backward.default",
+        (grad, torch.zeros(1000, dtype=torch.int64), 1, -1, False),
+        {},
+        out,
+    )
     assert float(total[0, 0]) == 1000  # bfloat16 alone would stop at 256
 
 
@@ -140,5 +185,7 @@ def test_an_index_outside_reads_inside_and_writes_nothing() -> None:
         (got,) = lower(name, args, {}, (registry.Out((1,), torch.float32),))
         assert float(got[0]) == 3
     args: tuple[Any, ...] = (torch.ones(2, 1), torch.tensor([7, -1]), 3, -1, False)
-    (gradient,) = lower("aten.embedding_dense_backward.default", args, {}, (registry.Out((3, 1), torch.float32),))
+    (gradient,) = lower(
+        "aten.embedding_dense_backward.default", args, {}, (registry.Out((3, 1), torch.float32),)
+    )
     assert not jnp.any(gradient)

@@ -19,7 +19,11 @@ def values(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def label(x: Any) -> str:
-    return "-".join(str(y).replace(" ", "") for y in x) if isinstance(x, tuple) else str(x).removeprefix("torch.")
+    return (
+        "-".join(str(y).replace(" ", "") for y in x)
+        if isinstance(x, tuple)
+        else str(x).removeprefix("torch.")
+    )
 
 
 def test_joining() -> None:
@@ -35,7 +39,9 @@ def test_joining() -> None:
     check("aten.cat.default", [a.to(torch.int64), b.to(torch.bfloat16)], 1)
     check("aten.cat.default", [a > 2, a.to(torch.uint8)])
     check("aten.stack.default", [torch.tensor(1), torch.tensor(2)], -1)
-    check("aten.block_diag.default", [a, torch.tensor(5), values(3), values(0, 2), a.to(torch.int64)])
+    check(
+        "aten.block_diag.default", [a, torch.tensor(5), values(3), values(0, 2), a.to(torch.int64)]
+    )
     check("aten._chunk_cat.default", [values(5, 2), values(3, 4), values(4)], 0, 2)
     check("aten._chunk_cat.default", [values(2, 5, 2), values(2, 3)], 1, 3)
 
@@ -101,7 +107,12 @@ def test_other_dtypes(case: tuple[Any, ...], dtype: torch.dtype) -> None:
 
 
 def test_repeat_interleave_of_counts() -> None:
-    for counts in (torch.tensor([2, 0, 3]), torch.tensor([1], dtype=torch.int32), torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64)):
+    for counts in (
+        torch.tensor([2, 0, 3]),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([0, 0]),
+        torch.tensor([], dtype=torch.int64),
+    ):
         check("aten.repeat_interleave.Tensor", counts, output_size=int(counts.sum()))
 
 
@@ -140,7 +151,9 @@ PADS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=label)
 @pytest.mark.parametrize("mode", ["reflection", "replication"])
 @pytest.mark.parametrize("case", PADS, ids=label)
-def test_padding_from_the_tensor_itself(case: tuple[Any, ...], mode: str, dtype: torch.dtype) -> None:
+def test_padding_from_the_tensor_itself(
+    case: tuple[Any, ...], mode: str, dtype: torch.dtype
+) -> None:
     dims, size, padding = case
     # Small numbers: torch sums the gradients of bfloat16 in bfloat16, and only small sums are exact there.
     x = values(*size) % 7

@@ -28,12 +28,17 @@ def lowered(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """The lowering's results, of the shapes and dtypes that eager torch gives."""
     right = [x for x in registry.resolve(name)(*args, **kwargs) if isinstance(x, torch.Tensor)]
     outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in right)
-    return [torch.tensor(x.tolist(), dtype=out.dtype).reshape(out.shape) for x, out in zip(lower(name, args, kwargs, outs), outs)]
+    return [
+        torch.tensor(x.tolist(), dtype=out.dtype).reshape(out.shape)
+        for x, out in zip(lower(name, args, kwargs, outs), outs)
+    ]
 
 
 def close(got: torch.Tensor, right: torch.Tensor) -> None:
     single = right.dtype in (torch.float32, torch.complex64)
-    torch.testing.assert_close(got, right, rtol=1e-4 if single else 1e-9, atol=1e-4 if single else 1e-9)
+    torch.testing.assert_close(
+        got, right, rtol=1e-4 if single else 1e-9, atol=1e-4 if single else 1e-9
+    )
 
 
 # ---- Cholesky --------------------------------------------------------------------------------------------------------
@@ -45,7 +50,14 @@ def test_cholesky(dtype: torch.dtype) -> None:
     for upper in (False, True):
         check("aten.linalg_cholesky_ex.default", a, upper=upper, rtol=1e-4, atol=1e-4)
         factor = torch.linalg.cholesky(a, upper=upper)
-        check("aten._cholesky_solve_helper.default", values(dtype, 3, 4, 2, seed=1), factor, upper, rtol=1e-3, atol=1e-3)
+        check(
+            "aten._cholesky_solve_helper.default",
+            values(dtype, 3, 4, 2, seed=1),
+            factor,
+            upper,
+            rtol=1e-3,
+            atol=1e-3,
+        )
         check("aten.cholesky_inverse.default", factor, upper, rtol=1e-3, atol=1e-3)
     check("aten.linalg_cholesky_ex.default", values(dtype, 0, 4, 4))
     check("aten.linalg_cholesky_ex.default", values(dtype, 2, 0, 0))
@@ -81,7 +93,14 @@ def test_lu_solve(dtype: torch.dtype) -> None:
         b = values(dtype, *((4, 3) if left else (3, 4)), seed=1)
         for adjoint in (True, False):
             check("aten.linalg_lu_solve.default", packed, pivots, b, left=left, adjoint=adjoint)
-            check("aten.linalg_lu_solve.default", packed, pivots, b[:, :0] if left else b[:0], left=left, adjoint=adjoint)
+            check(
+                "aten.linalg_lu_solve.default",
+                packed,
+                pivots,
+                b[:, :0] if left else b[:0],
+                left=left,
+                adjoint=adjoint,
+            )
 
 
 def test_info_of_a_singular_matrix() -> None:
@@ -132,7 +151,9 @@ def test_qr(dtype: torch.dtype, mode: str) -> None:
         close(r.abs(), torch.linalg.qr(a, mode=mode).R.abs())
         if mode != "r":
             close(q @ r, a)
-            close(q.mH @ q, torch.eye(q.shape[-1], dtype=dtype).expand(q.mH.shape[:-1] + q.shape[-1:]))
+            close(
+                q.mH @ q, torch.eye(q.shape[-1], dtype=dtype).expand(q.mH.shape[:-1] + q.shape[-1:])
+            )
 
 
 @pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
@@ -162,7 +183,10 @@ def test_svd(dtype: torch.dtype, full: bool) -> None:
         close(s, torch.linalg.svdvals(a))
         k = min(shape[-2:])
         close((u[..., :k] * s.unsqueeze(-2)) @ vh[..., :k, :], a)
-        close(u.mH @ u, torch.eye(u.shape[-1], dtype=dtype).expand(*u.shape[:-2], u.shape[-1], u.shape[-1]))
+        close(
+            u.mH @ u,
+            torch.eye(u.shape[-1], dtype=dtype).expand(*u.shape[:-2], u.shape[-1], u.shape[-1]),
+        )
         check("aten._linalg_svd.default", a, full, False)
 
 
@@ -185,7 +209,9 @@ def test_general_eigenvalues(dtype: torch.dtype) -> None:
     w, v = lowered("aten.linalg_eig.default", a)
     close(a.to(v.dtype) @ v, v * w.unsqueeze(-2))
     close(v.norm(dim=-2), torch.ones(2, 4, dtype=torch.float64))
-    (values_only,) = lower("aten._linalg_eigvals.default", (a,), {}, (registry.Out((2, 4), torch.complex128),))
+    (values_only,) = lower(
+        "aten._linalg_eigvals.default", (a,), {}, (registry.Out((2, 4), torch.complex128),)
+    )
     close(torch.tensor(values_only.tolist(), dtype=w.dtype).sum(1), w.sum(1))
 
 
@@ -197,7 +223,11 @@ def test_matrix_exp(dtype: torch.dtype) -> None:
     for size in (0.01, 1, 10):
         a = values(dtype, 2, 4, 4) * size
         check("aten.linalg_matrix_exp.default", a - a.mH, rtol=1e-4, atol=1e-4)
-    check("aten.linalg_matrix_exp.default", torch.stack([torch.zeros(3, 3), 30 * torch.eye(3)]).to(dtype), rtol=1e-4)
+    check(
+        "aten.linalg_matrix_exp.default",
+        torch.stack([torch.zeros(3, 3), 30 * torch.eye(3)]).to(dtype),
+        rtol=1e-4,
+    )
     check("aten.linalg_matrix_exp.default", torch.zeros(2, 0, 0, dtype=dtype))
 
 
@@ -223,14 +253,26 @@ def test_ldl(dtype: torch.dtype, hermitian: bool) -> None:
         a = a + (a.mH if hermitian else a.mT)
         a[1].diagonal().zero_()  # makes blocks of size 2
         check("aten.linalg_ldl_factor_ex.default", a, hermitian=hermitian)
-        packed, pivots = torch.linalg.ldl_factor(a, hermitian=hermitian) if n > 1 else torch.linalg.ldl_factor(a[:1], hermitian=hermitian)
-        check("aten.linalg_ldl_solve.default", packed, pivots, values(dtype, 1, n, 2, seed=9).expand(len(packed), n, 2), hermitian=hermitian)
+        packed, pivots = (
+            torch.linalg.ldl_factor(a, hermitian=hermitian)
+            if n > 1
+            else torch.linalg.ldl_factor(a[:1], hermitian=hermitian)
+        )
+        check(
+            "aten.linalg_ldl_solve.default",
+            packed,
+            pivots,
+            values(dtype, 1, n, 2, seed=9).expand(len(packed), n, 2),
+            hermitian=hermitian,
+        )
 
 
 # ---- on the device ---------------------------------------------------------------------------------------------------
 
 
-def on_device(function: Callable[..., torch.Tensor], *args: torch.Tensor, dtype: torch.dtype = torch.float64) -> None:
+def on_device(
+    function: Callable[..., torch.Tensor], *args: torch.Tensor, dtype: torch.dtype = torch.float64
+) -> None:
     """Asserts that `function` gives eager torch's values and gradients, with nothing on the host."""
     here = [a.clone().requires_grad_() for a in args]
     there = [a.detach().to("xla").requires_grad_() for a in args]
@@ -277,10 +319,22 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 def test_pseudo_inverse() -> None:
     a, square = values(torch.float64, 2, 5, 3), values(torch.complex128, 3, 3)
-    for tolerances in ({}, {"rtol": 0.6}, {"atol": 1.5}, {"atol": torch.tensor([0.1, 1.5])}, {"atol": 0.1, "rtol": 0.6}):
-        there = {name: t.to("xla") if isinstance(t, torch.Tensor) else t for name, t in tolerances.items()}
+    for tolerances in (
+        {},
+        {"rtol": 0.6},
+        {"atol": 1.5},
+        {"atol": torch.tensor([0.1, 1.5])},
+        {"atol": 0.1, "rtol": 0.6},
+    ):
+        there = {
+            name: t.to("xla") if isinstance(t, torch.Tensor) else t
+            for name, t in tolerances.items()
+        }
         close(torch.linalg.pinv(a.to("xla"), **there).cpu(), torch.linalg.pinv(a, **tolerances))
-    close(torch.linalg.pinv(square.to("xla"), hermitian=True).cpu(), torch.linalg.pinv(square, hermitian=True))
+    close(
+        torch.linalg.pinv(square.to("xla"), hermitian=True).cpu(),
+        torch.linalg.pinv(square, hermitian=True),
+    )
     assert torch.linalg.pinv(torch.zeros(2, 0, 3, device="xla")).shape == (2, 3, 0)
 
 
@@ -294,24 +348,35 @@ def test_least_squares(dtype: torch.dtype, driver: str | None) -> None:
         for mine, other in zip(got, right):
             assert mine.dtype == other.dtype
             close(mine.cpu(), other)
-    on_device(lambda a, b: torch.linalg.lstsq(a, b, driver=driver).solution, values(dtype, 5, 3), values(dtype, 5, 2, seed=1))
+    on_device(
+        lambda a, b: torch.linalg.lstsq(a, b, driver=driver).solution,
+        values(dtype, 5, 3),
+        values(dtype, 5, 2, seed=1),
+    )
 
 
 def test_least_squares_below_full_rank_has_no_residuals() -> None:
     a, b = torch.ones(4, 2), torch.arange(4.0)[:, None]
     for device in ("cpu", "xla"):
-        solution, residuals, rank, _ = torch.linalg.lstsq(a.to(device), b.to(device), driver="gelsd")
+        solution, residuals, rank, _ = torch.linalg.lstsq(
+            a.to(device), b.to(device), driver="gelsd"
+        )
         assert (rank.item(), residuals.numel()) == (1, 0)
         close(solution.cpu(), torch.full((2, 1), 0.75))
 
 
 @pytest.mark.parametrize(
-    ("shape", "other", "driver"), [((3,), (3,), None), ((3, 2), (4, 1), None), ((3, 2), (3, 1), "fast"), ((2, 3, 2), (3,), None)]
+    ("shape", "other", "driver"),
+    [((3,), (3,), None), ((3, 2), (4, 1), None), ((3, 2), (3, 1), "fast"), ((2, 3, 2), (3,), None)],
 )
-def test_least_squares_refuses_what_does_not_fit(shape: tuple[int, ...], other: tuple[int, ...], driver: str | None) -> None:
+def test_least_squares_refuses_what_does_not_fit(
+    shape: tuple[int, ...], other: tuple[int, ...], driver: str | None
+) -> None:
     for device in ("cpu", "xla"):
         with pytest.raises(RuntimeError, match=r"torch\.linalg\.lstsq"):
-            torch.linalg.lstsq(torch.zeros(shape, device=device), torch.zeros(other, device=device), driver=driver)
+            torch.linalg.lstsq(
+                torch.zeros(shape, device=device), torch.zeros(other, device=device), driver=driver
+            )
 
 
 SINGULAR = torch.eye(3).repeat(2, 1, 1)
@@ -335,7 +400,9 @@ SINGULAR[1, 1, 1] = 0
         lambda a: torch.linalg.lu_factor_ex(a, check_errors=True),
     ],
 )
-def test_a_singular_matrix_raises_what_eager_torch_raises(function: Callable[..., Any], is_matrix: bool) -> None:
+def test_a_singular_matrix_raises_what_eager_torch_raises(
+    function: Callable[..., Any], is_matrix: bool
+) -> None:
     a = SINGULAR[1] if is_matrix else SINGULAR
     with pytest.raises(RuntimeError) as right:
         function(a)

@@ -16,7 +16,9 @@ PARTS = [0.0, 1.0, -1.0, INF, -INF, NAN], [0.0, 1.0, -2.5, 10.0]
 
 def values(dtype: torch.dtype, shape: tuple[int, ...] = (4, 5), seed: int = 0) -> torch.Tensor:
     wide = torch.complex64 if dtype.is_complex else torch.float32
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=wide) * 5).to(dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=wide) * 5).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("op", ["logaddexp", "logaddexp2"])

@@ -35,7 +35,11 @@ def test_sixteen_bits_accumulate_in_float32() -> None:
 def test_integers_are_exact_beyond_what_a_float_holds() -> None:
     x = torch.full((2, 2), 2**31 + 1)
     check("aten.mm.default", x, x)
-    check("aten._int_mm.default", torch.full((32, 16), 100, dtype=torch.int8), torch.full((16, 8), 100, dtype=torch.int8))
+    check(
+        "aten._int_mm.default",
+        torch.full((32, 16), 100, dtype=torch.int8),
+        torch.full((16, 8), 100, dtype=torch.int8),
+    )
 
 
 def test_complex_products() -> None:
@@ -67,7 +71,14 @@ def test_sums_with_a_product(scales: dict[str, int], dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_float_scales(dtype: torch.dtype) -> None:
-    check("aten.addmm.default", values(dtype, 5), values(dtype, 3, 4), values(dtype, 4, 5), beta=0.5, alpha=-0.3)
+    check(
+        "aten.addmm.default",
+        values(dtype, 5),
+        values(dtype, 3, 4),
+        values(dtype, 4, 5),
+        beta=0.5,
+        alpha=-0.3,
+    )
 
 
 def test_sixteen_bits_into_float32() -> None:
@@ -80,15 +91,30 @@ def test_sixteen_bits_into_float32() -> None:
         ("addmm", (x[0], a[0], b[0]), x[0] + product[0]),
         ("baddbmm", (x, a, b), x + product),
     ):
-        (got,) = lower(f"aten.{name}.dtype", (*args, torch.float32), {}, (registry.Out(tuple(right.shape), torch.float32),))
+        (got,) = lower(
+            f"aten.{name}.dtype",
+            (*args, torch.float32),
+            {},
+            (registry.Out(tuple(right.shape), torch.float32),),
+        )
         torch.testing.assert_close(torch.tensor(got.tolist()), right)
 
 
 def test_beta_of_zero_ignores_nan() -> None:
     nan = torch.full((3, 5), math.nan)
-    check("aten.addmm.default", nan, values(torch.float32, 3, 4), values(torch.float32, 4, 5), beta=0)
-    check("aten.baddbmm.default", nan.expand(2, 3, 5), values(torch.float32, 2, 3, 4), values(torch.float32, 2, 4, 5), beta=0.0)
-    check("aten.addmm.default", nan, values(torch.float32, 3, 0), values(torch.float32, 0, 5), beta=0)
+    check(
+        "aten.addmm.default", nan, values(torch.float32, 3, 4), values(torch.float32, 4, 5), beta=0
+    )
+    check(
+        "aten.baddbmm.default",
+        nan.expand(2, 3, 5),
+        values(torch.float32, 2, 3, 4),
+        values(torch.float32, 2, 4, 5),
+        beta=0.0,
+    )
+    check(
+        "aten.addmm.default", nan, values(torch.float32, 3, 0), values(torch.float32, 0, 5), beta=0
+    )
 
 
 def test_addr_of_booleans() -> None:
@@ -104,7 +130,11 @@ def test_addmm_with_activation(use_gelu: bool) -> None:
 
 def test_trilinear() -> None:
     # torch.nn.Bilinear's own calls, forward and backward
-    a, weight, c = values(torch.float32, 5, 2), values(torch.float32, 4, 2, 3), values(torch.float32, 5, 3)
+    a, weight, c = (
+        values(torch.float32, 5, 2),
+        values(torch.float32, 4, 2, 3),
+        values(torch.float32, 5, 3),
+    )
     grad = values(torch.float32, 5, 4)
     check("aten._trilinear.default", a, weight, c, [1, 3], [0], [1, 2], [2, 3])
     check("aten._trilinear.default", grad, weight, c, [2, 3], [0], [1, 2], [1, 3])
@@ -119,14 +149,22 @@ GROUPED = [((8, 8), (3, 8, 16)), ((8, 8), (8, 16)), ((3, 8, 8), (8, 8)), ((3, 8,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("a", "b"), GROUPED)
 def test_grouped_products(a, b, dtype):
-    check("aten._grouped_mm.default", values(dtype, *a), values(dtype, *b, seed=1), OFFSETS if len(a) + len(b) < 6 else None)
+    check(
+        "aten._grouped_mm.default",
+        values(dtype, *a),
+        values(dtype, *b, seed=1),
+        OFFSETS if len(a) + len(b) < 6 else None,
+    )
 
 
 @pytest.mark.parametrize(("a", "b"), GROUPED[:2])
 def test_grouped_products_and_their_gradients_on_the_device(a, b):
     results = []
     for device in ("cpu", "xla"):
-        x, y = (values(torch.float32, *shape, seed=seed).to(device).requires_grad_() for seed, shape in enumerate((a, b)))
+        x, y = (
+            values(torch.float32, *shape, seed=seed).to(device).requires_grad_()
+            for seed, shape in enumerate((a, b))
+        )
         out = torch.nn.functional.grouped_mm(x, y, offs=OFFSETS.to(device))
         out.square().sum().backward()
         results.append([t.detach().cpu() for t in (out, x.grad, y.grad)])
@@ -141,6 +179,8 @@ def test_rows_after_the_last_group_are_zero():
 def test_operands_of_a_grouped_product_must_fit():
     x, y = values(torch.float32, 8, 4), values(torch.float32, 3, 5, 8)
     for device in ("cpu", "xla"):
-        with pytest.raises(RuntimeError, match="contraction dimension of mat_a and mat_b must match"):
+        with pytest.raises(
+            RuntimeError, match="contraction dimension of mat_a and mat_b must match"
+        ):
             torch.ops.aten._grouped_mm(x.to(device), y.to(device), OFFSETS.to(device))
         torch.ops.aten._grouped_mm(x.to(device), y[:, :4].to(device), OFFSETS.to(device))

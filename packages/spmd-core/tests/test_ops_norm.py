@@ -11,7 +11,11 @@ from spmd_core.ops import norm, registry  # noqa: F401  (registers the lowerings
 
 INF = math.inf
 # (tensor, weights): torch's mixed precision keeps float32 weights beside bfloat16 activations.
-PRECISIONS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+PRECISIONS = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
 LOOSE = {"rtol": 2e-2, "atol": 5e-2}
 
 
@@ -29,7 +33,12 @@ def check_masked(name: str, *args: object, mask: list[bool], **tolerance: float)
     for mine, right in zip(got, expected):
         if right is not None:
             assert dtypes.to_torch(mine.dtype) == right.dtype
-            torch.testing.assert_close(torch.tensor(mine.tolist()), right.float(), **({"rtol": 1e-4, "atol": 1e-4} | tolerance), check_dtype=False)
+            torch.testing.assert_close(
+                torch.tensor(mine.tolist()),
+                right.float(),
+                **({"rtol": 1e-4, "atol": 1e-4} | tolerance),
+                check_dtype=False,
+            )
 
 
 ALL_MASKS_AND_PRECISIONS = [
@@ -43,7 +52,10 @@ ALL_MASKS_AND_PRECISIONS = [
 # ---- batch norm ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("precision", "shape"), [*((p, (4, 3, 5, 2)) for p in PRECISIONS), (PRECISIONS[0], (6, 3)), (PRECISIONS[1], (2, 3, 4))])
+@pytest.mark.parametrize(
+    ("precision", "shape"),
+    [*((p, (4, 3, 5, 2)) for p in PRECISIONS), (PRECISIONS[0], (6, 3)), (PRECISIONS[1], (2, 3, 4))],
+)
 def test_batch_norm(precision: tuple[torch.dtype, torch.dtype], shape: tuple[int, ...]) -> None:
     dtype, weights = precision
     x = values(dtype, *shape) * 2 + 1
@@ -51,14 +63,60 @@ def test_batch_norm(precision: tuple[torch.dtype, torch.dtype], shape: tuple[int
     var = values(weights, 3, seed=4).abs() + 0.5
     tolerance = {} if dtype is torch.float32 else LOOSE
     for training in (True, False):
-        check("aten._native_batch_norm_legit_functional.default", x, weight, bias, mean, var, training, 0.1, 1e-5, **tolerance)
-    check("aten._native_batch_norm_legit_functional.default", x, None, None, mean, var, True, 0.3, 1e-5, **tolerance)
-    check("aten._native_batch_norm_legit_no_training.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
+        check(
+            "aten._native_batch_norm_legit_functional.default",
+            x,
+            weight,
+            bias,
+            mean,
+            var,
+            training,
+            0.1,
+            1e-5,
+            **tolerance,
+        )
+    check(
+        "aten._native_batch_norm_legit_functional.default",
+        x,
+        None,
+        None,
+        mean,
+        var,
+        True,
+        0.3,
+        1e-5,
+        **tolerance,
+    )
+    check(
+        "aten._native_batch_norm_legit_no_training.default",
+        x,
+        weight,
+        bias,
+        mean,
+        var,
+        0.1,
+        1e-5,
+        **tolerance,
+    )
     check("aten._native_batch_norm_legit.no_stats", x, weight, bias, True, 0.1, 1e-5, **tolerance)
-    check("aten._batch_norm_with_update_functional.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
+    check(
+        "aten._batch_norm_with_update_functional.default",
+        x,
+        weight,
+        bias,
+        mean,
+        var,
+        0.1,
+        1e-5,
+        **tolerance,
+    )
     check("aten._batch_norm_no_update.default", x, weight, bias, mean, var, 0.1, 1e-5, **tolerance)
-    check("aten.native_batch_norm.default", x, weight, bias, mean, var, False, 0.1, 1e-5, **tolerance)
-    check("aten.native_batch_norm.default", x, weight, bias, None, None, True, 0.1, 1e-5, **tolerance)
+    check(
+        "aten.native_batch_norm.default", x, weight, bias, mean, var, False, 0.1, 1e-5, **tolerance
+    )
+    check(
+        "aten.native_batch_norm.default", x, weight, bias, None, None, True, 0.1, 1e-5, **tolerance
+    )
 
 
 def test_native_batch_norm_says_that_it_would_have_to_update_statistics() -> None:
@@ -69,14 +127,25 @@ def test_native_batch_norm_says_that_it_would_have_to_update_statistics() -> Non
 
 def test_batch_norm_without_statistics_outside_training_is_an_error() -> None:
     with pytest.raises(ValueError, match="training=False"):
-        lower("aten._native_batch_norm_legit.no_stats", (torch.ones(2, 3), None, None, False, 0.1, 1e-5), {}, ())
+        lower(
+            "aten._native_batch_norm_legit.no_stats",
+            (torch.ones(2, 3), None, None, False, 0.1, 1e-5),
+            {},
+            (),
+        )
 
 
 def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_says() -> None:
     x, one = values(torch.float32, 2, 3), torch.ones(3)
     for size in (0, 3):  # torch's CPU kernel, its meta kernel
-        outs = (registry.Out((2, 3), torch.float32), registry.Out((size,), torch.float32), registry.Out((size,), torch.float32))
-        got = lower("aten.native_batch_norm.default", (x, one, one, one, one, False, 0.1, 1e-5), {}, outs)
+        outs = (
+            registry.Out((2, 3), torch.float32),
+            registry.Out((size,), torch.float32),
+            registry.Out((size,), torch.float32),
+        )
+        got = lower(
+            "aten.native_batch_norm.default", (x, one, one, one, one, False, 0.1, 1e-5), {}, outs
+        )
         assert [t.shape for t in got] == [out.shape for out in outs]
 
 
@@ -84,18 +153,50 @@ def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_sa
 def test_batch_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
     x, grad = values(dtype, 4, 3, 5) * 2 + 1, values(dtype, 4, 3, 5, seed=9)
-    weight, mean, var = values(weights, 3, seed=1), values(weights, 3, seed=2), values(weights, 3, seed=4).abs() + 0.5
+    weight, mean, var = (
+        values(weights, 3, seed=1),
+        values(weights, 3, seed=2),
+        values(weights, 3, seed=4).abs() + 0.5,
+    )
     saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.2}
     for train in (True, False):
-        check_masked("aten.native_batch_norm_backward.default", grad, x, weight, mean, var, *saved, train, 1e-5, mask=mask, **tolerance)
+        check_masked(
+            "aten.native_batch_norm_backward.default",
+            grad,
+            x,
+            weight,
+            mean,
+            var,
+            *saved,
+            train,
+            1e-5,
+            mask=mask,
+            **tolerance,
+        )
 
 
 def test_batch_norm_backward_with_reserve() -> None:
-    x, grad, weight = values(torch.float32, 4, 3, 5), values(torch.float32, 4, 3, 5, seed=1), values(torch.float32, 3)
+    x, grad, weight = (
+        values(torch.float32, 4, 3, 5),
+        values(torch.float32, 4, 3, 5, seed=1),
+        values(torch.float32, 3),
+    )
     mean, var, reserve = torch.zeros(3), torch.ones(3), torch.empty(0, dtype=torch.uint8)
     saved = torch.ops.aten.native_batch_norm(x, weight, weight, None, None, True, 0.1, 1e-5)[1:]
-    check("aten.batch_norm_backward.default", grad, x, weight, mean, var, *saved, True, 1e-5, [True, True, True], reserve)
+    check(
+        "aten.batch_norm_backward.default",
+        grad,
+        x,
+        weight,
+        mean,
+        var,
+        *saved,
+        True,
+        1e-5,
+        [True, True, True],
+        reserve,
+    )
 
 
 # ---- layer, group and weight norm ------------------------------------------------------------------------------------
@@ -108,9 +209,24 @@ def test_layer_norm(precision: tuple[torch.dtype, torch.dtype], dims: int) -> No
     x = values(dtype, 2, 3, 8) * 3 + 5
     shape = list(x.shape[-dims:])
     tolerance = {} if dtype is torch.float32 else LOOSE
-    check("aten.native_layer_norm.default", x, shape, values(weights, *shape), values(weights, *shape, seed=1), 1e-5, **tolerance)
+    check(
+        "aten.native_layer_norm.default",
+        x,
+        shape,
+        values(weights, *shape),
+        values(weights, *shape, seed=1),
+        1e-5,
+        **tolerance,
+    )
     check("aten.native_layer_norm.default", x, shape, None, None, 1e-5, **tolerance)
-    check("aten.native_layer_norm.default", x[:0], shape, values(weights, *shape), values(weights, *shape, seed=1), 1e-5)
+    check(
+        "aten.native_layer_norm.default",
+        x[:0],
+        shape,
+        values(weights, *shape),
+        values(weights, *shape, seed=1),
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS)
@@ -120,13 +236,32 @@ def test_layer_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: l
     weight, bias = values(weights, 8), values(weights, 8, seed=1)
     saved = torch.ops.aten.native_layer_norm(x, [8], weight, bias, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
-    check_masked("aten.native_layer_norm_backward.default", grad, x, [8], *saved, weight, bias, mask=mask, **tolerance)
+    check_masked(
+        "aten.native_layer_norm_backward.default",
+        grad,
+        x,
+        [8],
+        *saved,
+        weight,
+        bias,
+        mask=mask,
+        **tolerance,
+    )
 
 
 def test_layer_norm_backward_without_weight() -> None:
     x, grad = values(torch.float32, 2, 3, 8), values(torch.float32, 2, 3, 8, seed=1)
     saved = torch.ops.aten.native_layer_norm(x, [3, 8], None, None, 1e-5)[1:]
-    check_masked("aten.native_layer_norm_backward.default", grad, x, [3, 8], *saved, None, None, mask=[True, False, False])
+    check_masked(
+        "aten.native_layer_norm_backward.default",
+        grad,
+        x,
+        [3, 8],
+        *saved,
+        None,
+        None,
+        mask=[True, False, False],
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -135,17 +270,46 @@ def test_group_norm(precision: tuple[torch.dtype, torch.dtype], groups: int) -> 
     dtype, weights = precision
     x = values(dtype, 3, 4, 5, 2) * 2 + 1
     tolerance = {} if dtype is torch.float32 else LOOSE
-    check("aten.native_group_norm.default", x, values(weights, 4), values(weights, 4, seed=1), 3, 4, 10, groups, 1e-5, **tolerance)
+    check(
+        "aten.native_group_norm.default",
+        x,
+        values(weights, 4),
+        values(weights, 4, seed=1),
+        3,
+        4,
+        10,
+        groups,
+        1e-5,
+        **tolerance,
+    )
     check("aten.native_group_norm.default", x, None, None, 3, 4, 10, groups, 1e-5, **tolerance)
 
 
-@pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS[:-1])  # not all in bfloat16, which torch's CPU kernel refuses
+@pytest.mark.parametrize(
+    ("precision", "mask"), ALL_MASKS_AND_PRECISIONS[:-1]
+)  # not all in bfloat16, which torch's CPU kernel refuses
 def test_group_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
-    x, grad, weight = values(dtype, 3, 4, 5, 2) * 2 + 1, values(dtype, 3, 4, 5, 2, seed=1), values(weights, 4)
+    x, grad, weight = (
+        values(dtype, 3, 4, 5, 2) * 2 + 1,
+        values(dtype, 3, 4, 5, 2, seed=1),
+        values(weights, 4),
+    )
     saved = torch.ops.aten.native_group_norm(x, weight, weight, 3, 4, 10, 2, 1e-5)[1:]
     tolerance = {} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 0.15}
-    check_masked("aten.native_group_norm_backward.default", grad, x, *saved, weight, 3, 4, 10, 2, mask=mask, **tolerance)
+    check_masked(
+        "aten.native_group_norm_backward.default",
+        grad,
+        x,
+        *saved,
+        weight,
+        3,
+        4,
+        10,
+        2,
+        mask=mask,
+        **tolerance,
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 2])  # torch's CPU kernel takes the first or the last
@@ -154,7 +318,14 @@ def test_weight_norm(dim: int) -> None:
     g = values(torch.float32, *(n if d == dim else 1 for d, n in enumerate(v.shape)), seed=1)
     check("aten._weight_norm_interface.default", v, g, dim)
     norms = torch.ops.aten._weight_norm_interface(v, g, dim)[1]
-    check("aten._weight_norm_interface_backward.default", values(torch.float32, 3, 4, 5, seed=2), v, g, norms, dim)
+    check(
+        "aten._weight_norm_interface_backward.default",
+        values(torch.float32, 3, 4, 5, seed=2),
+        v,
+        g,
+        norms,
+        dim,
+    )
 
 
 # ---- softmax ---------------------------------------------------------------------------------------------------------
@@ -167,7 +338,12 @@ def test_softmax(op: str, dtype: torch.dtype) -> None:
         check(f"aten.{op}.default", values(dtype, 2, 3, 4) * 10, dim, False)
     check(f"aten.{op}.default", values(dtype), 0, False)
     check(f"aten.{op}.default", values(dtype, 0, 3), 1, False)
-    check(f"aten.{op}.default", torch.tensor([[1e4, 0.0, -1e4], [-INF, 0.0, 1.0], [-INF, -INF, -INF]], dtype=dtype), 1, False)
+    check(
+        f"aten.{op}.default",
+        torch.tensor([[1e4, 0.0, -1e4], [-INF, 0.0, 1.0], [-INF, -INF, -INF]], dtype=dtype),
+        1,
+        False,
+    )
 
 
 @pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
@@ -175,7 +351,9 @@ def test_softmax_from_sixteen_bits_to_float32(op: str) -> None:
     # torch's CPU kernels refuse half_to_float, which is a GPU's; the same values come from widening first.
     x = values(torch.bfloat16, 3, 4)
     (got,) = lower(f"aten.{op}.default", (x, -1, True), {}, (registry.Out((3, 4), torch.float32),))
-    torch.testing.assert_close(torch.tensor(got.tolist()), getattr(torch.ops.aten, op)(x.float(), -1, False))
+    torch.testing.assert_close(
+        torch.tensor(got.tolist()), getattr(torch.ops.aten, op)(x.float(), -1, False)
+    )
 
 
 def test_safe_softmax() -> None:
@@ -189,7 +367,9 @@ def test_safe_softmax() -> None:
 def test_softmax_backward(op: str, dtype: torch.dtype) -> None:
     for dim in (0, -1):
         output = getattr(torch.ops.aten, op)(values(dtype, 2, 3, 4), dim, False)
-        check(f"aten.{op}_backward_data.default", values(dtype, 2, 3, 4, seed=1), output, dim, dtype)
+        check(
+            f"aten.{op}_backward_data.default", values(dtype, 2, 3, 4, seed=1), output, dim, dtype
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,8 +10,12 @@ OPTIMIZERS = {
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True, amsgrad=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True, weight_decay=0.1, maximize=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, fused=True, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "sgd with dampening": lambda p: torch.optim.SGD(p, lr=0.1, fused=True, momentum=0.9, dampening=0.2, maximize=True),
+    "sgd with momentum": lambda p: torch.optim.SGD(
+        p, lr=0.1, fused=True, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
+    "sgd with dampening": lambda p: torch.optim.SGD(
+        p, lr=0.1, fused=True, momentum=0.9, dampening=0.2, maximize=True
+    ),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True, lr_decay=0.1, weight_decay=0.1),
     "not fused": lambda p: torch.optim.AdamW(p, lr=0.1),
 }
@@ -20,7 +24,9 @@ OPTIMIZERS = {
 def train(make, device, *, scaled=False):
     """Five steps under a schedule; with a scaler the third loss is infinite, so that its step is left out."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(device)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(
+        device
+    )
     optimizer = make(model.parameters())
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
     x = torch.randn(16, 4).to(device)
@@ -36,12 +42,22 @@ def train(make, device, *, scaled=False):
             scaler.update()
         optimizer.zero_grad()
         schedule.step()
-    return [p.detach().cpu() for p in model.parameters()], None if scaler is None else scaler.get_scale()
+    return [
+        p.detach().cpu() for p in model.parameters()
+    ], None if scaler is None else scaler.get_scale()
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step", "ignore:.*lr_scheduler.step")
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step", "ignore:.*lr_scheduler.step"
+)
 @pytest.mark.parametrize(
-    ("name", "scaled"), [*((name, False) for name in OPTIMIZERS), ("amsgrad", True), ("sgd with momentum", True), ("not fused", True)]
+    ("name", "scaled"),
+    [
+        *((name, False) for name in OPTIMIZERS),
+        ("amsgrad", True),
+        ("sgd with momentum", True),
+        ("not fused", True),
+    ],
 )
 def test_parameters_are_eager_torchs(name, scaled):
     expected, scale = train(OPTIMIZERS[name], "cpu", scaled=scaled)
@@ -65,7 +81,9 @@ def test_parameters_of_16_bits_are_updated_in_32_and_rounded_once():
         steps.append(p.detach().cpu())
     mine, exact = steps
     assert mine.dtype is torch.bfloat16
-    torch.testing.assert_close(mine.float(), exact, rtol=2**-8, atol=0)  # half a unit in the last place, for the rounding at the end
+    torch.testing.assert_close(
+        mine.float(), exact, rtol=2**-8, atol=0
+    )  # half a unit in the last place, for the rounding at the end
 
 
 def test_a_fused_step_keeps_sharding_and_is_one_operation(mesh_1d, num_devices):
@@ -78,11 +96,24 @@ def test_a_fused_step_keeps_sharding_and_is_one_operation(mesh_1d, num_devices):
         optimizer.step()
         optimizer.zero_grad()
         spmd.sync()
-    assert all(p.sharding_spec == optimizer.state[p]["exp_avg"].sharding_spec == params[0].sharding_spec for p in params)
+    assert all(
+        p.sharding_spec == optimizer.state[p]["exp_avg"].sharding_spec == params[0].sharding_spec
+        for p in params
+    )
 
 
 def test_lists_of_different_lengths_are_refused():
     p, state = torch.ones(3, device="xla"), [torch.zeros(3, device="xla")] * 2
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    with pytest.raises(ValueError, match=r"lists of one length.*'self': 1.*'exp_avgs': 2.*one tensor in each list"):
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
+    with pytest.raises(
+        ValueError, match=r"lists of one length.*'self': 1.*'exp_avgs': 2.*one tensor in each list"
+    ):
         torch._fused_adamw_([p], [p], state, state, [], [torch.ones((), device="xla")], **options)

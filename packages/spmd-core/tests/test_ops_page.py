@@ -14,8 +14,12 @@ def test_the_page_is_not_stale():
     text = ops_page.PAGE.read_text()
     version = re.search(r"It says of torch (\S+) what", text)[1]
     if version != torch.__version__.partition("+")[0]:
-        pytest.skip(f"the page is of torch {version}, which has other overloads than {torch.__version__}")
-    assert text == ops_page.page(), "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes."
+        pytest.skip(
+            f"the page is of torch {version}, which has other overloads than {torch.__version__}"
+        )
+    assert text == ops_page.page(), (
+        "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes."
+    )
 
 
 def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,14 @@ DIMS = [[1], [-1], [0, 2], [], None, [0, 1, 2]]
 
 
 def values(dtype: torch.dtype, shape: tuple[int, ...] = (2, 3, 4), seed: int = 0) -> torch.Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype if dtype.is_complex else None) * 3
+    x = (
+        torch.randn(
+            shape,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=dtype if dtype.is_complex else None,
+        )
+        * 3
+    )
     return x > 0 if dtype is torch.bool else x.to(dtype)
 
 
@@ -160,7 +167,11 @@ def test_moments(op: str, dtype: torch.dtype) -> None:
 
 
 def test_variance_of_complex_numbers() -> None:
-    check("aten.var.correction", torch.complex(values(torch.float32), values(torch.float32, seed=1)), [1])
+    check(
+        "aten.var.correction",
+        torch.complex(values(torch.float32), values(torch.float32, seed=1)),
+        [1],
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -178,7 +189,11 @@ def test_logsumexp(dtype: torch.dtype) -> None:
 
 
 def test_logsumexp_of_infinities() -> None:
-    check("aten.logsumexp.default", torch.tensor([[-INF, -INF], [INF, 1.0], [NAN, 1.0], [1e30, 1e30], [INF, -INF]]), [1])
+    check(
+        "aten.logsumexp.default",
+        torch.tensor([[-INF, -INF], [INF, 1.0], [NAN, 1.0], [1e30, 1e30], [INF, -INF]]),
+        [1],
+    )
     check("aten.logsumexp.default", torch.empty(2, 0), [1])
 
 
@@ -197,7 +212,13 @@ def test_vector_norm(order: float) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_vector_norm_overloads(dtype: torch.dtype) -> None:
     x = values(dtype)
-    check("aten.linalg_vector_norm.default", x, 2, [1], dtype=torch.float64 if dtype is torch.float32 else torch.float32)
+    check(
+        "aten.linalg_vector_norm.default",
+        x,
+        2,
+        [1],
+        dtype=torch.float64 if dtype is torch.float32 else torch.float32,
+    )
     check("aten.norm.ScalarOpt_dim", x, 3, [1], True)
     check("aten.norm.ScalarOpt_dtype", x, 2, dtype=torch.float32)
     check("aten.norm.ScalarOpt_dim_dtype", x, 1, [-1], False, dtype=torch.float32)
@@ -208,7 +229,10 @@ def test_vector_norm_of_edge_cases() -> None:
     check("aten.linalg_vector_norm.default", torch.empty(0))
     check("aten.linalg_vector_norm.default", torch.empty(2, 0), 1, [1])
     check("aten.linalg_vector_norm.default", torch.tensor([1.0, NAN]), INF)
-    check("aten.linalg_vector_norm.default", torch.complex(values(torch.float32), values(torch.float32)))
+    check(
+        "aten.linalg_vector_norm.default",
+        torch.complex(values(torch.float32), values(torch.float32)),
+    )
     check("aten.norm.ScalarOpt_dim", values(torch.float32), None, [0])
 
 
@@ -251,7 +275,10 @@ def test_trace(dtype: torch.dtype) -> None:
     check("aten.trace.default", values(dtype, (0, 2)))
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype",
+    [*FLOATS, torch.float64, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool],
+)
 def test_hash(dtype: torch.dtype) -> None:
     x = values(dtype, (3, 4))
     check("aten.hash_tensor.default", x)

@@ -22,7 +22,10 @@ def never(*args):
     ("name", "message"),
     [
         ("aten.add", r"registered on one exact overload, namespace\.op\.overload; got 'aten\.add'"),
-        ("aten.add.NoSuchOverload", r"no overload 'aten\.add\.NoSuchOverload'; list them with torch\.ops\.aten\.add\.overloads\(\)"),
+        (
+            "aten.add.NoSuchOverload",
+            r"no overload 'aten\.add\.NoSuchOverload'; list them with torch\.ops\.aten\.add\.overloads\(\)",
+        ),
         ("aten.no_such_operation.default", r"no overload 'aten\.no_such_operation\.default'"),
     ],
 )
@@ -37,12 +40,16 @@ def test_a_second_registration_is_refused_and_the_first_stays():
     first = registry.find(torch.ops.aten.add.Tensor)
     assert first is not None
     with pytest.raises(
-        ValueError, match=rf"aten\.add\.Tensor already has a lowering, in {first.function.__module__}; an overload is lowered in one place"
+        ValueError,
+        match=rf"aten\.add\.Tensor already has a lowering, in {first.function.__module__}; an overload is lowered in one place",
     ):
         registry.lowering("aten.add.Tensor")(never)
     assert registry.find(torch.ops.aten.add.Tensor) is first
     place = registry.find_view_write(torch.ops.aten.as_strided.default)
-    with pytest.raises(ValueError, match=r"aten\.as_strided\.default already has a view write, in .*; register it once"):
+    with pytest.raises(
+        ValueError,
+        match=r"aten\.as_strided\.default already has a view write, in .*; register it once",
+    ):
         registry.view_write("aten.as_strided.default")(never)
     assert registry.find_view_write(torch.ops.aten.as_strided.default) is place is not None
 

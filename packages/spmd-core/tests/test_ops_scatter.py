@@ -68,7 +68,15 @@ def test_scatter_in_other_dtypes(dtype: torch.dtype) -> None:
         return
     for reduce in REDUCTIONS:
         for include_self in (True, False) if dtype is torch.float32 else (False,):
-            check("aten.scatter_reduce.two", -x, 0, index // 2, source % 7 - 2, reduce, include_self=include_self)
+            check(
+                "aten.scatter_reduce.two",
+                -x,
+                0,
+                index // 2,
+                source % 7 - 2,
+                reduce,
+                include_self=include_self,
+            )
 
 
 def test_scatter_reduce_of_nan_and_infinity() -> None:
@@ -76,7 +84,15 @@ def test_scatter_reduce_of_nan_and_infinity() -> None:
     source = torch.tensor([float("nan"), 2.0, float("-inf"), 5.0])
     for reduce in REDUCTIONS:
         for include_self in (True, False):
-            check("aten.scatter_reduce.two", x, 0, torch.tensor([0, 1, 2, 2]), source, reduce, include_self=include_self)
+            check(
+                "aten.scatter_reduce.two",
+                x,
+                0,
+                torch.tensor([0, 1, 2, 2]),
+                source,
+                reduce,
+                include_self=include_self,
+            )
 
 
 def test_many_addends_of_16_bits_are_summed_in_float32() -> None:
@@ -101,10 +117,25 @@ def test_index_add_copy_and_fill(dtype: torch.dtype) -> None:
     check("aten.index_add.default", x, 0, torch.tensor([1, 1, 0]), x[:3])
     check("aten.index_add.default", torch.zeros_like(x), 0, torch.tensor([1, 1, 0]), x[:3], alpha=0)
     if dtype is not torch.bool:
-        check("aten.index_add.default", x, -1, torch.tensor([1, 1, 0], dtype=torch.int32), x[:, :3], alpha=2)
+        check(
+            "aten.index_add.default",
+            x,
+            -1,
+            torch.tensor([1, 1, 0], dtype=torch.int32),
+            x[:, :3],
+            alpha=2,
+        )
         for reduce in REDUCTIONS[1:]:
             for include_self in (True, False) if dtype is torch.float32 else (False,):
-                check("aten.index_reduce.default", x, 0, torch.tensor([1, 1, 3]), x[:3] % 4 + 1, reduce, include_self=include_self)
+                check(
+                    "aten.index_reduce.default",
+                    x,
+                    0,
+                    torch.tensor([1, 1, 3]),
+                    x[:3] % 4 + 1,
+                    reduce,
+                    include_self=include_self,
+                )
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce")
@@ -152,12 +183,21 @@ def test_index_put(case: int) -> None:
 def test_index_put_in_other_dtypes(dtype: torch.dtype) -> None:
     x = values(3, 4, dtype=dtype)
     check("aten.index_put.default", x, [ROW], x[0])
-    check("aten.index_put.default", x, [torch.tensor([1, 1, 2]), torch.tensor([0, 0, 3])], x[0, 0], True)
+    check(
+        "aten.index_put.default",
+        x,
+        [torch.tensor([1, 1, 2]), torch.tensor([0, 0, 3])],
+        x[0, 0],
+        True,
+    )
     check("aten.put.default", x, torch.tensor([0, -1]), x[0, :2])
     check("aten.put.default", x, torch.tensor([[0, -1], [0, 5]]), x[:2, :2], True)
 
 
-FLAT, FULL = torch.tensor([True, False, True]), torch.tensor([[True, False], [False, False], [True, True]])
+FLAT, FULL = (
+    torch.tensor([True, False, True]),
+    torch.tensor([[True, False], [False, False], [True, True]]),
+)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -174,8 +214,20 @@ def test_index_put_through_a_mask(accumulate: bool) -> None:
         check("aten.index_put.default", x, indices, new, accumulate)
     check("aten.index_put.default", x, [torch.tensor(True)], torch.tensor(9.0))
     check("aten.index_put.default", values(4, 3, 5), [None, FLAT], torch.tensor(9.0), accumulate)
-    check("aten.index_put.default", values(4, 3, 5), [None, FLAT], torch.arange(20.0).reshape(4, 1, 5), accumulate)
-    check("aten.index_put.default", values(4, 3, 2), [None, FULL], torch.arange(4.0).reshape(4, 1), accumulate)
+    check(
+        "aten.index_put.default",
+        values(4, 3, 5),
+        [None, FLAT],
+        torch.arange(20.0).reshape(4, 1, 5),
+        accumulate,
+    )
+    check(
+        "aten.index_put.default",
+        values(4, 3, 2),
+        [None, FULL],
+        torch.arange(4.0).reshape(4, 1),
+        accumulate,
+    )
     check("aten.index_put.default", values(3, 2, 4), [FULL], torch.arange(4.0), accumulate)
 
 
@@ -188,14 +240,27 @@ def test_index_put_through_a_mask(accumulate: bool) -> None:
     ],
     ids=["values", "mixed", "uint8"],
 )
-def test_masks_whose_number_of_trues_matters_go_to_the_host(indices: list[torch.Tensor], new: torch.Tensor, reason: str) -> None:
+def test_masks_whose_number_of_trues_matters_go_to_the_host(
+    indices: list[torch.Tensor], new: torch.Tensor, reason: str
+) -> None:
     with pytest.raises(NotImplementedError, match=reason):
-        lower("aten.index_put.default", (values(3, 2), indices, new), {}, (registry.Out((3, 2), torch.float32),))
+        lower(
+            "aten.index_put.default",
+            (values(3, 2), indices, new),
+            {},
+            (registry.Out((3, 2), torch.float32),),
+        )
 
 
 def test_masked_put_that_accumulates() -> None:
     mask, index = torch.tensor([True, False, True, True]), torch.tensor([0, 9, 2, 0])
-    check("aten._unsafe_masked_index_put_accumulate.default", values(3, 4), mask.reshape(4, 1), [index], values(4, 4))
+    check(
+        "aten._unsafe_masked_index_put_accumulate.default",
+        values(3, 4),
+        mask.reshape(4, 1),
+        [index],
+        values(4, 4),
+    )
     check("aten._unsafe_masked_index_put_accumulate.default", values(3), mask, [index], values(4))
 
 
@@ -227,7 +292,12 @@ def test_slices_that_do_not_fit_are_refused() -> None:
             lower(name, (x, 0, index[:1], source.expand(2, 2), *options), {}, outs)
     mine = x.to("xla")
     for write in (torch.index_add, mine.index_reduce, mine.index_add_, mine.index_reduce_):
-        arguments = (0, index.to("xla"), source.to("xla"), *(("prod",) if "reduce" in write.__name__ else ()))
+        arguments = (
+            0,
+            index.to("xla"),
+            source.to("xla"),
+            *(("prod",) if "reduce" in write.__name__ else ()),
+        )
         with pytest.raises(RuntimeError, match="source tensor shape must match self tensor shape"):
             write(mine, *arguments) if write is torch.index_add else write(*arguments)
 

@@ -16,13 +16,33 @@ DATA = torch.tensor([1, 2, 2, 0, 3, 0, 0, 4, NAN, 2, NAN, NAN])
 LENGTHS = torch.tensor([3, 2, 3, 0, 2, 2, 0])
 
 
-def check_both(data: torch.Tensor, reduce: str, lengths: torch.Tensor, axis: int, initial: float | None) -> None:
+def check_both(
+    data: torch.Tensor, reduce: str, lengths: torch.Tensor, axis: int, initial: float | None
+) -> None:
     loose = {"rtol": 6e-2, "atol": 6e-2} if data.dtype is torch.bfloat16 else {}
-    check("aten.segment_reduce.default", data, reduce, lengths=lengths, axis=axis, initial=initial, **loose)
+    check(
+        "aten.segment_reduce.default",
+        data,
+        reduce,
+        lengths=lengths,
+        axis=axis,
+        initial=initial,
+        **loose,
+    )
     out = torch.segment_reduce(data, reduce, lengths=lengths, axis=axis, initial=initial)
     # Positive: where elements share an extremum, eager torch (2.13) divides only positive gradients among them.
     grad = torch.linspace(0.5, 2, out.numel()).reshape(out.shape).to(data.dtype)
-    check("aten._segment_reduce_backward.default", grad, out, data, reduce, lengths=lengths, axis=axis, initial=initial, **loose)
+    check(
+        "aten._segment_reduce_backward.default",
+        grad,
+        out,
+        data,
+        reduce,
+        lengths=lengths,
+        axis=axis,
+        initial=initial,
+        **loose,
+    )
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -42,7 +62,13 @@ def test_several_rows(reduce: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_offsets_and_nothing(reduce: str) -> None:
     check("aten.segment_reduce.default", DATA, reduce, offsets=torch.tensor([1, 4, 4, 9]))
-    check("aten.segment_reduce.default", DATA, reduce, offsets=torch.tensor([0, 4, 12]), lengths=torch.tensor([3]))
+    check(
+        "aten.segment_reduce.default",
+        DATA,
+        reduce,
+        offsets=torch.tensor([0, 4, 12]),
+        lengths=torch.tensor([3]),
+    )
     check("aten.segment_reduce.default", DATA, reduce, lengths=torch.tensor([1, 2]), unsafe=True)
     check("aten.segment_reduce.default", torch.zeros(0, 3), reduce, lengths=torch.tensor([0, 0]))
     check("aten.segment_reduce.default", torch.zeros(3, 0), reduce, lengths=torch.tensor([1, 2]))
@@ -54,7 +80,12 @@ def test_the_gradient_is_linear(reduce: str) -> None:
     out = torch.segment_reduce(DATA, reduce, lengths=LENGTHS)
     outs = (registry.Out(tuple(DATA.shape), DATA.dtype),)
     up, down = (
-        lower("aten._segment_reduce_backward.default", (grad, out, DATA, reduce), {"lengths": LENGTHS}, outs)[0].tolist()
+        lower(
+            "aten._segment_reduce_backward.default",
+            (grad, out, DATA, reduce),
+            {"lengths": LENGTHS},
+            outs,
+        )[0].tolist()
         for grad in (torch.ones(7), -torch.ones(7))
     )
     assert up == [-g for g in down]

@@ -39,9 +39,13 @@ def check_write(name: str, base: torch.Tensor, *args: Any) -> None:
         return dtypes.numpy_view(x.resolve_conj().resolve_neg().contiguous())
 
     with jax.enable_x64(True):
-        mine = jax.jit(lambda b, v: write(b, v, *args))(jnp.asarray(array(base)), jnp.asarray(array(new)))
+        mine = jax.jit(lambda b, v: write(b, v, *args))(
+            jnp.asarray(array(base)), jnp.asarray(array(new))
+        )
     assert mine.dtype == dtypes.to_jax(right.dtype) and mine.shape == tuple(right.shape)
-    torch.testing.assert_close(dtypes.tensor_view(np.asarray(mine)), right, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        dtypes.tensor_view(np.asarray(mine)), right, rtol=0, atol=0, equal_nan=True
+    )
 
 
 # Views that can be written: (overload, shape of the base, arguments).
@@ -161,7 +165,11 @@ COPIES = [
 
 
 def label(case: Any) -> str:
-    return "-".join(str(x).replace(" ", "") for x in case) if isinstance(case, tuple) else str(case).removeprefix("torch.")
+    return (
+        "-".join(str(x).replace(" ", "") for x in case)
+        if isinstance(case, tuple)
+        else str(case).removeprefix("torch.")
+    )
 
 
 @pytest.mark.parametrize("case", WRITABLE + READABLE + COPIES, ids=label)
@@ -189,7 +197,11 @@ def test_values_and_writes_in_other_dtypes(case: tuple[Any, ...], dtype: torch.d
 
 @pytest.mark.parametrize(
     ("name", "args"),
-    [("aten.unfold.default", (0, 3, 1)), ("aten.as_strided.default", ([4, 3], [2, 1])), ("aten.as_strided.default", ([2, 3], [0, 1]))],
+    [
+        ("aten.unfold.default", (0, 3, 1)),
+        ("aten.as_strided.default", ([4, 3], [2, 1])),
+        ("aten.as_strided.default", ([2, 3], [0, 1])),
+    ],
 )
 def test_a_write_to_shared_elements_is_refused(name: str, args: tuple[Any, ...]) -> None:
     view = registry.resolve(name)(values((9,)), *args)
@@ -235,7 +247,12 @@ def test_the_same_bits_as_another_dtype(before: torch.dtype, after: torch.dtype)
 @pytest.mark.parametrize("size", [(2, 3), (), (0, 2)], ids=label)
 def test_complex_numbers_and_pairs(size: tuple[int, ...], dtype: torch.dtype) -> None:
     pairs = torch.view_as_real(values(size, dtype))
-    for name, base in (("view_as_real", values(size, dtype)), ("view_as_complex", pairs), ("_conj", values(size, dtype)), ("_neg_view", pairs)):
+    for name, base in (
+        ("view_as_real", values(size, dtype)),
+        ("view_as_complex", pairs),
+        ("_conj", values(size, dtype)),
+        ("_neg_view", pairs),
+    ):
         if name != "_conj":  # its lowering stands, and is tested, with the arithmetic
             check(f"aten.{name}.default", base)
         check(f"aten.{name}_copy.default", base)

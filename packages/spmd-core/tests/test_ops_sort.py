@@ -22,13 +22,25 @@ def shuffled(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (order % 2 == 0) if dtype is torch.bool else order.to(dtype)
 
 
-def check_found(name: str, x: torch.Tensor, *args: Any, dim: int = -1, keepdim: bool = False, **kwargs: Any) -> None:
+def check_found(
+    name: str, x: torch.Tensor, *args: Any, dim: int = -1, keepdim: bool = False, **kwargs: Any
+) -> None:
     """Asserts that the values are torch's and that each index leads to its value; of equal elements torch may name another."""
     overload = registry.resolve(name)
     values, indices = overload(x, *args, **kwargs)
-    got = lower(name, (x, *args), kwargs, tuple(registry.Out(tuple(y.shape), y.dtype) for y in (values, indices)))
+    got = lower(
+        name,
+        (x, *args),
+        kwargs,
+        tuple(registry.Out(tuple(y.shape), y.dtype) for y in (values, indices)),
+    )
     mine, places = (dtypes.tensor_view(np.array(y)) for y in got)
-    assert (mine.shape, mine.dtype, places.shape, places.dtype) == (values.shape, values.dtype, indices.shape, indices.dtype)
+    assert (mine.shape, mine.dtype, places.shape, places.dtype) == (
+        values.shape,
+        values.dtype,
+        indices.shape,
+        indices.dtype,
+    )
     torch.testing.assert_close(mine, values.contiguous(), rtol=0, atol=0, equal_nan=True)
     if x.dim() and not keepdim and values.dim() < x.dim():
         mine, places = mine.unsqueeze(dim), places.unsqueeze(dim)
@@ -47,9 +59,17 @@ def test_sort(dtype: torch.dtype, descending: bool) -> None:
 
 @pytest.mark.parametrize("descending", [False, True])
 def test_sort_is_stable_and_puts_nan_above_infinity(descending: bool) -> None:
-    x = torch.tensor([[2.0, NAN, 1, INF, 2, -INF, -0.0, 0.0, NAN, 1], [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]])
+    x = torch.tensor(
+        [[2.0, NAN, 1, INF, 2, -INF, -0.0, 0.0, NAN, 1], [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]]
+    )
     for y in (x, x.T.contiguous(), x.to(torch.bfloat16), -x):
-        check("aten.sort.stable", y, stable=True, dim=-1 if y.shape[0] == 2 else 0, descending=descending)
+        check(
+            "aten.sort.stable",
+            y,
+            stable=True,
+            dim=-1 if y.shape[0] == 2 else 0,
+            descending=descending,
+        )
     check("aten.sort.stable", x[1].to(torch.int32), stable=True, descending=descending)
     check("aten.sort.stable", x[1].bool(), stable=True, descending=descending)
     lowest = torch.tensor([0, torch.iinfo(torch.int64).min, 5, torch.iinfo(torch.int64).max, 0])
@@ -93,7 +113,13 @@ def test_one_element_by_rank(dtype: torch.dtype) -> None:
 
 def test_rank_of_0_dim_and_empty() -> None:
     x = shuffled(3, 4)
-    for name, args in (("kthvalue.default", (1,)), ("median.dim", (0,)), ("nanmedian.dim", (-1,)), ("median.default", ()), ("nanmedian.default", ())):
+    for name, args in (
+        ("kthvalue.default", (1,)),
+        ("median.dim", (0,)),
+        ("nanmedian.dim", (-1,)),
+        ("median.default", ()),
+        ("nanmedian.default", ()),
+    ):
         check(f"aten.{name}", x[0, 0], *args)
     check("aten.median.dim", x[:, :0], 0)
     check("aten.kthvalue.default", x[:, :0], 1, 0)
@@ -120,9 +146,14 @@ def test_mode(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64], ids=str
+)
 def test_binary_search(dtype: torch.dtype, right: bool) -> None:
-    sequence, x = torch.tensor([1, 3, 3, 3, 7, 9]).to(dtype), torch.arange(-1, 11).reshape(3, 4).to(dtype)
+    sequence, x = (
+        torch.tensor([1, 3, 3, 3, 7, 9]).to(dtype),
+        torch.arange(-1, 11).reshape(3, 4).to(dtype),
+    )
     check("aten.searchsorted.Tensor", sequence, x, right=right)
     check("aten.searchsorted.Scalar", sequence, 3.5, out_int32=True, right=right)
     check("aten.bucketize.Tensor", x, sequence, out_int32=True, right=right)
@@ -144,14 +175,36 @@ def test_binary_search_by_rows_sides_and_sorters() -> None:
     check("aten.searchsorted.Tensor", sequence, x)
     check("aten.searchsorted.Tensor", sequence, x, side="right")
     check("aten.searchsorted.Tensor", sequence, x, side="left")
-    check("aten.searchsorted.Tensor", sequence.flip(1), x, sorter=torch.arange(3, -1, -1).expand(2, 4).contiguous())
+    check(
+        "aten.searchsorted.Tensor",
+        sequence.flip(1),
+        x,
+        sorter=torch.arange(3, -1, -1).expand(2, 4).contiguous(),
+    )
     check("aten.searchsorted.Tensor", sequence[0], torch.tensor([NAN, INF, -INF, 3]))
-    check("aten.searchsorted.Tensor", torch.tensor([1.0, 2, INF, NAN]), torch.tensor([NAN, INF, 1.5, 3]), right=True)
-    check("aten.searchsorted.Tensor", torch.tensor([1.0, 2, INF, NAN]), torch.tensor([NAN, INF, 1.5, 3]))
+    check(
+        "aten.searchsorted.Tensor",
+        torch.tensor([1.0, 2, INF, NAN]),
+        torch.tensor([NAN, INF, 1.5, 3]),
+        right=True,
+    )
+    check(
+        "aten.searchsorted.Tensor",
+        torch.tensor([1.0, 2, INF, NAN]),
+        torch.tensor([NAN, INF, 1.5, 3]),
+    )
 
 
 def test_searches_in_and_for_nothing() -> None:
-    for shape, wanted in (((0,), (3,)), ((0,), ()), ((3,), (2, 0)), ((2, 0), (2, 3)), ((0, 3), (0, 2)), ((2, 3), (2, 0)), ((0, 0), (0, 0))):
+    for shape, wanted in (
+        ((0,), (3,)),
+        ((0,), ()),
+        ((3,), (2, 0)),
+        ((2, 0), (2, 3)),
+        ((0, 3), (0, 2)),
+        ((2, 3), (2, 0)),
+        ((0, 0), (0, 0)),
+    ):
         sequence = torch.arange(float(math.prod(shape))).reshape(shape)
         check("aten.searchsorted.Tensor", sequence, torch.rand(wanted))
         if len(shape) == 1:

@@ -11,7 +11,25 @@ from spmd_core.ops import bessel, gamma, special  # noqa: F401  (registers the l
 
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float32, torch.float64]
-EDGES = [0.0, -0.0, INF, -INF, NAN, 1e-30, 1e-10, -1e-10, 0.5, 1.0, -1.0, 2.0, 5.0, 8.0, 2.09, -2.09, 104.0]
+EDGES = [
+    0.0,
+    -0.0,
+    INF,
+    -INF,
+    NAN,
+    1e-30,
+    1e-10,
+    -1e-10,
+    0.5,
+    1.0,
+    -1.0,
+    2.0,
+    5.0,
+    8.0,
+    2.09,
+    -2.09,
+    104.0,
+]
 BESSEL = [
     "airy_ai",
     "bessel_j0",
@@ -30,7 +48,13 @@ BESSEL = [
 
 def points(dtype: torch.dtype) -> torch.Tensor:
     """The usual range densely, a wider one, and the edges."""
-    return torch.cat([torch.linspace(-12, 12, 481, dtype=dtype), torch.linspace(-60, 60, 61, dtype=dtype), torch.tensor(EDGES, dtype=dtype)])
+    return torch.cat(
+        [
+            torch.linspace(-12, 12, 481, dtype=dtype),
+            torch.linspace(-60, 60, 61, dtype=dtype),
+            torch.tensor(EDGES, dtype=dtype),
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", [*BESSEL, "erfcx", "log_ndtr"])
@@ -48,7 +72,12 @@ def test_erfcx_does_not_overflow(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_ndtri(dtype: torch.dtype) -> None:
-    p = torch.cat([torch.linspace(0, 1, 201, dtype=dtype), torch.tensor([1e-30, 1e-14, 1e-16, -0.1, 1.1, NAN, INF], dtype=dtype)])
+    p = torch.cat(
+        [
+            torch.linspace(0, 1, 201, dtype=dtype),
+            torch.tensor([1e-30, 1e-14, 1e-16, -0.1, 1.1, NAN, INF], dtype=dtype),
+        ]
+    )
     check("aten.special_ndtri.default", p)
 
 
@@ -57,8 +86,15 @@ def test_ndtri(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 25])
 def test_polygamma(n: int) -> None:
-    x = torch.cat([torch.linspace(-9.95, 10.05, 201, dtype=torch.float64), torch.tensor([0.0, -0.0, INF, NAN, -2.0, 1e3], dtype=torch.float64)])
-    x = x if n != 1 else x[x != -2]  # torch has the square of an inexact sine there, where the pole is
+    x = torch.cat(
+        [
+            torch.linspace(-9.95, 10.05, 201, dtype=torch.float64),
+            torch.tensor([0.0, -0.0, INF, NAN, -2.0, 1e3], dtype=torch.float64),
+        ]
+    )
+    x = (
+        x if n != 1 else x[x != -2]
+    )  # torch has the square of an inexact sine there, where the pole is
     check("aten.polygamma.default", n, x, rtol=1e-8)
     if n < 4:  # torch's own float32 is less exact from there on
         check("aten.polygamma.default", n, x.float(), rtol=1e-4, atol=1e-4)
@@ -67,7 +103,10 @@ def test_polygamma(n: int) -> None:
 def test_zeta() -> None:
     for dtype in FLOATS:
         s = torch.tensor([0, 0.5, 1, 1.1, 1.5, 2, 3, 8, 30, INF, NAN, -1], dtype=dtype)[:, None]
-        q = torch.tensor([-30.25, -3, -2.5, -1.75, -0.5, -0.0, 0, 0.1, 0.5, 1, 2.5, 10, 1e5, INF, -INF], dtype=dtype)
+        q = torch.tensor(
+            [-30.25, -3, -2.5, -1.75, -0.5, -0.0, 0, 0.1, 0.5, 1, 2.5, 10, 1e5, INF, -INF],
+            dtype=dtype,
+        )
         check("aten.special_zeta.default", s, q)
         check("aten.special_zeta.other_scalar", s, 0.5)
         check("aten.special_zeta.self_scalar", 3.0, q)
@@ -77,7 +116,9 @@ def test_zeta() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_incomplete_gamma(name: str, dtype: torch.dtype) -> None:
     a = torch.tensor([0, 0.1, 0.5, 1, 2, 5, 20, 100, 1000, INF, -1, NAN], dtype=dtype)[:, None]
-    x = torch.tensor([0, 1e-10, 0.01, 0.3, 1, 1.5, 4, 10, 50, 99, 101, 990, 1100, 1e5, INF, -1], dtype=dtype)
+    x = torch.tensor(
+        [0, 1e-10, 0.01, 0.3, 1, 1.5, 4, 10, 50, 99, 101, 990, 1100, 1e5, INF, -1], dtype=dtype
+    )
     check(f"aten.{name}.default", a, x, rtol=3e-5 if dtype is torch.float32 else 1e-8)
 
 
@@ -101,9 +142,16 @@ POLYNOMIALS = [
 
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_orthogonal_polynomials(name: str) -> None:
-    x = torch.cat([torch.linspace(-2.5, 2.5, 51, dtype=torch.float64), torch.tensor([INF, -INF, 1e10], dtype=torch.float64)])
+    x = torch.cat(
+        [
+            torch.linspace(-2.5, 2.5, 51, dtype=torch.float64),
+            torch.tensor([INF, -INF, 1e10], dtype=torch.float64),
+        ]
+    )
     n = torch.tensor([-3, -1, 0, 1, 2, 3, 6, 7, 8, 9, 10, 40, 513], dtype=torch.float64)[:, None]
-    check(f"aten.special_{name}.default", x, n, rtol=1e-7, atol=1e-7)  # the third kind is a quotient of two small numbers near -1
+    check(
+        f"aten.special_{name}.default", x, n, rtol=1e-7, atol=1e-7
+    )  # the third kind is a quotient of two small numbers near -1
     check(f"aten.special_{name}.default", x.float(), n[:9].float(), rtol=1e-4, atol=1e-4)
     check(f"aten.special_{name}.n_scalar", x.float(), 3)
     check(f"aten.special_{name}.x_scalar", 0.7, n)

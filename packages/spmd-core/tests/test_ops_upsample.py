@@ -9,9 +9,20 @@ from oracle import check
 from spmd_core.ops import registry, upsample  # noqa: F401  (registers the lowerings)
 
 SIZES = {1: (5,), 2: (5, 4), 3: (3, 4, 2)}
-SMOOTH = [("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_trilinear3d", 3), ("upsample_bicubic2d", 2)]
+SMOOTH = [
+    ("upsample_linear1d", 1),
+    ("upsample_bilinear2d", 2),
+    ("upsample_trilinear3d", 3),
+    ("upsample_bicubic2d", 2),
+]
 # Dtype and factor: whole, not whole, shrinking.
-CASES = [(torch.float32, 2), (torch.float32, 1.7), (torch.float32, 0.6), (torch.bfloat16, 1.7), (torch.float64, 3)]
+CASES = [
+    (torch.float32, 2),
+    (torch.float32, 1.7),
+    (torch.float32, 0.6),
+    (torch.bfloat16, 1.7),
+    (torch.float64, 3),
+]
 
 
 def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -21,7 +32,14 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def check_both(op: str, x: torch.Tensor, sizes: list[int], *options: Any) -> None:
     sixteen = x.dtype is torch.bfloat16
     check(f"aten.{op}.default", x, sizes, *options, **({"atol": 6e-2} if sixteen else {}))
-    check(f"aten.{op}_backward.default", values(x.dtype, *x.shape[:2], *sizes), sizes, list(x.shape), *options, **({"atol": 0.2} if sixteen else {}))
+    check(
+        f"aten.{op}_backward.default",
+        values(x.dtype, *x.shape[:2], *sizes),
+        sizes,
+        list(x.shape),
+        *options,
+        **({"atol": 0.2} if sixteen else {}),
+    )
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3])
@@ -31,7 +49,12 @@ def test_nearest(op: str, num_dims: int) -> None:
         sizes = [int(n * factor) for n in SIZES[num_dims]]
         check_both(f"{op}{num_dims}d", values(dtype, 2, 3, *SIZES[num_dims]), sizes)
         if num_dims == 2:
-            check_both(f"{op}{num_dims}d", values(dtype, 2, 3, *SIZES[num_dims]), sizes, *[float(factor)] * num_dims)
+            check_both(
+                f"{op}{num_dims}d",
+                values(dtype, 2, 3, *SIZES[num_dims]),
+                sizes,
+                *[float(factor)] * num_dims,
+            )
 
 
 @pytest.mark.parametrize(("op", "num_dims"), SMOOTH)
@@ -40,7 +63,13 @@ def test_smooth(op: str, num_dims: int, align_corners: bool) -> None:
     for dtype, factor in CASES if num_dims == 2 else CASES[:2]:
         sizes = [int(n * factor) for n in SIZES[num_dims]]
         check_both(op, values(dtype, 2, 3, *SIZES[num_dims]), sizes, align_corners)
-    check_both(op, values(torch.float32, 2, 3, *SIZES[num_dims]), sizes, align_corners, *[float(factor)] * num_dims)
+    check_both(
+        op,
+        values(torch.float32, 2, 3, *SIZES[num_dims]),
+        sizes,
+        align_corners,
+        *[float(factor)] * num_dims,
+    )
 
 
 def test_smooth_upsampling_to_one_element() -> None:
@@ -57,6 +86,16 @@ def test_nearest_of_bytes() -> None:
 @pytest.mark.parametrize("size", [(3, 5), (11, 10), (8, 2)])
 def test_antialiased(mode, align_corners, size):
     name = f"aten._upsample_{mode}2d_aa"
-    for scales in ((None, None), (None if size[0] == 8 else size[0] / 8 + 0.01, size[1] / 9 + 0.01)):
+    for scales in (
+        (None, None),
+        (None if size[0] == 8 else size[0] / 8 + 0.01, size[1] / 9 + 0.01),
+    ):
         check(f"{name}.default", torch.randn(2, 3, 8, 9), size, align_corners, *scales)
-        check(f"{name}_backward.default", torch.randn(2, 3, *size), size, (2, 3, 8, 9), align_corners, *scales)
+        check(
+            f"{name}_backward.default",
+            torch.randn(2, 3, *size),
+            size,
+            (2, 3, 8, 9),
+            align_corners,
+            *scales,
+        )

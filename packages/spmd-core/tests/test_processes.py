@@ -52,11 +52,23 @@ def outputs(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "PJRT_DEVICE")}
-    env |= {"PYTHONPATH": str(Path(spmd.__file__).parent.parent), "PJRT_LOCAL_PROCESS_COUNT": "2", "PYTHONUNBUFFERED": "1"}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "PJRT_DEVICE")
+    }
+    env |= {
+        "PYTHONPATH": str(Path(spmd.__file__).parent.parent),
+        "PJRT_LOCAL_PROCESS_COUNT": "2",
+        "PYTHONUNBUFFERED": "1",
+    }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder), str(port), str(rank)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", PROGRAM, str(folder), str(port), str(rank)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -88,13 +100,17 @@ def test_each_process_knows_its_place(lines):
 
 def test_closures_run_in_each_process_with_the_whole_value(lines):
     for out in lines[1]:
-        assert starting_with("closure", out) == ["0 132.0", "1 264.0"] and starting_with("read", out) == ["0 132.0 144.0", "1 264.0 276.0"]
+        assert starting_with("closure", out) == ["0 132.0", "1 264.0"] and starting_with(
+            "read", out
+        ) == ["0 132.0 144.0", "1 264.0 276.0"]
 
 
 def test_each_process_holds_its_own_shards(lines):
     rows = (torch.arange(12.0).reshape(6, 2) * 4).split(2)
     first, second = (starting_with("shards", out)[0] for out in lines[1])
-    assert first == str([rows[0].tolist(), rows[1].tolist()]) and second == str([rows[2].tolist(), []])
+    assert first == str([rows[0].tolist(), rows[1].tolist()]) and second == str(
+        [rows[2].tolist(), []]
+    )
 
 
 def test_the_master_writes_the_whole_value_and_the_others_wait(lines):
@@ -102,11 +118,18 @@ def test_the_master_writes_the_whole_value_and_the_others_wait(lines):
     for out in both:
         assert starting_with("written", out) == ["264.0"] and out[-1] == "end"
     read = torch.load(folder / "master.pt", weights_only=True)
-    assert torch.equal(read["w"], torch.arange(12.0).reshape(6, 2) * 4) and torch.equal(read["tied"], read["w"])
-    assert all(torch.equal(torch.load(folder / f"own{rank}.pt", weights_only=True)["w"], read["w"]) for rank in range(2))
+    assert torch.equal(read["w"], torch.arange(12.0).reshape(6, 2) * 4) and torch.equal(
+        read["tied"], read["w"]
+    )
+    assert all(
+        torch.equal(torch.load(folder / f"own{rank}.pt", weights_only=True)["w"], read["w"])
+        for rank in range(2)
+    )
 
 
 def test_a_file_that_the_master_cannot_write_fails_in_each_process(lines):
     first, second = (starting_with("failed", out)[0] for out in lines[1])
     assert first.startswith("False") and "missing" in first
-    assert second.startswith("True every process that writes must succeed; process [0] could not write its file")
+    assert second.startswith(
+        "True every process that writes must succeed; process [0] could not write its file"
+    )

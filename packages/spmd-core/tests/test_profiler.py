@@ -33,18 +33,27 @@ def test_a_trace_holds_operations_and_annotations(tmp_path):
     events = json.loads(gzip.decompress(json_file.read_bytes()))["traceEvents"]
     by_name = {event.get("name"): event for event in events}
     assert {"train", "my phase", "my function"} <= by_name.keys()
-    assert by_name["train"]["args"]["step_num"] == "7" and by_name["my phase"]["args"]["size"] == "17"
+    assert (
+        by_name["train"]["args"]["step_num"] == "7" and by_name["my phase"]["args"]["size"] == "17"
+    )
     # On the device's own line, in the program whose operations are named as they were recorded.
-    assert any(event.get("args", {}).get("hlo_module", "").startswith("jit_spmd_2ops") for event in events)
+    assert any(
+        event.get("args", {}).get("hlo_module", "").startswith("jit_spmd_2ops") for event in events
+    )
     names = xplane.read_bytes()
     assert b"/aten::mm/" in names and b"/aten::tanh/" in names
 
 
 def test_a_trace_is_started_and_stopped_once(tmp_path):
-    with pytest.raises(spmd.SpmdError, match=r"got a call without a trace. Call start_trace\(logdir\) first"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"got a call without a trace. Call start_trace\(logdir\) first"
+    ):
         profiler.stop_trace()
     profiler.start_trace(tmp_path)
-    with pytest.raises(spmd.SpmdError, match=r"one trace is recorded at a time; one into .* is running. Call stop_trace\(\) first"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"one trace is recorded at a time; one into .* is running. Call stop_trace\(\) first",
+    ):
         profiler.start_trace(tmp_path)
     profiler.stop_trace()
     assert list(tmp_path.rglob("*.xplane.pb"))
@@ -55,7 +64,9 @@ def test_a_trace_of_jaxs_own_is_respected(tmp_path):
 
     jax.profiler.start_trace(tmp_path)
     try:
-        with pytest.raises(spmd.SpmdError, match=r"jax records one of its own: .*End that one first"):
+        with pytest.raises(
+            spmd.SpmdError, match=r"jax records one of its own: .*End that one first"
+        ):
             profiler.start_trace(tmp_path)
     finally:
         jax.profiler.stop_trace()
@@ -85,7 +96,9 @@ def test_a_decorated_function_may_call_itself():
 
 
 def test_the_server():
-    with pytest.raises(spmd.SpmdError, match=r"got a call without a server. Call start_server\(port\) first"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"got a call without a server. Call start_server\(port\) first"
+    ):
         profiler.stop_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -94,7 +107,10 @@ def test_the_server():
     try:
         with socket.create_connection(("localhost", port), timeout=30):
             pass
-        with pytest.raises(spmd.SpmdError, match=rf"a process has one profiler server; start_server\({port}\) came while it runs"):
+        with pytest.raises(
+            spmd.SpmdError,
+            match=rf"a process has one profiler server; start_server\({port}\) came while it runs",
+        ):
             profiler.start_server(port)
     finally:
         profiler.stop_server()
@@ -107,5 +123,8 @@ def test_other_processes_of_a_host_start_no_server(monkeypatch):
 
 
 def test_a_profile_of_another_process_is_refused_with_the_reason():
-    with pytest.raises(spmd.UnsupportedOpError, match=r"which jaxlib does not have; got 'localhost:9012' for 500 ms.*jax.collect_profile PORT 500"):
+    with pytest.raises(
+        spmd.UnsupportedOpError,
+        match=r"which jaxlib does not have; got 'localhost:9012' for 500 ms.*jax.collect_profile PORT 500",
+    ):
         profiler.trace_remote("localhost:9012", "folder", duration_ms=500)

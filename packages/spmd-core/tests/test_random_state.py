@@ -38,7 +38,10 @@ def test_a_fork_leaves_no_trace():
 
 def test_what_is_no_state():
     for wrong in ("1", True, None):
-        with pytest.raises(TypeError, match=r"a tensor from get_rng_state\(\) or a seed \(int\); got (str|bool|NoneType). Pass one"):
+        with pytest.raises(
+            TypeError,
+            match=r"a tensor from get_rng_state\(\) or a seed \(int\); got (str|bool|NoneType). Pass one",
+        ):
             random_state.set_rng_state(wrong)
 
 

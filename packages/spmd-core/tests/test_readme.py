@@ -16,16 +16,31 @@ ROOT = Path(__file__).parents[3]
 
 
 def samples():
-    for page in (ROOT / "README.md", ROOT / "packages/spmd-core/README.md", ROOT / "packages/spmd-data/README.md"):
+    for page in (
+        ROOT / "README.md",
+        ROOT / "packages/spmd-core/README.md",
+        ROOT / "packages/spmd-data/README.md",
+    ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
 
 
 @pytest.mark.parametrize("code", list(samples()))
 def test_sample_runs(code):
-    path = os.pathsep.join(str(ROOT / p) for p in ("packages/spmd-core/src", "packages/spmd-data/src", "packages/torch-xla-compat/src"))
+    path = os.pathsep.join(
+        str(ROOT / p)
+        for p in (
+            "packages/spmd-core/src",
+            "packages/spmd-data/src",
+            "packages/torch-xla-compat/src",
+        )
+    )
     result = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -44,8 +59,15 @@ def test_the_architecture_page_tells_the_truth():
     assert key.donated == (1,) and key.device_ids == tuple(range(8)) and len(key.outputs) == 2
     program = compile_cache.newest()
     text = program.lowered_text()
-    for fragment in ('sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>', "tensor<1xf64>", "aliasing_output = 0", "precision = [HIGHEST, HIGHEST]"):
+    for fragment in (
+        'sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>',
+        "tensor<1xf64>",
+        "aliasing_output = 0",
+        "precision = [HIGHEST, HIGHEST]",
+    ):
         assert fragment in text
     assert (program.record.argument_bytes, program.record.alias_bytes) == (3080, 1024)
     assert "all-reduce" in program.compiled.as_text() and "f32[8,32]" in program.compiled.as_text()
-    torch.testing.assert_close(y.cpu(), torch.relu(scope["x"].cpu() @ (w.cpu() * 2)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        y.cpu(), torch.relu(scope["x"].cpu() @ (w.cpu() * 2)), rtol=1e-4, atol=1e-4
+    )

@@ -57,10 +57,22 @@ def test_a_smaller_last_batch():
         training.step(size)
     report = debugging.explain_recompile()
     # The batch and its labels; not what follows from them, nor the parameters.
-    assert {c.text.split(": ")[1] for c in report.changes} == {"float32[32, 8] -> float32[17, 8]", "int64[32] -> int64[17]"}
-    assert all(c.text.startswith("leaf ") and "(data, read by operation " in c.text and c.ingredient == "leaves" for c in report.changes)
+    assert {c.text.split(": ")[1] for c in report.changes} == {
+        "float32[32, 8] -> float32[17, 8]",
+        "int64[32] -> int64[17]",
+    }
+    assert all(
+        c.text.startswith("leaf ")
+        and "(data, read by operation " in c.text
+        and c.ingredient == "leaves"
+        for c in report.changes
+    )
     text = str(report)
-    assert f"for {line_of('the end of a step')}" in text and "drop_last=True" in text and "Pad batches" in text
+    assert (
+        f"for {line_of('the end of a step')}" in text
+        and "drop_last=True" in text
+        and "Pad batches" in text
+    )
     assert text.count("\n") == 3
     assert set(report.ingredients) >= {"structure", "leaves"} and report.seconds > 0
 
@@ -90,7 +102,10 @@ def test_a_parameter_that_changed_shape_gets_no_advice_on_padding():
         w = torch.ones(4, width).to("xla")
         w.mul_(2)
         spmd.sync()
-    assert re.fullmatch(r"leaf 0 \(updated in place, read by operation 0, aten::mul.*\): float32\[4, 8\] -> float32\[4, 9\]", the_change().text)
+    assert re.fullmatch(
+        r"leaf 0 \(updated in place, read by operation 0, aten::mul.*\): float32\[4, 8\] -> float32\[4, 9\]",
+        the_change().text,
+    )
     assert the_change().advice == ""
 
 
@@ -101,7 +116,10 @@ def test_another_operation():
         kept = [(f(x * 2) + 1).sum()]
         spmd.sync()
     change = the_change()
-    assert (change.ingredient, change.text) == ("structure", "operation 1 was aten::relu, is aten::gelu") and kept
+    assert (change.ingredient, change.text) == (
+        "structure",
+        "operation 1 was aten::relu, is aten::gelu",
+    ) and kept
     assert "`if` or a loop in Python" in str(debugging.explain_recompile())
 
 
@@ -137,7 +155,10 @@ def test_static_arguments():
         x.sum([dim]).cpu()
     assert the_change().text == "argument 'dim' of operation 0, aten::sum.dim_IntList: [0] -> [1]"
     x.sum([1], keepdim=True).cpu()
-    assert the_change().text == "argument 'keepdim' of operation 0, aten::sum.dim_IntList: its default -> True"
+    assert (
+        the_change().text
+        == "argument 'keepdim' of operation 0, aten::sum.dim_IntList: its default -> True"
+    )
     assert seen[0] == [0, 4, 8]
 
 
@@ -174,7 +195,9 @@ def test_arguments_that_are_not_kept_are_said_to_be_unknown():
     for dim in (0, 1):
         x.cumsum(dim).cpu()
     dispatch.forget()
-    assert the_change().text == "operation 0, aten::cumsum, has other arguments; which, is not known"
+    assert (
+        the_change().text == "operation 0, aten::cumsum, has other arguments; which, is not known"
+    )
 
 
 def test_an_int_where_a_float_was():
@@ -182,7 +205,10 @@ def test_an_int_where_a_float_was():
     for number in (2, 2.0):
         (x * number).cpu()
     change = the_change()
-    assert change.text == "argument 'other' of operation 0, aten::mul.Tensor: a number of type int -> a number of type float"
+    assert (
+        change.text
+        == "argument 'other' of operation 0, aten::mul.Tensor: a number of type int -> a number of type float"
+    )
     assert "such as 2.0 and not 2" in change.advice
     before = compiles()
     (x * 5.5).cpu()
@@ -195,7 +221,9 @@ def test_another_order_in_memory():
         spmd.sync()
         torch.relu(x).cpu()
     change = the_change()
-    assert change.text.startswith("argument 'self' of operation 0, aten::relu: a tensor float32[4, 3] with strides [3, 1] -> ")
+    assert change.text.startswith(
+        "argument 'self' of operation 0, aten::relu: a tensor float32[4, 3] with strides [3, 1] -> "
+    )
     assert change.text.endswith("with strides [1, 4]")
 
 
@@ -214,12 +242,18 @@ def test_a_result_that_somebody_holds():
     step(True)
     change = the_change()
     assert change.ingredient == "outputs"
-    assert change.text == "the result of operation 1, aten::exp (float32[4, 4]) is held at the cut, and was not before"
+    assert (
+        change.text
+        == "the result of operation 1, aten::exp (float32[4, 4]) is held at the cut, and was not before"
+    )
     assert ".item(), .cpu()" in change.advice
     compile_cache.clear()
     step(True)
     step(False)
-    assert the_change().text == "the result of operation 1, aten::exp (float32[4, 4]) is not held at the cut, and was before"
+    assert (
+        the_change().text
+        == "the result of operation 1, aten::exp (float32[4, 4]) is not held at the cut, and was before"
+    )
 
 
 def test_other_compiler_options(monkeypatch):
@@ -229,7 +263,10 @@ def test_other_compiler_options(monkeypatch):
         spmd.sync()
     change = the_change()
     assert change.ingredient == "options" and y.shape == (4,)
-    assert change.text == "config.compiler_options: {} -> {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}"
+    assert (
+        change.text
+        == "config.compiler_options: {} -> {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}"
+    )
 
 
 def test_a_tensor_kept_from_the_last_step_is_not_donated():
@@ -248,7 +285,10 @@ def test_a_tensor_kept_from_the_last_step_is_not_donated():
     step(True)
     change = the_change()
     assert change.ingredient == "donated"
-    assert change.text == "leaf 0 (data, read by operation 0, aten::mul.Tensor) is not donated any more: a tensor holds it after this program"
+    assert (
+        change.text
+        == "leaf 0 (data, read by operation 0, aten::mul.Tensor) is not donated any more: a tensor holds it after this program"
+    )
     assert "Drop the tensor before" in change.advice
 
 
@@ -260,14 +300,20 @@ def test_another_sharding(mesh_2d, num_devices):
         x.sum().cpu()
     change = the_change()
     shape = ", ".join(f"{name}={size}" for name, size in mesh_2d.shape().items())
-    assert change.text == f"the sharding of leaf 0 (data, read by operation 0, aten::sum): P('a', None) over ({shape}) -> P(None, 'a') over ({shape})"
+    assert (
+        change.text
+        == f"the sharding of leaf 0 (data, read by operation 0, aten::sum): P('a', None) over ({shape}) -> P(None, 'a') over ({shape})"
+    )
     assert "Mark it once" in change.advice
     compile_cache.clear()
     x = torch.ones(8, 8).to("xla")
     for spec in (("a",), ("b",)):
         spmd.mark_sharding(x * 2, mesh_2d, spec).sum().cpu()
     texts = {c.text for c in debugging.explain_recompile().changes}
-    assert f"the mark of operation 1, spmd::mark_sharding: P('a', None) over ({shape}) -> P('b', None) over ({shape})" in texts
+    assert (
+        f"the mark of operation 1, spmd::mark_sharding: P('a', None) over ({shape}) -> P('b', None) over ({shape})"
+        in texts
+    )
 
 
 def test_other_devices(num_devices):
@@ -285,13 +331,19 @@ def test_lines_are_in_the_report():
             x = torch.ones(4, 4).to("xla")  # made
             y = f(x * 2)  # called
             spmd.sync()
-        assert f"operation 1 was aten::relu, is aten::tanh, at {line_of('called')}" in str(debugging.explain_recompile())
+        assert f"operation 1 was aten::relu, is aten::tanh, at {line_of('called')}" in str(
+            debugging.explain_recompile()
+        )
         for n in (4, 5):
             x = torch.ones(n, 3).to("xla")
             y = torch.exp(x)  # read
             spmd.sync()
         text = the_change().text
-        assert f"read by operation 0, aten::exp, at {line_of('read')}" in text and f"made at {__file__}" in text and y is not None
+        assert (
+            f"read by operation 0, aten::exp, at {line_of('read')}" in text
+            and f"made at {__file__}" in text
+            and y is not None
+        )
 
 
 def test_source_lines_are_an_ingredient():
@@ -308,7 +360,9 @@ def test_source_lines_are_an_ingredient():
     with debugging.source_lines():
         y = torch.ones(4).to("xla") * 2  # elsewhere
         spmd.sync()
-    assert re.search(r"operation 0, aten::mul\.Tensor, was recorded at .*, is at ", the_change().text)
+    assert re.search(
+        r"operation 0, aten::mul\.Tensor, was recorded at .*, is at ", the_change().text
+    )
     assert line_of("elsewhere") in the_change().text and y is not None
 
 
@@ -317,7 +371,10 @@ def test_the_nearest_program_is_the_one_that_is_compared():
     (x.sin().cos().tanh() + 1).cpu()
     (x.exp() * 2).cpu()
     (torch.ones(5, 4).to("xla").sin().cos().tanh() + 1).cpu()
-    assert the_change().text == "leaf 0 (data, read by operation 0, aten::sin): float32[4, 4] -> float32[5, 4]"
+    assert (
+        the_change().text
+        == "leaf 0 (data, read by operation 0, aten::sin): float32[4, 4] -> float32[5, 4]"
+    )
 
 
 def test_a_program_that_was_dropped(monkeypatch):
@@ -326,14 +383,23 @@ def test_a_program_that_was_dropped(monkeypatch):
     for f in (torch.sin, torch.cos, torch.sin):
         f(x).cpu()
     text = str(debugging.explain_recompile())
-    assert "was compiled before and dropped from memory since, as more than 1 were in use. Raise config.max_programs" in text
+    assert (
+        "was compiled before and dropped from memory since, as more than 1 were in use. Raise config.max_programs"
+        in text
+    )
 
 
 def test_what_cannot_be_explained_is_refused():
-    with pytest.raises(spmd.SpmdError, match=r"explain_recompile knows 0 compiled programs.*got last=1\. Call it after the sync\(\)"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"explain_recompile knows 0 compiled programs.*got last=1\. Call it after the sync\(\)",
+    ):
         debugging.explain_recompile()
     for bad in (0, -1, "2", True):
-        with pytest.raises(ValueError, match=r"counts back from the newest program, which is 1; got .*\. Pass 1 or more"):
+        with pytest.raises(
+            ValueError,
+            match=r"counts back from the newest program, which is 1; got .*\. Pass 1 or more",
+        ):
             debugging.explain_recompile(bad)
 
 

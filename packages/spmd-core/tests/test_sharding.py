@@ -88,7 +88,9 @@ def test_a_sharding_cannot_be_changed():
         sharding.tile_assignment[0] = 1
 
 
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda sharding: pickle.loads(pickle.dumps(sharding))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda sharding: pickle.loads(pickle.dumps(sharding))]
+)
 def test_copies_are_the_same_object(duplicate):
     sharding = Sharding.of(Mesh([3, 1, 2, 0], (2, 2), ("x", "y")), (None, ("y", "x")), 3)
     assert duplicate(sharding) is sharding
@@ -112,7 +114,10 @@ def test_interning_keeps_no_mesh_alive():
 
 def test_the_repr_builds_the_sharding():
     sharding = Sharding.of(MESH_4X2, (None, ("model", "data")), 2)
-    assert repr(sharding) == "Sharding.of(Mesh(range(0, 8), (4, 2), ('data', 'model')), (None, ('model', 'data')), 2)"
+    assert (
+        repr(sharding)
+        == "Sharding.of(Mesh(range(0, 8), (4, 2), ('data', 'model')), (None, ('model', 'data')), 2)"
+    )
     assert eval(repr(sharding)) is sharding
 
 
@@ -143,12 +148,21 @@ def test_documents_axes_swapped():
 
 
 def test_documents_partial_replication_over_y():
-    assert Sharding.of(MESH_2X2X2, ("x", "z"), 2).text == "{devices=[2,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
-    assert Sharding.of(MESH_2X2X2, ("x", None, "z"), 3).text == "{devices=[2,1,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
+    assert (
+        Sharding.of(MESH_2X2X2, ("x", "z"), 2).text
+        == "{devices=[2,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
+    )
+    assert (
+        Sharding.of(MESH_2X2X2, ("x", None, "z"), 3).text
+        == "{devices=[2,1,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
+    )
 
 
 def test_documents_eight_by_ten_tensor_sharded_by_rows():
-    assert Sharding.of(Mesh(range(8), (4, 2)), (0, None), 2).indices((8, 10))[2] == (slice(2, 4), slice(0, 10))
+    assert Sharding.of(Mesh(range(8), (4, 2)), (0, None), 2).indices((8, 10))[2] == (
+        slice(2, 4),
+        slice(0, 10),
+    )
 
 
 # text, replicas, shapes: chosen cases
@@ -194,7 +208,12 @@ def test_an_uneven_dim_is_padded_at_its_end():
 
 
 def test_a_block_of_padding_only_is_an_empty_slice_at_the_end():
-    assert Sharding.of(Mesh(range(4), (4,)), (0,), 1).indices((1,)) == ((slice(0, 1),), (slice(1, 1),), (slice(1, 1),), (slice(1, 1),))
+    assert Sharding.of(Mesh(range(4), (4,)), (0,), 1).indices((1,)) == (
+        (slice(0, 1),),
+        (slice(1, 1),),
+        (slice(1, 1),),
+        (slice(1, 1),),
+    )
 
 
 def test_a_scalar_is_whole_on_every_device():
@@ -220,14 +239,56 @@ def test_a_mesh_of_1024_devices_is_quick():
 # what a spec refuses: (spec, the rule, what was got, the advice, a spec that takes it)
 
 REFUSED = {
-    "unknown name": (("dat",), "one of the mesh's axis names", "got 'dat' for Mesh(", "Use one of 'data', 'model'", ("data",)),
-    "index too large": ((0, 2), "between -2 and 1, as the mesh has 2 axes", "got 2", "Use one of 'data', 'model'", (0, "model")),
+    "unknown name": (
+        ("dat",),
+        "one of the mesh's axis names",
+        "got 'dat' for Mesh(",
+        "Use one of 'data', 'model'",
+        ("data",),
+    ),
+    "index too large": (
+        (0, 2),
+        "between -2 and 1, as the mesh has 2 axes",
+        "got 2",
+        "Use one of 'data', 'model'",
+        (0, "model"),
+    ),
     "index too small": ((-3,), "between -2 and 1", "got -3", "Use one of 'data', 'model'", (-2,)),
-    "a bool": ((True,), "by its index (int) or its name (str)", "got True of type bool", "Use one of 'data', 'model'", (1,)),
-    "a float": ((0.0, None), "by its index (int) or its name (str)", "got 0.0 of type float", "Use one of 'data', 'model'", (0, None)),
-    "a dict": (({},), "by its index (int) or its name (str)", "got {} of type dict", "Use one of 'data', 'model'", ("data",)),
-    "a bool in a tuple": ((("data", True),), "by its index (int) or its name (str)", "got True", "Use one of", (("data", "model"),)),
-    "an unknown name in a tuple": ((("data", "m"),), "one of the mesh's axis names", "got 'm'", "Use one of", (("data", "model"),)),
+    "a bool": (
+        (True,),
+        "by its index (int) or its name (str)",
+        "got True of type bool",
+        "Use one of 'data', 'model'",
+        (1,),
+    ),
+    "a float": (
+        (0.0, None),
+        "by its index (int) or its name (str)",
+        "got 0.0 of type float",
+        "Use one of 'data', 'model'",
+        (0, None),
+    ),
+    "a dict": (
+        ({},),
+        "by its index (int) or its name (str)",
+        "got {} of type dict",
+        "Use one of 'data', 'model'",
+        ("data",),
+    ),
+    "a bool in a tuple": (
+        (("data", True),),
+        "by its index (int) or its name (str)",
+        "got True",
+        "Use one of",
+        (("data", "model"),),
+    ),
+    "an unknown name in a tuple": (
+        (("data", "m"),),
+        "one of the mesh's axis names",
+        "got 'm'",
+        "Use one of",
+        (("data", "model"),),
+    ),
     "a deeper tuple": (
         (("data", ("model",)),),
         "a tuple inside a partition spec must hold mesh axes only",
@@ -249,20 +310,60 @@ REFUSED = {
         "Keep it in one place, and write None",
         ("data", None),
     ),
-    "an axis twice by other names": (("model", (0, -1)), "may shard a tensor once", "got axis 'model' more than once", "write None", ("model", (0,))),
-    "a bare name": ("data", "must be a tuple", "got 'data' of type str", "Write ('data',) to shard the first dim", ("data",)),
-    "a bare index": (1, "must be a tuple", "got 1 of type int", "Write (1,) to shard the first dim", (1,)),
-    "a bare wrong name": ("dat", "must be a tuple", "got 'dat' of type str", "Write ('data',) to shard the first dim", ("data",)),
+    "an axis twice by other names": (
+        ("model", (0, -1)),
+        "may shard a tensor once",
+        "got axis 'model' more than once",
+        "write None",
+        ("model", (0,)),
+    ),
+    "a bare name": (
+        "data",
+        "must be a tuple",
+        "got 'data' of type str",
+        "Write ('data',) to shard the first dim",
+        ("data",),
+    ),
+    "a bare index": (
+        1,
+        "must be a tuple",
+        "got 1 of type int",
+        "Write (1,) to shard the first dim",
+        (1,),
+    ),
+    "a bare wrong name": (
+        "dat",
+        "must be a tuple",
+        "got 'dat' of type str",
+        "Write ('data',) to shard the first dim",
+        ("data",),
+    ),
     "a bare bool": (True, "must be a tuple", "got True of type bool", "Write ('data',)", ("data",)),
     "no spec": (None, "must be a tuple", "got None of type NoneType", "or () to replicate", ()),
-    "jax's spec": (jax.P("data"), "must be a tuple", "got P('data',) of type P", "Write ('data',)", ("data",)),
-    "an array": (np.array([0, 1]), "must be a tuple", "of type ndarray", "Write ('data',)", ("data",)),
+    "jax's spec": (
+        jax.P("data"),
+        "must be a tuple",
+        "got P('data',) of type P",
+        "Write ('data',)",
+        ("data",),
+    ),
+    "an array": (
+        np.array([0, 1]),
+        "must be a tuple",
+        "of type ndarray",
+        "Write ('data',)",
+        ("data",),
+    ),
 }
 
 
 def spec_error(mesh: Any, spec: Any, error: type[Exception] = PartitionSpecError) -> str:
     """The message for a wrong spec, which is the same through each door."""
-    doors = (lambda: Sharding.of(mesh, spec, 2), lambda: ShardingSpec(mesh, spec), lambda: validate_spec(mesh, spec))
+    doors = (
+        lambda: Sharding.of(mesh, spec, 2),
+        lambda: ShardingSpec(mesh, spec),
+        lambda: validate_spec(mesh, spec),
+    )
     messages = set()
     for door in doors:
         with pytest.raises(error) as caught:
@@ -315,7 +416,9 @@ def test_a_mesh_that_is_none(wrong):
     Sharding.of(Mesh(device_ids=range(8), mesh_shape=(4, 2), axis_names=None), (0,), 1)
 
 
-@pytest.mark.parametrize(("spec", "ndim"), [(("data", None, None), 2), ((None,), 0), (("data", "model"), 1)])
+@pytest.mark.parametrize(
+    ("spec", "ndim"), [(("data", None, None), 2), ((None,), 0), (("data", "model"), 1)]
+)
 def test_a_spec_longer_than_the_rank(spec, ndim):
     with pytest.raises(PartitionSpecError) as caught:
         Sharding.of(MESH_4X2, spec, ndim)
@@ -357,7 +460,10 @@ def test_can_apply_to_what_has_no_rank():
     spec = ShardingSpec(MESH_4X2, ("data", None))
     with pytest.raises(TypeError) as caught:
         spec.can_apply([[1, 2]])
-    assert str(caught.value) == "a rank is asked of a tensor, an array or an int; got [[1, 2]] of type list. Pass the tensor itself."
+    assert (
+        str(caught.value)
+        == "a rank is asked of a tensor, an array or an int; got [[1, 2]] of type list. Pass the tensor itself."
+    )
     assert spec.can_apply(np.array([[1, 2]]))
 
 
@@ -384,7 +490,9 @@ def test_the_values_import_numpy_and_the_standard_library_only(module):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
     allowed = {"numpy", "spmd_core.errors", "spmd_core.mesh"}
-    assert {name for name in imported - allowed if name.split(".")[0] not in sys.stdlib_module_names} == set()
+    assert {
+        name for name in imported - allowed if name.split(".")[0] not in sys.stdlib_module_names
+    } == set()
 
 
 def test_op_sharding_is_xlas_description():

@@ -31,8 +31,27 @@ from spmd_core.shards import XLAShard
 
 NUM_DEVICES = spmd.global_runtime_device_count()
 DTYPES = [
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    ),
+    *(
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    ),
 ]
 # Of these torch itself reads no pickle that `torch.save` did not write.
 UNPICKLED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -44,7 +63,12 @@ def examples(number: int) -> Callable[[Any], Any]:
     """So many cases of a property."""
     is_fixed = os.environ.get("SPMD_FRESH_EXAMPLES", "0") == "0"
     # A busy machine is no failure.
-    return settings(max_examples=number, deadline=None, derandomize=is_fixed, suppress_health_check=[HealthCheck.too_slow])
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=is_fixed,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 # The model.
@@ -67,24 +91,41 @@ def model(mesh: Mesh, dims: Dims, shape: Sequence[int]) -> dict[int, Held]:
     sizes = []
     for axes, size in zip(dims, shape, strict=True):
         counts = [grid.shape[axis] for axis in axes]
-        numbers.append(np.ravel_multi_index([coordinates[axis] for axis in axes], counts) if axes else np.zeros(grid.shape, int))
+        numbers.append(
+            np.ravel_multi_index([coordinates[axis] for axis in axes], counts)
+            if axes
+            else np.zeros(grid.shape, int)
+        )
         sizes.append(math.ceil(size / math.prod(counts)))
-    blocks = {int(grid[place]): tuple(int(number[place]) for number in numbers) for place in np.ndindex(grid.shape)}
+    blocks = {
+        int(grid[place]): tuple(int(number[place]) for number in numbers)
+        for place in np.ndindex(grid.shape)
+    }
     found = {}
     for device, block in blocks.items():
-        index = tuple(slice(min(i * b, n), min(i * b + b, n)) for i, b, n in zip(block, sizes, shape))
-        found[device] = Held(index, tuple(sizes), sum(other < device and blocks[other] == block for other in blocks))
+        index = tuple(
+            slice(min(i * b, n), min(i * b + b, n)) for i, b, n in zip(block, sizes, shape)
+        )
+        found[device] = Held(
+            index, tuple(sizes), sum(other < device and blocks[other] == block for other in blocks)
+        )
     return found
 
 
 def as_bytes(t: torch.Tensor) -> np.ndarray:
     """A CPU tensor as uint8 of shape `(*t.shape, bytes of an element)`."""
-    flat = torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1))  # of stride 1 also where it is empty
+    flat = torch.empty(t.numel(), dtype=t.dtype).copy_(
+        t.reshape(-1)
+    )  # of stride 1 also where it is empty
     return flat.view(torch.uint8).numpy().reshape(*t.shape, t.element_size())
 
 
 def is_same(mine: torch.Tensor, right: torch.Tensor) -> bool:
-    return mine.dtype == right.dtype and mine.device == right.device and np.array_equal(as_bytes(mine), as_bytes(right))
+    return (
+        mine.dtype == right.dtype
+        and mine.device == right.device
+        and np.array_equal(as_bytes(mine), as_bytes(right))
+    )
 
 
 def check_shards(shards: list[XLAShard], whole: torch.Tensor, mesh: Mesh, dims: Dims) -> None:
@@ -98,7 +139,10 @@ def check_shards(shards: list[XLAShard], whole: torch.Tensor, mesh: Mesh, dims: 
         inside = as_bytes(whole)[right.index]
         block[tuple(slice(n) for n in inside.shape)] = inside
         assert shard.data.dtype == whole.dtype and np.array_equal(as_bytes(shard.data), block)
-        assert shard.indices == (... if is_whole else [slice(s.start, s.stop, 1) for s in right.index]) and shard.replica_id == right.replica_id
+        assert (
+            shard.indices == (... if is_whole else [slice(s.start, s.stop, 1) for s in right.index])
+            and shard.replica_id == right.replica_id
+        )
         assert np.array_equal(as_bytes(shard.unpadded_data), inside)
 
 
@@ -106,7 +150,9 @@ def check_shards(shards: list[XLAShard], whole: torch.Tensor, mesh: Mesh, dims: 
 
 
 def mesh_shapes(most: int, axes: int) -> list[tuple[int, ...]]:
-    shapes = itertools.chain.from_iterable(itertools.product(range(1, most + 1), repeat=n) for n in range(1, axes + 1))
+    shapes = itertools.chain.from_iterable(
+        itertools.product(range(1, most + 1), repeat=n) for n in range(1, axes + 1)
+    )
     return [shape for shape in shapes if math.prod(shape) <= most]
 
 
@@ -118,7 +164,9 @@ def meshes(most: int, axes: int, spare: int = 0) -> st.SearchStrategy[Mesh]:
     def draw_mesh(draw: st.DrawFn) -> Mesh:
         shape = draw(st.sampled_from(shapes))
         ids = draw(st.permutations(range(most + spare)))[: math.prod(shape)]
-        return Mesh(ids, shape, draw(st.sampled_from([None, ("data", "b", "c", "d")[: len(shape)]])))
+        return Mesh(
+            ids, shape, draw(st.sampled_from([None, ("data", "b", "c", "d")[: len(shape)]]))
+        )
 
     return draw_mesh()
 
@@ -173,7 +221,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, of_meshes: st.SearchStrategy[Mesh], sizes: st.SearchStrategy[int], most_dims: int = 4) -> Case:
+def cases(
+    draw: st.DrawFn,
+    of_meshes: st.SearchStrategy[Mesh],
+    sizes: st.SearchStrategy[int],
+    most_dims: int = 4,
+) -> Case:
     mesh = draw(of_meshes)
     shape = tuple(draw(st.lists(sizes, max_size=most_dims)))
     dims = draw(axes_of_dims(mesh, len(shape)))
@@ -181,12 +234,16 @@ def cases(draw: st.DrawFn, of_meshes: st.SearchStrategy[Mesh], sizes: st.SearchS
 
 
 @st.composite
-def tensors(draw: st.DrawFn, shape: Sequence[int], dtypes: Sequence[torch.dtype] = DTYPES) -> torch.Tensor:
+def tensors(
+    draw: st.DrawFn, shape: Sequence[int], dtypes: Sequence[torch.dtype] = DTYPES
+) -> torch.Tensor:
     """Random bytes as a CPU tensor whose dims lie in memory in any order."""
     dtype = draw(st.sampled_from(dtypes))
     order = draw(st.permutations(range(len(shape))))
     in_memory = torch.empty([shape[dim] for dim in order], dtype=dtype)
-    bits = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2 if dtype == torch.bool else 256, in_memory.nbytes, np.uint8)
+    bits = np.random.default_rng(draw(st.integers(0, 2**32))).integers(
+        0, 2 if dtype == torch.bool else 256, in_memory.nbytes, np.uint8
+    )
     in_memory.view(-1).view(torch.uint8).copy_(torch.from_numpy(bits))
     return in_memory.permute([order.index(dim) for dim in range(len(shape))])
 
@@ -206,7 +263,9 @@ def test_any_spelling_gives_the_intended_axes(case):
     assert len(case.sharding.partition_spec) == len(case.shape)
     assert Sharding.of(case.mesh, case.sharding.partition_spec, len(case.shape)) is case.sharding
     assert validate_spec(case.mesh, case.spec) == case.dims[: len(case.spec)]
-    assert ShardingSpec(case.mesh, case.spec).partition_spec == tuple(tuple(entry) if isinstance(entry, list) else entry for entry in case.spec)
+    assert ShardingSpec(case.mesh, case.spec).partition_spec == tuple(
+        tuple(entry) if isinstance(entry, list) else entry for entry in case.spec
+    )
 
 
 @examples(300)
@@ -217,10 +276,18 @@ def test_any_device_holds_what_the_model_says(case):
     assert sharding.indices(case.shape) == tuple(device.index for device in held)
     assert sharding.replica_ids() == tuple(device.replica_id for device in held)
     assert {sharding.shard_shape(case.shape)} == {device.block_shape for device in held}
-    assert sharding.padded_shape(case.shape) == tuple(n * tile for n, tile in zip(held[0].block_shape, tiles))
+    assert sharding.padded_shape(case.shape) == tuple(
+        n * tile for n, tile in zip(held[0].block_shape, tiles)
+    )
     assert list(sharding.tiles) == tiles and sharding.num_shards == math.prod(tiles)
     copies = 1 + max(device.replica_id for device in held)
-    kind = ShardingType.REPLICATED if math.prod(tiles) == 1 else ShardingType.TILED if copies == 1 else ShardingType.PARTIAL
+    kind = (
+        ShardingType.REPLICATED
+        if math.prod(tiles) == 1
+        else ShardingType.TILED
+        if copies == 1
+        else ShardingType.PARTIAL
+    )
     assert sharding.type is kind and sharding.is_replicated == (kind is ShardingType.REPLICATED)
 
 
@@ -230,7 +297,11 @@ def test_the_blocks_of_one_replica_cover_the_tensor_exactly_once(case):
     sharding = case.sharding
     for replica in range(case.mesh.size() // sharding.num_shards):
         times_held = np.zeros(case.shape, dtype=int)
-        holders = [index for index, number in zip(sharding.indices(case.shape), sharding.replica_ids()) if number == replica]
+        holders = [
+            index
+            for index, number in zip(sharding.indices(case.shape), sharding.replica_ids())
+            if number == replica
+        ]
         assert len(holders) == sharding.num_shards
         for index in holders:
             times_held[index] += 1
@@ -245,7 +316,9 @@ def test_any_text_is_the_one_that_xla_prints_and_reads(case):
     again = XLA_SHARDING.from_string(sharding.text)
     assert str(again) == sharding.text
     if not sharding.is_replicated:
-        assert list(again.tile_assignment_devices()) == sharding.tile_assignment.reshape(-1).tolist()
+        assert (
+            list(again.tile_assignment_devices()) == sharding.tile_assignment.reshape(-1).tolist()
+        )
 
 
 XLA_SHARDING = type(NamedSharding(AbstractMesh((1,), ("a",)), jax.P())._to_xla_hlo_sharding(1))
@@ -255,10 +328,14 @@ def xla_text(mesh: Mesh, dims: Dims) -> str:
     """What jaxlib prints for the sharding that jax makes of the same spec, with its ids replaced by the mesh's and listed one by one."""
     names = tuple(f"axis{index}" for index in range(len(mesh.mesh_shape)))
     spec = jax.P(*(tuple(names[axis] for axis in axes) for axes in dims))
-    sharding = NamedSharding(AbstractMesh(mesh.mesh_shape, names), spec)._to_xla_hlo_sharding(len(dims))
+    sharding = NamedSharding(AbstractMesh(mesh.mesh_shape, names), spec)._to_xla_hlo_sharding(
+        len(dims)
+    )
     if sharding.is_replicated():
         return str(sharding)
-    ids = mesh.device_ids[np.asarray(sharding.tile_assignment_devices())].reshape(sharding.tile_assignment_dimensions())
+    ids = mesh.device_ids[np.asarray(sharding.tile_assignment_devices())].reshape(
+        sharding.tile_assignment_dimensions()
+    )
     if sharding.replicate_on_last_tile_dim():
         ids.sort(axis=-1)
     proto = sharding.to_proto()
@@ -277,7 +354,10 @@ def test_a_sharding_read_from_its_text_places_the_same_blocks(case):
     again = from_text(sharding.text, len(case.shape))
     assert again.text == sharding.text
     if not sharding.is_replicated:  # whose text names no devices
-        ours, theirs = (dict(zip(s.mesh.device_ids.tolist(), zip(s.indices(case.shape), s.replica_ids()))) for s in (sharding, again))
+        ours, theirs = (
+            dict(zip(s.mesh.device_ids.tolist(), zip(s.indices(case.shape), s.replica_ids())))
+            for s in (sharding, again)
+        )
         assert ours == theirs
 
 
@@ -285,8 +365,12 @@ def test_a_sharding_read_from_its_text_places_the_same_blocks(case):
 @given(ANY_CASE, st.booleans())
 def test_meshes_shardings_and_specs_come_back_from_pickles_and_text(case, minibatch):
     spec = ShardingSpec(case.mesh, case.spec, minibatch)
-    mesh_again, sharding_again, spec_again = pickle.loads(pickle.dumps((case.mesh, case.sharding, spec)))
-    assert mesh_again == case.mesh == Mesh.from_str(str(case.mesh)) and hash(mesh_again) == hash(case.mesh)
+    mesh_again, sharding_again, spec_again = pickle.loads(
+        pickle.dumps((case.mesh, case.sharding, spec))
+    )
+    assert mesh_again == case.mesh == Mesh.from_str(str(case.mesh)) and hash(mesh_again) == hash(
+        case.mesh
+    )
     assert sharding_again is case.sharding and spec_again == spec and hash(spec_again) == hash(spec)
 
 
@@ -298,8 +382,13 @@ def test_any_sharding_has_placements_that_mean_it(case):
     again = Sharding.of(mesh, spec, len(case.shape))
     # Placements do not say where among the axes of a dim one of size 1 stands, and there it splits nothing.
     splitting = [tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1) for axes in again.dims]
-    assert mesh == case.mesh and splitting == [tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1) for axes in case.dims]
-    assert again.indices(case.shape) == case.sharding.indices(case.shape) and again.replica_ids() == case.sharding.replica_ids()
+    assert mesh == case.mesh and splitting == [
+        tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1) for axes in case.dims
+    ]
+    assert (
+        again.indices(case.shape) == case.sharding.indices(case.shape)
+        and again.replica_ids() == case.sharding.replica_ids()
+    )
 
 
 # Tensors on devices.
@@ -348,14 +437,27 @@ def test_a_tensor_comes_back_from_a_pickle_whole_and_unmarked(case, data, is_on_
         torch.save(x, file)
         file.seek(0)
         again = torch.load(file, weights_only=True)
-    assert type(again) is type(x) and again.device.type == "xla" and again.requires_grad == x.requires_grad and again.sharding is None
+    assert (
+        type(again) is type(x)
+        and again.device.type == "xla"
+        and again.requires_grad == x.requires_grad
+        and again.sharding is None
+    )
     assert again.stride() == x.stride() and is_same(again.detach().cpu(), whole)
 
 
-def live_through(data: Any, whole: torch.Tensor, of_meshes: st.SearchStrategy[Mesh], steps: int) -> None:
+def live_through(
+    data: Any, whole: torch.Tensor, of_meshes: st.SearchStrategy[Mesh], steps: int
+) -> None:
     """Marks, clears, uploads and reads one tensor in any order; asserts its value and its blocks after each mark."""
     x = whole.to("xla")
-    for step in data.draw(st.lists(st.sampled_from(["mark", "mark", "mark", "clear", "upload", "read"]), min_size=2, max_size=steps)):
+    for step in data.draw(
+        st.lists(
+            st.sampled_from(["mark", "mark", "mark", "clear", "upload", "read"]),
+            min_size=2,
+            max_size=steps,
+        )
+    ):
         if step == "mark":
             mesh = data.draw(of_meshes)
             dims = data.draw(axes_of_dims(mesh, whole.dim()))
@@ -409,7 +511,9 @@ def test_a_program_over_marks_of_any_meshes_computes_the_same(data, shape):
     free = (z * 2).neg_()
     spmd.sync()
     check_shards(z.local_shards, a + b, mesh, dims)
-    assert torch.equal(free.cpu(), (a + b) * -2)  # and not by bytes: XLA gathers by sums with zeros at times, where -0 becomes 0
+    assert torch.equal(
+        free.cpu(), (a + b) * -2
+    )  # and not by bytes: XLA gathers by sums with zeros at times, where -0 becomes 0
     check_text(free)
 
 
@@ -419,4 +523,8 @@ def check_text(x: torch.Tensor) -> None:
     indices = dict(zip(chosen.mesh.device_ids.tolist(), chosen.indices(tuple(x.shape))))
     for shard in x._handle.value.data.addressable_shards:
         lies = tuple(slice(*part.indices(n)[:2]) for part, n in zip(shard.index, x.shape))
-        assert lies == (tuple(slice(0, n) for n in x.shape) if chosen.is_replicated else indices[shard.device.id])
+        assert lies == (
+            tuple(slice(0, n) for n in x.shape)
+            if chosen.is_replicated
+            else indices[shard.device.id]
+        )

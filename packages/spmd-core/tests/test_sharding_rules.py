@@ -21,7 +21,9 @@ def model() -> nn.Module:
 
 def test_first_rule_that_is_found_applies(mesh_2d):
     net = model()
-    report = spmd.shard_module(net, {r"^0\.weight$": ("a", "b"), "weight": (), r"\.bias$": None}, mesh_2d)
+    report = spmd.shard_module(
+        net, {r"^0\.weight$": ("a", "b"), "weight": (), r"\.bias$": None}, mesh_2d
+    )
     assert net[0].weight.partition_spec == ("a", "b")
     assert net[1].weight.partition_spec == (None,) and net[2].weight.partition_spec == (None, None)
     assert net[0].bias.sharding is None
@@ -42,13 +44,24 @@ def test_what_matched_nothing_is_reported(mesh_2d):
 
 def test_strict_refuses_and_marks_nothing(mesh_2d):
     net = model()
-    with pytest.raises(spmd.PartitionSpecError, match=r"rule 'attention' is for no parameter or buffer; no rule is for '1\.weight'"):
+    with pytest.raises(
+        spmd.PartitionSpecError,
+        match=r"rule 'attention' is for no parameter or buffer; no rule is for '1\.weight'",
+    ):
         spmd.shard_module(net, {"[02]": (), "attention": ("b",)}, mesh_2d, strict=True)
-    with pytest.raises(spmd.PartitionSpecError, match=r"'0\.weight' has rules with different specs: '0\.weight', 'weight'"):
+    with pytest.raises(
+        spmd.PartitionSpecError,
+        match=r"'0\.weight' has rules with different specs: '0\.weight', 'weight'",
+    ):
         spmd.shard_module(net, {"0.weight": ("a",), "weight": (), "bias": ()}, mesh_2d, strict=True)
     assert all(p.sharding is None for p in net.parameters())
     # Two rules with one meaning are no problem.
-    assert not spmd.shard_module(net, {"0.weight": ("a",), "^0.weight": ("a", None), "[12].weight": (), "bias": ()}, mesh_2d, strict=True).problems
+    assert not spmd.shard_module(
+        net,
+        {"0.weight": ("a",), "^0.weight": ("a", None), "[12].weight": (), "bias": ()},
+        mesh_2d,
+        strict=True,
+    ).problems
 
 
 def test_tied_weights_are_one_tensor(mesh_2d):
@@ -56,14 +69,21 @@ def test_tied_weights_are_one_tensor(mesh_2d):
     report = spmd.shard_module(net, {"head": ("a",), "table": ()}, mesh_2d, strict=True)
     assert report.marked == {"embed.weight": ("a",), "table": ()}
     assert net.embed.weight is net.head.weight and net.head.weight.partition_spec == ("a", None)
-    other = spmd.shard_module(Tied().to("xla"), {"head": ("a",), "embed": ("b",), "table": ()}, mesh_2d)
+    other = spmd.shard_module(
+        Tied().to("xla"), {"head": ("a",), "embed": ("b",), "table": ()}, mesh_2d
+    )
     assert other.ambiguous == {"embed.weight": ("head", "embed")}
 
 
 def test_specs_with_a_mesh_of_their_own(mesh_1d, mesh_2d):
     net = model()
-    spmd.shard_module(net, {"0.weight": spmd.ShardingSpec(mesh_1d, ("x", None)), "2.weight": ("b",)}, mesh_2d)
-    assert net[0].weight.partition_spec == ("x", None) and net[2].weight.partition_spec == ("b", None)
+    spmd.shard_module(
+        net, {"0.weight": spmd.ShardingSpec(mesh_1d, ("x", None)), "2.weight": ("b",)}, mesh_2d
+    )
+    assert net[0].weight.partition_spec == ("x", None) and net[2].weight.partition_spec == (
+        "b",
+        None,
+    )
 
 
 def test_values_are_kept(mesh_2d):
@@ -77,17 +97,24 @@ def test_values_are_kept(mesh_2d):
 
 def test_every_rule_is_checked_before_the_first_mark(mesh_2d):
     net = model()
-    with pytest.raises(spmd.PartitionSpecError, match=r"rule 'bias' does not fit '0\.bias' of shape \(16,\): .*more entries"):
+    with pytest.raises(
+        spmd.PartitionSpecError,
+        match=r"rule 'bias' does not fit '0\.bias' of shape \(16,\): .*more entries",
+    ):
         spmd.shard_module(net, {"weight": ("a",), "bias": ("a", "b")}, mesh_2d)
     with pytest.raises(ValueError, match=r"regular expression over names; got '\('"):
         spmd.shard_module(net, {"weight": ("a",), "(": ()}, mesh_2d)
-    with pytest.raises(spmd.MeshError, match="got rule 'weight' without one, and no global mesh is set"):
+    with pytest.raises(
+        spmd.MeshError, match="got rule 'weight' without one, and no global mesh is set"
+    ):
         spmd.shard_module(net, {"weight": ("a",)})
     assert all(p.sharding is None for p in net.parameters())
 
 
 def test_a_module_on_the_host_is_refused_whole(mesh_2d):
     net = nn.Sequential(nn.Linear(8, 8).to("xla"), nn.Linear(8, 8))
-    with pytest.raises(spmd.DeviceMismatchError, match=r"shard_module \(1\.weight\) needs a tensor on device 'xla'"):
+    with pytest.raises(
+        spmd.DeviceMismatchError, match=r"shard_module \(1\.weight\) needs a tensor on device 'xla'"
+    ):
         spmd.shard_module(net, {"weight": ("a",)}, mesh_2d)
     assert net[0].weight.sharding is None

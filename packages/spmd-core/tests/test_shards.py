@@ -10,10 +10,18 @@ needs_several = pytest.mark.skipif(NUM_DEVICES == 1, reason="one device holds th
 
 
 @needs_several
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-@pytest.mark.parametrize(("shape", "spec"), [((16, 4), ("a", "b")), ((7, 5), ("b", None)), ((7, 5), ("a", "b")), ((9,), (("b", "a"),))])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+)
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((16, 4), ("a", "b")), ((7, 5), ("b", None)), ((7, 5), ("a", "b")), ((9,), (("b", "a"),))],
+)
 def test_blocks_written_are_the_tensor(mesh_2d, dtype, shape, spec):
-    old, new = torch.zeros(shape, dtype=dtype), torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(dtype)
+    old, new = (
+        torch.zeros(shape, dtype=dtype),
+        torch.arange(int(torch.Size(shape).numel())).reshape(shape).to(dtype),
+    )
     t = spmd.mark_sharding(old.to("xla"), mesh_2d, spec)
     row = t[0]
     shards = t.local_shards
@@ -40,9 +48,13 @@ def test_a_pending_value_is_replaced(mesh_1d):
 
 @needs_several
 def test_parameters_are_loaded_without_gradients(mesh_1d):
-    p = torch.nn.Parameter(spmd.mark_sharding(torch.ones(NUM_DEVICES, device="xla"), mesh_1d, ("x",)))
+    p = torch.nn.Parameter(
+        spmd.mark_sharding(torch.ones(NUM_DEVICES, device="xla"), mesh_1d, ("x",))
+    )
     shards = p.local_shards
-    with pytest.raises(RuntimeError, match=r"got load_local_shards_ on one\. Call it under torch\.no_grad"):
+    with pytest.raises(
+        RuntimeError, match=r"got load_local_shards_ on one\. Call it under torch\.no_grad"
+    ):
         p.load_local_shards_(shards)
     saved = (p * p).sum()
     with torch.no_grad():
@@ -64,14 +76,26 @@ def test_only_a_tensor_that_is_split(mesh_1d):
 def test_one_block_for_each_device_as_it_is_stored(mesh_1d):
     t = spmd.mark_sharding(torch.ones(NUM_DEVICES + 1, device="xla"), mesh_1d, ("x",))
     shards = t.local_shards
-    with pytest.raises(ValueError, match=r"one shard for each local device .*CPU:0, CPU:1.*; got shards for CPU:1"):
+    with pytest.raises(
+        ValueError, match=r"one shard for each local device .*CPU:0, CPU:1.*; got shards for CPU:1"
+    ):
         t.load_local_shards_(shards[1:2])
     with pytest.raises(ValueError, match="got shards for none"):
         t.load_local_shards_([])
-    with pytest.raises(ValueError, match=r"padding included, of shape \(2,\) and dtype torch\.float32; got shape \(1,\)"):
-        t.load_local_shards_([spmd.XLAShard(s.data[:1], s.indices, s.shard_device, s.replica_id) for s in shards])
+    with pytest.raises(
+        ValueError,
+        match=r"padding included, of shape \(2,\) and dtype torch\.float32; got shape \(1,\)",
+    ):
+        t.load_local_shards_(
+            [spmd.XLAShard(s.data[:1], s.indices, s.shard_device, s.replica_id) for s in shards]
+        )
     with pytest.raises(ValueError, match=r"and dtype torch\.float64 for CPU:0"):
-        t.load_local_shards_([spmd.XLAShard(s.data.double(), s.indices, s.shard_device, s.replica_id) for s in shards])
+        t.load_local_shards_(
+            [
+                spmd.XLAShard(s.data.double(), s.indices, s.shard_device, s.replica_id)
+                for s in shards
+            ]
+        )
     assert t.tolist() == [1.0] * (NUM_DEVICES + 1)
 
 
@@ -81,5 +105,8 @@ def test_copies_of_a_block_stay_copies(mesh_2d):
     shards = t.local_shards
     t.load_local_shards_(shards)  # NaNs of equal bits are equal
     shards[1].data.zero_()
-    with pytest.raises(ValueError, match=r"different data for CPU:0 and CPU:1, which both hold \[slice\(0, 2, None\)\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"different data for CPU:0 and CPU:1, which both hold \[slice\(0, 2, None\)\]",
+    ):
         t.load_local_shards_(shards)

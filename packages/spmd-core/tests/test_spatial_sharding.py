@@ -18,18 +18,24 @@ WINDOWS = {
     "padding beyond the kernel": lambda x, w: F.conv2d(x, w, padding=4),
     "dilated": lambda x, w: F.conv2d(x, w, padding=2, dilation=2),
     "transposed": lambda x, w: F.conv_transpose2d(x, w.transpose(0, 1), stride=2, padding=1),
-    "transposed, cut at the edges": lambda x, w: F.conv_transpose2d(x, w.transpose(0, 1), stride=2, padding=3, output_padding=1),
+    "transposed, cut at the edges": lambda x, w: F.conv_transpose2d(
+        x, w.transpose(0, 1), stride=2, padding=3, output_padding=1
+    ),
     "max pool": lambda x, w: F.max_pool2d(x, (3, 2), (2, 1), (1, 1), (1, 2)),
     "wide max pool": lambda x, w: F.max_pool2d(x, 4, 1, 2),
     "wide average pool": lambda x, w: F.avg_pool2d(x, 4, 1, 2),
     "wide unfold": lambda x, w: F.unfold(x, 4, padding=2),
     "average pool beyond the kernel": lambda x, w: F.avg_pool2d(x, 2, 3, 1),
-    "transposed, groups": lambda x, w: F.conv_transpose2d(x, w[:, :2], stride=3, padding=1, dilation=2, groups=2),
+    "transposed, groups": lambda x, w: F.conv_transpose2d(
+        x, w[:, :2], stride=3, padding=1, dilation=2, groups=2
+    ),
     "average pool": lambda x, w: F.avg_pool2d(x, 3, 2, 1),
     "adaptive pool": lambda x, w: F.adaptive_avg_pool2d(x, 4),
     "transform": lambda x, w: torch.view_as_real(torch.fft.fft2(x)),
     "transform of one dim": lambda x, w: torch.fft.irfft(torch.fft.rfft(x, dim=2), n=7, dim=2),
-    "fold of an unfold": lambda x, w: F.fold(F.unfold(x, 3, padding=1, stride=2), x.shape[2:], 3, padding=1, stride=2),
+    "fold of an unfold": lambda x, w: F.fold(
+        F.unfold(x, 3, padding=1, stride=2), x.shape[2:], 3, padding=1, stride=2
+    ),
 }
 
 
@@ -41,12 +47,23 @@ def test_results_and_gradients(name, dim, size, mesh_1d):
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
-        x, w = (t.to(device).requires_grad_() for t in (torch.randn(2, 4, size, size), KERNEL.clone()))
+        x, w = (
+            t.to(device).requires_grad_() for t in (torch.randn(2, 4, size, size), KERNEL.clone())
+        )
         if device == "xla":
             spmd.mark_sharding(x, mesh_1d, tuple("x" if d == dim else None for d in range(4)))
         out = function(x, w)
         ramp = torch.linspace(-1, 1, out.numel()).view(out.shape).to(device)
-        results.append([out, *(g for g in torch.autograd.grad(out, [x, w], ramp, allow_unused=True) if g is not None)])
+        results.append(
+            [
+                out,
+                *(
+                    g
+                    for g in torch.autograd.grad(out, [x, w], ramp, allow_unused=True)
+                    if g is not None
+                ),
+            ]
+        )
     for mine, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-4)
 
@@ -60,13 +77,18 @@ def test_convolutions_over_fewer_elements_than_devices(dtype, transposed, kernel
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
-        x, w = (torch.randn(shape, dtype=dtype).to(device).requires_grad_() for shape in ((1, 3, 4, 4), (3, 3, kernel, kernel)))
+        x, w = (
+            torch.randn(shape, dtype=dtype).to(device).requires_grad_()
+            for shape in ((1, 3, 4, 4), (3, 3, kernel, kernel))
+        )
         if device == "xla":
             spmd.mark_sharding(x, mesh_1d, (None, None, "x", None))
         out = convolve(x, w, stride=2, padding=kernel // 2)
         ramp = torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype).to(device)
         results.append([out, *torch.autograd.grad(out, [x, w], ramp)])
-    tolerance = {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance = (
+        {"rtol": 0.02, "atol": 0.1} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    )
     for mine, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), **tolerance)
 
@@ -77,7 +99,10 @@ def test_without_a_batch(size, mesh_1d):
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)
-        x, w = (torch.randn(shape).to(device).requires_grad_() for shape in ((4, size, size), (3, 4, 3, 3)))
+        x, w = (
+            torch.randn(shape).to(device).requires_grad_()
+            for shape in ((4, size, size), (3, 4, 3, 3))
+        )
         if device == "xla":
             spmd.mark_sharding(x, mesh_1d, (None, "x", None))
         out = F.avg_pool2d(F.conv2d(x, w), 2, 1)

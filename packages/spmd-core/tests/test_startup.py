@@ -15,9 +15,15 @@ SOURCE = str(Path(spmd.__file__).parent.parent)
 
 
 def run(code, **environment):
-    env = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "JAX_PLATFORMS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PJRT_DEVICE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "JAX_PLATFORMS")
+    }
     env |= {"PYTHONPATH": SOURCE, **environment}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -25,7 +31,10 @@ def run(code, **environment):
 def test_the_device_type_is_set_before_the_first_use(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")  # the devices are in use, on the CPU
     assert startup.device_type() == "CPU"
-    with pytest.raises(spmd.SpmdError, match=r"it is CPU and set_device_type\('TPU'\) came later. Call set_device_type at the top"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"it is CPU and set_device_type\('TPU'\) came later. Call set_device_type at the top",
+    ):
         startup.set_device_type("tpu")
     with pytest.raises(ValueError, match=r"one of CPU, TPU, CUDA, ROCM; got 'QUANTUM'. Pass one"):
         startup.set_device_type("QUANTUM")
@@ -45,18 +54,31 @@ print(startup.device_type(), runtime.is_started(), runtime.platform(), startup.d
 
 
 def test_processes_join_before_the_first_use():
-    with pytest.raises(spmd.SpmdError, match=r"the devices are in use and initialize\(\) came later. Call it at the top"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"the devices are in use and initialize\(\) came later. Call it at the top",
+    ):
         startup.initialize("localhost:1", 1, 0)
 
 
 def test_who_joins_is_checked_first(monkeypatch):
     monkeypatch.setattr("spmd_core.runtime.is_started", lambda: False)
-    with pytest.raises(ValueError, match=r"'host:port'; got 'localhost'. Write for instance '10.0.0.1:12355'"):
+    with pytest.raises(
+        ValueError, match=r"'host:port'; got 'localhost'. Write for instance '10.0.0.1:12355'"
+    ):
         startup.initialize("localhost", 2, 0)
-    with pytest.raises(ValueError, match=r"got process 2 of 2. Give each process its own number, from 0"):
+    with pytest.raises(
+        ValueError, match=r"got process 2 of 2. Give each process its own number, from 0"
+    ):
         startup.initialize("localhost:1", 2, 2)
-    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("nobody answers")))
-    with pytest.raises(spmd.SpmdError, match=r"got coordinator localhost:1, process 1 of 2: nobody answers. Give all three"):
+    monkeypatch.setattr(
+        "jax.distributed.initialize",
+        lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("nobody answers")),
+    )
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"got coordinator localhost:1, process 1 of 2: nobody answers. Give all three",
+    ):
         startup.initialize("localhost:1", 2, 1)
 
 
@@ -64,11 +86,21 @@ def test_torchrun_says_who_joins(monkeypatch):
     seen = []
     monkeypatch.setattr("spmd_core.runtime.is_started", lambda: False)
     monkeypatch.setattr(startup, "_coordinator", None)
-    monkeypatch.setattr("jax.distributed.initialize", lambda *args, **kwargs: seen.append((args, kwargs)))
-    for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77", "WORLD_SIZE": "4", "RANK": "3"}.items():
+    monkeypatch.setattr(
+        "jax.distributed.initialize", lambda *args, **kwargs: seen.append((args, kwargs))
+    )
+    for name, value in {
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "77",
+        "WORLD_SIZE": "4",
+        "RANK": "3",
+    }.items():
         monkeypatch.setenv(name, value)
     startup.initialize(timeout_s=5)
-    assert seen == [(("10.0.0.1:77", 4, 3), {"initialization_timeout": 5})] and startup.coordinator_address() == "10.0.0.1:77"
+    assert (
+        seen == [(("10.0.0.1:77", 4, 3), {"initialization_timeout": 5})]
+        and startup.coordinator_address() == "10.0.0.1:77"
+    )
 
 
 CACHED = """
@@ -82,7 +114,13 @@ print(((torch.ones(3, device="xla") * {number}).sin().sum() + 1).item() != 0)
 
 
 def cached(folder, number, readonly):
-    return run("import sys; sys.argv = ['', " + repr(str(folder)) + "]\n" + CACHED.format(number=number, readonly=readonly), SPMD_CACHE_DIR="")
+    return run(
+        "import sys; sys.argv = ['', "
+        + repr(str(folder))
+        + "]\n"
+        + CACHED.format(number=number, readonly=readonly),
+        SPMD_CACHE_DIR="",
+    )
 
 
 def test_the_folder_of_compiled_programs(tmp_path):
@@ -101,5 +139,8 @@ def test_the_folder_is_chosen_before_the_first_program(tmp_path):
     import torch  # noqa: PLC0415  # beside the one test that runs a program here
 
     torch.ones(2, device="xla").tolist()
-    with pytest.raises(spmd.SpmdError, match=r"a program has run and initialize_cache\(.*\) came later. Call it at the top"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"a program has run and initialize_cache\(.*\) came later. Call it at the top",
+    ):
         startup.initialize_cache(tmp_path)

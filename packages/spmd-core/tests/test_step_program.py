@@ -38,7 +38,11 @@ def test_a_decorated_function():
 
     halved = step_program.compile(halve, name="halve it")
     x = torch.ones(2).to("xla")
-    assert double(x, plus=1.0).tolist() == [3, 3] and double.__name__ == "double" and double.__doc__ == "Doubles."
+    assert (
+        double(x, plus=1.0).tolist() == [3, 3]
+        and double.__name__ == "double"
+        and double.__doc__ == "Doubles."
+    )
     assert halved(x).tolist() == [0.5, 0.5]
     assert spmd.metrics.programs()[-1].name.startswith("halve_it_1ops")
     assert execution.watch is None
@@ -55,7 +59,10 @@ def test_full_graph_names_the_line_and_loses_nothing():
             return w.sum().item()
         return w.sum()
 
-    with pytest.raises(spmd.ProgramError, match=r"inside the region 'train'; .*test_step_program.py:\d+ needs a value.*leave out full_graph"):
+    with pytest.raises(
+        spmd.ProgramError,
+        match=r"inside the region 'train'; .*test_step_program.py:\d+ needs a value.*leave out full_graph",
+    ):
         step(True)
     assert w.tolist() == [2, 2, 2]
     assert step(False).item() == 12
@@ -101,19 +108,28 @@ def test_too_many_programs_say_what_changed():
     spmd.sync()
     for _ in range(2):
         assert shift(short).tolist() == [2, 2, 2]
-    with pytest.raises(spmd.ProgramError, match=r"at most 1 different programs.*shift'.*float32\[4\].*in place of.*float32\[3\].*raise max_diff"):
+    with pytest.raises(
+        spmd.ProgramError,
+        match=r"at most 1 different programs.*shift'.*float32\[4\].*in place of.*float32\[3\].*raise max_diff",
+    ):
         shift(long)
     assert shift(short).tolist() == [2, 2, 2]
     with pytest.raises(ValueError, match=r"at least 1; got 0. Leave it out"):
         step_program.compile(max_different_graphs=0)
-    with pytest.raises(ValueError, match=r"got none. Pass name=\.\.\., or decorate"), step_program.compile(max_different_graphs=2):
+    with (
+        pytest.raises(ValueError, match=r"got none. Pass name=\.\.\., or decorate"),
+        step_program.compile(max_different_graphs=2),
+    ):
         pass
 
 
 def test_the_difference_of_two_keys_has_a_place():
     a = compile_cache.Key((1, 2), ("a",), (), (), (0,))
     b = a._replace(structure=(1, 3), leaves=("a", "b"))
-    assert step_program._differences(b, a) == "structure (3 in place of 2), leaves ('b' in place of nothing)"
+    assert (
+        step_program._differences(b, a)
+        == "structure (3 in place of 2), leaves ('b' in place of nothing)"
+    )
 
 
 def test_eager_mode_is_off_inside():
@@ -162,10 +178,19 @@ def test_what_cannot_be_a_region():
         return 1
 
     for function in (pieces, later):
-        with pytest.raises(TypeError, match=r"from its call to its return; got .*(pieces|later), which runs in pieces. Write `with compile\(\):`"):
+        with pytest.raises(
+            TypeError,
+            match=r"from its call to its return; got .*(pieces|later), which runs in pieces. Write `with compile\(\):`",
+        ):
             step_program.compile(function)
     region = step_program.compile()
-    with region, pytest.raises(spmd.SpmdError, match=r"entered once at a time.*Write `with compile\(\):` for the inner one"):
+    with (
+        region,
+        pytest.raises(
+            spmd.SpmdError,
+            match=r"entered once at a time.*Write `with compile\(\):` for the inner one",
+        ),
+    ):
         region.__enter__()
     with region:
         y = torch.ones(1).to("xla") + 1
@@ -184,10 +209,16 @@ def test_execution_can_be_forbidden():
     x = torch.ones(3, device="xla") + 1
     spmd.allow_execution(False)
     try:
-        with pytest.raises(spmd.ProgramError, match=r"after allow_execution\(False\) nothing is executed; .*test_step_program.py:\d+ needs a value"):
+        with pytest.raises(
+            spmd.ProgramError,
+            match=r"after allow_execution\(False\) nothing is executed; .*test_step_program.py:\d+ needs a value",
+        ):
             x.cpu()
     finally:
         spmd.allow_execution(True)
     assert x.tolist() == [2.0, 2.0, 2.0]
-    with spmd.compile(), pytest.raises(spmd.SpmdError, match="a region says itself whether it may execute"):
+    with (
+        spmd.compile(),
+        pytest.raises(spmd.SpmdError, match="a region says itself whether it may execute"),
+    ):
         spmd.allow_execution(False)

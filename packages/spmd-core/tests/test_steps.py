@@ -33,7 +33,10 @@ def test_closures_run_in_order_at_the_end_of_the_step():
     before = spmd.metrics.counter("executions")
     x.add_(1)
     spmd.sync()
-    assert seen == [("first", [3.0, 3.0]), "second"] and spmd.metrics.counter("executions") == before + 1
+    assert (
+        seen == [("first", [3.0, 3.0]), "second"]
+        and spmd.metrics.counter("executions") == before + 1
+    )
     spmd.sync()
     assert len(seen) == 2
 
@@ -81,7 +84,9 @@ def test_the_snapshot_of_an_asynchronous_closure_is_part_of_the_steps_program():
         spmd.sync()
         assert spmd.metrics.counter("executions") == before + 1
     steps.wait_for_closures()
-    assert compile_cache.newest().graph.donated == (0,)  # the tensor's own buffer still goes to its successor
+    assert compile_cache.newest().graph.donated == (
+        0,
+    )  # the tensor's own buffer still goes to its successor
 
 
 def test_the_queue_is_bounded(monkeypatch):
@@ -131,7 +136,10 @@ def test_the_exception_of_an_asynchronous_closure_is_never_lost():
         steps.add_step_closure(fail, run_async=True)
         spmd.sync()
         steps._background.drain()
-        with pytest.raises(RuntimeError, match=r"an asynchronous step closure must not raise; .*fail raised KeyError: 'in the background'") as caught:
+        with pytest.raises(
+            RuntimeError,
+            match=r"an asynchronous step closure must not raise; .*fail raised KeyError: 'in the background'",
+        ) as caught:
             look()
         assert isinstance(caught.value.__cause__, KeyError)
         spmd.sync()
@@ -149,9 +157,14 @@ steps.add_step_closure(print, args=("done",), run_async=True)
 spmd.sync()
 """
     env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parent.parent)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
     assert result.stdout == "done\n"
-    assert "no step followed in which to say so" in result.stderr and "KeyError: 'too late'" in result.stderr
+    assert (
+        "no step followed in which to say so" in result.stderr
+        and "KeyError: 'too late'" in result.stderr
+    )
 
 
 def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_them(monkeypatch):

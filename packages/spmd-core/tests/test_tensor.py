@@ -89,14 +89,19 @@ def test_printing_shows_values_and_device():
     assert repr(torch.ones(2, device="xla")) == "tensor([1., 1.], device='xla:0')"
     x = torch.ones(2, device="xla", requires_grad=True)
     assert "requires_grad=True" in repr(x) and "grad_fn=<MulBackward0>" in str(x * 2)
-    assert repr(nn.Parameter(torch.ones(1, device="xla"))).startswith("Parameter containing:\ntensor([1.], device='xla:0'")
+    assert repr(nn.Parameter(torch.ones(1, device="xla"))).startswith(
+        "Parameter containing:\ntensor([1.], device='xla:0'"
+    )
     assert f"{torch.tensor(2.5, device='xla'):.1f}" == "2.5"
 
 
 def test_printing_a_marked_tensor_shows_its_sharding(mesh_1d):
     p = nn.Parameter(torch.ones(2, device="xla"))
     spmd.mark_sharding(p, mesh_1d, ("x",))
-    assert repr(p) == "Parameter containing:\nXLAShardedTensor(tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
+    assert (
+        repr(p)
+        == "Parameter containing:\nXLAShardedTensor(tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
+    )
 
 
 def test_scalars_and_truth():
@@ -120,8 +125,16 @@ def test_deepcopy_keeps_values_grad_and_sharding(mesh_1d, num_devices):
     (p * 2).sum().backward()
     q = copy.deepcopy(p)
     p.data.add_(1)
-    assert isinstance(q, nn.Parameter) and q.requires_grad and q.tolist() == list(range(2 * num_devices))
-    assert q.sharding == p.sharding and q.grad.tolist() == [2.0] * (2 * num_devices) and q.grad is not p.grad
+    assert (
+        isinstance(q, nn.Parameter)
+        and q.requires_grad
+        and q.tolist() == list(range(2 * num_devices))
+    )
+    assert (
+        q.sharding == p.sharding
+        and q.grad.tolist() == [2.0] * (2 * num_devices)
+        and q.grad is not p.grad
+    )
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("xla")
     model[1].weight = model[0].weight
     twin = copy.deepcopy(model)
@@ -165,7 +178,9 @@ def test_the_class_gives_a_tensor_that_is_there(mesh_1d, num_devices):
     assert torch.equal(t.cpu(), x) and spmd.XLAShardedTensor(t) is t
     marked = spmd.XLAShardedTensor(x, (num_devices,), (0, None), requires_grad=True)
     assert marked.partition_spec == (0, None) and marked.is_leaf and marked.requires_grad
-    with pytest.raises(TypeError, match=r"takes a tensor; got list\. Pass one, or use torch\.tensor"):
+    with pytest.raises(
+        TypeError, match=r"takes a tensor; got list\. Pass one, or use torch\.tensor"
+    ):
         spmd.XLAShardedTensor([1.0])
     with pytest.raises(TypeError, match=r"go together; got \(2,\) and None"):
         spmd.XLAShardedTensor(x, (2,))
@@ -228,4 +243,6 @@ def test_shards_of_an_uneven_tensor_show_their_padding(mesh_1d, num_devices):
     )
     assert x.tolist() == list(range(n)) and (x * 2).sum().item() == n * (n - 1)
     whole = spmd.mark_sharding(torch.ones(3, device="xla"), mesh_1d, (None,)).local_shards
-    assert all(s.indices is ... for s in whole) and [s.replica_id for s in whole] == list(range(num_devices))
+    assert all(s.indices is ... for s in whole) and [s.replica_id for s in whole] == list(
+        range(num_devices)
+    )

@@ -25,15 +25,22 @@ def test_the_number_of_processes_on_a_host_comes_from_the_environment(monkeypatc
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
     assert topology.local_process_count() == 4
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "none")
-    with pytest.raises(spmd.SpmdError, match=r"PJRT_LOCAL_PROCESS_COUNT is the number .* got 'none'. Correct it or unset it"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"PJRT_LOCAL_PROCESS_COUNT is the number .* got 'none'. Correct it or unset it",
+    ):
         topology.local_process_count()
 
 
 def test_a_cpu_counts_no_memory(num_devices):
     for device in (None, 0, f"cpu:{num_devices - 1}", "xla:0", torch.device("xla")):
-        with pytest.raises(spmd.UnsupportedOpError, match=r"the cpu platform counts nothing.*metrics.programs\(\)"):
+        with pytest.raises(
+            spmd.UnsupportedOpError, match=r"the cpu platform counts nothing.*metrics.programs\(\)"
+        ):
             topology.memory_info(device)
-    with pytest.raises(ValueError, match=r"this process's devices, which are CPU:0.*got 'TPU:0'. Pass one of these"):
+    with pytest.raises(
+        ValueError, match=r"this process's devices, which are CPU:0.*got 'TPU:0'. Pass one of these"
+    ):
         topology.memory_info("TPU:0")
 
 
@@ -45,7 +52,12 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
             self.used = used
 
         def memory_stats(self):
-            return {"bytes_in_use": self.used, "bytes_limit": 100, "peak_bytes_in_use": self.used + 1, "num_allocs": 7}
+            return {
+                "bytes_in_use": self.used,
+                "bytes_limit": 100,
+                "peak_bytes_in_use": self.used + 1,
+                "num_allocs": 7,
+            }
 
     monkeypatch.setattr(topology, "_own", lambda: [Device(5), Device(8), Device(2)])
     monkeypatch.setattr(topology, "real_devices", lambda: ["TPU:4", "TPU:5", "TPU:6"])
@@ -58,9 +70,16 @@ def test_bfloat16():
 
 
 def test_the_address_of_the_master(monkeypatch):
-    for name in ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+    for name in (
+        "MASTER_ADDR",
+        "JAX_COORDINATOR_ADDRESS",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_WORKER_HOSTNAMES",
+    ):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(spmd.SpmdError, match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call initialize"):
+    with pytest.raises(
+        spmd.SpmdError, match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call initialize"
+    ):
         topology.get_master_ip()
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.1.2.3,10.1.2.4")
     assert topology.get_master_ip() == "10.1.2.3"
@@ -69,7 +88,10 @@ def test_the_address_of_the_master(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.1.2.5:1234")
     assert topology.get_master_ip() == "10.1.2.5"
     monkeypatch.setenv("MASTER_ADDR", "no such host")
-    with pytest.raises(spmd.SpmdError, match=r"the host that MASTER_ADDR names must have an address; got 'no such host'.*one that this host knows"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"the host that MASTER_ADDR names must have an address; got 'no such host'.*one that this host knows",
+    ):
         topology.get_master_ip()
 
 

@@ -12,12 +12,20 @@ import torch
 from spmd_core import torchvision_ops
 
 SOURCE = Path(torchvision_ops.__file__).parent.parent
-pytestmark = pytest.mark.skipif(util.find_spec("torchvision") is None, reason="torchvision is not installed")
+pytestmark = pytest.mark.skipif(
+    util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
 
 
 def run(code):
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    result = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 

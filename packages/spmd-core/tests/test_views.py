@@ -26,8 +26,12 @@ WRITES = {
     "unfold": lambda x: x.unfold(1, 2, 2)[0].add_(1),
     "masked": lambda x: x.masked_fill_(x > 5, 0.5),
     "boolean": lambda x: x.__setitem__(x > 5, 0.25),
-    "index": lambda x: x.__setitem__((torch.tensor([0, 2]).to(x.device), torch.tensor([1, 1]).to(x.device)), 9.0),
-    "index_add_": lambda x: x.index_add_(0, torch.tensor([0, 0]).to(x.device), torch.ones(2, 4).to(x.device)),
+    "index": lambda x: x.__setitem__(
+        (torch.tensor([0, 2]).to(x.device), torch.tensor([1, 1]).to(x.device)), 9.0
+    ),
+    "index_add_": lambda x: x.index_add_(
+        0, torch.tensor([0, 0]).to(x.device), torch.ones(2, 4).to(x.device)
+    ),
     "foreach": lambda x: torch._foreach_mul_([x[0], x[1]], 2.0),
     "out": lambda x: torch.add(x, 1, out=x),
     "out of a view": lambda x: torch.mul(x[0], 2, out=x[1]),
@@ -129,7 +133,10 @@ def test_inputs_that_overlap_the_written_tensor_in_part_are_refused_as_on_the_cp
             results.append(x.tolist())
     assert results[1] == results[0]
     x = torch.arange(4.0, device="xla")
-    with pytest.raises(RuntimeError, match=r"written tensor of shape \(3,\).*at element 1 of the storage.*clone\(\) the input"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"written tensor of shape \(3,\).*at element 1 of the storage.*clone\(\) the input",
+    ):
         x[1:].copy_(x[:-1])
     assert x[1:].copy_(x[:-1].clone()).tolist() == [0, 1, 2]
 
@@ -156,10 +163,14 @@ def test_conjugates():
         y.resolve_conj().zero_()  # a copy
         y.t().resolve_conj()[0].zero_()
         x.conj().conj().real[1, 1] = 7
-        results.append([t.cpu().resolve_conj() for t in (x, y, y.conj(), y.imag, y.mH, x.resolve_conj())])
+        results.append(
+            [t.cpu().resolve_conj() for t in (x, y, y.conj(), y.imag, y.mH, x.resolve_conj())]
+        )
     for got, right in zip(results[1], results[0]):
         torch.testing.assert_close(got, right)
-    assert "1.-3.j" in repr(torch.tensor([1 + 3j], device="xla").conj()).replace("-3.j", "-3.j").replace(" ", "")
+    assert "1.-3.j" in repr(torch.tensor([1 + 3j], device="xla").conj()).replace(
+        "-3.j", "-3.j"
+    ).replace(" ", "")
     # The device has no conjugates that wait, so their parts can be viewed, which eager torch refuses.
     x = c.to("xla")
     torch.view_as_real(x.conj())[..., 1].add_(1)
@@ -188,7 +199,9 @@ def test_autograds_rules_for_writes_in_place():
         z.sum().backward()
 
     for through in (lambda y: y, lambda y: y[:2], lambda y: y.detach(), lambda y: y.view(2, 2).t()):
-        assert "modified by an inplace operation" in errors(lambda x, through=through: write_to_what_backward_needs(x, through))
+        assert "modified by an inplace operation" in errors(
+            lambda x, through=through: write_to_what_backward_needs(x, through)
+        )
     # `.data` is outside the version counter, as in eager torch.
     grads = []
     for device in ("cpu", "xla"):
@@ -212,11 +225,15 @@ def decode(device, *, steps, cut):
 
 
 def test_a_position_that_moves_from_program_to_program_does_not_recompile():
-    for right, got in zip(decode("cpu", steps=5, cut=lambda: None), decode("xla", steps=5, cut=spmd.sync)):
+    for right, got in zip(
+        decode("cpu", steps=5, cut=lambda: None), decode("xla", steps=5, cut=spmd.sync)
+    ):
         assert torch.equal(right, got)
     decode("xla", steps=8, cut=spmd.sync)
     before = spmd.metrics.counter("compiles")
-    for right, got in zip(decode("cpu", steps=16, cut=lambda: None), decode("xla", steps=16, cut=spmd.sync)):
+    for right, got in zip(
+        decode("cpu", steps=16, cut=lambda: None), decode("xla", steps=16, cut=spmd.sync)
+    ):
         assert torch.equal(right, got)
     # One for the stack of 16; none for the positions that were never met before.
     assert spmd.metrics.counter("compiles") <= before + 1

@@ -35,15 +35,29 @@ def _strided(x: torch.Tensor, draw: Draw) -> Any:
     n = x.untyped_storage().nbytes() // x.element_size()
     if n < 8:
         return None
-    size, strides = [((2, 2), (4, 1)), ((2, 2), (1, 4)), ((2, 3), (3, 2)), ((2, 3), (1, 2)), ((2, 2), (1, 1)), ((3,), (0,)), ((2,), (3,))][draw(7)]
+    size, strides = [
+        ((2, 2), (4, 1)),
+        ((2, 2), (1, 4)),
+        ((2, 3), (3, 2)),
+        ((2, 3), (1, 2)),
+        ((2, 2), (1, 1)),
+        ((3,), (0,)),
+        ((2,), (3,)),
+    ][draw(7)]
     reach = sum((m - 1) * s for m, s in zip(size, strides))
     return (size, strides, draw(n - reach)) if reach < n else None
 
 
 # Each takes a CPU tensor and a source of numbers, and gives a function of a tensor that is a view of it, or None where there is none.
 VIEWS: dict[str, Any] = {
-    "view": lambda x, d: (lambda s: lambda t: t.view(s))(_pick(_factors(x.numel()), d)) if x.is_contiguous() and x.numel() else None,
-    "reshape": lambda x, d: (lambda s: lambda t: t.reshape(s))(_factors(x.numel())[d(2)]) if x.numel() else None,
+    "view": lambda x, d: (
+        (lambda s: lambda t: t.view(s))(_pick(_factors(x.numel()), d))
+        if x.is_contiguous() and x.numel()
+        else None
+    ),
+    "reshape": lambda x, d: (
+        (lambda s: lambda t: t.reshape(s))(_factors(x.numel())[d(2)]) if x.numel() else None
+    ),
     "flatten": lambda x, d: (lambda t: t.view(-1)) if x.is_contiguous() else None,
     "view.dtype": lambda x, d: {
         torch.float32: lambda t: t.view(torch.int32),
@@ -54,8 +68,20 @@ VIEWS: dict[str, Any] = {
         torch.int16: lambda t: t.view(torch.bfloat16),
     }.get(None if x.is_neg() else x.dtype),
     "view.narrower": lambda x, d: (
-        (lambda t: t.view({torch.int64: torch.int32, torch.float32: torch.int16, torch.complex64: torch.float32}[x.dtype]))
-        if x.dtype in (torch.int64, torch.float32, torch.complex64) and x.dim() and x.stride(-1) == 1 and not x.is_conj() and not x.is_neg()
+        (
+            lambda t: t.view(
+                {
+                    torch.int64: torch.int32,
+                    torch.float32: torch.int16,
+                    torch.complex64: torch.float32,
+                }[x.dtype]
+            )
+        )
+        if x.dtype in (torch.int64, torch.float32, torch.complex64)
+        and x.dim()
+        and x.stride(-1) == 1
+        and not x.is_conj()
+        and not x.is_neg()
         else None
     ),
     "view.wider": lambda x, d: (
@@ -69,30 +95,64 @@ VIEWS: dict[str, Any] = {
         else None
     ),
     "as_strided": lambda x, d: (lambda a: a and (lambda t: t.as_strided(*a)))(_strided(x, d)),
-    "select": lambda x, d: (lambda a, i: lambda t: t.select(a, i))(_some(x, d), d(2) - d(2)) if _some(x, d) is not None else None,
-    "slice": lambda x, d: (lambda a, b, c: lambda t: t[a : -1 if b else None : c])(d(3), d(2), 1 + d(2)) if x.dim() else None,
-    "slice of the last": lambda x, d: (lambda a, c: lambda t: t[..., a::c])(d(3), 1 + d(3)) if x.dim() else None,
-    "narrow": lambda x, d: (lambda t: t.narrow(-1, 1, x.shape[-1] - 1)) if x.dim() and x.shape[-1] > 1 else None,
-    "transpose": lambda x, d: (lambda a, b: lambda t: t.transpose(a, b))(_axis(x, d), _axis(x, d)) if x.dim() else None,
+    "select": lambda x, d: (
+        (lambda a, i: lambda t: t.select(a, i))(_some(x, d), d(2) - d(2))
+        if _some(x, d) is not None
+        else None
+    ),
+    "slice": lambda x, d: (
+        (lambda a, b, c: lambda t: t[a : -1 if b else None : c])(d(3), d(2), 1 + d(2))
+        if x.dim()
+        else None
+    ),
+    "slice of the last": lambda x, d: (
+        (lambda a, c: lambda t: t[..., a::c])(d(3), 1 + d(3)) if x.dim() else None
+    ),
+    "narrow": lambda x, d: (
+        (lambda t: t.narrow(-1, 1, x.shape[-1] - 1)) if x.dim() and x.shape[-1] > 1 else None
+    ),
+    "transpose": lambda x, d: (
+        (lambda a, b: lambda t: t.transpose(a, b))(_axis(x, d), _axis(x, d)) if x.dim() else None
+    ),
     "t": lambda x, d: (lambda t: t.t()) if x.dim() <= 2 else None,
     "mT": lambda x, d: (lambda t: t.mT) if x.dim() >= 2 else None,
     "mH": lambda x, d: (lambda t: t.mH) if x.dim() >= 2 else None,
     "adjoint": lambda x, d: (lambda t: t.adjoint()) if x.dim() >= 2 else None,
-    "permute": lambda x, d: (lambda p: lambda t: t.permute(p))(list(range(x.dim()))[:: -1 if d(2) else 1]),
-    "movedim": lambda x, d: (lambda a, b: lambda t: t.movedim(a, b))(_axis(x, d), _axis(x, d)) if x.dim() else None,
+    "permute": lambda x, d: (lambda p: lambda t: t.permute(p))(
+        list(range(x.dim()))[:: -1 if d(2) else 1]
+    ),
+    "movedim": lambda x, d: (
+        (lambda a, b: lambda t: t.movedim(a, b))(_axis(x, d), _axis(x, d)) if x.dim() else None
+    ),
     "swapaxes": lambda x, d: (lambda t: t.swapaxes(0, -1)) if x.dim() else None,
     "squeeze": lambda x, d: lambda t: t.squeeze(),
-    "squeeze.dim": lambda x, d: (lambda a: lambda t: t.squeeze(a))(_axis(x, d)) if x.dim() else None,
+    "squeeze.dim": lambda x, d: (
+        (lambda a: lambda t: t.squeeze(a))(_axis(x, d)) if x.dim() else None
+    ),
     "squeeze.dims": lambda x, d: (lambda t: t.squeeze((0, -1))) if x.dim() > 1 else None,
-    "unsqueeze": lambda x, d: (lambda a: lambda t: t.unsqueeze(a))(d(x.dim() + 1)) if x.dim() < 4 else None,
-    "unflatten": lambda x, d: (lambda t: t.unflatten(0, (2, -1))) if x.dim() and x.shape[0] and x.shape[0] % 2 == 0 and x.dim() < 4 else None,
+    "unsqueeze": lambda x, d: (
+        (lambda a: lambda t: t.unsqueeze(a))(d(x.dim() + 1)) if x.dim() < 4 else None
+    ),
+    "unflatten": lambda x, d: (
+        (lambda t: t.unflatten(0, (2, -1)))
+        if x.dim() and x.shape[0] and x.shape[0] % 2 == 0 and x.dim() < 4
+        else None
+    ),
     "expand": lambda x, d: (lambda t: t.unsqueeze(0).expand(2, *x.shape)) if x.dim() < 3 else None,
     "expand of one": lambda x, d: (lambda t: t.expand(1, *x.shape)) if x.dim() < 4 else None,
-    "unfold": lambda x, d: (lambda a, n, s: lambda t: t.unfold(a, n, s))(0, 2, 1 + d(3)) if x.dim() and x.shape[0] >= 2 and x.dim() < 4 else None,
-    "diagonal": lambda x, d: (lambda o: lambda t: t.diagonal(o, 0, -1))(d(3) - 1) if x.dim() >= 2 else None,
+    "unfold": lambda x, d: (
+        (lambda a, n, s: lambda t: t.unfold(a, n, s))(0, 2, 1 + d(3))
+        if x.dim() and x.shape[0] >= 2 and x.dim() < 4
+        else None
+    ),
+    "diagonal": lambda x, d: (
+        (lambda o: lambda t: t.diagonal(o, 0, -1))(d(3) - 1) if x.dim() >= 2 else None
+    ),
     "chunk": lambda x, d: (lambda t: t.chunk(2, -1)[-1]) if x.dim() and x.shape[-1] else None,
     "split": lambda x, d: (lambda t: t.split(2)[0]) if x.dim() and x.shape[0] else None,
-    "split_with_sizes": lambda x, d: (lambda t: t.split([1, x.shape[0] - 1])[1]) if x.dim() and x.shape[0] else None,
+    "split_with_sizes": lambda x, d: (
+        (lambda t: t.split([1, x.shape[0] - 1])[1]) if x.dim() and x.shape[0] else None
+    ),
     "tensor_split": lambda x, d: (lambda t: t.tensor_split(3, -1)[1]) if x.dim() else None,
     "hsplit": lambda x, d: (lambda t: torch.hsplit(t, [1])[1]) if x.dim() else None,
     "unbind": lambda x, d: (lambda t: t.unbind(0)[-1]) if x.dim() and x.shape[0] else None,
@@ -100,7 +160,11 @@ VIEWS: dict[str, Any] = {
     "imag": lambda x, d: (lambda t: t.imag) if x.is_complex() else None,
     "conj": lambda x, d: (lambda t: t.conj()) if x.is_complex() else None,
     "neg_view": lambda x, d: (lambda t: torch._neg_view(t)) if x.dtype is torch.float32 else None,
-    "view_as_real": lambda x, d: (lambda t: torch.view_as_real(t)) if x.is_complex() and not x.is_conj() and x.dim() < 4 else None,
+    "view_as_real": lambda x, d: (
+        (lambda t: torch.view_as_real(t))
+        if x.is_complex() and not x.is_conj() and x.dim() < 4
+        else None
+    ),
     "view_as_complex": lambda x, d: (
         (lambda t: torch.view_as_complex(t))
         if x.dtype is torch.float32
@@ -124,12 +188,22 @@ def _some(x: torch.Tensor, draw: Draw) -> int | None:
 
 
 def _value(x: torch.Tensor, draw: Draw) -> Any:
-    return (draw(2) == 1) if x.dtype is torch.bool else (complex(draw(5), 1) if x.is_complex() else draw(5))
+    return (
+        (draw(2) == 1)
+        if x.dtype is torch.bool
+        else (complex(draw(5), 1) if x.is_complex() else draw(5))
+    )
 
 
 def _takes_foreach(x: torch.Tensor) -> bool:
     # torch's own fallbacks for conjugates and signs that wait do not know lists.
-    return x.dim() > 0 and x.shape[0] > 1 and x.dtype is not torch.bool and not x.is_neg() and not x.is_conj()
+    return (
+        x.dim() > 0
+        and x.shape[0] > 1
+        and x.dtype is not torch.bool
+        and not x.is_neg()
+        and not x.is_conj()
+    )
 
 
 def _index(t: torch.Tensor, *values: int) -> torch.Tensor:
@@ -137,24 +211,58 @@ def _index(t: torch.Tensor, *values: int) -> torch.Tensor:
 
 
 WRITES: dict[str, Any] = {
-    "add_": lambda x, d: (lambda v: lambda t: t.add_(v))(_value(x, d)) if x.dtype is not torch.bool else None,
+    "add_": lambda x, d: (
+        (lambda v: lambda t: t.add_(v))(_value(x, d)) if x.dtype is not torch.bool else None
+    ),
     "mul_": lambda x, d: (lambda v: lambda t: t.mul_(v))(_value(x, d)),
-    "copy_": lambda x, d: (lambda v: lambda t: t.copy_(torch.full(tuple(x.shape), v, dtype=x.dtype)))(_value(x, d)),
-    "copy_ of a clone": lambda x, d: lambda t: t.copy_(t.flip(0).clone()) if x.dim() else t.copy_(t.clone()),
-    "copy_ of a row": lambda x, d: (lambda t: t.copy_(t[0].clone())) if x.dim() and x.shape[0] else None,
+    "copy_": lambda x, d: (
+        lambda v: lambda t: t.copy_(torch.full(tuple(x.shape), v, dtype=x.dtype))
+    )(_value(x, d)),
+    "copy_ of a clone": lambda x, d: (
+        lambda t: t.copy_(t.flip(0).clone()) if x.dim() else t.copy_(t.clone())
+    ),
+    "copy_ of a row": lambda x, d: (
+        (lambda t: t.copy_(t[0].clone())) if x.dim() and x.shape[0] else None
+    ),
     "fill_": lambda x, d: (lambda v: lambda t: t.fill_(v))(_value(x, d)),
     "zero_": lambda x, d: lambda t: t.zero_(),
-    "masked_fill_": lambda x, d: (lambda v: lambda t: t.masked_fill_(t != t.clone().fill_(1), v))(_value(x, d)),
-    "x[i] =": lambda x, d: (lambda v: lambda t: t.__setitem__(-1, v))(_value(x, d)) if x.dim() and x.shape[0] else None,
-    "x[::2] =": lambda x, d: (lambda v: lambda t: t.__setitem__(slice(None, None, 2), v))(_value(x, d)) if x.dim() else None,
-    "x[tensor] =": lambda x, d: (lambda v: lambda t: t.__setitem__((_index(t, 0, -1),), v))(_value(x, d)) if x.dim() and x.shape[0] else None,
-    "x[mask] =": lambda x, d: (lambda v: lambda t: t.__setitem__(t == t.clone().zero_(), v))(_value(x, d)) if x.dim() else None,
-    "index_fill_": lambda x, d: (lambda v: lambda t: t.index_fill_(0, _index(t, 0), v))(_value(x, d)) if x.dim() and x.shape[0] else None,
+    "masked_fill_": lambda x, d: (lambda v: lambda t: t.masked_fill_(t != t.clone().fill_(1), v))(
+        _value(x, d)
+    ),
+    "x[i] =": lambda x, d: (
+        (lambda v: lambda t: t.__setitem__(-1, v))(_value(x, d)) if x.dim() and x.shape[0] else None
+    ),
+    "x[::2] =": lambda x, d: (
+        (lambda v: lambda t: t.__setitem__(slice(None, None, 2), v))(_value(x, d))
+        if x.dim()
+        else None
+    ),
+    "x[tensor] =": lambda x, d: (
+        (lambda v: lambda t: t.__setitem__((_index(t, 0, -1),), v))(_value(x, d))
+        if x.dim() and x.shape[0]
+        else None
+    ),
+    "x[mask] =": lambda x, d: (
+        (lambda v: lambda t: t.__setitem__(t == t.clone().zero_(), v))(_value(x, d))
+        if x.dim()
+        else None
+    ),
+    "index_fill_": lambda x, d: (
+        (lambda v: lambda t: t.index_fill_(0, _index(t, 0), v))(_value(x, d))
+        if x.dim() and x.shape[0]
+        else None
+    ),
     "neg_": lambda x, d: (lambda t: t.neg_()) if x.dtype is not torch.bool else None,
-    "add_ of another": lambda x, d: (lambda t: t.add_(t.clone())) if x.dtype is not torch.bool else None,
-    "partial": lambda x, d: (lambda t: t[1:].copy_(t[:-1])) if x.dim() == 1 and x.is_contiguous() else None,
+    "add_ of another": lambda x, d: (
+        (lambda t: t.add_(t.clone())) if x.dtype is not torch.bool else None
+    ),
+    "partial": lambda x, d: (
+        (lambda t: t[1:].copy_(t[:-1])) if x.dim() == 1 and x.is_contiguous() else None
+    ),
     "conj_physical_": lambda x, d: (lambda t: t.conj_physical_()) if x.is_complex() else None,
-    "foreach": lambda x, d: (lambda t: torch._foreach_mul_([t[0], t[-1]], 2)) if _takes_foreach(x) else None,
+    "foreach": lambda x, d: (
+        (lambda t: torch._foreach_mul_([t[0], t[-1]], 2)) if _takes_foreach(x) else None
+    ),
 }
 STEPS = [*VIEWS, *WRITES, *WRITES, "sync"]
 
@@ -164,7 +272,9 @@ def _ordinary(x: torch.Tensor) -> bool:
     if not x.is_floating_point() and not x.is_complex():
         return True
     parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return bool((parts.isfinite() & ((parts == 0) | (parts.abs() >= torch.finfo(parts.dtype).tiny))).all())
+    return bool(
+        (parts.isfinite() & ((parts == 0) | (parts.abs() >= torch.finfo(parts.dtype).tiny))).all()
+    )
 
 
 def _attempt(function: Any, x: torch.Tensor) -> Any:
@@ -174,7 +284,9 @@ def _attempt(function: Any, x: torch.Tensor) -> Any:
         return error
 
 
-def _run(dtype: torch.dtype, shape: tuple[int, ...], steps: list[tuple[str, int, int]], mark: Any = None) -> None:
+def _run(
+    dtype: torch.dtype, shape: tuple[int, ...], steps: list[tuple[str, int, int]], mark: Any = None
+) -> None:
     start = (torch.arange(24) % 7).reshape(shape).to(dtype)
     if dtype.is_complex:
         start = torch.complex(start.real, start.real.flip(0) - 2)
@@ -205,24 +317,43 @@ def _run(dtype: torch.dtype, shape: tuple[int, ...], steps: list[tuple[str, int,
             # torch writes to overlapping windows, in some order; here such a write is refused, and the chain ends.
             assert "one memory location" in str(got), (history, got)
             return
-        assert isinstance(right, RuntimeError) == isinstance(got, RuntimeError), (history, right, got)
+        assert isinstance(right, RuntimeError) == isinstance(got, RuntimeError), (
+            history,
+            right,
+            got,
+        )
         if name in VIEWS and isinstance(right, torch.Tensor) and isinstance(got, torch.Tensor):
             assert (got.dtype, got.shape) == (right.dtype, right.shape), history
-            assert got.stride() == right.stride() and got.storage_offset() == right.storage_offset(), (history, got.stride(), right.stride())
+            assert (
+                got.stride() == right.stride() and got.storage_offset() == right.storage_offset()
+            ), (history, got.stride(), right.stride())
             live.append((right, got))
         # What every alias shows after this step; compared below, so that one program computes all of it.
-        seen += [(history[:], _plain(c), x.clone(memory_format=torch.contiguous_format)) for c, x in live]
+        seen += [
+            (history[:], _plain(c), x.clone(memory_format=torch.contiguous_format)) for c, x in live
+        ]
     spmd.sync()
     seen += [(history, _plain(c), x) for c, x in live]
     for past, right, got in seen:
-        torch.testing.assert_close(got.cpu(), right, rtol=0, atol=0, equal_nan=True, msg=lambda m, past=past: f"{m}\n{past}")
+        torch.testing.assert_close(
+            got.cpu(),
+            right,
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=lambda m, past=past: f"{m}\n{past}",
+        )
 
 
 def _plain(cpu: torch.Tensor) -> torch.Tensor:
     return cpu.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-_steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7), st.integers(0, 10**4)), min_size=1, max_size=8)
+_steps = st.lists(
+    st.tuples(st.sampled_from(STEPS), st.integers(0, 7), st.integers(0, 10**4)),
+    min_size=1,
+    max_size=8,
+)
 
 
 @pytest.mark.one_device
@@ -235,6 +366,11 @@ def test_random_chains(dtype, shape, steps):
 
 @pytest.mark.filterwarnings("ignore:.*expanded tensors is deprecated")
 @hypothesis.given(st.sampled_from(DTYPES[:3]), st.sampled_from([(8, 3), (24,)]), _steps)
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 def test_random_chains_over_a_sharded_base(mesh_1d, dtype, shape, steps):
     _run(dtype, shape, steps, lambda x: spmd.mark_sharding(x, mesh_1d, ("x",)))

@@ -13,12 +13,31 @@ aten = torch.ops.aten
 
 # Views in the schema that no dense tensor on a device has, and why.
 EXCLUDED = {
-    **dict.fromkeys(("aten::_indices", "aten::_values", "aten::indices", "aten::values", "aten::coalesce"), "a part of a sparse tensor"),
-    **dict.fromkeys(("aten::ccol_indices", "aten::col_indices", "aten::crow_indices", "aten::row_indices"), "a part of a compressed sparse tensor"),
+    **dict.fromkeys(
+        ("aten::_indices", "aten::_values", "aten::indices", "aten::values", "aten::coalesce"),
+        "a part of a sparse tensor",
+    ),
+    **dict.fromkeys(
+        ("aten::ccol_indices", "aten::col_indices", "aten::crow_indices", "aten::row_indices"),
+        "a part of a compressed sparse tensor",
+    ),
     **dict.fromkeys(("aten::_sparse_broadcast_to",), "of a sparse tensor"),
-    **dict.fromkeys(("aten::_nested_get_values", "aten::_nested_view_from_buffer", "aten::_nested_view_from_jagged"), "of a nested tensor"),
-    **dict.fromkeys(("aten::_fw_primal", "aten::_make_dual", "aten::_unpack_dual"), "forward-mode AD's own, not called by users"),
-    **dict.fromkeys(("aten::_autocast_to_full_precision", "aten::_autocast_to_reduced_precision"), "TorchScript's autocast"),
+    **dict.fromkeys(
+        (
+            "aten::_nested_get_values",
+            "aten::_nested_view_from_buffer",
+            "aten::_nested_view_from_jagged",
+        ),
+        "of a nested tensor",
+    ),
+    **dict.fromkeys(
+        ("aten::_fw_primal", "aten::_make_dual", "aten::_unpack_dual"),
+        "forward-mode AD's own, not called by users",
+    ),
+    **dict.fromkeys(
+        ("aten::_autocast_to_full_precision", "aten::_autocast_to_reduced_precision"),
+        "TorchScript's autocast",
+    ),
     "aten::_test_autograd_multiple_dispatch_view": "torch's own test",
     "aten::pin_memory": "host memory",
 }
@@ -88,7 +107,10 @@ SAMPLES = {
     "aten::t": (real, lambda x: x.t()),
     "aten::tensor_split.indices": (real, lambda x: x.tensor_split((1, 3))),
     "aten::tensor_split.sections": (real, lambda x: x.tensor_split(3)),
-    "aten::tensor_split.tensor_indices_or_sections": (real, lambda x: x.tensor_split(torch.tensor([1, 3]))),
+    "aten::tensor_split.tensor_indices_or_sections": (
+        real,
+        lambda x: x.tensor_split(torch.tensor([1, 3])),
+    ),
     "aten::to.device": (real, lambda x: x.to(x.device, x.dtype)),
     "aten::to.dtype": (real, lambda x: x.to(torch.float32)),
     "aten::to.dtype_layout": (real, lambda x: aten.to.dtype_layout(x, dtype=torch.float32)),
@@ -99,7 +121,10 @@ SAMPLES = {
     "aten::unfold": (real, lambda x: x.unfold(1, 2, 3)),
     "aten::unsqueeze": (real, lambda x: x.unsqueeze(-1)),
     "aten::view": (real, lambda x: x.view(-1, 8)),
-    "aten::view.dtype": (real, lambda x: (x.view(torch.int32), x.view(torch.int16), x.view(torch.float64))),
+    "aten::view.dtype": (
+        real,
+        lambda x: (x.view(torch.int32), x.view(torch.int16), x.view(torch.float64)),
+    ),
     "aten::view_as": (real, lambda x: x.view_as(torch.empty(8, 3))),
     "aten::view_as_complex": (lambda d: real(d).view(4, 3, 2), lambda x: torch.view_as_complex(x)),
     "aten::view_as_real": (complex_, lambda x: torch.view_as_real(x)),
@@ -113,7 +138,10 @@ def overloads():
     for s in torch._C._jit_get_all_schemas():
         name = s.name + (f".{s.overload_name}" if s.overload_name else "")
         if s.name.startswith("aten::") and torch._C._dispatch_has_kernel(name):
-            yield name, getattr(getattr(aten, s.name.removeprefix("aten::")), s.overload_name or "default")
+            yield (
+                name,
+                getattr(getattr(aten, s.name.removeprefix("aten::")), s.overload_name or "default"),
+            )
 
 
 VIEWS = sorted(name for name, func in overloads() if schema.of(func).is_view)
@@ -121,7 +149,9 @@ VIEWS = sorted(name for name, func in overloads() if schema.of(func).is_view)
 
 def test_every_view_has_a_sample():
     unknown = set(VIEWS) - set(SAMPLES) - set(EXCLUDED)
-    assert not unknown, f"views of this torch without a sample: {sorted(unknown)}. Lower them in ops/shape.py with a view_write, and add a sample."
+    assert not unknown, (
+        f"views of this torch without a sample: {sorted(unknown)}. Lower them in ops/shape.py with a view_write, and add a sample."
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -138,7 +168,15 @@ def test_a_write_through_the_view_reaches_its_base(name):
         for i, v in enumerate(views):
             v.add_(v).add_(i + 1)
         assert spmd.metrics.counter("host_fallbacks") == before
-        shown.append((shape, [x.cpu().resolve_conj().resolve_neg() for x in (base, *views, base.clone(), *(v.clone() for v in views))]))
+        shown.append(
+            (
+                shape,
+                [
+                    x.cpu().resolve_conj().resolve_neg()
+                    for x in (base, *views, base.clone(), *(v.clone() for v in views))
+                ],
+            )
+        )
     assert shown[1][0] == shown[0][0]
     for got, right in zip(shown[1][1], shown[0][1], strict=True):
         torch.testing.assert_close(got, right.contiguous(), rtol=0, atol=0, equal_nan=True)
@@ -154,6 +192,8 @@ def test_copies_and_scatters_of_views_stay_on_the_device():
             full = f"aten::{form}" + (f".{overload}" if overload else "")
             if full in known and name not in EXCLUDED:
                 func = getattr(getattr(aten, form), overload or "default")
-                if registry.find(func) is None and not schema.has_kernel(func, "CompositeImplicitAutograd"):
+                if registry.find(func) is None and not schema.has_kernel(
+                    func, "CompositeImplicitAutograd"
+                ):
                     missing.append(full)
     assert not missing

@@ -14,15 +14,30 @@ from spmd_core import visualize
 
 # Text, the holders of each block as rows, what follows the ids.
 FORMS = [
-    ("{devices=[4,2]<=[8]}", [["CPU 0", "CPU 1"], ["CPU 2", "CPU 3"], ["CPU 4", "CPU 5"], ["CPU 6", "CPU 7"]]),
+    (
+        "{devices=[4,2]<=[8]}",
+        [["CPU 0", "CPU 1"], ["CPU 2", "CPU 3"], ["CPU 4", "CPU 5"], ["CPU 6", "CPU 7"]],
+    ),
     ("{devices=[2,2]3,1,2,0}", [["CPU 3", "CPU 1"], ["CPU 2", "CPU 0"]]),
-    ("{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}", [["CPU [0, 2, 4, 6]"], ["CPU [1, 3, 5, 7]"]]),
-    ("{devices=[2,2,2]<=[2,4]T(1,0) last_tile_dim_replicate}", [["CPU [0, 4]", "CPU [1, 5]"], ["CPU [2, 6]", "CPU [3, 7]"]]),
+    (
+        "{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}",
+        [["CPU [0, 2, 4, 6]"], ["CPU [1, 3, 5, 7]"]],
+    ),
+    (
+        "{devices=[2,2,2]<=[2,4]T(1,0) last_tile_dim_replicate}",
+        [["CPU [0, 4]", "CPU [1, 5]"], ["CPU [2, 6]", "CPU [3, 7]"]],
+    ),
     (
         "{devices=[2,2,1,2]<=[8] last_tile_dims={replicated, manual}}",
-        [["CPU [0, 1] (manual)", "CPU [2, 3] (manual)"], ["CPU [4, 5] (manual)", "CPU [6, 7] (manual)"]],
+        [
+            ["CPU [0, 1] (manual)", "CPU [2, 3] (manual)"],
+            ["CPU [4, 5] (manual)", "CPU [6, 7] (manual)"],
+        ],
     ),
-    ("{devices=[4,2]<=[8] last_tile_dims={replicated}}", [["CPU [0, 1]", "CPU [2, 3]", "CPU [4, 5]", "CPU [6, 7]"]]),
+    (
+        "{devices=[4,2]<=[8] last_tile_dims={replicated}}",
+        [["CPU [0, 1]", "CPU [2, 3]", "CPU [4, 5]", "CPU [6, 7]"]],
+    ),
     ("{devices=[3]4,0,9}", [["CPU 4", "CPU 0", "CPU 9"]]),
     ("{maximal device=3}", [["CPU 3"]]),
 ]
@@ -57,7 +72,10 @@ def test_three_dims_are_a_table_of_tables(capsys):
 
 def test_a_hundred_thousand_ids_of_other_hosts_need_no_device(capsys):
     visualize.visualize_sharding("{devices=[2,2]99990,99991,99992,99993}", use_color=False)
-    assert cells(capsys.readouterr().out) == [["CPU 99990", "CPU 99991"], ["CPU 99992", "CPU 99993"]]
+    assert cells(capsys.readouterr().out) == [
+        ["CPU 99990", "CPU 99991"],
+        ["CPU 99992", "CPU 99993"],
+    ]
 
 
 def test_a_wide_table_is_not_cut_off_in_a_file(capsys):
@@ -67,7 +85,10 @@ def test_a_wide_table_is_not_cut_off_in_a_file(capsys):
 
 def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
     x = torch.zeros(8, 8, device="xla")
-    with pytest.raises(spmd.SpmdError, match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. Call mark_sharding"):
+    with pytest.raises(
+        spmd.SpmdError,
+        match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. Call mark_sharding",
+    ):
         visualize.visualize_tensor_sharding(x)
     spmd.mark_sharding(x, mesh_2d, ("a", "b"))
     visualize.visualize_tensor_sharding(x, use_color=False)
@@ -89,7 +110,11 @@ def colours(text):
     """The background of each cell, by the name rich gives it, for a table of one-line cells."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=400)
     table = visualize.visualize_sharding(text)
-    return [[str(cell.style).split(" on ")[1] for cell in column._cells] for column in table.columns], console, table
+    return (
+        [[str(cell.style).split(" on ")[1] for cell in column._cells] for column in table.columns],
+        console,
+        table,
+    )
 
 
 @pytest.mark.parametrize("tiles", [(4, 2), (8, 8), (2, 4), (16, 1), (1, 9)])
@@ -118,7 +143,10 @@ def test_width_and_scale(capsys):
     assert width(scale=3.0) == (27, 5)
     assert width(min_width=2, max_width=4)[0] == 4
     for bad in ({"scale": 0}, {"min_width": 0}, {"min_width": 9, "max_width": 8}):
-        with pytest.raises(ValueError, match=r"takes a scale above 0 and 0 < min_width <= max_width; got scale=.*Leave them out"):
+        with pytest.raises(
+            ValueError,
+            match=r"takes a scale above 0 and 0 < min_width <= max_width; got scale=.*Leave them out",
+        ):
             width(**bad)
 
 
@@ -134,7 +162,10 @@ BAD = [
     ("{devices=[4]<=[2,2]T(0,0)}", r"T\(\.\.\.\) of a sharding permutes.*with 2 sizes"),
     ("{devices=[4]<=[2,2]T(1,0,2)}", r"T\(\.\.\.\) of a sharding permutes"),
     ("{devices=[8]<=[4]}", "8 places for 4 different devices"),
-    ("{devices=[1,1,1,2]0,1}", r"up to 3 dims; got .* of 4 dims\. Read tensor\.sharding\.tile_assignment"),
+    (
+        "{devices=[1,1,1,2]0,1}",
+        r"up to 3 dims; got .* of 4 dims\. Read tensor\.sharding\.tile_assignment",
+    ),
 ]
 
 
@@ -146,7 +177,11 @@ def test_bad_text_is_refused(text, match):
 
 def test_without_rich_it_says_how_to_install_it(monkeypatch):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "rich" else found(name, *rest),
+    )
     imports = builtins.__import__
 
     def without(name, *rest, **kwargs):

@@ -22,12 +22,18 @@ class Wrapper(nn.Module):
 
 def model():
     block = lambda: nn.TransformerEncoderLayer(8, 2, 16)  # noqa: E731
-    return nn.Sequential(nn.Embedding(40, 8), nn.ModuleList([block(), block()]), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40)))
+    return nn.Sequential(
+        nn.Embedding(40, 8),
+        nn.ModuleList([block(), block()]),
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 40)),
+    )
 
 
 def wrapped_names(root, wrapper=Wrapper):
     """Where wrappers stand, by the names of the modules that they hold."""
-    return {name.replace(".inner", "") for name, m in root.named_modules() if isinstance(m, wrapper)}
+    return {
+        name.replace(".inner", "") for name, m in root.named_modules() if isinstance(m, wrapper)
+    }
 
 
 def by_torch(policy):
@@ -43,11 +49,26 @@ def by_us(policy, **kwargs):
 
 
 CASES = {
-    "transformer": ("transformer_auto_wrap_policy", {"transformer_layer_cls": {nn.TransformerEncoderLayer}}),
-    "lambda": ("lambda_auto_wrap_policy", {"lambda_fn": lambda m: isinstance(m, nn.Linear) and m.out_features == 40}),
-    **{f"size {n}": ("size_based_auto_wrap_policy", {"min_num_params": n}) for n in (1, 70, 300, 400, 700, 1200, 10**6)},
-    "leaves": ("size_based_auto_wrap_policy", {"min_num_params": 50, "force_leaf_modules": {nn.TransformerEncoderLayer}}),
-    "excluded": ("size_based_auto_wrap_policy", {"min_num_params": 50, "exclude_wrap_modules": {nn.Linear, nn.ModuleList}}),
+    "transformer": (
+        "transformer_auto_wrap_policy",
+        {"transformer_layer_cls": {nn.TransformerEncoderLayer}},
+    ),
+    "lambda": (
+        "lambda_auto_wrap_policy",
+        {"lambda_fn": lambda m: isinstance(m, nn.Linear) and m.out_features == 40},
+    ),
+    **{
+        f"size {n}": ("size_based_auto_wrap_policy", {"min_num_params": n})
+        for n in (1, 70, 300, 400, 700, 1200, 10**6)
+    },
+    "leaves": (
+        "size_based_auto_wrap_policy",
+        {"min_num_params": 50, "force_leaf_modules": {nn.TransformerEncoderLayer}},
+    ),
+    "excluded": (
+        "size_based_auto_wrap_policy",
+        {"min_num_params": 50, "exclude_wrap_modules": {nn.Linear, nn.ModuleList}},
+    ),
 }
 
 
@@ -56,8 +77,12 @@ def test_policies_wrap_what_torchs_wrap(name):
     function, kwargs = CASES[name]
     expected = by_torch(partial(getattr(torch_wrap, function), **kwargs))
     assert by_us(partial(getattr(ours, function), **kwargs)) == expected
-    assert by_us(partial(getattr(torch_wrap, function), **kwargs)) == expected  # torch's function, our walk
-    assert by_torch(partial(getattr(ours, function), **kwargs)) == expected  # our function, torch's walk
+    assert (
+        by_us(partial(getattr(torch_wrap, function), **kwargs)) == expected
+    )  # torch's function, our walk
+    assert (
+        by_torch(partial(getattr(ours, function), **kwargs)) == expected
+    )  # our function, torch's walk
 
 
 def test_a_container_is_never_wrapped():
@@ -68,7 +93,13 @@ def test_a_container_is_never_wrapped():
 def test_torchs_policy_objects():
     blocks = {"1.0", "1.1"}
     assert by_us(torch_wrap.ModuleWrapPolicy({nn.TransformerEncoderLayer})) == blocks
-    policy = torch_wrap.CustomPolicy(lambda m: {"tag": "wide"} if isinstance(m, nn.Linear) and m.out_features == 40 else isinstance(m, nn.Embedding))
+    policy = torch_wrap.CustomPolicy(
+        lambda m: (
+            {"tag": "wide"}
+            if isinstance(m, nn.Linear) and m.out_features == 40
+            else isinstance(m, nn.Embedding)
+        )
+    )
     root = model()
     ours.recursive_wrap(root, policy, Wrapper, only_wrap_children=True, tag="all")
     assert wrapped_names(root) == {"0", "2.1"}
@@ -77,7 +108,9 @@ def test_torchs_policy_objects():
 
 def test_the_walk_counts_and_ignores():
     root = model()
-    wrapped, num = ours.recursive_wrap(root, ours.always_wrap_policy, Wrapper, ignored_modules=[root[1]])
+    wrapped, num = ours.recursive_wrap(
+        root, ours.always_wrap_policy, Wrapper, ignored_modules=[root[1]]
+    )
     assert isinstance(wrapped, Wrapper) and num == sum(p.numel() for p in model().parameters())
     assert wrapped_names(wrapped.inner) == {"0", "2", "2.0", "2.1"}
     alone = nn.Sequential(nn.Linear(4, 4))
@@ -89,13 +122,21 @@ def test_the_walk_counts_and_ignores():
 def test_a_shared_module_is_wrapped_once():
     shared = nn.Linear(4, 4)
     root = nn.Sequential(shared, nn.Sequential(shared))
-    ours.recursive_wrap(root, partial(ours.lambda_auto_wrap_policy, lambda_fn=lambda m: m is shared), Wrapper)
+    ours.recursive_wrap(
+        root, partial(ours.lambda_auto_wrap_policy, lambda_fn=lambda m: m is shared), Wrapper
+    )
     assert isinstance(root[0], Wrapper) and root[1][0] is root[0]
 
 
 def test_errors():
-    with pytest.raises(TypeError, match=r"a wrap policy is a function of \(module, recurse, unwrapped_params\).*got int.*partial"):
+    with pytest.raises(
+        TypeError,
+        match=r"a wrap policy is a function of \(module, recurse, unwrapped_params\).*got int.*partial",
+    ):
         ours.recursive_wrap(model(), 3, Wrapper)
     root = nn.Sequential(Wrapper(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"starts from modules that are not wrapped; got '0', which is a Wrapper already.*leave the policy out"):
+    with pytest.raises(
+        ValueError,
+        match=r"starts from modules that are not wrapped; got '0', which is a Wrapper already.*leave the policy out",
+    ):
         ours.recursive_wrap(root, ours.always_wrap_policy, Wrapper)

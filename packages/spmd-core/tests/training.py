@@ -71,14 +71,18 @@ def check_training(
             loss = loss_of(m, inputs)
             loss.backward()
             # Those of every step are kept, so that the first step has no more results than the others and all can be one program.
-            gradients[i].append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
+            gradients[i].append(
+                {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+            )
             update.step()
             update.zero_grad()
             losses[i].append(loss.detach())
             if i:
                 spmd.sync()
                 compiles.append(spmd.metrics.counter("compiles"))
-    assert compiles[1:] == compiles[1:2] * (steps - 1), f"compiled after the second step: {compiles}"
+    assert compiles[1:] == compiles[1:2] * (steps - 1), (
+        f"compiled after the second step: {compiles}"
+    )
     for right, ours in zip(*losses):
         torch.testing.assert_close(ours.cpu(), right, rtol=rtol, atol=1e-6)
     first, device_first = gradients[0][0], gradients[1][0]
@@ -86,7 +90,19 @@ def check_training(
     largest = max(float(g.abs().max()) for g in first.values())
     for name, right in first.items():
         atol = grad_rtol * max(float(right.abs().max()), 1e-3 * largest)
-        torch.testing.assert_close(device_first[name].cpu(), right, rtol=0, atol=atol, msg=lambda text, name=name: f"gradient of {name}: {text}")
+        torch.testing.assert_close(
+            device_first[name].cpu(),
+            right,
+            rtol=0,
+            atol=atol,
+            msg=lambda text, name=name: f"gradient of {name}: {text}",
+        )
     for (name, right), (_, ours) in zip(model.named_buffers(), device_model.named_buffers()):
         assert ours.device.type == "xla"
-        torch.testing.assert_close(ours.cpu(), right, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"buffer {name}: {text}")
+        torch.testing.assert_close(
+            ours.cpu(),
+            right,
+            rtol=1e-3,
+            atol=1e-4,
+            msg=lambda text, name=name: f"buffer {name}: {text}",
+        )

@@ -48,7 +48,11 @@ class Endless:
 
 
 def test_public_names() -> None:
-    names = {name for name, value in vars(spmd_data).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    names = {
+        name
+        for name, value in vars(spmd_data).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
     assert names == {"InputSharding", "MissingShardingError", "MpDeviceLoader", "UnevenBatch"}
 
 
@@ -92,7 +96,9 @@ def test_a_second_iteration_starts_afresh_and_ends_the_first() -> None:
         assert source.is_closed
         assert len(transfer_threads()) == 1
         assert [next(second), next(second)] == [0, 1]
-        with pytest.raises(RuntimeError, match=r"got next\(\) on one that has ended so\. Use the newest iterator"):
+        with pytest.raises(
+            RuntimeError, match=r"got next\(\) on one that has ended so\. Use the newest iterator"
+        ):
             next(first)
         assert next(second) == 2  # the advice
 
@@ -134,14 +140,21 @@ def test_an_exception_of_the_loader_arrives_in_place_of_its_batch(fail_at: int) 
     assert [int(next(batches)) for _ in range(fail_at)] == list(range(fail_at))
     with pytest.raises(OSError, match=f"disk gone at batch {fail_at}") as caught:
         next(batches)
-    assert any(frame.name == "__iter__" and "disk gone" in (frame.line or "") for frame in traceback.extract_tb(caught.value.__traceback__))
+    assert any(
+        frame.name == "__iter__" and "disk gone" in (frame.line or "")
+        for frame in traceback.extract_tb(caught.value.__traceback__)
+    )
     with pytest.raises(StopIteration):
         next(batches)
     assert wait_until(lambda: not transfer_threads())
 
 
-@pytest.mark.parametrize("error", [ValueError("bad batch"), StopIteration("bad batch"), SystemExit("bad batch")])
-def test_an_exception_of_the_transfer_arrives_whatever_its_type(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("bad batch"), StopIteration("bad batch"), SystemExit("bad batch")]
+)
+def test_an_exception_of_the_transfer_arrives_whatever_its_type(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stubborn(torch.Tensor):
         def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise error
@@ -165,7 +178,11 @@ def test_a_loader_with_a_state_is_never_read_ahead() -> None:
     source = Stateful(fail_at=3)
     loader = MpDeviceLoader(source, "cpu", prefetch=8)
     for index, batch in zip(range(3), loader):
-        assert int(batch) == index and source.state_dict() == {"num_given": index + 1} and not transfer_threads()
+        assert (
+            int(batch) == index
+            and source.state_dict() == {"num_given": index + 1}
+            and not transfer_threads()
+        )
     with pytest.raises(OSError, match="disk gone at batch 3"):
         list(loader)
 
@@ -177,7 +194,10 @@ def test_a_loader_with_a_state_is_closed_by_the_next_iteration() -> None:
     assert int(next(first)) == 0
     second = iter(loader)
     assert source.is_closed and int(next(second)) == 0
-    with pytest.raises(RuntimeError, match=r"an iteration ends when its loader is closed or iterated again.*Use the newest iterator"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"an iteration ends when its loader is closed or iterated again.*Use the newest iterator",
+    ):
         next(first)
     source.is_closed = False
     del second  # a loop that is left early
@@ -200,7 +220,10 @@ def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.Monkey
 
     loader = MpDeviceLoader(slow(), "cpu")
     assert next(iter(loader)) == 0
-    with pytest.warns(RuntimeWarning, match=r"got none within 0\.05 s of closing the iteration\. Its thread ends with that batch"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"got none within 0\.05 s of closing the iteration\. Its thread ends with that batch",
+    ):
         loader.close()
     release.set()
     assert wait_until(lambda: not transfer_threads())
@@ -209,7 +232,10 @@ def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["prefetch", "batches_per_execution"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_counts_are_checked(name: str, value: Any) -> None:
-    with pytest.raises(DataError, match=rf"{name} must be a whole number of batches, at least 1; got {value!r}\. Pass for instance {name}=2\."):
+    with pytest.raises(
+        DataError,
+        match=rf"{name} must be a whole number of batches, at least 1; got {value!r}\. Pass for instance {name}=2\.",
+    ):
         MpDeviceLoader([], "cpu", **{name: value})
     MpDeviceLoader([], "cpu", **{name: 2})
 

@@ -40,18 +40,38 @@ def test_every_structure_is_rebuilt_as_its_own_type() -> None:
     x = torch.arange(3)
     encoding = Encoding({"x": x})
     encoding.source = "kept"
-    batch = [x, (x, 1), {"a": x, "b": None}, Pair(x, "text"), Record(x, "name"), encoding, collections.OrderedDict(a=x), {3, 4}, Record]
+    batch = [
+        x,
+        (x, 1),
+        {"a": x, "b": None},
+        Pair(x, "text"),
+        Record(x, "name"),
+        encoding,
+        collections.OrderedDict(a=x),
+        {3, 4},
+        Record,
+    ]
     out = map_tensors(batch, lambda tensor: tensor + 1)
     assert [type(part) for part in out] == [type(part) for part in batch]
     assert out[5].source == "kept"
     tensors = [out[0], out[1][0], out[2]["a"], out[3].x, out[4].x, out[5]["x"], out[6]["a"]]
     assert all(torch.equal(tensor, x + 1) for tensor in tensors)
-    assert (out[1][1], out[2]["b"], out[3].y, out[4].name, out[7], out[8]) == (1, None, "text", "name", {3, 4}, Record)
+    assert (out[1][1], out[2]["b"], out[3].y, out[4].name, out[7], out[8]) == (
+        1,
+        None,
+        "text",
+        "name",
+        {3, 4},
+        Record,
+    )
     assert torch.equal(batch[0], torch.arange(3))
     assert torch.equal(encoding["x"], torch.arange(3))
 
 
-@pytest.mark.parametrize(("ndim", "fitted"), [(0, ()), (1, ("data",)), (2, ("data", "model")), (4, ("data", "model", None, None))])
+@pytest.mark.parametrize(
+    ("ndim", "fitted"),
+    [(0, ()), (1, ("data",)), (2, ("data", "model")), (4, ("data", "model", None, None))],
+)
 def test_a_spec_is_cut_or_filled_to_the_rank(ndim: int, fitted: tuple[str | None, ...]) -> None:
     mesh = spmd.Mesh(range(8), (4, 2), ("data", "model"))
     assert fitted_spec(spmd.ShardingSpec(mesh, ("data", "model")), ndim) == fitted
@@ -59,7 +79,10 @@ def test_a_spec_is_cut_or_filled_to_the_rank(ndim: int, fitted: tuple[str | None
 
 def test_a_sharding_needs_the_xla_device() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
-    with pytest.raises(DataError, match=r"only tensors on the xla device can be sharded; got .* device 'cpu'\. Pass device='xla'"):
+    with pytest.raises(
+        DataError,
+        match=r"only tensors on the xla device can be sharded; got .* device 'cpu'\. Pass device='xla'",
+    ):
         Placement(torch.device("cpu"), spec, UnevenBatch.KEEP)
     Placement(torch.device("cpu"), None, UnevenBatch.KEEP)  # the other half of the advice
 
@@ -67,7 +90,8 @@ def test_a_sharding_needs_the_xla_device() -> None:
 def test_a_dict_sharding_needs_dict_batches() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
     with pytest.raises(
-        DataError, match=r"the input batch must be a dict when input_sharding is a dict; got a batch of type tuple for the keys \['x'\]"
+        DataError,
+        match=r"the input batch must be a dict when input_sharding is a dict; got a batch of type tuple for the keys \['x'\]",
     ):
         placement({"x": spec}).place((torch.zeros(8),))
 
@@ -75,7 +99,8 @@ def test_a_dict_sharding_needs_dict_batches() -> None:
 def test_a_key_without_a_sharding_is_named() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
     with pytest.raises(
-        MissingShardingError, match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, got \['x'\]\. Add them"
+        MissingShardingError,
+        match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, got \['x'\]\. Add them",
     ) as caught:
         placement({"x": spec}).place({"x": torch.zeros(8), "y": torch.zeros(8), "z": 1})
     assert isinstance(caught.value, KeyError) and caught.value.missing == ["y", "z"]

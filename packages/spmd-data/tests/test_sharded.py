@@ -20,14 +20,18 @@ def executions() -> int:
 def test_one_spec_shards_images_and_their_labels(mesh: spmd.Mesh) -> None:
     x_BCHW, y_B = torch.randn(32, 3, 4, 4), torch.arange(32)
     loader = MpDeviceLoader(
-        DataLoader(TensorDataset(x_BCHW, y_B), batch_size=16), "xla", input_sharding=spmd.ShardingSpec(mesh, ("data", None, None, None))
+        DataLoader(TensorDataset(x_BCHW, y_B), batch_size=16),
+        "xla",
+        input_sharding=spmd.ShardingSpec(mesh, ("data", None, None, None)),
     )
     batches = list(loader)
     rows = 16 // mesh.size()
     for position, (x, y) in enumerate(batches):
         expected = slice(16 * position, 16 * (position + 1))
         assert x.device.type == y.device.type == "xla"
-        assert [tuple(shard.data.shape) for shard in x.local_shards] == [(rows, 3, 4, 4)] * mesh.size()
+        assert [tuple(shard.data.shape) for shard in x.local_shards] == [
+            (rows, 3, 4, 4)
+        ] * mesh.size()
         assert [tuple(shard.data.shape) for shard in y.local_shards] == [(rows,)] * mesh.size()
         assert torch.equal(x.cpu(), x_BCHW[expected])
         assert torch.equal(y.cpu(), y_B[expected])
@@ -55,23 +59,32 @@ def test_a_dict_of_specs_shards_by_key(mesh: spmd.Mesh) -> None:
 
 
 @pytest.mark.parametrize(("per_execution", "expected"), [(1, 6), (2, 3), (4, 2), (10, 1)])
-def test_every_batch_is_a_program_of_its_own(per_execution: int, expected: int, mesh: spmd.Mesh) -> None:
+def test_every_batch_is_a_program_of_its_own(
+    per_execution: int, expected: int, mesh: spmd.Mesh
+) -> None:
     loader = MpDeviceLoader(
-        torch.arange(96.0).split(16), "xla", input_sharding=spmd.ShardingSpec(mesh, ("data",)), batches_per_execution=per_execution
+        torch.arange(96.0).split(16),
+        "xla",
+        input_sharding=spmd.ShardingSpec(mesh, ("data",)),
+        batches_per_execution=per_execution,
     )
     spmd.sync()
     before, sums = executions(), []
     for x_B in loader:
         sums.append((x_B * 2).sum())
     assert executions() - before == expected
-    assert [total.item() for total in sums] == [float(part.sum() * 2) for part in torch.arange(96.0).split(16)]
+    assert [total.item() for total in sums] == [
+        float(part.sum() * 2) for part in torch.arange(96.0).split(16)
+    ]
     assert executions() - before == expected  # reading found everything computed
 
 
 def test_a_step_that_is_left_early_stays_pending(mesh: spmd.Mesh) -> None:
     spmd.sync()
     before = executions()
-    for x_B in MpDeviceLoader(torch.arange(96.0).split(16), "xla", input_sharding=spmd.ShardingSpec(mesh, ("data",))):
+    for x_B in MpDeviceLoader(
+        torch.arange(96.0).split(16), "xla", input_sharding=spmd.ShardingSpec(mesh, ("data",))
+    ):
         total = x_B.sum()
         break
     assert executions() == before
@@ -79,15 +92,24 @@ def test_a_step_that_is_left_early_stays_pending(mesh: spmd.Mesh) -> None:
 
 
 @pytest.mark.parametrize(("policy", "num_rows"), [("keep", [16, 5]), ("drop", [16])])
-def test_a_last_batch_that_does_not_divide(policy: str, num_rows: list[int], mesh: spmd.Mesh) -> None:
+def test_a_last_batch_that_does_not_divide(
+    policy: str, num_rows: list[int], mesh: spmd.Mesh
+) -> None:
     if mesh.size() == 1:
         pytest.skip("any batch divides by one device")
     x_N = torch.arange(21.0)
-    loader = MpDeviceLoader(DataLoader(x_N, batch_size=16), "xla", input_sharding=spmd.ShardingSpec(mesh, ("data",)), uneven_batch=policy)
+    loader = MpDeviceLoader(
+        DataLoader(x_N, batch_size=16),
+        "xla",
+        input_sharding=spmd.ShardingSpec(mesh, ("data",)),
+        uneven_batch=policy,
+    )
     batches = list(loader)
     assert [len(x_B) for x_B in batches] == num_rows
     assert torch.equal(torch.cat([x_B.cpu() for x_B in batches]), x_N[: sum(num_rows)])
-    assert batches[-1].mean().item() == pytest.approx(float(x_N.split(16)[len(num_rows) - 1].mean()))
+    assert batches[-1].mean().item() == pytest.approx(
+        float(x_N.split(16)[len(num_rows) - 1].mean())
+    )
 
 
 def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
@@ -95,7 +117,9 @@ def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
     host = [torch.full((16, 4), float(index)) for index in range(100)]
     weight = spmd.mark_sharding(torch.ones(4, device="xla"), mesh, (None,))
     sums = []
-    for x_BD in MpDeviceLoader(host, "xla", input_sharding=spmd.ShardingSpec(mesh, ("data", None)), prefetch=4):
+    for x_BD in MpDeviceLoader(
+        host, "xla", input_sharding=spmd.ShardingSpec(mesh, ("data", None)), prefetch=4
+    ):
         weight = weight + 0.0
         sums.append((x_BD @ weight).sum())
     assert [total.item() for total in sums] == [64.0 * index for index in range(100)]
@@ -104,7 +128,11 @@ def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
 def test_the_sample_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the sample is written for eight devices")
-    (sample,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+    (sample,) = re.findall(
+        r"```python\n(.*?)```",
+        (Path(__file__).parents[1] / "README.md").read_text(),
+        flags=re.DOTALL,
+    )
     names: dict[str, Any] = {}
     exec(compile(sample, "README.md", "exec"), names)
     lines = capsys.readouterr().out.splitlines()

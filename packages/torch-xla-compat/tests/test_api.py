@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DeviceMesh, Partial, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -17,7 +25,11 @@ def mesh():
 
 def test_a_mesh_of_torch(mesh):
     converted = xs.convert_to_xla_mesh(init_device_mesh("xla", (1, N), mesh_dim_names=("a", "b")))
-    assert type(converted) is xs.Mesh and converted.mesh_shape == (1, N) and converted.axis_names == ("a", "b")
+    assert (
+        type(converted) is xs.Mesh
+        and converted.mesh_shape == (1, N)
+        and converted.axis_names == ("a", "b")
+    )
     assert xs.convert_to_xla_mesh(mesh).device_ids.tolist() == list(range(N))
     with pytest.raises(AssertionError, match="a mesh of device type 'xla' is needed; got str"):
         xs.convert_to_xla_mesh("cpu")
@@ -37,19 +49,29 @@ def test_placements_as_a_spec():
 def test_a_tensor_distributed(mesh, distribute, requires_grad):
     given = torch.randn(3 * N, 3, requires_grad=requires_grad)
     t = distribute(given, mesh, [Shard(0)])
-    assert type(t).__name__ == "XLAShardedTensor" and t.shape == (3 * N, 3) and t.is_leaf and t.requires_grad is requires_grad
+    assert (
+        type(t).__name__ == "XLAShardedTensor"
+        and t.shape == (3 * N, 3)
+        and t.is_leaf
+        and t.requires_grad is requires_grad
+    )
     assert t.local_shards[0].data.shape == (3, 3) and torch.equal(t.detach().cpu(), given.detach())
     assert distribute(torch.ones(4), mesh).sharding_spec == "{replicated}"
 
 
 @pytest.mark.skipif(N == 1, reason="one device has nothing to split")
 def test_what_distributing_a_tensor_refuses(mesh):
-    with pytest.raises(AssertionError, match="placements must have one entry for each dimension of the mesh, 1; got 2"):
+    with pytest.raises(
+        AssertionError,
+        match="placements must have one entry for each dimension of the mesh, 1; got 2",
+    ):
         xs.xla_distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
     with pytest.raises(AssertionError, match="a mesh of device type 'xla' is needed"):
         xs.xla_distribute_tensor(torch.ones(4), "cpu")
     with pytest.raises(AssertionError, match="distribute_tensor marks a tensor once"):
-        xs.xla_distribute_tensor(xs.xla_distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), mesh, [Shard(1)])
+        xs.xla_distribute_tensor(
+            xs.xla_distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), mesh, [Shard(1)]
+        )
     with pytest.raises(ValueError, match="sharded or replicated along each axis; got Partial"):
         xs.xla_distribute_tensor(torch.ones(4), mesh, [Partial()])
 
@@ -65,20 +87,37 @@ def test_a_module_distributed(mesh, distribute):
     def shard(name, module, device_mesh):
         if isinstance(module, torch.nn.Linear):
             for key, parameter in module.named_parameters(recurse=False):
-                module.register_parameter(key, torch.nn.Parameter(distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])))
+                module.register_parameter(
+                    key,
+                    torch.nn.Parameter(
+                        distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+                    ),
+                )
 
     seen = []
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     x = torch.randn(4, 8)
     right = net(x).detach()
-    result = distribute(net, mesh, shard, lambda m, inputs, dm: seen.append("in"), lambda m, outputs, dm: seen.append("out"))
-    assert result is net and net[0].weight.placements == (Shard(0),) and net[1].weight.sharding_spec == "{replicated}"
+    result = distribute(
+        net,
+        mesh,
+        shard,
+        lambda m, inputs, dm: seen.append("in"),
+        lambda m, outputs, dm: seen.append("out"),
+    )
+    assert (
+        result is net
+        and net[0].weight.placements == (Shard(0),)
+        and net[1].weight.sharding_spec == "{replicated}"
+    )
     torch.testing.assert_close(net(x.to("xla")).detach().cpu(), right, rtol=1e-4, atol=1e-5)
     assert seen == ["in", "out"]
 
 
 def test_what_distributing_a_module_refuses(mesh):
-    with pytest.raises(NotImplementedError, match="auto_policy asks for shardings that are found automatically"):
+    with pytest.raises(
+        NotImplementedError, match="auto_policy asks for shardings that are found automatically"
+    ):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, xs.auto_policy)
     with pytest.raises(ValueError, match="input_fn takes three arguments"):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, None, lambda: None)

@@ -5,7 +5,11 @@ import torch
 from rich.console import Console
 
 import torch_xla.distributed.spmd as xs
-from torch_xla.distributed.spmd.debugging import construct_v1_sharding_str, visualize_sharding, visualize_tensor_sharding
+from torch_xla.distributed.spmd.debugging import (
+    construct_v1_sharding_str,
+    visualize_sharding,
+    visualize_tensor_sharding,
+)
 
 
 def rendered(table):
@@ -42,10 +46,14 @@ def test_other_texts(text, cells):
 def test_a_tensor(row, num_devices):
     t = xs.mark_sharding(torch.randn(8, 8).to("xla"), row, (0, 1))
     shown = "\n".join(rendered(visualize_tensor_sharding(t, use_color=False)))
-    assert all(f"CPU {i}" in shown for i in range(num_devices)) or ("CPU" in shown and num_devices == 1)
+    assert all(f"CPU {i}" in shown for i in range(num_devices)) or (
+        "CPU" in shown and num_devices == 1
+    )
     assert construct_v1_sharding_str(t) == t.sharding_spec
 
 
 def test_something_else_is_a_value_error():
-    with pytest.raises(ValueError, match="a sharding is shown from XLA's text of it; got 'garbage'"):
+    with pytest.raises(
+        ValueError, match="a sharding is shown from XLA's text of it; got 'garbage'"
+    ):
         visualize_sharding("garbage")

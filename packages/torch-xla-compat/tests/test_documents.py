@@ -10,7 +10,9 @@ import torch
 
 import spmd_core as spmd
 
-pytestmark = pytest.mark.skipif(spmd.global_runtime_device_count() != 8, reason="the documents have eight devices")
+pytestmark = pytest.mark.skipif(
+    spmd.global_runtime_device_count() != 8, reason="the documents have eight devices"
+)
 
 # What a line of the documents becomes where only imports are changed. The names behind them stay as they are.
 _IMPORTS = {
@@ -35,7 +37,11 @@ def run(request, monkeypatch):
 
     def execute(snippet: str, **given: object) -> dict[str, object]:
         if request.param == "spmd_core":
-            for line in re.findall(r"^(?:import|from) .*torch_xla.*$|^from torch\.distributed\.tensor import distribute_tensor$", snippet, re.M):
+            for line in re.findall(
+                r"^(?:import|from) .*torch_xla.*$|^from torch\.distributed\.tensor import distribute_tensor$",
+                snippet,
+                re.M,
+            ):
                 snippet = snippet.replace(line, _IMPORTS[line])
             assert "torch_xla" not in snippet
         names = {"torch": torch, "nn": torch.nn, **given}
@@ -68,14 +74,20 @@ class SimpleLinear(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.relu, self.fc2 = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        self.fc1, self.relu, self.fc2 = (
+            torch.nn.Linear(4, 8),
+            torch.nn.ReLU(),
+            torch.nn.Linear(8, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc2(self.relu(self.fc1(x)))
 
 
 def test_switching_spmd_on(run):
-    run("import torch_xla.runtime as xr\n# Enable PyTorch/XLA SPMD execution mode.\nxr.use_spmd()\nassert xr.is_spmd() == True\n")
+    run(
+        "import torch_xla.runtime as xr\n# Enable PyTorch/XLA SPMD execution mode.\nxr.use_spmd()\nassert xr.is_spmd() == True\n"
+    )
 
 
 def test_a_mesh_and_what_it_says(run):
@@ -84,7 +96,10 @@ def test_a_mesh_and_what_it_says(run):
     assert list(names["shape"].items()) == [("x", 4), ("y", 2)]
 
 
-@pytest.mark.parametrize(("spec", "text"), [("('data', None)", "[4,1,2]"), ("(None, 'model')", "[1,2,4]"), ("('data', 'model')", "[4,2]")])
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [("('data', None)", "[4,1,2]"), ("(None, 'model')", "[1,2,4]"), ("('data', 'model')", "[4,2]")],
+)
 def test_partition_specs_of_the_introduction(run, spec, text):
     names = run(
         _MESH
@@ -114,7 +129,10 @@ xs.mark_sharding(input_tensor, mesh, partition_spec)
 """
     )
     assert names["t"].sharding_spec == "{devices=[2,1,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
-    assert names["input_tensor"].sharding_spec == "{devices=[2,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
+    assert (
+        names["input_tensor"].sharding_spec
+        == "{devices=[2,2,2]0,2,1,3,4,6,5,7 last_tile_dim_replicate}"
+    )
 
 
 def test_names_of_axes_in_a_spec(run):
@@ -164,7 +182,9 @@ assert t.sharding_spec == m1_sharded.sharding_spec != ''
 
 
 def test_the_training_loop(run):
-    loader = [(torch.randn(8, 4, device="xla"), torch.randint(2, (8,), device="xla")) for _ in range(3)]
+    loader = [
+        (torch.randn(8, 4, device="xla"), torch.randint(2, (8,), device="xla")) for _ in range(3)
+    ]
     names = run(
         _MESH
         + """
@@ -209,7 +229,9 @@ xs.mark_sharding(linear.weight, mesh, (None, 1))
 output = linear(input)
 """
     )
-    assert torch.allclose(names["output"].cpu(), names["linear"].cpu()(names["input"].cpu()), atol=1e-5)
+    assert torch.allclose(
+        names["output"].cpu(), names["linear"].cpu()(names["input"].cpu()), atol=1e-5
+    )
 
 
 def test_a_loader_that_shards(run):
@@ -250,9 +272,13 @@ train_loader = pl.MpDeviceLoader(
 )
 batch = next(iter(train_loader))
 """,
-        train_loader=torch.utils.data.DataLoader([{"x": torch.ones(3, 4, 4), "y": torch.ones(2)}] * 8, batch_size=8),
+        train_loader=torch.utils.data.DataLoader(
+            [{"x": torch.ones(3, 4, 4), "y": torch.ones(2)}] * 8, batch_size=8
+        ),
     )
-    assert names["batch"]["x"].partition_spec == ("data", None, None, None) and names["batch"]["y"].partition_spec == ("data", None)
+    assert names["batch"]["x"].partition_spec == ("data", None, None, None) and names["batch"][
+        "y"
+    ].partition_spec == ("data", None)
 
 
 def test_a_hybrid_mesh(run):

@@ -24,14 +24,19 @@ def clean(monkeypatch):
 
 def test_automatic_sharding_is_refused(monkeypatch):
     monkeypatch.setenv("XLA_AUTO_SPMD", "1")
-    with pytest.raises(NotImplementedError, match=r"XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"XLA_AUTO_SPMD asks for shardings that are found automatically.*Unset it",
+    ):
         _environment.apply()
 
 
 @pytest.mark.parametrize("text", ["0", "many", "-1"])
 def test_number_of_devices_is_positive(monkeypatch, text):
     monkeypatch.setenv("CPU_NUM_DEVICES", text)
-    with pytest.raises(ValueError, match=f"CPU_NUM_DEVICES is a positive number of emulated devices; got '{text}'"):
+    with pytest.raises(
+        ValueError, match=f"CPU_NUM_DEVICES is a positive number of emulated devices; got '{text}'"
+    ):
         _environment.apply()
 
 
@@ -78,9 +83,17 @@ def test_a_program_started_with_variables(tmp_path):
         "print((torch.ones(4, device='xla') + 1).tolist())\n"
     )
     cache = tmp_path / "programs"
-    variables = {"CPU_NUM_DEVICES": "4", "XLA_USE_SPMD": "true", "XLA_PERSISTENT_CACHE_PATH": str(cache), "PJRT_DEVICE": "CPU"}
+    variables = {
+        "CPU_NUM_DEVICES": "4",
+        "XLA_USE_SPMD": "true",
+        "XLA_PERSISTENT_CACHE_PATH": str(cache),
+        "PJRT_DEVICE": "CPU",
+    }
     ran = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0 and "[2.0, 2.0, 2.0, 2.0]" in ran.stdout, ran.stderr[-2000:]
     assert list(cache.iterdir())

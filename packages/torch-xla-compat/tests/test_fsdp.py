@@ -19,7 +19,9 @@ from torch_xla.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
+    SpmdFullyShardedDataParallel as FSDPv2,
+)
 from torch_xla.utils.checkpoint import checkpoint
 
 text = torch_xla._XLAC._get_xla_sharding_spec
@@ -56,7 +58,11 @@ def test_values_shardings_and_barriers(mesh, ids, how):
         net = net.to("xla")
         net.fc1, net.fc2 = FSDPv2(net.fc1, mesh=mesh), FSDPv2(net.fc2, mesh=mesh)
     else:
-        wrapper = (lambda m, *args, **kwargs: FSDPv2(checkpoint_module(m), *args, **kwargs)) if "checkpoint" in how else None
+        wrapper = (
+            (lambda m, *args, **kwargs: FSDPv2(checkpoint_module(m), *args, **kwargs))
+            if "checkpoint" in how
+            else None
+        )
         net = FSDPv2(net, mesh=mesh, auto_wrap_policy=policy, auto_wrapper_callable=wrapper)
         assert type(net.fc1) is type(net.fc2) is FSDPv2 and isinstance(net.module, Net)
     data = xs.mark_sharding(x.to("xla"), mesh, ("fsdp", None))
@@ -64,7 +70,11 @@ def test_values_shardings_and_barriers(mesh, ids, how):
     loss = output.square().sum()
     loss.backward()
     if N > 1:
-        assert text(net.fc1.module.weight) == text(net.fc2.module.weight) == f"{{devices=[1,{N}]{ids}}}"
+        assert (
+            text(net.fc1.module.weight)
+            == text(net.fc2.module.weight)
+            == f"{{devices=[1,{N}]{ids}}}"
+        )
         assert text(output) == f"{{devices=[{N},1]{ids}}}"
         assert "opt-barrier" in torch_xla._XLAC._get_xla_tensors_hlo([net.fc1.module.weight.grad])
     torch_xla.sync()
@@ -77,7 +87,10 @@ def test_values_shardings_and_barriers(mesh, ids, how):
 def test_several_slices():
     mesh = xs.Mesh(range(8), (2, 4, 1), ("data", "fsdp", "tensor"))
     net = Net()
-    net.fc1, net.fc2 = FSDPv2(net.fc1, mesh=mesh, extra_data_axis="data"), FSDPv2(net.fc2, mesh=mesh, extra_data_axis="data")
+    net.fc1, net.fc2 = (
+        FSDPv2(net.fc1, mesh=mesh, extra_data_axis="data"),
+        FSDPv2(net.fc2, mesh=mesh, extra_data_axis="data"),
+    )
     x = xs.mark_sharding(torch.randn(16, 128).to("xla"), mesh, (("data", "fsdp"), None))
     assert text(net(x)) == text(x) == "{devices=[8,1]0,1,2,3,4,5,6,7}"
     assert text(net.fc1.module.weight) == "{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}"
@@ -100,16 +113,25 @@ def test_outputs(mesh):
 
     x = torch.randn(8, 8, device="xla")
     assert FSDPv2(Two(8, 8), mesh=mesh)(x)[0].partition_spec == ("fsdp", None)
-    with pytest.raises(RuntimeError, match="by default a unit returns a tensor, a tuple or list whose first element is one"):
+    with pytest.raises(
+        RuntimeError,
+        match="by default a unit returns a tensor, a tuple or list whose first element is one",
+    ):
         FSDPv2(Other(8, 8), mesh=mesh)(x)
-    own = FSDPv2(Other(8, 8), mesh=mesh, shard_output=lambda output, m: xs.mark_sharding(output[1], m, ("fsdp", None)))
+    own = FSDPv2(
+        Other(8, 8),
+        mesh=mesh,
+        shard_output=lambda output, m: xs.mark_sharding(output[1], m, ("fsdp", None)),
+    )
     assert own(x)[1].partition_spec == ("fsdp", None)
 
 
 def test_what_it_refuses(mesh):
     with pytest.raises(ValueError, match="The provided ddp axis is not in the mesh"):
         FSDPv2(nn.Linear(8, 8), mesh=mesh, extra_data_axis="ddp")
-    with pytest.raises(ValueError, match="sharding needs a mesh; got neither a mesh nor a global mesh"):
+    with pytest.raises(
+        ValueError, match="sharding needs a mesh; got neither a mesh nor a global mesh"
+    ):
         FSDPv2(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="the mesh needs an axis 'fsdp'"):
         FSDPv2(nn.Linear(8, 8), mesh=xs.Mesh(range(N), (N,), ("data",)))
@@ -118,19 +140,33 @@ def test_what_it_refuses(mesh):
     with pytest.raises(RuntimeError, match="has no forward of its own"):
         FSDPv2(nn.ModuleList([nn.Linear(8, 8)]), mesh=mesh)
     with pytest.raises(ValueError, match="a wrap policy starts from modules that are not sharded"):
-        FSDPv2(nn.Sequential(FSDPv2(nn.Linear(8, 8), mesh=mesh)), mesh=mesh, auto_wrap_policy=policy)
+        FSDPv2(
+            nn.Sequential(FSDPv2(nn.Linear(8, 8), mesh=mesh)), mesh=mesh, auto_wrap_policy=policy
+        )
 
 
 def test_policies_are_the_same_at_both_paths():
-    for one in (always_wrap_policy, lambda_auto_wrap_policy, recursive_wrap, size_based_auto_wrap_policy, transformer_auto_wrap_policy):
+    for one in (
+        always_wrap_policy,
+        lambda_auto_wrap_policy,
+        recursive_wrap,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    ):
         assert getattr(fsdp, one.__name__) is one
     assert fsdp.checkpoint_module is checkpoint_module
 
 
 def test_the_first_fsdp_refuses():
-    with pytest.raises(NotImplementedError, match=r"XlaFullyShardedDataParallel shards one process's replica.*SpmdFullyShardedDataParallel"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"XlaFullyShardedDataParallel shards one process's replica.*SpmdFullyShardedDataParallel",
+    ):
         fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(NotImplementedError, match=r"consolidate_sharded_model_checkpoints shards one process's replica.*state_dict"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"consolidate_sharded_model_checkpoints shards one process's replica.*state_dict",
+    ):
         fsdp.consolidate_sharded_model_checkpoints("prefix")
 
 
@@ -144,11 +180,18 @@ def test_gradient_checkpointing_replays_randomness():
     torch_xla.manual_seed(3)
     again = checkpoint(layer, x)
     again.sum().backward()
-    assert torch.equal(again.detach().cpu(), plain.detach().cpu()) and torch.allclose(x.grad.cpu(), expected)
+    assert torch.equal(again.detach().cpu(), plain.detach().cpu()) and torch.allclose(
+        x.grad.cpu(), expected
+    )
 
 
 def test_what_checkpoint_refuses():
-    with pytest.raises(ValueError, match=r"torch_xla\.utils\.checkpoint is reentrant; got use_reentrant=False"):
+    with pytest.raises(
+        ValueError, match=r"torch_xla\.utils\.checkpoint is reentrant; got use_reentrant=False"
+    ):
         checkpoint(torch.sin, torch.ones(2, device="xla"), use_reentrant=False)
-    with pytest.raises(ValueError, match="checkpoint passes positional arguments to the function; got the keywords out"):
+    with pytest.raises(
+        ValueError,
+        match="checkpoint passes positional arguments to the function; got the keywords out",
+    ):
         checkpoint(torch.sin, torch.ones(2, device="xla"), out=None)

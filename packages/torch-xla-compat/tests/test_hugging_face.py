@@ -72,7 +72,9 @@ def test_the_loop_of_accelerates_documents(precision, accumulate):
     dtype = torch.bfloat16 if precision == "bf16" else None
     expected = eager_losses(copy.deepcopy(model), loader, accumulate=accumulate, dtype=dtype)
 
-    accelerator = accelerate.Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate)
+    accelerator = accelerate.Accelerator(
+        mixed_precision=precision, gradient_accumulation_steps=accumulate
+    )
     optimizer, scheduler = parts(model)
     used = []
     model[0].register_forward_hook(lambda module, args, out: used.append(out.dtype))
@@ -89,8 +91,15 @@ def test_the_loop_of_accelerates_documents(precision, accumulate):
             optimizer.zero_grad()
         losses.append(loss.detach())
         compiles.append(met.counter_value("UncachedCompile"))
-    assert x.device == accelerator.device == torch.device("xla:0") and set(used) == {dtype or torch.float32}
-    torch.testing.assert_close(torch.stack(losses).cpu(), torch.tensor(expected), atol=1e-5 if dtype is None else 2e-2, rtol=0)
+    assert x.device == accelerator.device == torch.device("xla:0") and set(used) == {
+        dtype or torch.float32
+    }
+    torch.testing.assert_close(
+        torch.stack(losses).cpu(),
+        torch.tensor(expected),
+        atol=1e-5 if dtype is None else 2e-2,
+        rtol=0,
+    )
     # The last batch is smaller; before it, two rounds of accumulation meet every program.
     assert met.executed_fallback_ops() == [] and compiles[2 * accumulate] == compiles[-2]
 
@@ -104,13 +113,17 @@ def test_metrics_see_every_row_once():
         seen.append(accelerator.gather_for_metrics(x).cpu())
         at_end.append(accelerator.gradient_state.end_of_dataloader)
     assert torch.equal(torch.cat(seen), torch.arange(rows))
-    assert at_end == [False] * (len(loader) - 1) + [True] and loader.dataset.tensors[0].shape == (rows,)
+    assert at_end == [False] * (len(loader) - 1) + [True] and loader.dataset.tensors[0].shape == (
+        rows,
+    )
 
 
 def test_a_state_is_saved_and_loaded(tmp_path):
     accelerator = accelerate.Accelerator()
     model = small_model()
-    model, optimizer, scheduler, loader = accelerator.prepare(model, *parts(model), DataLoader(classes(2 * BATCH), batch_size=BATCH))
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, *parts(model), DataLoader(classes(2 * BATCH), batch_size=BATCH)
+    )
 
     def epoch():
         for x, y in loader:
@@ -118,7 +131,10 @@ def test_a_state_is_saved_and_loaded(tmp_path):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        return [p.detach().cpu() for p in model.parameters()] + [torch.rand(2), torch.tensor(scheduler.get_last_lr())]
+        return [p.detach().cpu() for p in model.parameters()] + [
+            torch.rand(2),
+            torch.tensor(scheduler.get_last_lr()),
+        ]
 
     epoch()
     accelerator.save_state(str(tmp_path))
@@ -133,9 +149,16 @@ def test_a_state_is_saved_and_loaded(tmp_path):
 def test_what_a_world_of_one_process_gathers():
     accelerator = accelerate.Accelerator()
     x = torch.arange(4.0, device=accelerator.device)
-    for same in (accelerator.gather(x), accelerator.reduce(x, "mean"), accelerator.reduce(x, "sum"), accelerator.pad_across_processes(x)):
+    for same in (
+        accelerator.gather(x),
+        accelerator.reduce(x, "mean"),
+        accelerator.reduce(x, "sum"),
+        accelerator.pad_across_processes(x),
+    ):
         assert same.device.type == "xla" and torch.equal(same.cpu(), torch.arange(4.0))
-    assert torch.equal(accelerate.utils.broadcast(x).cpu(), torch.arange(4.0)) and accelerate.utils.broadcast_object_list([3]) == [3]
+    assert torch.equal(
+        accelerate.utils.broadcast(x).cpu(), torch.arange(4.0)
+    ) and accelerate.utils.broadcast_object_list([3]) == [3]
     assert accelerator.num_processes == 1 and accelerator.is_main_process
     accelerator.wait_for_everyone()
     accelerator.set_trigger()
@@ -153,14 +176,18 @@ def test_scaled_gradients():
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     x, y = x.to("xla"), y.to("xla")
     accelerator.backward(nn.functional.cross_entropy(model(x), y))
-    assert accelerator.clip_grad_norm_(model.parameters(), 0.1).item() == pytest.approx(expected.item(), rel=1e-2)
+    assert accelerator.clip_grad_norm_(model.parameters(), 0.1).item() == pytest.approx(
+        expected.item(), rel=1e-2
+    )
     optimizer.step()
     assert not optimizer.step_was_skipped
     before = [p.detach().cpu() for p in model.parameters()]
     optimizer.zero_grad()
     accelerator.backward(nn.functional.cross_entropy(model(x * float("inf")), y))
     optimizer.step()
-    assert optimizer.step_was_skipped and all(torch.equal(a, p.cpu()) for a, p in zip(before, model.parameters()))
+    assert optimizer.step_was_skipped and all(
+        torch.equal(a, p.cpu()) for a, p in zip(before, model.parameters())
+    )
 
 
 # Trainer.
@@ -170,7 +197,9 @@ class Tokens(Dataset):
     """Rows of random tokens, which are their own labels."""
 
     def __init__(self, rows: int) -> None:
-        self.x = torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+        self.x = torch.randint(
+            VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(1)
+        )
 
     def __len__(self) -> int:
         return len(self.x)
@@ -182,19 +211,30 @@ class Tokens(Dataset):
 def llama():
     transformers.set_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     return transformers.LlamaForCausalLM(config)
 
 
 def gpt2():
     transformers.set_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH
+        )
+    )
 
 
 def trainer_losses(model, accumulate):
     """What Trainer does by default, in eager torch: AdamW, a linear schedule, gradients clipped to norm 1."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     x = Tokens(STEPS * accumulate * BATCH).x.view(STEPS, accumulate, BATCH, LENGTH)
     losses, model = [], model.train()
@@ -239,7 +279,14 @@ def make_trainer(model, folder, *, kind=transformers.Trainer, accumulate=1, **op
         **options,
     )
     rows = STEPS * accumulate * BATCH
-    return kind(model, arguments, train_dataset=Tokens(rows), eval_dataset=Tokens(20), compute_metrics=accuracy, callbacks=[Compiles()])
+    return kind(
+        model,
+        arguments,
+        train_dataset=Tokens(rows),
+        eval_dataset=Tokens(20),
+        compute_metrics=accuracy,
+        callbacks=[Compiles()],
+    )
 
 
 def logged(trainer, name):
@@ -253,7 +300,9 @@ def test_trainer_trains_evaluates_saves_and_predicts(tmp_path):
     trainer = make_trainer(model, tmp_path, eval_strategy="steps", eval_steps=3, save_steps=3)
     trainer.train()
     assert next(model.parameters()).device.type == "xla" and met.executed_fallback_ops() == []
-    torch.testing.assert_close(logged(trainer, "loss"), trainer_losses(expected, 1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logged(trainer, "loss"), trainer_losses(expected, 1), atol=1e-5, rtol=0
+    )
     seen = trainer.pop_callback(Compiles).seen
     assert seen[-1] == seen[-2]
 
@@ -262,7 +311,9 @@ def test_trainer_trains_evaluates_saves_and_predicts(tmp_path):
         logits = expected.eval()(input_ids=ids).logits
     result = trainer.predict(Tokens(20))
     torch.testing.assert_close(torch.from_numpy(result.predictions), logits, atol=1e-4, rtol=0)
-    assert result.metrics["test_accuracy"] == pytest.approx((logits.argmax(-1) == ids).float().mean().item())
+    assert result.metrics["test_accuracy"] == pytest.approx(
+        (logits.argmax(-1) == ids).float().mean().item()
+    )
     assert logged(trainer, "eval_loss")[-1] == pytest.approx(result.metrics["test_loss"])
 
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
@@ -300,8 +351,21 @@ def test_trainer_with_fsdp(tmp_path, num_devices, accumulate, frozen):
         model.lm_head.requires_grad_(True)
         model.model.layers[1].self_attn.requires_grad_(True)
     expected = trainer_losses(copy.deepcopy(model), accumulate)
-    config = {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_grad_ckpt": True, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    trainer = make_trainer(model, tmp_path, kind=OptimizerBeforeSchedule, accumulate=accumulate, fsdp=True, fsdp_config=config, save_strategy="no")
+    config = {
+        "xla": True,
+        "xla_fsdp_v2": True,
+        "xla_fsdp_grad_ckpt": True,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    }
+    trainer = make_trainer(
+        model,
+        tmp_path,
+        kind=OptimizerBeforeSchedule,
+        accumulate=accumulate,
+        fsdp=True,
+        fsdp_config=config,
+        save_strategy="no",
+    )
     trainer.train()
     torch.testing.assert_close(logged(trainer, "loss"), expected, atol=1e-5, rtol=0)
     seen = trainer.pop_callback(Compiles).seen
@@ -314,7 +378,9 @@ def test_trainer_with_fsdp(tmp_path, num_devices, accumulate, frozen):
         for value in (parameter, *trainer.optimizer.state.get(parameter, {}).values()):
             if value.dim():
                 assert value.local_shards[0].data.numel() == value.numel() // num_devices, name
-    assert set(map(id, trainer.optimizer.state)) == {id(p) for p in trainer.model.parameters() if p.requires_grad}
+    assert set(map(id, trainer.optimizer.state)) == {
+        id(p) for p in trainer.model.parameters() if p.requires_grad
+    }
 
     predictions = trainer.predict(Tokens(20)).predictions
     assert predictions.shape == (20, LENGTH, VOCABULARY)
@@ -339,7 +405,18 @@ accelerator.print(accelerator.distributed_type.value, accelerator.device, xr.glo
 
 def test_a_program_of_its_own(num_devices):
     # Where the devices are not a TPU's, Accelerate learns from LOCAL_RANK that this process is the one that prints; its launcher sets it.
-    given = {"CPU_NUM_DEVICES": str(num_devices), "JAX_PLATFORMS": "cpu", "LOCAL_RANK": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    given = {
+        "CPU_NUM_DEVICES": str(num_devices),
+        "JAX_PLATFORMS": "cpu",
+        "LOCAL_RANK": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     environment = {**os.environ, **given}
-    result = subprocess.run([sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.stdout.split() == ["XLA", "xla:0", str(num_devices), "True"], result.stderr

@@ -33,12 +33,23 @@ def test_a_step_of_a_sharded_tensor(row):
     x = xs.mark_sharding(torch.ones(2, 8).to("xla"), row, (0, 1))
     x += 2
     torch_xla.sync()
-    assert met.metric_data("ExecuteReplicatedTime")[0] == 1 and met.counter_value("ExecuteReplicated") == 1
+    assert (
+        met.metric_data("ExecuteReplicatedTime")[0] == 1
+        and met.counter_value("ExecuteReplicated") == 1
+    )
     assert met.counter_value("MarkStep") == 1 and met.counter_value("VirtualDeviceUsage") == 1
-    assert met.counter_value("UncachedCompile") in (None, 1) and met.counter_value("ExecuteComputation") is None
+    assert (
+        met.counter_value("UncachedCompile") in (None, 1)
+        and met.counter_value("ExecuteComputation") is None
+    )
     x.cpu()
-    assert met.counter_value("ReplicateShardedData") == 1 and met.metric_data("TransferFromDeviceTime")[0] == 1
-    assert met.metric_data("OutboundData")[1] == 64 and met.metric_data("TransferToDeviceTime")[0] == 1
+    assert (
+        met.counter_value("ReplicateShardedData") == 1
+        and met.metric_data("TransferFromDeviceTime")[0] == 1
+    )
+    assert (
+        met.metric_data("OutboundData")[1] == 64 and met.metric_data("TransferToDeviceTime")[0] == 1
+    )
 
 
 def test_compiled_once_then_found():
@@ -61,18 +72,32 @@ def test_donated_inputs_are_counted():
 
 def test_an_operation_on_the_host():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said once in a process, and another test may have been first
+        warnings.simplefilter(
+            "ignore"
+        )  # said once in a process, and another test may have been first
         torch.ops.aten._add_relu(torch.ones(3, device="xla"), torch.ones(3, device="xla"))
-    assert met.executed_fallback_ops() == ["aten::_add_relu"] and met.counter_value("aten::_add_relu") == 1
+    assert (
+        met.executed_fallback_ops() == ["aten::_add_relu"]
+        and met.counter_value("aten::_add_relu") == 1
+    )
     assert "aten::_add_relu" in met.counter_names()
 
 
 def test_reports():
     (torch.ones(3, device="xla") + 1).tolist()
     torch_xla.sync()
-    assert "Counter: MarkStep\n  Value: 1" in met.metrics_report() and "Metric: ExecuteReplicatedTime" in met.metrics_report()
-    assert met.short_metrics_report(counter_names=["MarkStep"], metric_names=[]) == "Counter: MarkStep\n  Value: 1"
-    assert "MarkStep" in met.short_metrics_report() and "executions" in torch_xla._XLAC._xla_metrics_report()
+    assert (
+        "Counter: MarkStep\n  Value: 1" in met.metrics_report()
+        and "Metric: ExecuteReplicatedTime" in met.metrics_report()
+    )
+    assert (
+        met.short_metrics_report(counter_names=["MarkStep"], metric_names=[])
+        == "Counter: MarkStep\n  Value: 1"
+    )
+    assert (
+        "MarkStep" in met.short_metrics_report()
+        and "executions" in torch_xla._XLAC._xla_metrics_report()
+    )
 
 
 @pytest.mark.parametrize("clear", [met.clear_counters, met.clear_metrics])

@@ -31,9 +31,20 @@ def test_samples():
     assert len(samples) == 4
     # One process after another, as each may choose its devices.
     for code in samples:
-        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CPU_NUM_DEVICES": str(spmd.global_runtime_device_count())}
-        program = f"import spmd_core; spmd_core.simulate({spmd.global_runtime_device_count()})\n{code}"
-        ran = subprocess.run([sys.executable, "-W", "error", "-c", program], env=variables, capture_output=True, text=True)
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "CPU_NUM_DEVICES": str(spmd.global_runtime_device_count()),
+        }
+        program = (
+            f"import spmd_core; spmd_core.simulate({spmd.global_runtime_device_count()})\n{code}"
+        )
+        ran = subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            env=variables,
+            capture_output=True,
+            text=True,
+        )
         assert ran.returncode == 0, f"{code}\n{ran.stderr[-2000:]}"
 
 
@@ -69,32 +80,64 @@ def exists(section, name):
 def test_names_are_where_the_page_says(section, names, state):
     found, module = [], section
     for name in re.findall(r"`([^`]+)`", names):
-        if name.startswith(".") or "(" in name or '"' in name or name in ("openxla", "torch.compile", "_bucketized"):
+        if (
+            name.startswith(".")
+            or "(" in name
+            or '"' in name
+            or name in ("openxla", "torch.compile", "_bucketized")
+        ):
             continue
         if name.count(".") and not name.startswith("torch") and section == "torch_xla":
             module = f"torch_xla.{name.rpartition('.')[0]}"  # the names after it stand beside it
             found.append(exists("torch_xla", name))
         else:
             beside = (
-                exists(module, name) or exists(section, name) or exists("torch.ops.xla", name) or exists("torch_xla.distributed.spmd.debugging", name)
+                exists(module, name)
+                or exists(section, name)
+                or exists("torch.ops.xla", name)
+                or exists("torch_xla.distributed.spmd.debugging", name)
             )
             found.append(beside)
     assert all(found) if "not here" not in state else not any(found), (names, found)
 
 
 def test_the_check_of_names_can_fail():
-    assert exists("torch_xla.runtime", "use_spmd") and exists("torch_xla", "torch.ops.xla.aot_mark_sharding")
-    assert not exists("torch_xla.runtime", "nonsense") and not exists("torch_xla", "experimental.scan")
+    assert exists("torch_xla.runtime", "use_spmd") and exists(
+        "torch_xla", "torch.ops.xla.aot_mark_sharding"
+    )
+    assert not exists("torch_xla.runtime", "nonsense") and not exists(
+        "torch_xla", "experimental.scan"
+    )
 
 
 def test_variables_that_are_warned_of_are_listed_so():
     warned = [line for line in PAGE.splitlines() if "| a warning" in line]
-    assert sorted(name for line in warned for name in re.findall(r"`([A-Z_0-9]+)`", line.split("|")[1])) == sorted(_environment._WITHOUT_EFFECT)
+    assert sorted(
+        name for line in warned for name in re.findall(r"`([A-Z_0-9]+)`", line.split("|")[1])
+    ) == sorted(_environment._WITHOUT_EFFECT)
 
 
 def test_whole_modules_are_described():
     for module in (torch_xla.runtime, torch_xla.core.xla_model):
-        names = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")]
-        missing = {"device", "set_replication", "get_ordinal", "get_local_ordinal", "xrt_world_size", "check_view_sharing", "is_xla_tensor"}
-        missing |= {"get_xla_supported_devices", "xla_real_devices", "xla_device_hw", "xla_device_kind", "xla_replication_devices"}
+        names = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+        ]
+        missing = {
+            "device",
+            "set_replication",
+            "get_ordinal",
+            "get_local_ordinal",
+            "xrt_world_size",
+            "check_view_sharing",
+            "is_xla_tensor",
+        }
+        missing |= {
+            "get_xla_supported_devices",
+            "xla_real_devices",
+            "xla_device_hw",
+            "xla_device_kind",
+            "xla_replication_devices",
+        }
         assert [name for name in names if f"`{name}`" not in PAGE and name not in missing] == []

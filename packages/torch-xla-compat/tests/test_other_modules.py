@@ -37,15 +37,26 @@ def test_scaled_gradients():
 
 def test_jax_functions():
     x = torch.arange(4.0, device="xla", requires_grad=True)
-    y = xb.call_jax(lambda a, b, scale: jnp.sin(a) * scale + b, (x, torch.ones(4, device="xla")), {"scale": 2.0}, name="f", override_hash="1")
+    y = xb.call_jax(
+        lambda a, b, scale: jnp.sin(a) * scale + b,
+        (x, torch.ones(4, device="xla")),
+        {"scale": 2.0},
+        name="f",
+        override_hash="1",
+    )
     y.sum().backward()
     torch.testing.assert_close(y.detach().cpu(), torch.sin(torch.arange(4.0)) * 2 + 1)
     torch.testing.assert_close(x.grad.cpu(), torch.cos(torch.arange(4.0)) * 2)
 
 
-@pytest.mark.parametrize("name", ["create_computation", "create_placeholder_tensor", "xla_computation_as_func"])
+@pytest.mark.parametrize(
+    "name", ["create_computation", "create_placeholder_tensor", "xla_computation_as_func"]
+)
 def test_computations_by_hand_are_refused(name):
-    with pytest.raises(NotImplementedError, match=f"{name} builds PyTorch/XLA's own computations.*call it with call_jax"):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"{name} builds PyTorch/XLA's own computations.*call it with call_jax",
+    ):
         getattr(xb, name)("name")
 
 
@@ -60,7 +71,10 @@ def test_no_tpu_here():
 
 
 def test_a_tpus_generation(monkeypatch):
-    monkeypatch.setattr("spmd_core.device_attributes", lambda: [{"name": "TPU:0", "kind": "TPU v5 lite", "coords": [0, 0, 0]}])
+    monkeypatch.setattr(
+        "spmd_core.device_attributes",
+        lambda: [{"name": "TPU:0", "kind": "TPU v5 lite", "coords": [0, 0, 0]}],
+    )
     monkeypatch.setattr("spmd_core.device_type", lambda: "TPU")
     monkeypatch.setattr("spmd_core.addressable_runtime_device_count", lambda: 1)
     assert tpu.version() == 5 and tpu.num_available_devices() == tpu.num_available_chips() == 1
@@ -74,16 +88,25 @@ def test_samples():
 
 def test_variables_as_values(monkeypatch):
     monkeypatch.setenv("XU_TEST", "7")
-    assert xu.getenv_as("XU_TEST", int) == 7 and xu.getenv_as("XU_TEST", bool) is True and xu.getenv_as("XU_TEST_NOT", int, 5) == 5
+    assert (
+        xu.getenv_as("XU_TEST", int) == 7
+        and xu.getenv_as("XU_TEST", bool) is True
+        and xu.getenv_as("XU_TEST_NOT", int, 5) == 5
+    )
     monkeypatch.setenv("XU_TEST", "false")
     assert xu.getenv_as("XU_TEST", bool) is False
 
 
 def test_several_processes_are_refused():
-    with pytest.raises(NotImplementedError, match=r"xmp\.spawn starts a process for each device \(nprocs=4\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"xmp\.spawn starts a process for each device \(nprocs=4\)"
+    ):
         xmp.spawn(print, nprocs=4)
     wrapped = xmp.MpModelWrapper(torch.nn.Linear(2, 2))
-    assert wrapped.to(torch_xla.device()).weight.device.type == "xla" and xmp.MpSerialExecutor().run(lambda: 3) == 3
+    assert (
+        wrapped.to(torch_xla.device()).weight.device.type == "xla"
+        and xmp.MpSerialExecutor().run(lambda: 3) == 3
+    )
 
 
 def test_a_process_group_of_one(monkeypatch):

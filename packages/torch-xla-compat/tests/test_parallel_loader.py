@@ -29,13 +29,21 @@ def mesh():
 
 def test_one_spec_for_a_tensor(mesh):
     (batch,) = batches(BATCH["x"], xs.ShardingSpec(mesh, ("data", None)))
-    assert text(batch) == str(mesh.get_op_sharding(("data", None))) and torch.equal(batch.cpu(), BATCH["x"])
+    assert text(batch) == str(mesh.get_op_sharding(("data", None))) and torch.equal(
+        batch.cpu(), BATCH["x"]
+    )
 
 
 def test_a_spec_for_each_key(mesh):
-    specs = {"x": xs.ShardingSpec(mesh, ("data", None)), "y": xs.ShardingSpec(mesh, ("data", None, None)), "unused": None}
+    specs = {
+        "x": xs.ShardingSpec(mesh, ("data", None)),
+        "y": xs.ShardingSpec(mesh, ("data", None, None)),
+        "unused": None,
+    }
     (batch,) = batches(BATCH, specs)
-    assert text(batch["x"]) == str(mesh.get_op_sharding((0, None))) and text(batch["y"]) == str(mesh.get_op_sharding((0, None, None)))
+    assert text(batch["x"]) == str(mesh.get_op_sharding((0, None))) and text(batch["y"]) == str(
+        mesh.get_op_sharding((0, None, None))
+    )
 
 
 def test_none_for_a_key_is_replicated(mesh):
@@ -45,13 +53,18 @@ def test_none_for_a_key_is_replicated(mesh):
 
 def test_no_sharding_is_replicated():
     (batch,) = batches(BATCH)
-    assert text(batch["x"]) == text(batch["y"]) == "{replicated}" and torch.equal(batch["y"].cpu(), BATCH["y"])
+    assert text(batch["x"]) == text(batch["y"]) == "{replicated}" and torch.equal(
+        batch["y"].cpu(), BATCH["y"]
+    )
     xs.mark_sharding(batch["x"], xs.get_1d_mesh("data"), ("data", None))
     assert text(batch["x"]) == str(xs.get_1d_mesh("data").get_op_sharding((0, None)))
 
 
 def test_labels_beside_images(mesh):
-    ((image, label),) = batches((torch.randn(8, 3, 4, 4), torch.arange(8)), xs.ShardingSpec(mesh, ("data", None, None, None)))
+    ((image, label),) = batches(
+        (torch.randn(8, 3, 4, 4), torch.arange(8)),
+        xs.ShardingSpec(mesh, ("data", None, None, None)),
+    )
     assert image.partition_spec == ("data", None, None, None) and label.tolist() == list(range(8))
 
 
@@ -59,7 +72,10 @@ def test_labels_beside_images(mesh):
 def test_a_mini_batch_that_does_not_divide_is_a_runtime_error_from_next(mesh):
     rows, spec = torch.ones(N + 1, 2), xs.ShardingSpec(mesh, ("data", None), minibatch=True)
     for batch, specs in ((rows, spec), ({"x": rows}, {"x": spec})):
-        with pytest.raises(RuntimeError, match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)",
+        ):
             next(iter(batches(batch, specs)))
     label, row = torch.ones(N + 1), torch.ones(N, 2)
     assert len(next(iter(batches((row, label), spec)))) == 2, "the spec does not apply to the label"
@@ -67,13 +83,18 @@ def test_a_mini_batch_that_does_not_divide_is_a_runtime_error_from_next(mesh):
 
 def test_a_missing_key_is_a_key_error_from_next(mesh):
     iterator = iter(batches(BATCH, {"x": xs.ShardingSpec(mesh, ("data", None))}))
-    with pytest.raises(KeyError, match=r"Keys: \['y'\] are missing from input_sharding\..*Add them, with None"):
+    with pytest.raises(
+        KeyError, match=r"Keys: \['y'\] are missing from input_sharding\..*Add them, with None"
+    ):
         next(iterator)
 
 
 def test_a_batch_that_is_no_dict_is_a_value_error_from_next(mesh):
     iterator = iter(batches(BATCH["x"], {"x": xs.ShardingSpec(mesh, ("data", None))}))
-    with pytest.raises(ValueError, match=r"input batch should be a dict when input sharding is a dict\..*got a batch of type Tensor"):
+    with pytest.raises(
+        ValueError,
+        match=r"input batch should be a dict when input sharding is a dict\..*got a batch of type Tensor",
+    ):
         next(iterator)
 
 
@@ -89,23 +110,36 @@ def test_an_error_of_the_wrapped_loader_comes_from_next():
 
 
 def test_length_and_a_fresh_iteration_each_time():
-    loader = pl.MpDeviceLoader(xu.SampleGenerator(data=(torch.ones(2), torch.zeros(2)), sample_count=3), "xla")
-    assert len(loader) == 3 and [len(batch) for batch in loader] == [2] * 3 and len(list(loader)) == 3
+    loader = pl.MpDeviceLoader(
+        xu.SampleGenerator(data=(torch.ones(2), torch.zeros(2)), sample_count=3), "xla"
+    )
+    assert (
+        len(loader) == 3 and [len(batch) for batch in loader] == [2] * 3 and len(list(loader)) == 3
+    )
 
 
 @pytest.mark.parametrize(("per_execution", "steps"), [(1, 4), (2, 2)])
 def test_a_step_for_each_batch(per_execution, steps):
-    loader = pl.MpDeviceLoader(xu.SampleGenerator(torch.ones(2), 4), "xla", batches_per_execution=per_execution, loader_prefetch_size=4)
+    loader = pl.MpDeviceLoader(
+        xu.SampleGenerator(torch.ones(2), 4),
+        "xla",
+        batches_per_execution=per_execution,
+        loader_prefetch_size=4,
+    )
     total = torch.zeros(2, device="xla")
     met.clear_all()
     for x in loader:
         total += x
-    assert met.counter_value("ExecuteReplicated") == steps and met.counter_value("MarkStep") == steps
+    assert (
+        met.counter_value("ExecuteReplicated") == steps and met.counter_value("MarkStep") == steps
+    )
     assert total.tolist() == [4.0, 4.0]
 
 
 def test_parallel_loader(mesh):
-    loader = pl.ParallelLoader([BATCH["x"]], [torch_xla.device()], input_sharding=xs.ShardingSpec(mesh, ("data", None)))
+    loader = pl.ParallelLoader(
+        [BATCH["x"]], [torch_xla.device()], input_sharding=xs.ShardingSpec(mesh, ("data", None))
+    )
     iterator = loader.per_device_loader(torch_xla.device())
     assert isinstance(iterator, pl.PerDeviceLoader) and iter(iterator) is iterator
     assert text(iterator.next()) == str(mesh.get_op_sharding((0, None)))
@@ -117,7 +151,10 @@ def test_parallel_loader(mesh):
 
 
 def test_unknown_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"MpDeviceLoader takes .*input_sharding.*; got prefetch\. Remove what is not in the list"):
+    with pytest.raises(
+        TypeError,
+        match=r"MpDeviceLoader takes .*input_sharding.*; got prefetch\. Remove what is not in the list",
+    ):
         pl.MpDeviceLoader([], "xla", prefetch=1)
 
 
@@ -129,9 +166,15 @@ def test_arguments_may_be_changed_before_an_iteration(mesh):
 
 def test_public_attributes_are_the_wrapped_loaders():
     loader = pl.MpDeviceLoader(DataLoader(torch.arange(4), batch_size=2), torch_xla.device())
-    assert loader.batch_size == 2 and torch.equal(loader.dataset, torch.arange(4)) and not hasattr(loader, "state_dict")
+    assert (
+        loader.batch_size == 2
+        and torch.equal(loader.dataset, torch.arange(4))
+        and not hasattr(loader, "state_dict")
+    )
     assert [batch.tolist() for batch in copy.copy(loader)] == [[0, 1], [2, 3]]
     with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'rows'"):
         _ = loader.rows
-    with pytest.raises(AttributeError, match="'MpDeviceLoader' object has no attribute '_index_sampler'"):
+    with pytest.raises(
+        AttributeError, match="'MpDeviceLoader' object has no attribute '_index_sampler'"
+    ):
         _ = loader._index_sampler  # a DataLoader has it: private names are not asked of it

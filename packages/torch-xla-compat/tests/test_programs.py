@@ -22,7 +22,9 @@ import torch_xla.runtime as xr
 import torch_xla.utils.utils as xu
 from torch_xla.distributed.fsdp import checkpoint_module
 from torch_xla.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel as FSDPv2
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
+    SpmdFullyShardedDataParallel as FSDPv2,
+)
 
 N = xr.global_runtime_device_count()
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}  # sums of float32 in another order, over a few steps
@@ -37,18 +39,28 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x):
-        heads = [t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)]
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = [
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        ]
+        x = x + self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(self.norm2(x))
 
 
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, VOCABULARY)
+        self.embed, self.blocks, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList(Block() for _ in range(2)),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -78,7 +90,9 @@ class DecoderTrainer:
     def __init__(self, model, ids, steps):
         self.device = torch_xla.device()
         self.model = model.to(self.device)
-        self.loader = pl.MpDeviceLoader(xu.SampleGenerator(data=ids, sample_count=steps), self.device, **self.loader_arguments())
+        self.loader = pl.MpDeviceLoader(
+            xu.SampleGenerator(data=ids, sample_count=steps), self.device, **self.loader_arguments()
+        )
         self.model = self.sharded(self.model)
         self.optimizer = optim.Adam(self.model.parameters(), lr=1e-2)
         self.compiled_step = torch_xla.compile(self.step, full_graph=True, name="train_step")
@@ -121,7 +135,11 @@ class FsdpTrainer(DecoderTrainer):
 
     def sharded(self, model):
         policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-        return FSDPv2(model, auto_wrap_policy=policy, auto_wrapper_callable=lambda m, *a, **k: FSDPv2(checkpoint_module(m), *a, **k))
+        return FSDPv2(
+            model,
+            auto_wrap_policy=policy,
+            auto_wrapper_callable=lambda m, *a, **k: FSDPv2(checkpoint_module(m), *a, **k),
+        )
 
 
 @pytest.mark.slow
@@ -135,7 +153,10 @@ def test_a_decoder(trainer, capsys):
     # The step's program settles with the second step, when the optimizer has its state.
     assert met.counter_value("UncachedCompile") <= 4 and met.counter_value("ExecuteReplicated") >= 4
     if trainer is FsdpTrainer and N > 1:
-        shards = {name: parameter.local_shards[0].data.numel() / parameter.numel() for name, parameter in training.model.named_parameters()}
+        shards = {
+            name: parameter.local_shards[0].data.numel() / parameter.numel()
+            for name, parameter in training.model.named_parameters()
+        }
         assert max(shards.values()) <= 1 / N * (1.01 + N / WIDTH), shards
     xm.master_print(met.short_metrics_report())
     assert "UncachedCompile" in capsys.readouterr().out
@@ -147,7 +168,10 @@ def test_a_decoder(trainer, capsys):
 class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
 
     def forward(self, x):
@@ -156,7 +180,13 @@ class Residual(nn.Module):
 
 def resnet():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        Residual(8),
+        Residual(8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 10),
     )
 
 
@@ -165,7 +195,10 @@ def test_a_resnet_over_a_data_axis():
     model = resnet()
     reference = copy.deepcopy(model)
     image, label = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
-    right, optimizer = [], optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    right, optimizer = (
+        [],
+        optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4),
+    )
     for _ in range(3):
         optimizer.zero_grad()
         loss = nn.CrossEntropyLoss()(reference(image), label)
@@ -176,7 +209,9 @@ def test_a_resnet_over_a_data_axis():
     mesh = xs.Mesh(np.array(range(N)), (N,), ("data",))
     device = torch_xla.device()
     loader = pl.MpDeviceLoader(
-        xu.SampleGenerator(data=(image, label), sample_count=3), device, input_sharding=xs.ShardingSpec(mesh, ("data", None, None, None))
+        xu.SampleGenerator(data=(image, label), sample_count=3),
+        device,
+        input_sharding=xs.ShardingSpec(mesh, ("data", None, None, None)),
     )
     model = model.to(device)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
@@ -197,7 +232,9 @@ def test_a_resnet_over_a_data_axis():
     xm.wait_device_ops()
     np.testing.assert_allclose(losses, right, **TOLERANCE)
     for (name, mine), its in zip(model.state_dict().items(), reference.state_dict().values()):
-        torch.testing.assert_close(mine.cpu(), its, rtol=1e-2, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine.cpu(), its, rtol=1e-2, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # A linear model, sharded as the command line says.
@@ -206,7 +243,9 @@ def test_a_resnet_over_a_data_axis():
 class SimpleLinear(nn.Module):
     def __init__(self, width, labels):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, 4), nn.Linear(4, labels))
+        self.layers = nn.Sequential(
+            nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, 4), nn.Linear(4, labels)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -214,7 +253,9 @@ class SimpleLinear(nn.Module):
 
 def train_linear(arguments):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sharding", choices=["batch", "fsdp", "megatron-lm"], nargs="*", default=[])
+    parser.add_argument(
+        "--sharding", choices=["batch", "fsdp", "megatron-lm"], nargs="*", default=[]
+    )
     parser.add_argument("--use_gradient_checkpointing", action="store_true")
     flags = parser.parse_args(arguments)
     torch.manual_seed(42)
@@ -283,5 +324,7 @@ def test_eager_mode_with_a_sharded_loader():
     right = layer(torch.ones(8, 4)).detach()
     with torch_xla.experimental.eager_mode_context(True):
         layer = layer.to("xla")
-        for x in pl.MpDeviceLoader([torch.ones(8, 4)] * 2, "xla", input_sharding=xs.ShardingSpec(mesh, ("data", None))):
+        for x in pl.MpDeviceLoader(
+            [torch.ones(8, 4)] * 2, "xla", input_sharding=xs.ShardingSpec(mesh, ("data", None))
+        ):
             torch.testing.assert_close(layer(x).detach().cpu(), right, **TOLERANCE)

@@ -10,24 +10,37 @@ import torch_xla.runtime as xr
 
 
 def test_counts_of_the_logical_device_and_of_the_physical_ones(num_devices):
-    assert xr.global_device_count() == xr.world_size() == xr.local_device_count() == xr.addressable_device_count() == 1
+    assert (
+        xr.global_device_count()
+        == xr.world_size()
+        == xr.local_device_count()
+        == xr.addressable_device_count()
+        == 1
+    )
     assert xr.global_ordinal() == xr.local_ordinal() == 0
     assert xr.global_runtime_device_count() == xr.addressable_runtime_device_count() == num_devices
-    assert xr.process_index() == xr.host_index() == 0 and xr.process_count() == xr.local_process_count() == 1
+    assert (
+        xr.process_index() == xr.host_index() == 0
+        and xr.process_count() == xr.local_process_count() == 1
+    )
 
 
 def test_attributes_of_devices(num_devices):
     rows = xr.global_runtime_device_attributes()
     assert [row["name"] for row in rows] == [f"CPU:{i}" for i in range(num_devices)]
     assert xr.runtime_device_attributes("CPU:0") == rows[0]
-    with pytest.raises(RuntimeError, match=r"a device is named as in real_devices\(\).*got 'TPU:0'"):
+    with pytest.raises(
+        RuntimeError, match=r"a device is named as in real_devices\(\).*got 'TPU:0'"
+    ):
         xr.runtime_device_attributes("TPU:0")
 
 
 def test_device_type_is_fixed_once_devices_are_used():
     assert xr.device_type() == "CPU"
     xr.set_device_type("CPU")
-    with pytest.raises(RuntimeError, match="the device type is fixed when a device is first used; it is CPU"):
+    with pytest.raises(
+        RuntimeError, match="the device type is fixed when a device is first used; it is CPU"
+    ):
         xr.set_device_type("TPU")
 
 
@@ -50,12 +63,20 @@ def test_spmd_mode_by_the_variable_alone(monkeypatch):
 
 
 def test_automatic_sharding_is_refused():
-    with pytest.raises(NotImplementedError, match=r"use_spmd\(auto=True\) asks for shardings that are found automatically.*mark_sharding"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"use_spmd\(auto=True\) asks for shardings that are found automatically.*mark_sharding",
+    ):
         xr.use_spmd(auto=True)
 
 
 def test_master_ip_needs_somebody_to_tell(monkeypatch):
-    for name in ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"):
+    for name in (
+        "MASTER_ADDR",
+        "JAX_COORDINATOR_ADDRESS",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_WORKER_HOSTNAMES",
+    ):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match="Set MASTER_ADDR"):
         xr.get_master_ip()

@@ -107,7 +107,9 @@ SIGNATURES = {
         "reduce_gradients": "(optimizer, groups=None, pin_layout=True)",
         "RateTracker": "(smooth_factor=None)",
     },
-    "torch_xla.core.xla_builder": {"call_jax": "(jax_func, args, kwargs=None, name=None, override_hash=None)"},
+    "torch_xla.core.xla_builder": {
+        "call_jax": "(jax_func, args, kwargs=None, name=None, override_hash=None)"
+    },
     "torch_xla.distributed.parallel_loader": {
         "MpDeviceLoader": "(loader, device, **kwargs)",
         "ParallelLoader": (
@@ -115,9 +117,15 @@ SIGNATURES = {
             "host_to_device_transfer_threads=1, input_sharding=None)"
         ),
     },
-    "torch_xla.utils.checkpoint": {"checkpoint": "(function, *args, use_reentrant=True, preserve_rng_state=True, **kwargs)"},
+    "torch_xla.utils.checkpoint": {
+        "checkpoint": "(function, *args, use_reentrant=True, preserve_rng_state=True, **kwargs)"
+    },
     "torch_xla.distributed.fsdp.utils": {"checkpoint_module": "(module)"},
-    "torch_xla.experimental": {"eager_mode": "(enable)", "is_eager_mode": "()", "eager_mode_context": "(enable)"},
+    "torch_xla.experimental": {
+        "eager_mode": "(enable)",
+        "is_eager_mode": "()",
+        "eager_mode_context": "(enable)",
+    },
     "torch_xla.debug.metrics": {
         "counter_names": "()",
         "counter_value": "(name)",
@@ -145,24 +153,40 @@ SIGNATURES = {
 def signature(function):
     """The text of a signature without annotations."""
     found = inspect.signature(function)
-    bare = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
+    bare = [
+        parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()
+    ]
     return str(found.replace(parameters=bare, return_annotation=found.empty))
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in SIGNATURES.items() for name in names])
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in SIGNATURES.items() for name in names]
+)
 def test_signature(module, name):
     assert signature(getattr(importlib.import_module(module), name)) == SIGNATURES[module][name]
 
 
 def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
-    assert signature(HybridMesh) == "(ici_mesh_shape, dcn_mesh_shape=None, axis_names=None, *, num_slices=None)"
+    assert (
+        signature(HybridMesh)
+        == "(ici_mesh_shape, dcn_mesh_shape=None, axis_names=None, *, num_slices=None)"
+    )
     assert signature(SpmdFullyShardedDataParallel) == (
         "(module, mesh=None, *, shard_output=None, auto_wrap_policy=None, auto_wrapper_callable=None, extra_data_axis=None, **kwargs)"
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["scan", "scan_layers", "assume_pure", "gradient_accumulation", "distributed_checkpoint", "custom_kernel", "stablehlo_custom_call"]
+    "name",
+    [
+        "scan",
+        "scan_layers",
+        "assume_pure",
+        "gradient_accumulation",
+        "distributed_checkpoint",
+        "custom_kernel",
+        "stablehlo_custom_call",
+    ],
 )
 def test_what_is_not_here_yet_cannot_be_imported(name):
     with pytest.raises(ModuleNotFoundError, match=name):
@@ -171,4 +195,7 @@ def test_what_is_not_here_yet_cannot_be_imported(name):
 
 def test_shorthands_of_the_package():
     assert torch_xla.xm is torch_xla.core.xla_model and torch_xla.xr is torch_xla.runtime
-    assert torch_xla.xu is torch_xla.utils.utils and torch_xla.xmp is torch_xla.distributed.xla_multiprocessing
+    assert (
+        torch_xla.xu is torch_xla.utils.utils
+        and torch_xla.xmp is torch_xla.distributed.xla_multiprocessing
+    )

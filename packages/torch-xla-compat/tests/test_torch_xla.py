@@ -17,7 +17,10 @@ def test_one_logical_device_and_all_physical_ones(num_devices):
 
 @pytest.mark.parametrize("index", [1, -1])
 def test_another_device_is_an_index_error(index):
-    with pytest.raises(IndexError, match=rf"there is one logical device, with index 0; got {index}\. Call torch_xla\.device\(\)"):
+    with pytest.raises(
+        IndexError,
+        match=rf"there is one logical device, with index 0; got {index}\. Call torch_xla\.device\(\)",
+    ):
         torch_xla.device(index)
 
 
@@ -83,13 +86,19 @@ def test_compiler_options_hold_until_they_are_cleared():
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     step = torch_xla.compile(lambda x: x.cosh() + 1, custom_compile_options=options)
     try:
-        assert spmd.config.compiler_options == options and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+        assert (
+            spmd.config.compiler_options == options
+            and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+        )
         torch_xla.set_custom_compile_options({"xla_no_such_option": 1})
         with pytest.raises(RuntimeError, match="xla_no_such_option"):
             step(torch.zeros(3, device="xla")).tolist()
     finally:
         torch_xla.set_custom_compile_options({})
-    assert spmd.config.compiler_options == {} and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+    assert (
+        spmd.config.compiler_options == {}
+        and step(torch.zeros(3, device="xla")).tolist() == [2.0] * 3
+    )
 
 
 def test_programs_are_named_after_the_users_line():
@@ -107,7 +116,10 @@ def test_seeds_repeat():
 
 def test_launch_is_refused_in_spmd_mode():
     assert xr.is_spmd()
-    with pytest.raises(NotImplementedError, match=r"starts a process for each device.*Call fn\(0, \*args\) yourself"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"starts a process for each device.*Call fn\(0, \*args\) yourself",
+    ):
         torch_xla.launch(print, args=())
     with pytest.raises(NotImplementedError, match=r"xmp\.spawn starts a process for each device"):
         torch_xla.xmp.spawn(print)

@@ -27,13 +27,23 @@ def test_shards_of_a_split_tensor(size):
     for i, shard in enumerate(shards):
         start, stop = min(i * block, size), min((i + 1) * block, size)
         assert isinstance(shard.indices, list) and shard.indices == [slice(start, stop, 1)]
-        assert shard.data.device.type == "cpu" and shard.data.shape == (block,) and shard.replica_id == 0 and shard.shard_device == f"CPU:{i}"
+        assert (
+            shard.data.device.type == "cpu"
+            and shard.data.shape == (block,)
+            and shard.replica_id == 0
+            and shard.shard_device == f"CPU:{i}"
+        )
         assert torch.equal(shard.unpadded_data, torch.arange(float(size))[start:stop])
 
 
 def test_shards_of_a_replicated_tensor():
     for i, shard in enumerate(sharded(5, (None,)).local_shards):
-        assert shard.indices is ... and shard.replica_id == i and torch.equal(shard.unpadded_data, torch.arange(5.0)) and shard.data.shape == (5,)
+        assert (
+            shard.indices is ...
+            and shard.replica_id == i
+            and torch.equal(shard.unpadded_data, torch.arange(5.0))
+            and shard.data.shape == (5,)
+        )
 
 
 @pytest.mark.skipif(N < 4, reason="a mesh of 2 x 2 at least")
@@ -41,7 +51,9 @@ def test_shards_of_a_partly_replicated_tensor():
     mesh = xs.Mesh(range(N), (2, N // 2))
     shards = xs.mark_sharding(torch.randn(4, 4).to("xla"), mesh, (0, None)).local_shards
     assert [shard.replica_id for shard in shards] == [i % (N // 2) for i in range(N)]
-    assert torch.equal(shards[0].data, shards[1].data) and not torch.equal(shards[0].data, shards[-1].data)
+    assert torch.equal(shards[0].data, shards[1].data) and not torch.equal(
+        shards[0].data, shards[-1].data
+    )
 
 
 @several
@@ -61,7 +73,12 @@ def test_what_loading_shards_refuses():
     with pytest.raises(RuntimeError, match="needs one shard for each local device"):
         t.load_local_shards_(shards[:-1])
     with pytest.raises(RuntimeError, match="the block as stored, padding included"):
-        t.load_local_shards_([xs.XLAShard(s.unpadded_data[:1], s.indices, s.shard_device, s.replica_id) for s in shards])
+        t.load_local_shards_(
+            [
+                xs.XLAShard(s.unpadded_data[:1], s.indices, s.shard_device, s.replica_id)
+                for s in shards
+            ]
+        )
     whole = sharded(4, (None,))
     with pytest.raises(RuntimeError, match="Use copy_ with the whole tensor"):
         whole.load_local_shards_(whole.local_shards)
@@ -80,14 +97,18 @@ def test_what_a_tensor_says(row, ids):
     marked = xs.mark_sharding(t, row, (0, 1))
     assert marked.sharding_type == (xs.ShardingType.TILED if N > 1 else xs.ShardingType.REPLICATED)
     assert marked.sharding_spec == (f"{{devices=[1,{N}]{ids}}}" if N > 1 else "{replicated}")
-    assert str(marked).startswith("XLAShardedTensor(tensor(") and str(torch.ones(2).to("xla")).startswith("tensor(")
+    assert str(marked).startswith("XLAShardedTensor(tensor(") and str(
+        torch.ones(2).to("xla")
+    ).startswith("tensor(")
     assert marked.global_tensor.shape == (10, 20) and isinstance(t + 1, xs.XLAShardedTensor)
 
 
 def test_a_scalar(row):
     t = xs.mark_sharding(torch.tensor(1.0).to("xla"), row, ())
     assert t.sharding_type is xs.ShardingType.REPLICATED and t.sharding_spec == "{replicated}"
-    assert [(s.data.item(), s.indices, s.replica_id) for s in t.local_shards] == [(1.0, ..., i) for i in range(N)]
+    assert [(s.data.item(), s.indices, s.replica_id) for s in t.local_shards] == [
+        (1.0, ..., i) for i in range(N)
+    ]
 
 
 def test_the_constructor():
@@ -101,8 +122,16 @@ def test_the_spec_of_torchs_dtensor(placement):
     mesh = DeviceMesh("xla", list(range(N)))
     t = xs.xla_distribute_tensor(torch.randn(8, 50), mesh, [placement])
     spec = t._spec
-    assert spec.mesh.device_type == "xla" and spec.mesh.shape == mesh.shape and spec.placements == t.placements == (placement,)
-    assert spec.tensor_meta.shape == (8, 50) and spec.tensor_meta.dtype == torch.float32 and t._spec is spec
+    assert (
+        spec.mesh.device_type == "xla"
+        and spec.mesh.shape == mesh.shape
+        and spec.placements == t.placements == (placement,)
+    )
+    assert (
+        spec.tensor_meta.shape == (8, 50)
+        and spec.tensor_meta.dtype == torch.float32
+        and t._spec is spec
+    )
     t.invalidate_spec_cache()
     assert t._spec is not spec and t._spec == spec
     assert (t + 1)._spec is not None
@@ -114,7 +143,9 @@ def test_redistribute():
     t = xs.xla_distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)])
     moved = t.redistribute(mesh, [Shard(1)], async_op=True)
     assert moved.placements == (Shard(1),) and torch.equal(moved.cpu(), t.cpu())
-    with pytest.raises(ValueError, match="there must be one placement for each dimension of the mesh"):
+    with pytest.raises(
+        ValueError, match="there must be one placement for each dimension of the mesh"
+    ):
         t.redistribute(mesh, [Shard(0), Shard(1)])
     with pytest.raises(NotImplementedError, match=r"Use Shard\(dim\) or Replicate\(\)"):
         t.redistribute(mesh, [Partial()])

@@ -74,7 +74,15 @@ def test_the_first_documents_paths():
 
 def test_sharding_types_have_xlas_numbers():
     assert [(kind.name, kind.value) for kind in xs.ShardingType] == [
-        *(("REPLICATED", 0), ("MAXIMAL", 1), ("TUPLE", 2), ("TILED", 3), ("MANUAL", 4), ("PARTIAL", 5), ("UNKNOWN", 6))
+        *(
+            ("REPLICATED", 0),
+            ("MAXIMAL", 1),
+            ("TUPLE", 2),
+            ("TILED", 3),
+            ("MANUAL", 4),
+            ("PARTIAL", 5),
+            ("UNKNOWN", 6),
+        )
     ]
 
 
@@ -83,7 +91,11 @@ def test_sharding_types_have_xlas_numbers():
 
 def test_what_a_mesh_says():
     mesh = xs.Mesh(np.arange(N)[::-1], (N, 1), ("data", "model"))
-    assert mesh.device_ids.tolist() == list(range(N))[::-1] and mesh.mesh_shape == (N, 1) and mesh.axis_names == ("data", "model")
+    assert (
+        mesh.device_ids.tolist() == list(range(N))[::-1]
+        and mesh.mesh_shape == (N, 1)
+        and mesh.axis_names == ("data", "model")
+    )
     assert mesh.size() == N and mesh.shape() == collections.OrderedDict(data=N, model=1)
     assert mesh.get_logical_mesh().shape == (N, 1) and xs.Mesh(range(N), (N,)).shape() == {0: N}
     assert mesh.get_axis_name_idx("model") == 1 and mesh.get_axis_name_idx("other") is None
@@ -123,7 +135,11 @@ def test_global_mesh():
     assert xs.get_global_mesh() is None
     mesh = xs.get_1d_mesh("data")
     xs.set_global_mesh(mesh)
-    assert xs.get_global_mesh() is mesh and mesh.shape() == {"data": N} and xs.get_1d_mesh().axis_names is None
+    assert (
+        xs.get_global_mesh() is mesh
+        and mesh.shape() == {"data": N}
+        and xs.get_1d_mesh().axis_names is None
+    )
 
 
 def test_a_mesh_of_slices_in_one_slice():
@@ -134,7 +150,12 @@ def test_a_mesh_of_slices_in_one_slice():
 def two_slices(monkeypatch):
     """Two slices of four chips each, as a TPU would tell of them."""
     rows = [
-        {"name": f"TPU:{4 * s + 2 * y + x}", "coords": [x, y, 0], "core_on_chip": 0, "slice_index": s}
+        {
+            "name": f"TPU:{4 * s + 2 * y + x}",
+            "coords": [x, y, 0],
+            "core_on_chip": 0,
+            "slice_index": s,
+        }
         for s in range(2)
         for y in range(2)
         for x in range(2)
@@ -147,15 +168,27 @@ def two_slices(monkeypatch):
 def test_a_mesh_of_slices_goes_by_the_attributes_of_devices():
     mesh = xs.HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), axis_names=("data", "model"))
     assert mesh.get_logical_mesh().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert xs.HybridMesh((1, 4, 1), (2, 1, 1), ("data", "fsdp", "tensor")).shape() == {"data": 2, "fsdp": 4, "tensor": 1}
-    assert sorted(xs.HybridMesh((2, 2), (1, 2)).get_logical_mesh()[:, :2].flatten().tolist()) == [0, 1, 2, 3]
+    assert xs.HybridMesh((1, 4, 1), (2, 1, 1), ("data", "fsdp", "tensor")).shape() == {
+        "data": 2,
+        "fsdp": 4,
+        "tensor": 1,
+    }
+    assert sorted(xs.HybridMesh((2, 2), (1, 2)).get_logical_mesh()[:, :2].flatten().tolist()) == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.usefixtures("two_slices")
 def test_what_a_mesh_of_slices_refuses():
     with pytest.raises(ValueError, match="Provide a dcn_mesh_shape that multiplies to 2"):
         xs.HybridMesh(ici_mesh_shape=(2, 4))
-    with pytest.raises(ValueError, match=r"the product of dcn_mesh_shape must be the number of slices; got .* with product 4"):
+    with pytest.raises(
+        ValueError,
+        match=r"the product of dcn_mesh_shape must be the number of slices; got .* with product 4",
+    ):
         xs.HybridMesh(ici_mesh_shape=(2, 1), dcn_mesh_shape=(4, 1))
     with pytest.raises(ValueError, match="must have one size for each axis"):
         xs.HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2,))
@@ -203,13 +236,23 @@ def test_the_text_of_a_description(shape, spec, expected):
     [
         ((0, 2), AssertionError, "the index of a mesh axis must lie between -2 and 1"),
         ((0, 0), AssertionError, "a mesh axis may shard a tensor once"),
-        ((0, (1, (0,))), AssertionError, "a tuple inside a partition spec must hold mesh axes only"),
+        (
+            (0, (1, (0,))),
+            AssertionError,
+            "a tuple inside a partition spec must hold mesh axes only",
+        ),
         (("x", "z"), ValueError, "Axis name z is not defined in the given mesh"),
         ((0, 1.5), ValueError, "a mesh axis is given by its index"),
-        ((0,), AssertionError, r"Partition spec length \(1\) should be equal to the input rank \(2\)"),
+        (
+            (0,),
+            AssertionError,
+            r"Partition spec length \(1\) should be equal to the input rank \(2\)",
+        ),
     ],
 )
-@pytest.mark.parametrize("mark", [xs.mark_sharding, xs.annotate_custom_sharding, xs.mark_sharding_with_gradients])
+@pytest.mark.parametrize(
+    "mark", [xs.mark_sharding, xs.annotate_custom_sharding, xs.mark_sharding_with_gradients]
+)
 def test_specs_that_do_not_fit(row, mark, spec, kind, message):
     with pytest.raises(kind, match=message):
         mark(tensor(4, 4), row, spec)
@@ -237,7 +280,11 @@ def test_kinds_of_specs():
 def test_a_mark_is_in_place_and_returns_a_sharded_tensor(row, ids):
     t = tensor(1, 8)
     marked = xs.mark_sharding(t, row, (0, 1))
-    assert isinstance(marked, xs.XLAShardedTensor) and marked.mesh_shape == (1, N) and marked.partition_spec == ("x", "y")
+    assert (
+        isinstance(marked, xs.XLAShardedTensor)
+        and marked.mesh_shape == (1, N)
+        and marked.partition_spec == ("x", "y")
+    )
     if N > 1:
         assert text(t) == f"{{devices=[1,{N}]{ids}}}"
 
@@ -254,14 +301,20 @@ def test_data_goes_up_at_the_mark(row):
     met.clear_all()
     assert "OutboundData" not in met.metric_names()
     xs.mark_sharding(t, row, (0, 1))
-    assert met.metric_data("OutboundData")[:2] == (1, t.nbytes) and met.counter_value("VirtualDeviceUsage") == 1
+    assert (
+        met.metric_data("OutboundData")[:2] == (1, t.nbytes)
+        and met.counter_value("VirtualDeviceUsage") == 1
+    )
 
 
 @several
 def test_marking_data_again(row):
     t = xs.mark_sharding(tensor(8, 8), row, (0, 1))
     assert xs.mark_sharding(t, row, (0, 1)) is t
-    with pytest.raises(RuntimeError, match=r"Existing annotation must be cleared first: .* Call clear_sharding\(t\) before"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Existing annotation must be cleared first: .* Call clear_sharding\(t\) before",
+    ):
         xs.mark_sharding(t, row, (1, 0))
     xs.clear_sharding(t)
     assert text(t) == ""
@@ -281,12 +334,16 @@ def test_marking_over_a_replicated_one(row):
 def test_marks_need_spmd_mode(row, monkeypatch):
     monkeypatch.setattr(xr, "is_spmd", lambda: False)
     for mark in (xs.mark_sharding, xs.annotate_custom_sharding, xs.mark_sharding_with_gradients):
-        with pytest.raises(RuntimeError, match=r"Please enable SPMD via `torch_xla\.runtime\.use_spmd\(\)`"):
+        with pytest.raises(
+            RuntimeError, match=r"Please enable SPMD via `torch_xla\.runtime\.use_spmd\(\)`"
+        ):
             mark(tensor(4, 4), row, (0, 1))
 
 
 def test_a_cpu_tensor_cannot_be_marked(row):
-    with pytest.raises(RuntimeError, match="mark_sharding needs a tensor on device 'xla'; got a tensor on cpu"):
+    with pytest.raises(
+        RuntimeError, match="mark_sharding needs a tensor on device 'xla'; got a tensor on cpu"
+    ):
         xs.mark_sharding(torch.ones(4, 4), row, (0, 1))
 
 
@@ -332,7 +389,9 @@ def test_marks_with_gradients(row):
 
 def test_operators(row):
     t = tensor(8, 8)
-    marked = torch.ops.xla.dynamo_mark_sharding(t, list(range(N)), [1, N], "('x', 'y')", "('x', 'y')")
+    marked = torch.ops.xla.dynamo_mark_sharding(
+        t, list(range(N)), [1, N], "('x', 'y')", "('x', 'y')"
+    )
     assert text(marked) == str(row.get_op_sharding((0, 1)))
     assert torch.ops.xla.dynamo_set_buffer_donor_(t, True) is not None
     copied = torch.ops.xla.aot_mark_sharding(tensor(8, 8), str(row), "(1, 0)")
@@ -342,16 +401,25 @@ def test_operators(row):
 def test_shard_as(row):
     x = xs.mark_sharding_with_gradients(tensor(8, 8), row, (None, 1))
     given = tensor(8, 8)
-    x, (y, nothing) = xs.shard_as((x, None), (given, None))[0][0], xs.shard_as((x, None), (given, None))[1]
+    x, (y, nothing) = (
+        xs.shard_as((x, None), (given, None))[0][0],
+        xs.shard_as((x, None), (given, None))[1],
+    )
     torch_xla.sync()
     assert text(x) == text(y) and nothing is None
-    with pytest.raises(AssertionError, match="shard_as pairs the leaves of two structures of one form"):
+    with pytest.raises(
+        AssertionError, match="shard_as pairs the leaves of two structures of one form"
+    ):
         xs.shard_as((x,), (x, x))
 
 
 def test_wrapping_is_nothing(row):
     t = tensor(8, 8)
-    assert xs.wrap_if_sharded(t) is t and xs.unwrap_sharded_tensor(t) is t and xs.wrap_as_sharded_tensor(t) is t
+    assert (
+        xs.wrap_if_sharded(t) is t
+        and xs.unwrap_sharded_tensor(t) is t
+        and xs.wrap_as_sharded_tensor(t) is t
+    )
     assert xs.wrap_as_sharded_tensor(t, (1, N), (None, 1)).partition_spec == (None, 1)
     assert xs.wrap_if_sharded("text") == "text"
 
@@ -363,10 +431,15 @@ def test_sharding_spec(row):
     spec = xs.ShardingSpec(row, ("x", "y"))
     t, other = tensor(8, 8), tensor(8)
     assert spec.can_apply(t) and not spec.can_apply(other) and not spec.minibatch
-    assert str(spec.xla_spec(t).sharding) == str(row.get_op_sharding((0, 1))) and spec.xla_spec(other) is None
+    assert (
+        str(spec.xla_spec(t).sharding) == str(row.get_op_sharding((0, 1)))
+        and spec.xla_spec(other) is None
+    )
     spec.apply(t)
     assert text(t) == str(row.get_op_sharding((0, 1)))
-    with pytest.raises(AssertionError, match="the tensor to shard must be on device 'xla'; got one on cpu"):
+    with pytest.raises(
+        AssertionError, match="the tensor to shard must be on device 'xla'; got one on cpu"
+    ):
         spec.apply(torch.ones(8, 8))
     with pytest.raises(ValueError, match="an axis name must be one of the mesh's axis names"):
         xs.ShardingSpec(row, ("z", None))
@@ -409,7 +482,9 @@ def test_linear_layers_as_contractions():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2, bias=False))
+            self.inner = torch.nn.Sequential(
+                torch.nn.Linear(4, 6), torch.nn.Linear(6, 2, bias=False)
+            )
 
         def forward(self, x):
             return self.inner(x)
@@ -417,13 +492,18 @@ def test_linear_layers_as_contractions():
     net = Net()
     x = torch.randn(3, 5, 4)
     right, weights = net(x).detach(), list(net.parameters())
-    assert xs.apply_xla_patch_to_nn_linear(net) is net and all(type(layer) is xs.EinsumLinear for layer in net.inner)
+    assert xs.apply_xla_patch_to_nn_linear(net) is net and all(
+        type(layer) is xs.EinsumLinear for layer in net.inner
+    )
     assert all(a is b for a, b in zip(net.parameters(), weights))
     del weights
     net.to("xla")
     torch.testing.assert_close(net(x.to("xla")).detach().cpu(), right, rtol=1e-4, atol=1e-5)
     layer = net.inner[0]
-    for one in (xs.XLAPatchedLinear.apply(x.to("xla"), layer.weight, layer.bias), xs.xla_patched_nn_linear_forward(layer, x.to("xla"))):
+    for one in (
+        xs.XLAPatchedLinear.apply(x.to("xla"), layer.weight, layer.bias),
+        xs.xla_patched_nn_linear_forward(layer, x.to("xla")),
+    ):
         right = torch.nn.functional.linear(x, layer.weight.cpu(), layer.bias.cpu())
         torch.testing.assert_close(one.cpu(), right, rtol=1e-4, atol=1e-5)
 

@@ -20,10 +20,20 @@ def test_a_cpu_tensor_has_no_sharding_here():
 @several
 def test_texts_and_kinds(row, ids):
     t = torch.randn(8, 8).to("xla")
-    assert xla._get_xla_sharding_spec(t) == "" and xla._get_xla_sharding_type(t) is None and xla._get_xla_op_sharding(t) is None
+    assert (
+        xla._get_xla_sharding_spec(t) == ""
+        and xla._get_xla_sharding_type(t) is None
+        and xla._get_xla_op_sharding(t) is None
+    )
     xs.mark_sharding(t, row, (0, 1))
-    assert xla._get_xla_sharding_specs([t]) == [f"{{devices=[1,{N}]{ids}}}"] == [str(xla._get_xla_op_sharding(t))]
-    assert xla._get_xla_sharding_type(t) is xs.ShardingType.TILED and xla._get_xla_op_sharding(t) == row.get_op_sharding((0, 1))
+    assert (
+        xla._get_xla_sharding_specs([t])
+        == [f"{{devices=[1,{N}]{ids}}}"]
+        == [str(xla._get_xla_op_sharding(t))]
+    )
+    assert xla._get_xla_sharding_type(t) is xs.ShardingType.TILED and xla._get_xla_op_sharding(
+        t
+    ) == row.get_op_sharding((0, 1))
 
 
 @several
@@ -39,7 +49,9 @@ def test_what_the_partitioner_chose_is_seen_after_a_step(row):
 def test_programs_as_text():
     x = torch.ones(4).to("xla")
     y = x * 2 + 1
-    assert "multiply" in xla._get_xla_tensors_hlo([y]) and "aten::mul" in xla._get_xla_tensors_text([y])
+    assert "multiply" in xla._get_xla_tensors_hlo([y]) and "aten::mul" in xla._get_xla_tensors_text(
+        [y]
+    )
     same = torch.ones(4).to("xla") * 2 + 1
     assert xla._get_graph_hash([y]) == xla._get_graph_hash([same]) != xla._get_graph_hash([x * 3])
 
@@ -48,11 +60,26 @@ def test_programs_as_text():
 def test_debug_information_follows_the_value(row):
     t = torch.randn(5, 8).to("xla")
     facts = xla._get_xla_tensor_debug_info(t).splitlines()
-    assert {"Device: SPMD:0", "IR: None", "XLAData: None", "Tensor on host: with size [5, 8]", "ShardingSpec: None"} <= set(facts)
+    assert {
+        "Device: SPMD:0",
+        "IR: None",
+        "XLAData: None",
+        "Tensor on host: with size [5, 8]",
+        "ShardingSpec: None",
+    } <= set(facts)
     xs.mark_sharding(t, row, (0, 1))
     facts = xla._get_xla_tensor_debug_info(t).splitlines()
-    assert {"Tensor on host: None", "IR: xla::device_data", f"ShardingSpec: {row.get_op_sharding((0, 1))}"} <= set(facts)
-    data = {"  Data Device: SPMD:0", "  Data Shape: f32[5,8]{1,0}", f"  OpSharding: {row.get_op_sharding((0, 1))}", f"  NumShards: {N}"}
+    assert {
+        "Tensor on host: None",
+        "IR: xla::device_data",
+        f"ShardingSpec: {row.get_op_sharding((0, 1))}",
+    } <= set(facts)
+    data = {
+        "  Data Device: SPMD:0",
+        "  Data Shape: f32[5,8]{1,0}",
+        f"  OpSharding: {row.get_op_sharding((0, 1))}",
+        f"  NumShards: {N}",
+    }
     assert "XLAData: XLAShardedData: " in facts and data <= set(facts)
     assert "aten::add" in xla._get_xla_tensor_debug_info(t + 1)
 
@@ -75,8 +102,14 @@ def test_shapes_in_xlas_words(dtype, text):
 
 def test_ids_and_sizes():
     t, other = torch.ones(4, 2, device="xla"), torch.ones(4, 2, device="xla")
-    assert xla._xla_get_tensor_id(t) == xla._xla_get_tensor_id(t.view(8)) != xla._xla_get_tensor_id(other)
-    assert xla._get_xla_tensor_dimension_size(t, 1).item() == 2 and xla._get_number_of_elements(t) == 8
+    assert (
+        xla._xla_get_tensor_id(t)
+        == xla._xla_get_tensor_id(t.view(8))
+        != xla._xla_get_tensor_id(other)
+    )
+    assert (
+        xla._get_xla_tensor_dimension_size(t, 1).item() == 2 and xla._get_number_of_elements(t) == 8
+    )
     assert xla._xla_get_auto_sharding() is False
 
 
@@ -107,9 +140,17 @@ def test_a_tensor_of_shards():
     blocks = [torch.tensor([2 * i, 2 * i + 1]) for i in range(N)]
     t = xla._global_tensor_from_cpu_shards(blocks, mesh.get_op_sharding((0,)))
     assert t.tolist() == list(range(2 * N)) and t.dtype == torch.int64
-    padded = xla._global_tensor_from_cpu_shards(blocks, mesh.get_op_sharding((0,)), torch.Size([2 * N - 1])) if N > 1 else t[:1]
+    padded = (
+        xla._global_tensor_from_cpu_shards(
+            blocks, mesh.get_op_sharding((0,)), torch.Size([2 * N - 1])
+        )
+        if N > 1
+        else t[:1]
+    )
     assert padded.tolist() == list(range(2 * N - 1))
-    assert xla._global_tensor_from_cpu_shards([torch.arange(4)] * N, mesh.get_op_sharding((None,))).tolist() == [0, 1, 2, 3]
+    assert xla._global_tensor_from_cpu_shards(
+        [torch.arange(4)] * N, mesh.get_op_sharding((None,))
+    ).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.skipif(N != 8, reason="a mesh of 2 x 4")
@@ -117,7 +158,9 @@ def test_a_tensor_of_shards():
 def test_a_tensor_of_shards_in_two_dims(spec):
     whole = torch.arange(64.0).reshape(8, 8)
     marked = xs.mark_sharding(whole.to("xla"), xs.Mesh(range(8), (2, 4)), spec)
-    t = xla._global_tensor_from_cpu_shards([s.data for s in marked.local_shards], xla._get_xla_op_sharding(marked))
+    t = xla._global_tensor_from_cpu_shards(
+        [s.data for s in marked.local_shards], xla._get_xla_op_sharding(marked)
+    )
     assert torch.equal(t.cpu(), whole) and t.sharding_spec == marked.sharding_spec
 
 
@@ -126,14 +169,19 @@ def test_shards_that_make_no_tensor():
     mesh = xs.Mesh(range(N), (N,))
     tiled, whole = mesh.get_op_sharding((0,)), mesh.get_op_sharding((None,))
     make, blocks = xla._global_tensor_from_cpu_shards, [torch.arange(2)] * N
-    with pytest.raises(RuntimeError, match=f"there must be one shard for each device; got 1 for {N} devices"):
+    with pytest.raises(
+        RuntimeError, match=f"there must be one shard for each device; got 1 for {N} devices"
+    ):
         make(blocks[:1], whole)
     with pytest.raises(RuntimeError, match="shards have one shape, padding included"):
         make([*blocks[:-1], torch.arange(3)], tiled)
     for shape in (torch.Size([4 * N]), torch.Size([N, 2])):
         with pytest.raises(RuntimeError, match="the shards must make a tensor of the global shape"):
             make(blocks, tiled, shape)
-    with pytest.raises(RuntimeError, match="every device holds the whole of a replicated tensor; got shards that differ"):
+    with pytest.raises(
+        RuntimeError,
+        match="every device holds the whole of a replicated tensor; got shards that differ",
+    ):
         make([*blocks[:-1], torch.arange(2) + 1], whole)
     with pytest.raises(RuntimeError, match="a sharding's text is"):
         make([torch.ones(2, 2)] * N, tiled)
@@ -150,13 +198,20 @@ def test_into_a_region_and_out(row):
     xs.mark_sharding(x, row, (0, 1))
     block = xla._spmd_full_to_shard_shape(x)
     assert (
-        block.shape == (8, 8 // N) and xla._get_xla_sharding_spec(block) == "{manual}" and xla._get_xla_sharding_type(block) is xs.ShardingType.MANUAL
+        block.shape == (8, 8 // N)
+        and xla._get_xla_sharding_spec(block) == "{manual}"
+        and xla._get_xla_sharding_type(block) is xs.ShardingType.MANUAL
     )
     block = block + 1
     xs._mark_manual_sharding(block)
     whole = xla._spmd_shard_to_full_shape(block, xla._get_xla_op_sharding(x), x.shape, x.dtype)
-    assert xla._get_xla_sharding_spec(whole) == xla._get_xla_sharding_spec(x) and whole.tolist() == [[1.0] * 8] * 8
+    assert (
+        xla._get_xla_sharding_spec(whole) == xla._get_xla_sharding_spec(x)
+        and whole.tolist() == [[1.0] * 8] * 8
+    )
     with pytest.raises(RuntimeError, match="Input tensor is not manual sharded"):
         xla._spmd_shard_to_full_shape(x, xla._get_xla_op_sharding(x), x.shape)
     with pytest.raises(RuntimeError, match="blocks make a whole over the mesh of their region"):
-        xla._spmd_shard_to_full_shape(block, xs.Mesh([1, 0], (2,)).get_op_sharding((0, None)), x.shape)
+        xla._spmd_shard_to_full_shape(
+            block, xs.Mesh([1, 0], (2,)).get_op_sharding((0, None)), x.shape
+        )

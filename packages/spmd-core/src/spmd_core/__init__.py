@@ -5,7 +5,9 @@ from spmd_core import custom_ops as custom_ops
 from spmd_core import debugging as debugging
 from spmd_core import metrics as metrics
 from spmd_core import profiler as profiler
-from spmd_core.barrier import apply_backward_optimization_barrier as apply_backward_optimization_barrier
+from spmd_core.barrier import (
+    apply_backward_optimization_barrier as apply_backward_optimization_barrier,
+)
 from spmd_core.barrier import optimization_barrier_ as optimization_barrier_
 from spmd_core.config import config as config
 from spmd_core.config import strict as strict

@@ -46,7 +46,9 @@ def write(handle: Handle, value: Value) -> None:
             "one memory location. clone() the tensor before writing to it."
         )
     written = value
-    if isinstance(handle.base, View) and any(overlaps(v.spec.shape, v.spec.strides) for v in handle.chain()):
+    if isinstance(handle.base, View) and any(
+        overlaps(v.spec.shape, v.spec.strides) for v in handle.chain()
+    ):
         # What lies between shares memory (`x.expand(3, 4)[0]`), so it has no one value to go back through; this view's own places do.
         link = _strided_link(handle, spec.shape, spec.strides, handle.offset)
         written = Value(_view_write_entry(link, storage.spec), (storage.value, written), ())
@@ -55,7 +57,11 @@ def write(handle: Handle, value: Value) -> None:
         while isinstance(view, View):
             base, link = view.base, view.link
             before = base.value if isinstance(base, Storage) else base.current()
-            written = Value(link.entry.view_write or _view_write_entry(link, base.spec), (before, written), link.numbers)
+            written = Value(
+                link.entry.view_write or _view_write_entry(link, base.spec),
+                (before, written),
+                link.numbers,
+            )
             view = base
     storage.write(written)
     handle.value, handle.version = value, storage.version
@@ -72,13 +78,19 @@ def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             nested &= step > span
             span += (n - 1) * step
     # In the order of strides each step leaves behind what the smaller dims span; where not, the places themselves must tell.
-    return not nested and 0 not in shape and len(np.unique(_places(shape, strides))) != int(np.prod(shape))
+    return (
+        not nested
+        and 0 not in shape
+        and len(np.unique(_places(shape, strides))) != int(np.prod(shape))
+    )
 
 
 def _places(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
     places = np.zeros((1,) * len(shape), np.int64)
     for d, (n, step) in enumerate(zip(shape, strides)):
-        places = places + (np.arange(n) * step).reshape([-1 if e == d else 1 for e in range(len(shape))])
+        places = places + (np.arange(n) * step).reshape(
+            [-1 if e == d else 1 for e in range(len(shape))]
+        )
     return places
 
 
@@ -96,7 +108,12 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def refuse_partial_overlap(target: Handle, source: Handle) -> None:
     """torch's own check before an in-place operation, for two tensors of one storage (c10's `get_overlap_status`)."""
     a, b = target.spec, source.spec
-    if 0 in a.shape or 0 in b.shape or not is_dense(a.shape, a.strides) or not is_dense(b.shape, b.strides):
+    if (
+        0 in a.shape
+        or 0 in b.shape
+        or not is_dense(a.shape, a.strides)
+        or not is_dense(b.shape, b.strides)
+    ):
         return
     first, other = target.offset * a.dtype.itemsize, source.offset * b.dtype.itemsize
     last, other_last = first + a.num_bytes, other + b.num_bytes
@@ -181,7 +198,16 @@ def view_handler(lowering: registry.Lowering) -> Handler:
             if base.offset:
                 offset = link.begins_at(base.offset)
             view = View(base, base.storage, link, offset)
-        tensor = _new(XLAShardedTensor, spec.size, spec.strides, offset, None, spec.dtype, _STRIDED, XLA_DEVICE)
+        tensor = _new(
+            XLAShardedTensor,
+            spec.size,
+            spec.strides,
+            offset,
+            None,
+            spec.dtype,
+            _STRIDED,
+            XLA_DEVICE,
+        )
         tensor._handle = view
         return tensor
 
@@ -200,7 +226,17 @@ def _moves(family: Any) -> bool:
     return len(cuts) > _MOVING_AFTER
 
 
-def _moving_link(base: Spec, offset: int, result: torch.Tensor, call: Any, *, dim: int, start: int, length: int, keeps: bool) -> Link | None:
+def _moving_link(
+    base: Spec,
+    offset: int,
+    result: torch.Tensor,
+    call: Any,
+    *,
+    dim: int,
+    start: int,
+    length: int,
+    keeps: bool,
+) -> Link | None:
     """The slice of `length` from `start` on, with `start` an input of the program; None as long as few starts were met.
 
     A loop over all positions in one program keeps them static, which partitions and fuses best. A position that changes from program to
@@ -217,11 +253,15 @@ def _moving_link(base: Spec, offset: int, result: torch.Tensor, call: Any, *, di
             piece = lax.dynamic_slice_in_dim(inputs[0], numbers[0].value, length, dim)
             return [piece if keeps else piece.squeeze(dim)]
 
-        def write_back(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+        def write_back(
+            context: registry.Context, inputs: list[Any], numbers: list[Any]
+        ) -> list[Any]:
             piece = inputs[1] if keeps else jnp.expand_dims(inputs[1], dim)
             return [lax.dynamic_update_slice_in_dim(inputs[0], piece, numbers[0].value, dim)]
 
-        entry = Entry(f"{call[0].name()}.moving", kernel, (Spec.from_tensor(result),), number_kinds=(int,))
+        entry = Entry(
+            f"{call[0].name()}.moving", kernel, (Spec.from_tensor(result),), number_kinds=(int,)
+        )
         entry.view_write = Entry(f"write.{entry.name}", write_back, (base,), number_kinds=(int,))
         remember(key, entry)
     return Link(entry, call, offset, numbers=(start,), base=base)
@@ -230,7 +270,9 @@ def _moving_link(base: Spec, offset: int, result: torch.Tensor, call: Any, *, di
 def _moving_select(base: Spec, offset: int, result: torch.Tensor, call: Any) -> Link | None:
     dim, index = call[1]
     dim %= len(base.shape)
-    return _moving_link(base, offset, result, call, dim=dim, start=index % base.shape[dim], length=1, keeps=False)
+    return _moving_link(
+        base, offset, result, call, dim=dim, start=index % base.shape[dim], length=1, keeps=False
+    )
 
 
 def _moving_slice(base: Spec, offset: int, result: torch.Tensor, call: Any) -> Link | None:
@@ -256,7 +298,10 @@ def alias(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def pieces_handler(func: Any) -> Handler:
     """`split`, `split_with_sizes`, `unbind`: each piece is a view of its own."""
-    select, cut = view_handler(_lowering(aten.select.int)), view_handler(_lowering(aten.slice.Tensor))
+    select, cut = (
+        view_handler(_lowering(aten.select.int)),
+        view_handler(_lowering(aten.slice.Tensor)),
+    )
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         x = args[0]
@@ -285,13 +330,20 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     handle = args[0]._handle
     whole, offset = handle.storage, handle.offset if offset is None else offset
-    if (size, strides, offset, handle.spec.dtype) == (whole.spec.shape, whole.spec.strides, 0, whole.spec.dtype):
+    if (size, strides, offset, handle.spec.dtype) == (
+        whole.spec.shape,
+        whole.spec.strides,
+        0,
+        whole.spec.dtype,
+    ):
         # All of the storage as it is: so what is marked is the storage itself. `empty_like` of a tensor on another device comes here.
         return wrap(whole)
     return wrap(strided_view(handle, size, strides, offset))
 
 
-def strided_view(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int) -> View:
+def strided_view(
+    handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> View:
     """The view of the handle's storage, in the handle's dtype, whose element [i, j, ...] is element offset + i * strides[0] + ... of it.
 
     Raises:
@@ -300,7 +352,12 @@ def strided_view(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...]
     storage, dtype = handle.storage, handle.spec.dtype
     reach = storage.spec.num_bytes // dtype.itemsize
     last = offset + sum((n - 1) * step for n, step in zip(size, strides)) if all(size) else -1
-    if len(size) != len(strides) or offset < 0 or any(step < 0 for step in strides) or last >= reach:
+    if (
+        len(size) != len(strides)
+        or offset < 0
+        or any(step < 0 for step in strides)
+        or last >= reach
+    ):
         raise RuntimeError(
             f"as_strided must stay inside the storage; size {size}, strides {strides}, offset {offset} reach element {last} of {reach}. "
             "Use as many sizes as strides, neither negative, within the tensor's own storage."
@@ -308,7 +365,9 @@ def strided_view(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...]
     return View(storage, storage, _strided_link(handle, size, strides, offset), offset)
 
 
-def _strided_link(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Link:
+def _strided_link(
+    handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> Link:
     base = handle.storage.spec
     # What a view did to the values themselves, it does to the whole memory: other bits, a conjugate, a sign.
     changes: list[Any] = []
@@ -326,7 +385,12 @@ def _strided_link(handle: Handle, size: tuple[int, ...], strides: tuple[int, ...
     link: Link | None = entries.get(key)
     if link is None:
         entry = _strided_entry(base, changes, Spec.of(size, strides, dtype), offset)
-        link = Link(entry, (aten.as_strided.default, (size, strides, offset, tuple(changes)), {}), offset, base=base)
+        link = Link(
+            entry,
+            (aten.as_strided.default, (size, strides, offset, tuple(changes)), {}),
+            offset,
+            base=base,
+        )
         remember(key, link)
     return link
 
@@ -338,9 +402,15 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
             f"as_strided needs a storage without gaps; this one has shape {base.shape} and strides {base.strides}. Call contiguous() first."
         )
     order = sorted(range(len(base.shape)), key=lambda d: -base.strides[d])
-    dense, inverse = tuple(base.shape[d] for d in order), tuple(order.index(d) for d in range(len(order)))
+    dense, inverse = (
+        tuple(base.shape[d] for d in order),
+        tuple(order.index(d) for d in range(len(order))),
+    )
     bits = _lowering(aten.view.dtype).function
-    read, back = _lowering(aten.as_strided.default).function, registry.find_view_write(aten.as_strided.default)
+    read, back = (
+        _lowering(aten.as_strided.default).function,
+        registry.find_view_write(aten.as_strided.default),
+    )
     assert back is not None
 
     def reinterpret(flat: Any, dtype: torch.dtype) -> Any:

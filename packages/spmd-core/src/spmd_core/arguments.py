@@ -35,7 +35,9 @@ class Arguments:
 def _of_link(link: Link) -> Named:
     func, args, kwargs = link.call
     names = schema.of(func).names[1:]
-    return {name: _plain(a) for name, a in zip(names, args)} | {name: _plain(a) for name, a in kwargs.items()}
+    return {name: _plain(a) for name, a in zip(names, args)} | {
+        name: _plain(a) for name, a in kwargs.items()
+    }
 
 
 def _of_call(key: tuple[Any, ...]) -> Named:
@@ -43,7 +45,12 @@ def _of_call(key: tuple[Any, ...]) -> Named:
     names = schema.of(call.func).names
     named: Named = {"torch.get_default_dtype()": default_dtype}
     for position, part in enumerate(parts):
-        is_keyword = isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str) and part[0] != "["
+        is_keyword = (
+            isinstance(part, tuple)
+            and len(part) == 2
+            and isinstance(part[0], str)
+            and part[0] != "["
+        )
         name, value = part if is_keyword else (names[position], part)
         named[name] = _plain(value)
     return named

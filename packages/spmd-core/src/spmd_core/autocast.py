@@ -46,7 +46,11 @@ _PROMOTE = (
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, torch.Tensor):
-        eligible = tree.is_floating_point() and tree.device.type == "xla" and tree.dtype is not torch.float64
+        eligible = (
+            tree.is_floating_point()
+            and tree.device.type == "xla"
+            and tree.dtype is not torch.float64
+        )
         return tree.to(dtype) if eligible and tree.dtype is not dtype else tree
     if isinstance(tree, (list, tuple)):
         return type(tree)(_cast(x, dtype) for x in tree)
@@ -59,13 +63,17 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [t for x in tree for t in _tensors(x)] if isinstance(tree, (list, tuple)) else []
 
 
-def _run_in(choose: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None], overload: Any) -> Callable[..., Any]:
+def _run_in(
+    choose: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None], overload: Any
+) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = choose(args, kwargs)
         with _below_autocast():
             if dtype is None:
                 return overload(*args, **kwargs)
-            return overload(*(_cast(a, dtype) for a in args), **{n: _cast(a, dtype) for n, a in kwargs.items()})
+            return overload(
+                *(_cast(a, dtype) for a in args), **{n: _cast(a, dtype) for n, a in kwargs.items()}
+            )
 
     return kernel
 
@@ -79,10 +87,18 @@ def _set_dtype(overload: Any) -> Callable[..., Any]:
     position = next(i for i, a in enumerate(overload._schema.arguments) if a.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        floating = any(t.is_floating_point() and t.dtype is not torch.float64 for t in _tensors(args[0]))
-        named = kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)
+        floating = any(
+            t.is_floating_point() and t.dtype is not torch.float64 for t in _tensors(args[0])
+        )
+        named = kwargs.get("dtype") is not None or (
+            len(args) > position and args[position] is not None
+        )
         with _below_autocast():
-            return overload(*args, **kwargs) if named or not floating else overload(*args, **{**kwargs, "dtype": torch.float32})
+            return (
+                overload(*args, **kwargs)
+                if named or not floating
+                else overload(*args, **{**kwargs, "dtype": torch.float32})
+            )
 
     return kernel
 
@@ -100,9 +116,16 @@ def _install() -> torch.library.Library:
     def register(names: tuple[str, ...], make: Callable[[Any], Callable[..., Any]]) -> None:
         for name in names:
             packet, _, overload = name.partition(".")
-            library.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), "AutocastXLA")
+            library.impl(
+                name,
+                make(getattr(getattr(torch.ops.aten, packet), overload or "default")),
+                "AutocastXLA",
+            )
 
-    register(_LOWER_PRECISION, lambda op: _run_in(lambda args, kwargs: torch.get_autocast_dtype("xla"), op))
+    register(
+        _LOWER_PRECISION,
+        lambda op: _run_in(lambda args, kwargs: torch.get_autocast_dtype("xla"), op),
+    )
     register(_FP32, lambda op: _run_in(lambda args, kwargs: torch.float32, op))
     register(_FP32_SET_OPT_DTYPE, _set_dtype)
     register(_PROMOTE, lambda op: _run_in(_widest, op))

@@ -38,7 +38,9 @@ def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Non
     for t in given:
         if not isinstance(t, XLAShardedTensor):
             got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise DeviceMismatchError(f"optimization_barrier_ needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla').")
+            raise DeviceMismatchError(
+                f"optimization_barrier_ needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+            )
         handles.append(t._handle)
     if not given:
         return

@@ -59,7 +59,14 @@ class Collective:
     @property
     def line(self) -> str | None:
         """`file:line` of the first cause whose line is known."""
-        return next((f"{cause.origin.file}:{cause.origin.line}" for cause in self.causes if cause.origin is not None), None)
+        return next(
+            (
+                f"{cause.origin.file}:{cause.origin.line}"
+                for cause in self.causes
+                if cause.origin is not None
+            ),
+            None,
+        )
 
 
 class Collectives(tuple[Collective, ...]):
@@ -80,7 +87,9 @@ class Collectives(tuple[Collective, ...]):
 
     def where(self, *, kind: str | None = None, axis: str | None = None) -> "Collectives":
         """Those of one kind, along one mesh axis."""
-        chosen = (c for c in self if kind in (None, c.kind) and (axis is None or axis in (c.axes or ())))
+        chosen = (
+            c for c in self if kind in (None, c.kind) and (axis is None or axis in (c.axes or ()))
+        )
         return Collectives.of(chosen, self.program)
 
     @property
@@ -94,11 +103,20 @@ class Collectives(tuple[Collective, ...]):
         rows = [("kind", "axes", "bytes per device", "times", "cause")]
         for c in sorted(self, key=_total, reverse=True):
             first, *others = [str(cause) for cause in c.causes] or ["not known"]
-            rows.append((c.kind, _axes_text(c), f"{c.result_bytes:,}", "?" if c.executions is None else str(c.executions), first))
+            rows.append(
+                (
+                    c.kind,
+                    _axes_text(c),
+                    f"{c.result_bytes:,}",
+                    "?" if c.executions is None else str(c.executions),
+                    first,
+                )
+            )
             rows += [("", "", "", "", other) for other in others]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
-            f"{kind:<{widths[0]}}  {axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}" for kind, axes, size, times, cause in rows
+            f"{kind:<{widths[0]}}  {axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}"
+            for kind, axes, size, times, cause in rows
         ]
         sums: Counter[str] = Counter()
         numbers: Counter[str] = Counter()
@@ -106,7 +124,10 @@ class Collectives(tuple[Collective, ...]):
             what = f"{c.kind} over {_axes_text(c)}"
             sums[what] += _total(c)
             numbers[what] += 1
-        lines += ["", *(f"{size:,} bytes in {numbers[what]} x {what}" for what, size in sums.most_common())]
+        lines += [
+            "",
+            *(f"{size:,} bytes in {numbers[what]} x {what}" for what, size in sums.most_common()),
+        ]
         total = f"{self.program}: {len(self)} collectives, {self.result_bytes:,} bytes of results per device"
         if not any(cause.origin for c in self for cause in c.causes):
             total += "\nFor the lines that cause them, record and compile with SPMD_SOURCE_LINES=1 or inside debugging.source_lines()."
@@ -130,14 +151,32 @@ def of_program(program: Program) -> Collectives:
     meshes = _meshes(program.graph)
     ids = program.device_ids
     found = hlo.collectives(program.compiled_text(), len(ids))
-    return Collectives.of((_collective(c, program.graph, meshes, ids) for c in found), program.record.name)
+    return Collectives.of(
+        (_collective(c, program.graph, meshes, ids) for c in found), program.record.name
+    )
 
 
-def _collective(c: hlo.CollectiveInstruction, graph: Graph, meshes: list[Mesh], ids: tuple[int, ...]) -> Collective:
-    groups = None if c.groups is None else tuple(tuple(ids[position] for position in group) for group in c.groups)
-    axes, is_part = (None, False) if groups is None else match_axes(groups, meshes, is_permute=c.kind == "collective-permute")
-    causes = tuple(dict.fromkeys(_cause(found, graph) for name in c.op_names for found in _OPERATION.finditer(name)))
-    return Collective(c.kind, c.result_bytes, c.operand_bytes, axes, is_part, groups, c.executions, causes, c.name)
+def _collective(
+    c: hlo.CollectiveInstruction, graph: Graph, meshes: list[Mesh], ids: tuple[int, ...]
+) -> Collective:
+    groups = (
+        None
+        if c.groups is None
+        else tuple(tuple(ids[position] for position in group) for group in c.groups)
+    )
+    axes, is_part = (
+        (None, False)
+        if groups is None
+        else match_axes(groups, meshes, is_permute=c.kind == "collective-permute")
+    )
+    causes = tuple(
+        dict.fromkeys(
+            _cause(found, graph) for name in c.op_names for found in _OPERATION.finditer(name)
+        )
+    )
+    return Collective(
+        c.kind, c.result_bytes, c.operand_bytes, axes, is_part, groups, c.executions, causes, c.name
+    )
 
 
 def _cause(found: re.Match[str], graph: Graph) -> Cause:
@@ -147,15 +186,23 @@ def _cause(found: re.Match[str], graph: Graph) -> Cause:
 
 def _meshes(graph: Graph) -> list[Mesh]:
     """The meshes of a program's marks and regions, the most frequent first."""
-    marks = [leaf.placement.sharding for leaf in graph.leaves] + [output.sharding for output in graph.outputs]
+    marks = [leaf.placement.sharding for leaf in graph.leaves] + [
+        output.sharding for output in graph.outputs
+    ]
     marks += [node.entry.sharding for node in graph.nodes]
     found = Counter(mark.mesh for mark in marks if mark is not None)
-    found.update(node.entry.border.manual.mesh for node in graph.nodes if node.entry.border is not None)
-    found.update(leaf.placement.manual.mesh for leaf in graph.leaves if leaf.placement.manual is not None)
+    found.update(
+        node.entry.border.manual.mesh for node in graph.nodes if node.entry.border is not None
+    )
+    found.update(
+        leaf.placement.manual.mesh for leaf in graph.leaves if leaf.placement.manual is not None
+    )
     return [mesh for mesh, _ in found.most_common()]
 
 
-def match_axes(groups: hlo.Groups, meshes: list[Mesh], *, is_permute: bool = False) -> tuple[tuple[str, ...] | None, bool]:
+def match_axes(
+    groups: hlo.Groups, meshes: list[Mesh], *, is_permute: bool = False
+) -> tuple[tuple[str, ...] | None, bool]:
     """The axes of the first mesh whose subgrids along them are just these groups of device ids; else of the first that has them as parts.
 
     Returns:
@@ -163,7 +210,10 @@ def match_axes(groups: hlo.Groups, meshes: list[Mesh], *, is_permute: bool = Fal
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
-        >>> match_axes(((0, 2, 4, 6), (1, 3, 5, 7)), [mesh]), match_axes(((0, 2), (4, 6), (1, 3), (5, 7)), [mesh])
+        >>> (
+        ...     match_axes(((0, 2, 4, 6), (1, 3, 5, 7)), [mesh]),
+        ...     match_axes(((0, 2), (4, 6), (1, 3), (5, 7)), [mesh]),
+        ... )
         ((('data',), False), (('data',), True))
     """
     parts: tuple[str, ...] | None = None
@@ -171,7 +221,10 @@ def match_axes(groups: hlo.Groups, meshes: list[Mesh], *, is_permute: bool = Fal
         position = {int(device): i for i, device in enumerate(mesh.device_ids)}
         if any(device not in position for group in groups for device in group):
             continue
-        grids = [np.array(np.unravel_index([position[d] for d in group], mesh.mesh_shape)) for group in groups]
+        grids = [
+            np.array(np.unravel_index([position[d] for d in group], mesh.mesh_shape))
+            for group in groups
+        ]
         varies = np.any([np.ptp(grid, axis=1) > 0 for grid in grids], axis=0)
         size = int(np.prod([n for n, v in zip(mesh.mesh_shape, varies) if v]))
         names = tuple(str(name) for name, v in zip(runtime.axis_names(mesh), varies) if v)

@@ -20,10 +20,14 @@ class Key(NamedTuple):
 
     structure: tuple[Entry | int, ...]  # each node's entry followed by the numbers of its inputs
     leaves: tuple[tuple[Spec, Placement], ...]  # spec and placement of each input
-    outputs: tuple[tuple[int, Spec, Placement | None], ...]  # number, spec and placement of each result
+    outputs: tuple[
+        tuple[int, Spec, Placement | None], ...
+    ]  # number, spec and placement of each result
     donated: tuple[int, ...]  # positions of the donated inputs
     device_ids: tuple[int, ...]
-    origins: tuple[Origin | None, ...] = ()  # each node's, where `config.record_source_lines` was on: the program names them
+    origins: tuple[
+        Origin | None, ...
+    ] = ()  # each node's, where `config.record_source_lines` was on: the program names them
     options: tuple[tuple[str, CompilerOption], ...] = ()  # `config.compiler_options`
 
 

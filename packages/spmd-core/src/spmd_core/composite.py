@@ -77,13 +77,22 @@ def attention(
     seed = None
     if dropout_p != 0:
         if not 0 <= dropout_p <= 1:
-            raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}. Pass a probability.")
+            raise RuntimeError(
+                f"dropout probability has to be between 0 and 1, but got {dropout_p}. Pass a probability."
+            )
         seed = random_stream.draw()
     if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (attn_mask is not None and attn_mask.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
     ):
-        return _Attention.apply(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa)
-    return _record_attention((query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa), NO_KWARGS)
+        return _Attention.apply(
+            query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa
+        )
+    return _record_attention(
+        (query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa), NO_KWARGS
+    )
 
 
 _flash_enabled = torch._C._get_flash_sdp_enabled
@@ -91,7 +100,11 @@ _flash_enabled = torch._C._get_flash_sdp_enabled
 
 def _fused_enabled() -> bool:
     """Whether the user left any backend but math; with none at all torch's own composition says so."""
-    return torch._C._get_mem_efficient_sdp_enabled() or torch._C._get_cudnn_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
+    return (
+        torch._C._get_mem_efficient_sdp_enabled()
+        or torch._C._get_cudnn_sdp_enabled()
+        or torch._C._get_overrideable_sdp_enabled()
+    )
 
 
 def _aligned(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
@@ -101,11 +114,21 @@ def _aligned(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, A
     else:
         heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
         grouped = enable_gqa or of_key == of_value == 1
-        if grouped and of_key != of_value and of_key and of_value and heads % of_key == 0 and heads % of_value == 0:
+        if (
+            grouped
+            and of_key != of_value
+            and of_key
+            and of_value
+            and heads % of_key == 0
+            and heads % of_value == 0
+        ):
             key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     kept = -3 if grouped else -2
     leading = torch.broadcast_shapes(*(x.shape[:kept] for x in (query, key, value)))
-    query, key, value = (x if x.shape[:kept] == leading else x.expand(*leading, *x.shape[kept:]) for x in (query, key, value))
+    query, key, value = (
+        x if x.shape[:kept] == leading else x.expand(*leading, *x.shape[kept:])
+        for x in (query, key, value)
+    )
     return query, key, value, grouped and query.shape[-3] != key.shape[-3]
 
 
@@ -136,8 +159,19 @@ class _Attention(torch.autograd.Function):
         query, key, value, attn_mask, out, lse = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:4])
         if torch.is_grad_enabled():  # create_graph=True
-            return (*_differentiable_backward(grads[0], (query, key, value, attn_mask), wanted, *ctx.options), None, None, None, None, None)
-        found = _record_attention_backward((grads[0], query, key, value, attn_mask, out, lse, *ctx.options, wanted), NO_KWARGS)
+            return (
+                *_differentiable_backward(
+                    grads[0], (query, key, value, attn_mask), wanted, *ctx.options
+                ),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
+        found = _record_attention_backward(
+            (grads[0], query, key, value, attn_mask, out, lse, *ctx.options, wanted), NO_KWARGS
+        )
         return (*found, None, None, None, None, None)
 
 
@@ -155,10 +189,14 @@ def _differentiable_backward(
     # Views, so that one tensor that is query, key and value at once gets three gradients.
     query, key, value, attn_mask = (None if x is None else x.view_as(x) for x in inputs)
     assert query is not None and key is not None and value is not None
-    out, weights = aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out, weights = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     if seed is not None:
         kept = _record_attention_kept((query, key, seed, dropout_p, is_causal), NO_KWARGS)
-        each = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if enable_gqa else value
+        each = (
+            value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if enable_gqa else value
+        )
         out = (weights * kept * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ each
     of = [x for x, yes in zip((query, key, value, attn_mask), wanted) if x is not None and yes]
     found = iter(torch.autograd.grad(out, of, grad, create_graph=True))
@@ -181,7 +219,9 @@ def ctc_loss(
 ) -> torch.Tensor:
     """`aten::ctc_loss`. Lengths may be lists or on the CPU; as tensors of the device they are inputs of the program: others compile nothing."""
     lengths = [torch.as_tensor(x).to(log_probs.device) for x in (input_lengths, target_lengths)]
-    return aten.ctc_loss.Tensor.decompose(log_probs, targets, *lengths, blank, reduction, zero_infinity)
+    return aten.ctc_loss.Tensor.decompose(
+        log_probs, targets, *lengths, blank, reduction, zero_infinity
+    )
 
 
 def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -189,7 +229,9 @@ def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     handler = out_handler(overload)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+        ):
             raise RuntimeError(
                 f"{overload._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic differentiation, "
                 "but one of the arguments requires grad."
@@ -220,7 +262,11 @@ def install() -> torch.library.Library:
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
     library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
     for overload in (aten.kron.out, aten.matmul.out):
-        library.impl(f"{overload._schema.name.removeprefix('aten::')}.out", _written_out(overload), "AutogradXLA")
+        library.impl(
+            f"{overload._schema.name.removeprefix('aten::')}.out",
+            _written_out(overload),
+            "AutogradXLA",
+        )
     library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")
     library.impl("ctc_loss.IntList", ctc_loss, "AutogradXLA")
     for name in _KEPT_WHOLE:

@@ -16,7 +16,9 @@ from spmd_core.sharding import PartitionSpec
 from spmd_core.tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
-_library.define("dynamo_mark_sharding(Tensor input, int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor")
+_library.define(
+    "dynamo_mark_sharding(Tensor input, int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor"
+)
 _library.define("aot_mark_sharding(Tensor input, str mesh, str partition_spec) -> Tensor")
 _library.define("dynamo_set_buffer_donor_(Tensor(a) t, bool should_donate) -> Tensor(a)")
 
@@ -55,13 +57,24 @@ def parse_axis_names(text: str) -> tuple[str, ...] | None:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         names = None
     if not isinstance(names, (tuple, list)):
-        raise MeshError(f"axis names are read from the literal of a tuple, or None; got {text!r}. Pass their str(), such as \"('data', 'model')\".")
+        raise MeshError(
+            f"axis names are read from the literal of a tuple, or None; got {text!r}. Pass their str(), such as \"('data', 'model')\"."
+        )
     return tuple(names)
 
 
-def _mark_in_place(input: torch.Tensor, device_ids: Sequence[int], mesh_shape: Sequence[int], axis_names: str, partition_spec: str) -> torch.Tensor:
+def _mark_in_place(
+    input: torch.Tensor,
+    device_ids: Sequence[int],
+    mesh_shape: Sequence[int],
+    axis_names: str,
+    partition_spec: str,
+) -> torch.Tensor:
     """`mark_sharding` of the tensor itself, which is returned; its gradient follows."""
-    mesh, spec = Mesh(device_ids, tuple(mesh_shape), parse_axis_names(axis_names)), parse_partition_spec(partition_spec)
+    mesh, spec = (
+        Mesh(device_ids, tuple(mesh_shape), parse_axis_names(axis_names)),
+        parse_partition_spec(partition_spec),
+    )
     if isinstance(input, XLAShardedTensor):
         return mark_sharding(input, mesh, spec)
     # Compiled code takes what an operator without an alias in its schema returns for a new tensor.
@@ -95,11 +108,17 @@ def _install(name: str, kernel: Any) -> None:
 
     def with_autograd(input: torch.Tensor, *how: Any) -> Any:
         # On the device autograd sees the mark's own hook, and a clone where there is one.
-        return kernel(input, *how) if isinstance(input, XLAShardedTensor) else _PassThrough.apply(overload, input, *how)
+        return (
+            kernel(input, *how)
+            if isinstance(input, XLAShardedTensor)
+            else _PassThrough.apply(overload, input, *how)
+        )
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, with_autograd, "Autograd")
-    torch.library.register_fake(f"xla::{name}", lambda input, *how: torch.empty_like(input), lib=_library)
+    torch.library.register_fake(
+        f"xla::{name}", lambda input, *how: torch.empty_like(input), lib=_library
+    )
 
 
 _install("dynamo_mark_sharding", _mark_in_place)

@@ -51,17 +51,27 @@ def nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`x.nonzero()`: int64 of shape (number of non-zeros, x.dim())."""
     x = args[0]
     mask = x if x.dtype is torch.bool else x != 0
-    return from_host(_read(mask, "nonzero", "torch.nonzero_static(x, size=n) and torch.where(condition, x, y) stay on the device.").nonzero())
+    return from_host(
+        _read(
+            mask,
+            "nonzero",
+            "torch.nonzero_static(x, size=n) and torch.where(condition, x, y) stay on the device.",
+        ).nonzero()
+    )
 
 
 def masked_select(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`x.masked_select(mask)`: the elements of x, broadcast with the mask, where the mask is True."""
     x, mask = args
     if mask.dtype is not torch.bool:
-        raise RuntimeError(f"masked_select: expected BoolTensor for mask; got a mask of {mask.dtype}. Write mask != 0.")
+        raise RuntimeError(
+            f"masked_select: expected BoolTensor for mask; got a mask of {mask.dtype}. Write mask != 0."
+        )
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     host = _read(mask, "masked_select", "torch.where(mask, x, 0) stays on the device.")
-    return aten.index.Tensor(x.expand(shape).reshape(-1), [_positions(host.expand(shape).reshape(-1))])
+    return aten.index.Tensor(
+        x.expand(shape).reshape(-1), [_positions(host.expand(shape).reshape(-1))]
+    )
 
 
 # Indexing.
@@ -72,7 +82,11 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
     reads = func is aten.index.Tensor
     lowering = registry.find(func if reads else aten.index_put.default)
     assert lowering is not None
-    record = functional_handler(lowering) if lowering.overload is func else in_place_handler(func, lowering)
+    record = (
+        functional_handler(lowering)
+        if lowering.overload is func
+        else in_place_handler(func, lowering)
+    )
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, indices = args[0], list(args[1])
@@ -88,20 +102,33 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
                 if i.__class__ is not XLAShardedTensor:
                     indices[position] = from_host(i)
             dim += i.dim() if i is not None and i.dtype in _MASKS else 1
-        indices = [from_host(i) if i is not None and i.__class__ is not XLAShardedTensor else i for i in indices]
+        indices = [
+            from_host(i) if i is not None and i.__class__ is not XLAShardedTensor else i
+            for i in indices
+        ]
         if not reads and not any(i is not None and i.dtype in _MASKS for i in indices):
-            _check_values(tuple(x.shape), tuple(None if i is None else tuple(i.shape) for i in indices), tuple(args[2].shape))
+            _check_values(
+                tuple(x.shape),
+                tuple(None if i is None else tuple(i.shape) for i in indices),
+                tuple(args[2].shape),
+            )
         return record((x, indices, *args[2:]), kwargs)
 
     return handler
 
 
 @lru_cache(maxsize=1024)
-def _check_values(shape: tuple[int, ...], indices: tuple[tuple[int, ...] | None, ...], values: tuple[int, ...]) -> None:
+def _check_values(
+    shape: tuple[int, ...], indices: tuple[tuple[int, ...] | None, ...], values: tuple[int, ...]
+) -> None:
     """Raises torch's error for values that do not fit where they go; the meta kernel of `index_put` does not look."""
-    metas = [None if i is None else torch.empty(i, dtype=torch.int64, device="meta") for i in indices]
+    metas = [
+        None if i is None else torch.empty(i, dtype=torch.int64, device="meta") for i in indices
+    ]
     region = aten.index.Tensor(torch.empty(shape, device="meta"), metas).shape
-    if len(values) > len(region) or any(n not in (1, m) for n, m in zip(reversed(values), reversed(region))):
+    if len(values) > len(region) or any(
+        n not in (1, m) for n, m in zip(reversed(values), reversed(region))
+    ):
         raise RuntimeError(
             f"shape mismatch: value tensor of shape {list(values)} cannot be broadcast to indexing result of shape {list(region)}. Give values of "
             "that shape."
@@ -128,7 +155,11 @@ def _without_masks(indices: list[Any], what: str) -> list[Any]:
         if i is None or i.dtype not in _MASKS:
             chosen.append(i)
         else:
-            host = _read(i, what, "torch.where(mask, x, y), masked_fill and x[mask] = one value stay on the device.")
+            host = _read(
+                i,
+                what,
+                "torch.where(mask, x, y), masked_fill and x[mask] = one value stay on the device.",
+            )
             chosen.extend(from_host(p) for p in host.nonzero(as_tuple=True))
     return chosen
 
@@ -141,10 +172,19 @@ def _fills(x: torch.Tensor, indices: list[Any], values: torch.Tensor) -> bool:
     leading, mask = next(d for d, i in enumerate(indices) if i is not None), given[0]
     region = (*x.shape[:leading], 1, *x.shape[leading + mask.dim() :])
     shape = tuple(values.shape)
-    return len(shape) <= len(region) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(region)))
+    return len(shape) <= len(region) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(region))
+    )
 
 
-def check_range(index: torch.Tensor, size: int, dim: int, *, wraps: bool = True, error: type[Exception] = IndexError) -> None:
+def check_range(
+    index: torch.Tensor,
+    size: int,
+    dim: int,
+    *,
+    wraps: bool = True,
+    error: type[Exception] = IndexError,
+) -> None:
     """Raises torch's error for an index outside its dim, where its values are still on the host; on the device it is clamped or dropped."""
     if index.__class__ is XLAShardedTensor:
         handle = index._handle
@@ -156,15 +196,23 @@ def check_range(index: torch.Tensor, size: int, dim: int, *, wraps: bool = True,
     low, high = (int(v) for v in torch.aminmax(index))
     least = -size if wraps else 0
     if low < least or high >= size:
-        raise error(f"index {low if low < least else high} is out of bounds for dimension {dim} with size {size}")
+        raise error(
+            f"index {low if low < least else high} is out of bounds for dimension {dim} with size {size}"
+        )
 
 
-def in_range(func: torch._ops.OpOverload, *, wraps: bool = False, error: type[Exception] = IndexError) -> Handler:
+def in_range(
+    func: torch._ops.OpOverload, *, wraps: bool = False, error: type[Exception] = IndexError
+) -> Handler:
     """Reads and writes at an index tensor, in functional form or in place: indices that are still on the host are checked."""
     form = schema.functional(func) if schema.of(func).written else func
     lowering = None if form is None else registry.find(form)
     assert lowering is not None and lowering.host_when is None
-    record = functional_handler(lowering) if lowering.overload is func else in_place_handler(func, lowering)
+    record = (
+        functional_handler(lowering)
+        if lowering.overload is func
+        else in_place_handler(func, lowering)
+    )
     along_dim = schema.of(func).names[1] == "dim"
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -172,11 +220,19 @@ def in_range(func: torch._ops.OpOverload, *, wraps: bool = False, error: type[Ex
         try:
             if not along_dim:
                 # `take` counts through the whole tensor, an embedding its rows.
-                check_range(args[1], x.numel() if func is aten.take.default or not x.dim() else x.shape[0], 0, wraps=wraps, error=error)
+                check_range(
+                    args[1],
+                    x.numel() if func is aten.take.default or not x.dim() else x.shape[0],
+                    0,
+                    wraps=wraps,
+                    error=error,
+                )
             elif len(args) > 2 and -x.dim() <= args[1] < x.dim():
                 check_range(args[2], x.shape[args[1]], args[1] % x.dim(), wraps=wraps, error=error)
         except error:
-            inference.infer(func, args, kwargs, spec_of)  # of two mistakes, eager torch names the one in the shapes
+            inference.infer(
+                func, args, kwargs, spec_of
+            )  # of two mistakes, eager torch names the one in the shapes
             raise
         return record(args, kwargs)
 
@@ -192,7 +248,9 @@ _NOTHING = (0,)
 def _groups(first: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     """For a mask over sorted elements that is True where a group begins: where the groups begin, and how long each is."""
     starts = _read(first, what, _UNIQUE).nonzero().reshape(-1)
-    ends = torch.cat([starts[1:], starts.new_full((1,), first.numel())]) if starts.numel() else starts
+    ends = (
+        torch.cat([starts[1:], starts.new_full((1,), first.numel())]) if starts.numel() else starts
+    )
     return from_host(starts), from_host(ends - starts)
 
 
@@ -207,7 +265,14 @@ def _ranks(order: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(order).scatter(0, order, first.long().cumsum(0) - 1)
 
 
-def _distinct(x: torch.Tensor, dim: int, order: torch.Tensor | None, first: torch.Tensor, what: str, shape: Sequence[int]) -> Any:
+def _distinct(
+    x: torch.Tensor,
+    dim: int,
+    order: torch.Tensor | None,
+    first: torch.Tensor,
+    what: str,
+    shape: Sequence[int],
+) -> Any:
     starts, counts = _groups(first, what)
     chosen = starts if order is None else order.index_select(0, starts)
     inverse = first.long().cumsum(0) - 1 if order is None else _ranks(order, first)
@@ -222,7 +287,9 @@ def _asked(result: Any, *, inverse: bool, counts: bool) -> Any:
 
 def unique2(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`_unique2(x, sorted, return_inverse, return_counts)`: always sorted, as torch's on the CPU."""
-    x, _, inverse, counts = _defaults(args, kwargs, sorted=True, return_inverse=False, return_counts=False)
+    x, _, inverse, counts = _defaults(
+        args, kwargs, sorted=True, return_inverse=False, return_counts=False
+    )
     values, order = x.reshape(-1).sort(stable=True)
     result = _distinct(x.reshape(-1), 0, order, _begins(values.unsqueeze(1)), "unique", x.shape)
     return _asked(result, inverse=inverse, counts=counts)
@@ -236,16 +303,24 @@ def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`unique_consecutive(x, return_inverse, return_counts, dim)`: one of each run of equals."""
-    x, inverse, counts, dim = _defaults(args, kwargs, return_inverse=False, return_counts=False, dim=None)
+    x, inverse, counts, dim = _defaults(
+        args, kwargs, return_inverse=False, return_counts=False, dim=None
+    )
     if dim is not None:
         return unique_dim_consecutive((x, dim, inverse, counts), {})
     flat = x.reshape(-1)
-    return _asked(_distinct(flat, 0, None, _begins(flat.unsqueeze(1)), "unique_consecutive", x.shape), inverse=inverse, counts=counts)
+    return _asked(
+        _distinct(flat, 0, None, _begins(flat.unsqueeze(1)), "unique_consecutive", x.shape),
+        inverse=inverse,
+        counts=counts,
+    )
 
 
 def unique_dim_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`unique_dim_consecutive(x, dim, return_inverse, return_counts)`: one of each run of equal slices."""
-    x, dim, inverse, counts = _defaults(args, kwargs, dim=0, return_inverse=False, return_counts=False)
+    x, dim, inverse, counts = _defaults(
+        args, kwargs, dim=0, return_inverse=False, return_counts=False
+    )
     rows = _rows(x, dim)
     result = _distinct(x, dim, None, _begins(rows), "unique_consecutive", (x.shape[dim],))
     return _asked(result, inverse=inverse, counts=counts)
@@ -256,7 +331,9 @@ def unique_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     Slices are ranked by pairs of columns, then pairs of pairs: as many sorts as the logarithm of a slice's length.
     """
-    x, dim, _, inverse, counts = _defaults(args, kwargs, dim=0, sorted=True, return_inverse=False, return_counts=False)
+    x, dim, _, inverse, counts = _defaults(
+        args, kwargs, dim=0, sorted=True, return_inverse=False, return_counts=False
+    )
     rows = _rows(x, dim)
     keys = _dense_ranks(rows)
     while keys.shape[1] > 1:
@@ -298,18 +375,32 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`bincount(x, weights, minlength)`: the largest element, one number, is read; the counting stays on the device."""
     x, weights, minlength = _defaults(args, kwargs, weights=None, minlength=0)
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
-        raise NotImplementedError(f"bincount only supports integral inputs; got {x.dtype}. Convert it with .long().")
+        raise NotImplementedError(
+            f"bincount only supports integral inputs; got {x.dtype}. Convert it with .long()."
+        )
     if x.dim() != 1:
-        raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs; got shape {tuple(x.shape)}. Flatten it.")
+        raise RuntimeError(
+            f"bincount only supports 1-d non-negative integral inputs; got shape {tuple(x.shape)}. Flatten it."
+        )
     if minlength < 0:
-        raise RuntimeError(f"minlength should be >= 0; got {minlength}. Leave it out, or give the least length.")
+        raise RuntimeError(
+            f"minlength should be >= 0; got {minlength}. Leave it out, or give the least length."
+        )
     if weights is not None and (weights.dim() != 1 or weights.shape != x.shape):
-        raise RuntimeError(f"weights should be 1-d and have the same length as input; got {tuple(weights.shape)} for {tuple(x.shape)}.")
+        raise RuntimeError(
+            f"weights should be 1-d and have the same length as input; got {tuple(weights.shape)} for {tuple(x.shape)}."
+        )
     length = minlength
     if x.numel():
-        bounds = _read(torch.stack(x.aminmax()), "bincount", "torch.zeros(n).scatter_add_(0, x, ones) has a static length.")
+        bounds = _read(
+            torch.stack(x.aminmax()),
+            "bincount",
+            "torch.zeros(n).scatter_add_(0, x, ones) has a static length.",
+        )
         if int(bounds[0]) < 0:
-            raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs; got the element {int(bounds[0])}. Shift the elements to 0.")
+            raise RuntimeError(
+                f"bincount only supports 1-d non-negative integral inputs; got the element {int(bounds[0])}. Shift the elements to 0."
+            )
         length = max(length, int(bounds[1]) + 1)
     if not x.numel():
         return x.new_zeros((length,), dtype=torch.int64)
@@ -325,13 +416,21 @@ def repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     repeats = args[0]
     if kwargs.get("output_size") is None:
         if repeats.dim() != 1:
-            raise RuntimeError(f"repeat_interleave only accept 1D vector as repeat; got shape {tuple(repeats.shape)}. Flatten it.")
+            raise RuntimeError(
+                f"repeat_interleave only accept 1D vector as repeat; got shape {tuple(repeats.shape)}. Flatten it."
+            )
         total = 0
         if repeats.numel():
             bounds = torch.stack([repeats.sum(), repeats.min().long()])
-            host = _read(bounds, "repeat_interleave", "repeat_interleave(..., output_size=n) stays on the device.")
+            host = _read(
+                bounds,
+                "repeat_interleave",
+                "repeat_interleave(..., output_size=n) stays on the device.",
+            )
             if int(host[1]) < 0:
-                raise RuntimeError(f"repeats can not be negative; got {int(host[1])}. Give counts of at least 0.")
+                raise RuntimeError(
+                    f"repeats can not be negative; got {int(host[1])}. Give counts of at least 0."
+                )
             total = int(host[0])
         kwargs = {**kwargs, "output_size": total}
     return _record_repeat_interleave(args, kwargs)
@@ -348,9 +447,20 @@ assert _lowering is not None
 _record_repeat_interleave = functional_handler(_lowering)
 
 # torch raises a RuntimeError for the one kind and an IndexError for the other.
-_AT_ELEMENTS = [aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value]
+_AT_ELEMENTS = [
+    aten.gather.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+]
 _AT_ELEMENTS += [aten.scatter_add.default, aten.scatter_add_.default]
-_AT_SLICES = [aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default]
+_AT_SLICES = [
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.index_copy.default,
+    aten.index_copy_.default,
+]
 
 HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: nonzero,

@@ -52,10 +52,16 @@ def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
     """
     with lock:
         traced = program or _traced(tensors, "stablehlo")
-        return traced.lowered.as_text(debug_info=any(node.origin is not None for node in traced.graph.nodes))
+        return traced.lowered.as_text(
+            debug_info=any(node.origin is not None for node in traced.graph.nodes)
+        )
 
 
-def hlo(*tensors: torch.Tensor, program: Program | None = None, stage: Literal["before", "after"] = "after") -> str:
+def hlo(
+    *tensors: torch.Tensor,
+    program: Program | None = None,
+    stage: Literal["before", "after"] = "after",
+) -> str:
     """XLA's HLO of the same program: `before` partitioning, or `after` it, which is the optimised module that each device runs.
 
     `after` compiles the program and does not run it; the cut that needs the same program finds it compiled. `metadata` names each torch operation,
@@ -66,7 +72,9 @@ def hlo(*tensors: torch.Tensor, program: Program | None = None, stage: Literal["
         SpmdError, DeviceMismatchError: as `stablehlo`.
     """
     if stage not in ("before", "after"):
-        raise ValueError(f"hlo shows the module 'before' or 'after' partitioning; got stage={stage!r}. Pass one of the two.")
+        raise ValueError(
+            f"hlo shows the module 'before' or 'after' partitioning; got stage={stage!r}. Pass one of the two."
+        )
     with lock:
         if stage == "after":
             return (program or _planned(tensors, "hlo").program()).compiled_text()
@@ -90,7 +98,11 @@ def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Colle
 
     Example:
         >>> from spmd_core import Mesh, mark_sharding
-        >>> x = mark_sharding(torch.ones(16, 8, device="cpu").to("xla"), Mesh(range(8), (8,), ("data",)), ("data",))
+        >>> x = mark_sharding(
+        ...     torch.ones(16, 8, device="cpu").to("xla"),
+        ...     Mesh(range(8), (8,), ("data",)),
+        ...     ("data",),
+        ... )
         >>> for c in collectives(x.sum()):
         ...     print(c.kind, c.axes, c.result_bytes, c.causes[0].op)
         all-reduce ('data',) 4 aten::sum
@@ -124,7 +136,9 @@ def operations(*tensors: torch.Tensor) -> str:
     for number, node in zip(first, graph.nodes):
         inputs = ", ".join(f"input {-i - 1}" if i < 0 else str(i) for i in node.inputs)
         where = "" if node.origin is None else f"  # {node.origin}"
-        lines.append(f"{number}: {node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}")
+        lines.append(
+            f"{number}: {node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}"
+        )
     return "\n".join(lines)
 
 
@@ -159,14 +173,18 @@ def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
     for storage in live:
         storage.request()
     if not live:
-        raise SpmdError(f"{what} shows the program of what is pending; nothing is. Call it before sync(), or give it a program: {what}(program=...).")
+        raise SpmdError(
+            f"{what} shows the program of what is pending; nothing is. Call it before sync(), or give it a program: {what}(program=...)."
+        )
     return execution.plan(live)
 
 
 def _pending(t: torch.Tensor, what: str) -> Storage:
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(f"{what} takes tensors on device 'xla'; got {got}. Move it first: t = t.to('xla').")
+        raise DeviceMismatchError(
+            f"{what} takes tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
     handle = t._handle
     if not isinstance(handle, Storage):
         return Storage(read(handle), Spec.contiguous(handle.spec.shape, handle.spec.dtype))

@@ -36,7 +36,9 @@ def _install_guard() -> None:
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    xla, private = (int(getattr(torch._C._autograd.DeviceType, name)) for name in ("XLA", "PrivateUse1"))
+    xla, private = (
+        int(getattr(torch._C._autograd.DeviceType, name)) for name in ("XLA", "PrivateUse1")
+    )
     if registry[xla]:
         raise SpmdError(
             "device type 'xla' must not have an owner when spmd_core is imported; another package (torch_xla?) has registered it. "
@@ -45,12 +47,16 @@ def _install_guard() -> None:
     before = registry[private]
     torch._C._acc.register_python_privateuseone_device_guard(_XlaGuard())
     if not registry[0] or not registry[private] or registry[private] == before:
-        raise SpmdError(f"torch {torch.__version__} lays out its device guards in a way that spmd_core does not know. Use torch 2.11 or later.")
+        raise SpmdError(
+            f"torch {torch.__version__} lays out its device guards in a way that spmd_core does not know. Use torch 2.11 or later."
+        )
     registry[xla], registry[private] = registry[private], before
 
 
 def _device_module() -> types.ModuleType:
-    module = types.ModuleType("torch.xla", "What torch asks of every device type, for device 'xla'.")
+    module = types.ModuleType(
+        "torch.xla", "What torch asks of every device type, for device 'xla'."
+    )
 
     def current_device() -> int:
         return 0
@@ -107,9 +113,17 @@ def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., t
 
     def processed(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = process(param, *args, **kwargs)
-        if isinstance(param, XLAShardedTensor) and isinstance(result, XLAShardedTensor) and result.shape == param.shape:
+        if (
+            isinstance(param, XLAShardedTensor)
+            and isinstance(result, XLAShardedTensor)
+            and result.shape == param.shape
+        ):
             handle = result._handle
-            if param.sharding is not None and handle.sharding is None and isinstance(handle, Storage):
+            if (
+                param.sharding is not None
+                and handle.sharding is None
+                and isinstance(handle, Storage)
+            ):
                 with lock:
                     execution.set_sharding(handle, param.sharding)
         return result
@@ -130,7 +144,9 @@ def _install() -> torch.library.Library:
     for name in ("tril_indices", "triu_indices"):
         library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
     # torch keeps the list of devices with fused optimizers in a function, and has no registration for it.
-    optimizer._get_fused_kernels_supported_devices = _with_xla(optimizer._get_fused_kernels_supported_devices)
+    optimizer._get_fused_kernels_supported_devices = _with_xla(
+        optimizer._get_fused_kernels_supported_devices
+    )
     # There is no hook for one value of a state, and one for the whole would see it on the device already, whole on each.
     process = _like_its_parameter(torch.optim.Optimizer._process_value_according_to_param_policy)
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(process)  # type: ignore[method-assign]

@@ -19,7 +19,9 @@ def own_rank() -> int:
     return runtime.first_local_device()
 
 
-def _mesh_tensor_without_group(full_mesh: torch.Tensor, current_rank: int | None = None) -> torch.Tensor:
+def _mesh_tensor_without_group(
+    full_mesh: torch.Tensor, current_rank: int | None = None
+) -> torch.Tensor:
     if current_rank is None and not distributed.is_initialized():
         current_rank = own_rank()
     return _mesh_tensor(full_mesh, current_rank)
@@ -38,11 +40,17 @@ def _local_rank_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
         )
     names = self.mesh_dim_names or ()
     if isinstance(mesh_dim, str) and mesh_dim not in names:
-        raise KeyError(f"mesh_dim must be one of the mesh's names, {names}; got {mesh_dim!r}. Use one of them.")
-    dim = 0 if mesh_dim is None else names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+        raise KeyError(
+            f"mesh_dim must be one of the mesh's names, {names}; got {mesh_dim!r}. Use one of them."
+        )
+    dim = (
+        0 if mesh_dim is None else names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+    )
     coordinate = _coordinate(self)
     if coordinate is None:
-        raise RuntimeError(f"only a device of the mesh has a rank in it; device {own_rank()}, the first of this process, is not one of {self}'s.")
+        raise RuntimeError(
+            f"only a device of the mesh has a rank in it; device {own_rank()}, the first of this process, is not one of {self}'s."
+        )
     return coordinate[dim]
 
 
@@ -60,7 +68,9 @@ class _Default:
     def __get__(self, mesh: DeviceMesh | None, owner: Any = None) -> Any:
         if mesh is not None and mesh.device_type == "xla":
             return self._value(mesh)
-        raise AttributeError(f"{'DeviceMesh' if mesh is None else mesh} has no attribute {self._name!r}")
+        raise AttributeError(
+            f"{'DeviceMesh' if mesh is None else mesh} has no attribute {self._name!r}"
+        )
 
 
 DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(_mesh_tensor_without_group)  # type: ignore[method-assign]

@@ -79,12 +79,20 @@ def _choose(func: Any) -> tuple[How, Callable[[], Handler]]:
     facts = schema.of(func)
     lowering = registry.find(func)
     if lowering is not None:
-        return (How.VIEW, partial(view_handler, lowering)) if facts.is_view else (How.LOWERED, partial(_computed, lowering))
+        return (
+            (How.VIEW, partial(view_handler, lowering))
+            if facts.is_view
+            else (How.LOWERED, partial(_computed, lowering))
+        )
     if facts.written:
         form = schema.functional(func)
         if form is not None and torch.Tag.inplace_view in func.tags:
             return How.IN_PLACE, partial(_in_place_view, form)
-        writes_lists = any("[]" in str(a.type) or "List" in str(a.type) for a in func._schema.arguments if a.name in facts.written)
+        writes_lists = any(
+            "[]" in str(a.type) or "List" in str(a.type)
+            for a in func._schema.arguments
+            if a.name in facts.written
+        )
         if form is not None and facts.out_names:
             return How.OUT, partial(_derived_out, func, form)
         several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
@@ -92,23 +100,33 @@ def _choose(func: Any) -> tuple[How, Callable[[], Handler]]:
         if several and computed is not None:
             return How.IN_PLACE, partial(several_written_handler, func, computed)
         if form is not None and facts.written == facts.names[:1] and not writes_lists:
-            return How.IN_PLACE, partial(_derived_in_place, func, form) if computed is None else partial(in_place_handler, func, computed)
+            return How.IN_PLACE, partial(
+                _derived_in_place, func, form
+            ) if computed is None else partial(in_place_handler, func, computed)
     if schema.has_kernel(func, "CompositeImplicitAutograd"):
         return How.COMPOSED, lambda: lambda args, kwargs: func.decompose(*args, **kwargs)
     if schema.has_kernel(func, "CompositeExplicitAutograd"):
         return How.COMPOSED, partial(composite_explicit, func)
     function = decomposition_table.get(func)
-    return (How.HOST, partial(on_host, func)) if function is None else (How.DECOMPOSED, partial(decomposition, func, function))
+    return (
+        (How.HOST, partial(on_host, func))
+        if function is None
+        else (How.DECOMPOSED, partial(decomposition, func, function))
+    )
 
 
 def _computed(lowering: registry.Lowering) -> Handler:
     """Records the overload, save for the calls that its lowering declines."""
-    record = like_handler(lowering) if makes_like(lowering.overload) else functional_handler(lowering)
+    record = (
+        like_handler(lowering) if makes_like(lowering.overload) else functional_handler(lowering)
+    )
     declines = lowering.host_when
     if declines is None:
         return record
     host = on_host(lowering.overload)
-    return lambda args, kwargs: host(args, kwargs) if declines(args, kwargs) else record(args, kwargs)
+    return lambda args, kwargs: (
+        host(args, kwargs) if declines(args, kwargs) else record(args, kwargs)
+    )
 
 
 def _in_place_view(form: torch._ops.OpOverload) -> Handler:
@@ -138,8 +156,12 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
     # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
-    required = {a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()}
-    takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(a.name == "dtype" for a in func._schema.arguments)
+    required = {
+        a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()
+    }
+    takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(
+        a.name == "dtype" for a in func._schema.arguments
+    )
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in names]
@@ -153,7 +175,9 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         results = compute(*args, **rest)
         results = (results,) if isinstance(results, torch.Tensor) else results
         if len(results) != len(outs):
-            raise RuntimeError(f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. Give one tensor for each result.")
+            raise RuntimeError(
+                f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. Give one tensor for each result."
+            )
         for out, result in zip(outs, results):
             if not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
@@ -189,8 +213,13 @@ def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            standin, chosen = torch.zeros((), dtype=dtype), [torch.zeros((), dtype=torch.bool)] if position == 2 else []
-            getattr(standin, "masked_fill_" if chosen else "fill_")(*chosen, args[position])  # raises what eager torch raises
+            standin, chosen = (
+                torch.zeros((), dtype=dtype),
+                [torch.zeros((), dtype=torch.bool)] if position == 2 else [],
+            )
+            getattr(standin, "masked_fill_" if chosen else "fill_")(
+                *chosen, args[position]
+            )  # raises what eager torch raises
         return inner[0](args, kwargs)
 
     return handler
@@ -203,7 +232,9 @@ def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
     if mean is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
-    out, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(x, weight, bias, mean, var, training, momentum, eps)
+    out, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(
+        x, weight, bias, mean, var, training, momentum, eps
+    )
     store(mean, new_mean)
     store(var, new_var)
     return out, save_mean, save_var
@@ -224,7 +255,9 @@ def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
     if not given.get("training", False):
         return aten.leaky_relu(given["self"], (lower + upper) / 2)
-    result, noise = aten.rrelu_with_noise_functional(given["self"], given["noise"], lower, upper, True, given.get("generator"))
+    result, noise = aten.rrelu_with_noise_functional(
+        given["self"], given["noise"], lower, upper, True, given.get("generator")
+    )
     store(given["noise"], noise)
     return result
 
@@ -241,11 +274,15 @@ _SPECIAL: dict[Any, Handler] = {
     aten._local_scalar_dense.default: item,
     **data_dependent.HANDLERS,
     **linear_algebra.HANDLERS,
-    aten._index_put_impl_.default: lambda args, kwargs: route(None, aten.index_put_.default, (), args[:4]),
+    aten._index_put_impl_.default: lambda args, kwargs: route(
+        None, aten.index_put_.default, (), args[:4]
+    ),
     aten.native_batch_norm.default: _native_batch_norm,
     aten._native_batch_norm_legit.default: _native_batch_norm,
     aten.rrelu_with_noise.default: _rrelu_with_noise,
-    aten.rrelu_with_noise_.default: lambda args, kwargs: store(args[0], _rrelu_with_noise(args, kwargs)),
+    aten.rrelu_with_noise_.default: lambda args, kwargs: store(
+        args[0], _rrelu_with_noise(args, kwargs)
+    ),
     # A question of TransformerEncoder's, whether it may go on with nested tensors, which this device does not have; answering it would read the mask.
     aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
     aten._native_batch_norm_legit.out: _native_batch_norm_out,

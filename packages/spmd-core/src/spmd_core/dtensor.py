@@ -44,7 +44,9 @@ class AxesOf:
     axes: tuple[tuple[int, ...], ...]
 
 
-def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
     """torch's `init_device_mesh` for device type "xla": the devices in order, and no process group. Slicing it by name works: `mesh["tp"]`.
 
     Raises:
@@ -60,7 +62,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
             f"the product of mesh_shape must be the number of devices; got {shape} with product {math.prod(shape)} for {count} devices. "
             f"Write for instance ({count},), or build DeviceMesh('xla', ids) over some of them."
         )
-    return torch_device_mesh.init_device_mesh("xla", shape, mesh_dim_names=None if mesh_dim_names is None else tuple(mesh_dim_names))
+    return torch_device_mesh.init_device_mesh(
+        "xla", shape, mesh_dim_names=None if mesh_dim_names is None else tuple(mesh_dim_names)
+    )
 
 
 def to_device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -81,12 +85,20 @@ def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
     if device_mesh is None:
         device_mesh = get_global_mesh()
         if device_mesh is None:
-            raise MeshError("a mesh is needed where no global mesh is set; got None. Pass a DeviceMesh or a Mesh, or call set_global_mesh(mesh).")
+            raise MeshError(
+                "a mesh is needed where no global mesh is set; got None. Pass a DeviceMesh or a Mesh, or call set_global_mesh(mesh)."
+            )
     if isinstance(device_mesh, Mesh):
         return AxesOf(device_mesh, tuple((axis,) for axis in range(len(device_mesh.mesh_shape))))
     if not isinstance(device_mesh, DeviceMesh) or device_mesh.device_type != "xla":
-        got = f"device type {device_mesh.device_type!r}" if isinstance(device_mesh, DeviceMesh) else type(device_mesh).__name__
-        raise MeshError(f"a mesh of device type 'xla' is needed; got {got}. Build one: init_device_mesh('xla', shape, mesh_dim_names=names).")
+        got = (
+            f"device type {device_mesh.device_type!r}"
+            if isinstance(device_mesh, DeviceMesh)
+            else type(device_mesh).__name__
+        )
+        raise MeshError(
+            f"a mesh of device type 'xla' is needed; got {got}. Build one: init_device_mesh('xla', shape, mesh_dim_names=names)."
+        )
     root = device_mesh._get_root_mesh()
     names = root.mesh_dim_names
     mesh = Mesh(root.mesh.reshape(-1).tolist(), tuple(root.mesh.shape), names)
@@ -94,7 +106,9 @@ def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
     if device_mesh is root:
         return AxesOf(mesh, tuple((axis,) for axis in range(root.ndim)))
     assert names is not None and device_mesh.mesh_dim_names is not None
-    return AxesOf(mesh, tuple(_axes_of_dimension(device_mesh, root, dim) for dim in range(device_mesh.ndim)))
+    return AxesOf(
+        mesh, tuple(_axes_of_dimension(device_mesh, root, dim) for dim in range(device_mesh.ndim))
+    )
 
 
 def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> tuple[int, ...]:
@@ -105,7 +119,14 @@ def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> t
         return (root_names.index(names[dim]),)
     # A flattened dimension: its layout is the layouts of its parts, each a size and a stride in the order of the devices.
     layout = device_mesh._layout[dim]
-    parts = list(zip(*(part if isinstance(part, tuple) else (part,) for part in (layout.shape, layout.stride))))
+    parts = list(
+        zip(
+            *(
+                part if isinstance(part, tuple) else (part,)
+                for part in (layout.shape, layout.stride)
+            )
+        )
+    )
     axes: list[int] = []
     for size, stride in parts:
         run = _axes_with(root, size, stride)
@@ -133,7 +154,9 @@ def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | No
 # Placements.
 
 
-def partition_spec_of(device_mesh: AnyMesh, placements: Sequence[Any], ndim: int) -> tuple[Mesh, PartitionSpec]:
+def partition_spec_of(
+    device_mesh: AnyMesh, placements: Sequence[Any], ndim: int
+) -> tuple[Mesh, PartitionSpec]:
     """The mesh and the partition spec that placements mean for tensors of rank `ndim`.
 
     Several dimensions of the mesh may shard one dim: they split it in their order, `_StridedShard` in the order that its `split_factor` says.
@@ -161,8 +184,12 @@ def partition_spec_of(device_mesh: AnyMesh, placements: Sequence[Any], ndim: int
                 "Use Shard(dim) or Replicate(); sums over devices are pending inside shard_map only."
             )
         if not -ndim <= placement.dim < ndim:
-            raise IndexError(f"Shard names a dim of the tensor; got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}.")
-        factors.setdefault(placement.dim % ndim, []).append((axes, getattr(placement, "split_factor", 1)))
+            raise IndexError(
+                f"Shard names a dim of the tensor; got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}."
+            )
+        factors.setdefault(placement.dim % ndim, []).append(
+            (axes, getattr(placement, "split_factor", 1))
+        )
     dims = [_in_order(over.mesh, factors.get(dim, [])) for dim in range(ndim)]
     return over.mesh, Sharding.of(over.mesh, tuple(dims), ndim).partition_spec
 
@@ -171,7 +198,10 @@ def _in_order(mesh: Mesh, sharding: list[tuple[tuple[int, ...], int]]) -> tuple[
     """Axes that shard one dim, the major one first. The factor of each is the number of pieces that those after it in the mesh make before it."""
     order: list[tuple[int, ...]] = []
     for axes, factor in reversed(sharding):
-        pieces = [math.prod(mesh.mesh_shape[a] for before in order[:place] for a in before) for place in range(len(order) + 1)]
+        pieces = [
+            math.prod(mesh.mesh_shape[a] for before in order[:place] for a in before)
+            for place in range(len(order) + 1)
+        ]
         if factor not in pieces:
             raise PartitionSpecError(
                 f"the split_factor of a strided shard must be the number of pieces that later dimensions of the mesh make first, one of "
@@ -187,8 +217,12 @@ def placements_of(sharding: Sharding) -> tuple[Any, ...]:
     placements = [types.Replicate()] * len(sharding.mesh.mesh_shape)
     for dim, axes in enumerate(sharding.dims):
         for place, axis in enumerate(axes):
-            first = math.prod(sharding.mesh.mesh_shape[other] for other in axes[:place] if other > axis)
-            placements[axis] = types.Shard(dim) if first == 1 else types._StridedShard(dim, split_factor=first)
+            first = math.prod(
+                sharding.mesh.mesh_shape[other] for other in axes[:place] if other > axis
+            )
+            placements[axis] = (
+                types.Shard(dim) if first == 1 else types._StridedShard(dim, split_factor=first)
+            )
     return tuple(placements)
 
 
@@ -199,7 +233,11 @@ def auto_policy(name: str, module: nn.Module, device_mesh: Any) -> None:
     """Stands for a sharding that is found automatically, which is not available: `distribute_module` refuses it."""
 
 
-def distribute_tensor(tensor: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Any] | None = None,
+) -> XLAShardedTensor:
     """A tensor on device `xla`, marked as the placements say; torch's `distribute_tensor` for a mesh of device type "xla". Does not wait.
 
     Args:
@@ -215,13 +253,17 @@ def distribute_tensor(tensor: torch.Tensor, device_mesh: AnyMesh | None = None, 
     """
     over = from_device_mesh(device_mesh)
     given = [_types().Replicate()] * len(over.axes) if placements is None else placements
-    mesh, spec = partition_spec_of(over.mesh if device_mesh is None else device_mesh, given, tensor.dim())
+    mesh, spec = partition_spec_of(
+        over.mesh if device_mesh is None else device_mesh, given, tensor.dim()
+    )
     if not isinstance(tensor, XLAShardedTensor) and hasattr(tensor, "_local_tensor"):
         raise TypeError(
             f"distribute_tensor takes a plain tensor; got a DTensor over {tensor.device_mesh}. Pass tensor.full_tensor()."  # type: ignore[attr-defined]
         )
     if not tensor.is_leaf:
-        raise RuntimeError("distribute_tensor takes a leaf of autograd; got a tensor that was computed. Distribute its inputs, or use redistribute.")
+        raise RuntimeError(
+            "distribute_tensor takes a leaf of autograd; got a tensor that was computed. Distribute its inputs, or use redistribute."
+        )
     if isinstance(tensor, XLAShardedTensor):
         if tensor.sharding is not None and tensor.sharding != Sharding.of(mesh, spec, tensor.dim()):
             raise PartitionSpecError(
@@ -263,9 +305,14 @@ def distribute_module(
             "auto_policy asks for shardings that are found automatically, which is not available. Pass a partition_fn that marks the parameters, "
             "or call shard_module(module, rules)."
         )
-    num_for_input, num_for_output = _num_arguments(input_fn, "input_fn"), _num_arguments(output_fn, "output_fn")
+    num_for_input, num_for_output = (
+        _num_arguments(input_fn, "input_fn"),
+        _num_arguments(output_fn, "output_fn"),
+    )
     if getattr(module, "_spmd_distributed", False):
-        raise RuntimeError("distribute_module takes a module once; this one was distributed before. Call it on the outermost module only.")
+        raise RuntimeError(
+            "distribute_module takes a module once; this one was distributed before. Call it on the outermost module only."
+        )
     # First, so that a partition_fn may mark in place; host data goes up when it is used.
     module.to("xla")
     for name, submodule in module.named_modules():
@@ -296,9 +343,15 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
         return 3
     count = len(inspect.signature(fn).parameters)
     if count == 2:
-        warnings.warn(f"{what} takes (module, {what[:-3]}s, device_mesh); two arguments are deprecated in torch.", FutureWarning, stacklevel=3)
+        warnings.warn(
+            f"{what} takes (module, {what[:-3]}s, device_mesh); two arguments are deprecated in torch.",
+            FutureWarning,
+            stacklevel=3,
+        )
     elif count != 3:
-        raise ValueError(f"{what} takes three arguments, (module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three.")
+        raise ValueError(
+            f"{what} takes three arguments, (module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three."
+        )
     return count
 
 
@@ -308,7 +361,9 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
 def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
     sharding = tensor.sharding
     if sharding is None:
-        raise ShardError(f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Mark it first.")
+        raise ShardError(
+            f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Mark it first."
+        )
     return sharding
 
 
@@ -334,9 +389,16 @@ def _spec(self: XLAShardedTensor) -> Any:
     cached = self.__dict__.get("_cached_spec")
     if cached is None or cached[0] != key:
         count = runtime.global_runtime_device_count()
-        over = Sharding.of(Mesh(range(count), (count,)), (), self.dim()) if sharding is None else sharding
+        over = (
+            Sharding.of(Mesh(range(count), (count,)), (), self.dim())
+            if sharding is None
+            else sharding
+        )
         meta = _dtensor_spec.TensorMeta(*key[1:])
-        cached = self.__dict__["_cached_spec"] = key, _dtensor_spec.DTensorSpec(to_device_mesh(over.mesh), placements_of(over), meta)
+        cached = self.__dict__["_cached_spec"] = (
+            key,
+            _dtensor_spec.DTensorSpec(to_device_mesh(over.mesh), placements_of(over), meta),
+        )
     return cached[1]
 
 
@@ -346,7 +408,11 @@ def _invalidate_spec_cache(self: XLAShardedTensor) -> None:
 
 
 def _redistribute(
-    self: XLAShardedTensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None, *, async_op: bool = False
+    self: XLAShardedTensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    async_op: bool = False,
 ) -> XLAShardedTensor:
     """A tensor of the same values, laid out as the placements say; its gradient is laid out likewise. Does not wait.
 
@@ -359,18 +425,28 @@ def _redistribute(
         ValueError, UnsupportedOpError, IndexError, MeshError: see `partition_spec_of`.
     """
     if placements is None:
-        raise ValueError("redistribute needs placements; got None. Pass one for each dimension of the mesh, such as [Shard(0), Replicate()].")
-    target = _own_sharding(self, "redistribute without a mesh").mesh if device_mesh is None else device_mesh
+        raise ValueError(
+            "redistribute needs placements; got None. Pass one for each dimension of the mesh, such as [Shard(0), Replicate()]."
+        )
+    target = (
+        _own_sharding(self, "redistribute without a mesh").mesh
+        if device_mesh is None
+        else device_mesh
+    )
     mesh, spec = partition_spec_of(target, placements, self.dim())
     return marking.mark_sharding_with_gradients(self, mesh, spec)
 
 
-def _full_tensor(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+def _full_tensor(
+    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
     """A tensor of the same values that every device holds whole. `grad_placements` is accepted: gradients are whole values here."""
     return marking.mark_sharding_with_gradients(self, _own_sharding(self, "full_tensor").mesh, ())
 
 
-def _to_local(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+def _to_local(
+    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
     """Each device's own block, as a tensor that is local to its device: of the block's shape, to be computed with, not read on the host.
 
     It is what a function inside `shard_map` sees; `from_local` is the way back. Differentiable. For the blocks' values on the host
@@ -380,7 +456,9 @@ def _to_local(self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None =
     return manual.enable_manual_sharding(self, sharding.partition_spec, mesh=sharding.mesh)
 
 
-def from_local(local: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+def from_local(
+    local: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
     """The global tensor whose block on each device is a local tensor (`to_local`); marked as the placements say. Differentiable.
 
     `Partial()` along a dimension sums the blocks of its devices ("avg", "max" and "min" likewise).
@@ -396,14 +474,22 @@ def from_local(local: torch.Tensor, device_mesh: AnyMesh | None = None, placemen
     reduced: dict[str, list[int]] = {}
     for i, placement in enumerate(given):
         if isinstance(placement, types.Partial):
-            reduced.setdefault({"avg": "mean"}.get(placement.reduce_op, placement.reduce_op), []).extend(over.axes[i] if i < len(over.axes) else ())
+            reduced.setdefault(
+                {"avg": "mean"}.get(placement.reduce_op, placement.reduce_op), []
+            ).extend(over.axes[i] if i < len(over.axes) else ())
             given[i] = types.Replicate()
-    mesh, spec = partition_spec_of(over.mesh if device_mesh is None else device_mesh, given, local.dim())
+    mesh, spec = partition_spec_of(
+        over.mesh if device_mesh is None else device_mesh, given, local.dim()
+    )
     for op, axes in reduced.items():
-        whole = manual.in_region(manual.manual_axes(mesh), manual.all_reduce, whole, tuple(axes), op)
+        whole = manual.in_region(
+            manual.manual_axes(mesh), manual.all_reduce, whole, tuple(axes), op
+        )
     sizes = Sharding.of(mesh, spec, local.dim()).tiles
     full_shape = tuple(n * tiles for n, tiles in zip(local.shape, sizes))
-    return marking.mark_sharding(manual.disable_manual_sharding(whole, spec, full_shape, mesh=mesh), mesh, spec)
+    return marking.mark_sharding(
+        manual.disable_manual_sharding(whole, spec, full_shape, mesh=mesh), mesh, spec
+    )
 
 
 XLAShardedTensor.device_mesh = property(_device_mesh)

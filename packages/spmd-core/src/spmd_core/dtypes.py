@@ -25,7 +25,11 @@ _JAX_BY_TORCH: dict[torch.dtype, np.dtype] = {
 }
 _TORCH_BY_JAX = {jax_dtype: torch_dtype for torch_dtype, jax_dtype in _JAX_BY_TORCH.items()}
 # torch converts these to numpy through an integer type of the same width, as numpy itself does not know them.
-_BIT_PATTERN = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+_BIT_PATTERN = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
 
 
 def to_jax(dtype: torch.dtype) -> np.dtype:
@@ -34,7 +38,9 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
         return _JAX_BY_TORCH[dtype]
     except KeyError:
         known = ", ".join(str(d).removeprefix("torch.") for d in _JAX_BY_TORCH)
-        raise TypeError(f"a tensor on 'xla' must have one of the dtypes {known}; got {dtype}. Convert it first with .to(dtype).") from None
+        raise TypeError(
+            f"a tensor on 'xla' must have one of the dtypes {known}; got {dtype}. Convert it first with .to(dtype)."
+        ) from None
 
 
 def to_torch(dtype: np.dtype) -> torch.dtype:
@@ -42,7 +48,9 @@ def to_torch(dtype: np.dtype) -> torch.dtype:
     try:
         return _TORCH_BY_JAX[np.dtype(dtype)]
     except KeyError:
-        raise TypeError(f"torch has no dtype for jax's {dtype}; convert the array before it becomes a tensor.") from None
+        raise TypeError(
+            f"torch has no dtype for jax's {dtype}; convert the array before it becomes a tensor."
+        ) from None
 
 
 def numpy_view(tensor: torch.Tensor) -> np.ndarray:

@@ -36,18 +36,28 @@ def _backward(
     needs_input_grad_bias: bool,
 ) -> _Gradients:
     """The gradients of input, weight and bias; None for one that is not needed."""
-    wanted = (needs_input_grad_input, needs_input_grad_weight, needs_input_grad_bias and bias is not None)
+    wanted = (
+        needs_input_grad_input,
+        needs_input_grad_weight,
+        needs_input_grad_bias and bias is not None,
+    )
     if isinstance(grad_output, XLAShardedTensor):
         found: _Gradients = torch.ops.aten.linear_backward(input, grad_output, weight, wanted)
         return found
     return (
         torch.einsum("...m,mn->...n", grad_output, weight.conj()) if wanted[0] else None,
         torch.einsum("...m,...n->mn", grad_output, input.conj()) if wanted[1] else None,
-        grad_output.flatten(0, -2).sum(0) if wanted[2] and grad_output.dim() > 1 else grad_output.clone() if wanted[2] else None,
+        grad_output.flatten(0, -2).sum(0)
+        if wanted[2] and grad_output.dim() > 1
+        else grad_output.clone()
+        if wanted[2]
+        else None,
     )
 
 
-def _meta_forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _meta_forward(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     if input.shape[-1] != weight.shape[1]:
         raise RuntimeError(
             f"a linear layer contracts the last dim of its input with the last of its weight; got {tuple(input.shape)} and {tuple(weight.shape)}. "
@@ -57,7 +67,13 @@ def _meta_forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _meta_backward(
-    grad_output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, for_input: bool, for_weight: bool, for_bias: bool
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    for_input: bool,
+    for_weight: bool,
+    for_bias: bool,
 ) -> _Gradients:
     return (
         input.new_empty(input.shape) if for_input else None,
@@ -70,7 +86,9 @@ class _Traced(torch.autograd.Function):
     """The operators with their derivative, for tensors that are not of this device: those of a trace, and of the CPU."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(input, weight, bias)
         with torch._C._AutoDispatchBelowAutograd():
             result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, weight, bias)
@@ -81,12 +99,18 @@ class _Traced(torch.autograd.Function):
         input, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return _backward(grads[0], input, weight, bias, *ctx.needs_input_grad)
-        return torch.ops.xla.einsum_linear_backward(grads[0], input, weight, bias, *ctx.needs_input_grad)
+        return torch.ops.xla.einsum_linear_backward(
+            grads[0], input, weight, bias, *ctx.needs_input_grad
+        )
 
 
-def _with_autograd(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _with_autograd(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     if isinstance(input, XLAShardedTensor) or isinstance(weight, XLAShardedTensor):
-        return F.linear(input, weight, bias)  # recorded whole, with torch's own derivative, under autocast too
+        return F.linear(
+            input, weight, bias
+        )  # recorded whole, with torch's own derivative, under autocast too
     result: torch.Tensor = _Traced.apply(input, weight, bias)
     return result
 

@@ -94,7 +94,11 @@ def _restore(live: list[Storage], *, roll_back: bool) -> None:
     """After a failed program: back to the last committed values; after an interruption: pending as before, so nothing is lost."""
     for storage in live:
         before = storage.committed
-        if roll_back and before is not None and not (isinstance(before.data, jax.Array) and before.data.is_deleted()):
+        if (
+            roll_back
+            and before is not None
+            and not (isinstance(before.data, jax.Array) and before.data.is_deleted())
+        ):
             storage.write(before)
         elif not roll_back:
             storage.request()
@@ -127,12 +131,18 @@ def upload(storage: Storage) -> None:
     target = _home(placement.sharding)
     array = runtime.upload(host, target.jax_sharding, padded_shape(value.spec, target.sharding))
     with lock:
-        if value.placement is placement:  # not marked again, and not sent by a program, in the meantime
+        if (
+            value.placement is placement
+        ):  # not marked again, and not sent by a program, in the meantime
             value.data, value.placement = array, target
 
 
 def _home(sharding: Sharding | None) -> Placement:
-    return own_placement(sharding) if sharding is not None else Placement.of(runtime.replicated(runtime.default_device_ids()), None)
+    return (
+        own_placement(sharding)
+        if sharding is not None
+        else Placement.of(runtime.replicated(runtime.default_device_ids()), None)
+    )
 
 
 def place(storage: Storage) -> jax.Array:
@@ -173,7 +183,9 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
     if sharding is None:
         old = value.placement.sharding
         if old is not None:
-            target = Placement.of(runtime.replicated(tuple(int(i) for i in old.mesh.device_ids)), None)
+            target = Placement.of(
+                runtime.replicated(tuple(int(i) for i in old.mesh.device_ids)), None
+            )
             _move(value, target)
         return
     target = own_placement(sharding)
@@ -182,7 +194,9 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
 
 
 def _move(value: Value, target: Placement) -> None:
-    value.data = runtime.reshard(value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding))
+    value.data = runtime.reshard(
+        value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding)
+    )
     value.placement = target
 
 
@@ -191,14 +205,18 @@ def _convert(value: Value, target: Placement) -> jax.Array:
     placement = value.placement
     if placement.jax_sharding is None:
         home = target if placement.sharding is None else own_placement(placement.sharding)
-        value.data = runtime.upload(value.data, home.jax_sharding, padded_shape(value.spec, home.sharding))
+        value.data = runtime.upload(
+            value.data, home.jax_sharding, padded_shape(value.spec, home.sharding)
+        )
         value.placement = placement = home
     if placement is target:
         return value.data
     if placement.sharding is None:
         _move(value, target)
         return value.data
-    return runtime.reshard(value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding))
+    return runtime.reshard(
+        value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding)
+    )
 
 
 @lru_cache(maxsize=16384)
@@ -219,7 +237,11 @@ def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int
     meshes = frozenset(s.mesh for s in shardings)
     if meshes:
         return _union(meshes)
-    lain = {runtime.device_ids_of(p.jax_sharding) for p in {v.placement for v in leaves} if p.jax_sharding is not None}
+    lain = {
+        runtime.device_ids_of(p.jax_sharding)
+        for p in {v.placement for v in leaves}
+        if p.jax_sharding is not None
+    }
     return lain.pop() if len(lain) == 1 else runtime.default_device_ids()
 
 
@@ -271,9 +293,18 @@ class Plan:
         key = self.key
         origins = key.origins or (None,) * len(self.nodes)
         return Graph(
-            tuple(Leaf(leaf.spec, target, origin_of(leaf)) for leaf, target in zip(self.leaves, self.targets)),
-            tuple(Node(node.entry, tuple(inputs), origin) for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)),
-            tuple(Output(number, s.spec, placement) for s, (number, _, placement) in zip(self.live, key.outputs)),
+            tuple(
+                Leaf(leaf.spec, target, origin_of(leaf))
+                for leaf, target in zip(self.leaves, self.targets)
+            ),
+            tuple(
+                Node(node.entry, tuple(inputs), origin)
+                for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)
+            ),
+            tuple(
+                Output(number, s.spec, placement)
+                for s, (number, _, placement) in zip(self.live, key.outputs)
+            ),
             key.donated,
             key.device_ids,
             key.options,
@@ -282,7 +313,9 @@ class Plan:
     @property
     def name(self) -> str:
         """The program's."""
-        return f"{'spmd' if watch is None else watch.label}_{len(self.nodes)}ops_{len(self.leaves)}in"
+        return (
+            f"{'spmd' if watch is None else watch.label}_{len(self.nodes)}ops_{len(self.leaves)}in"
+        )
 
     def program(self) -> Program:
         """From the cache, or compiled."""
@@ -343,11 +376,19 @@ def plan(live: list[Storage]) -> Plan:
 def _execute(live: list[Storage]) -> None:
     planned = plan(live)
     live = planned.live
-    leaves, targets, numbers, donated = planned.leaves, planned.targets, planned.numbers, planned.key.donated
+    leaves, targets, numbers, donated = (
+        planned.leaves,
+        planned.targets,
+        planned.numbers,
+        planned.key.donated,
+    )
     if watch is not None:
         watch.before_program(planned.key)
     program = planned.program()
-    arrays = [leaf.data if leaf.placement is target else _convert(leaf, target) for leaf, target in zip(leaves, targets)]
+    arrays = [
+        leaf.data if leaf.placement is target else _convert(leaf, target)
+        for leaf, target in zip(leaves, targets)
+    ]
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
     complexes = [x for x in numbers if x.__class__ is complex]
@@ -360,14 +401,22 @@ def _execute(live: list[Storage]) -> None:
 
 
 def _number(value: Value, number_of: dict[Value, int]) -> int:
-    return number_of[value] if not isinstance(value, Part) or value.parent is None else number_of[value.parent] + value.index
+    return (
+        number_of[value]
+        if not isinstance(value, Part) or value.parent is None
+        else number_of[value.parent] + value.index
+    )
 
 
 def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
     sharding = storage.sharding
     value = storage.value
     value.settle(array, placement, None)
-    if sharding is not None and placement.manual is None and placement is not own_placement(sharding):
+    if (
+        sharding is not None
+        and placement.manual is None
+        and placement is not own_placement(sharding)
+    ):
         _move(value, own_placement(sharding))
     storage.write(value)
 
@@ -382,10 +431,19 @@ def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placemen
     return None
 
 
-def _donated(live: list[Storage], leaves: list[Value], targets: tuple[Placement, ...], out_placements: list[Placement | None]) -> dict[int, int]:
+def _donated(
+    live: list[Storage],
+    leaves: list[Value],
+    targets: tuple[Placement, ...],
+    out_placements: list[Placement | None],
+) -> dict[int, int]:
     """By position, the leaves whose last reader is this program, each with the result that takes over its buffer: what replaces it, else another one
     that is stored alike."""
-    free = {s: (s.spec.shape, s.spec.dtype, placement) for s, placement in zip(live, out_placements) if placement is not None}
+    free = {
+        s: (s.spec.shape, s.spec.dtype, placement)
+        for s, placement in zip(live, out_placements)
+        if placement is not None
+    }
     number = {s: i for i, s in enumerate(live)}
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []

@@ -40,7 +40,12 @@ def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Hand
 
 def composite_explicit(func: torch._ops.OpOverload) -> Handler:
     """torch's own C++ composition, for instance foreach forms: its pieces come back here."""
-    return _composed(func, partial(func.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)))
+    return _composed(
+        func,
+        partial(
+            func.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+        ),
+    )
 
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:

@@ -79,9 +79,13 @@ def fully_shard(
     require_spmd("fully_shard")
     mesh = _checked(module, mesh, axis, extra_data_axis)
     if unit_of(module) is not None or isinstance(module, SpmdFullyShardedDataParallel):
-        raise WrapError(f"a module is sharded once; got a {type(module).__name__} that is a unit already. Call fully_shard once for each block.")
+        raise WrapError(
+            f"a module is sharded once; got a {type(module).__name__} that is a unit already. Call fully_shard once for each block."
+        )
     index = mesh.get_axis_name_idx(axis)
-    batch_axes = (index,) if extra_data_axis is None else (mesh.get_axis_name_idx(extra_data_axis), index)
+    batch_axes = (
+        (index,) if extra_data_axis is None else (mesh.get_axis_name_idx(extra_data_axis), index)
+    )
     _to_device(module, mesh, index)
 
     def lay_out(output: Any) -> None:
@@ -90,7 +94,13 @@ def fully_shard(
         else:
             shard_output(output, mesh)
 
-    unit = Unit(module, Layout(mesh, index, batch_axes), _precision(mp_policy), reshard_after_forward=reshard_after_forward, shard_output=lay_out)
+    unit = Unit(
+        module,
+        Layout(mesh, index, batch_axes),
+        _precision(mp_policy),
+        reshard_after_forward=reshard_after_forward,
+        shard_output=lay_out,
+    )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         # Inside, so that the second run gathers anew and nothing gathered is kept.
@@ -126,7 +136,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
         >>> mesh = Mesh(range(8), (8,), ("fsdp",))
         >>> model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         >>> policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
-        >>> SpmdFullyShardedDataParallel(model, mesh, auto_wrap_policy=policy)[0].weight.partition_spec
+        >>> SpmdFullyShardedDataParallel(model, mesh, auto_wrap_policy=policy)[
+        ...     0
+        ... ].weight.partition_spec
         ('fsdp', None)
     """
 
@@ -147,7 +159,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
         require_spmd("SpmdFullyShardedDataParallel")
         super().__init__()
         if isinstance(module, SpmdFullyShardedDataParallel):
-            raise WrapError("a module is wrapped once; got a SpmdFullyShardedDataParallel. Wrap the module inside it, or use it as it is.")
+            raise WrapError(
+                "a module is wrapped once; got a SpmdFullyShardedDataParallel. Wrap the module inside it, or use it as it is."
+            )
         mesh = _checked(module, mesh, "fsdp", extra_data_axis)
         options: dict[str, Any] = {
             "shard_output": shard_output,
@@ -158,7 +172,12 @@ class SpmdFullyShardedDataParallel(nn.Module):
         if auto_wrap_policy is not None:
             _refuse_units_inside(module)
             recursive_wrap(
-                module, auto_wrap_policy, auto_wrapper_callable or SpmdFullyShardedDataParallel, only_wrap_children=True, mesh=mesh, **options
+                module,
+                auto_wrap_policy,
+                auto_wrapper_callable or SpmdFullyShardedDataParallel,
+                only_wrap_children=True,
+                mesh=mesh,
+                **options,
             )
         self.module = fully_shard(module, mesh, **options)
 
@@ -183,7 +202,9 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
 def _checked(module: Any, mesh: Any, axis: str, extra_data_axis: str | None) -> Mesh:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"what is sharded is a torch.nn.Module; got {type(module).__name__}. Pass the module that computes the result.")
+        raise TypeError(
+            f"what is sharded is a torch.nn.Module; got {type(module).__name__}. Pass the module that computes the result."
+        )
     if not has_forward(module):
         raise WrapError(
             f"a unit gathers its parameters in its forward; got a {type(module).__name__}, which has no forward of its own. "
@@ -192,10 +213,14 @@ def _checked(module: Any, mesh: Any, axis: str, extra_data_axis: str | None) -> 
     mesh = get_global_mesh() if mesh is None else mesh
     if not isinstance(mesh, Mesh):
         got = "neither a mesh nor a global mesh" if mesh is None else type(mesh).__name__
-        raise MeshError(f"sharding needs a mesh; got {got}. Pass mesh=Mesh(device_ids, shape, names), or call set_global_mesh first.")
+        raise MeshError(
+            f"sharding needs a mesh; got {got}. Pass mesh=Mesh(device_ids, shape, names), or call set_global_mesh first."
+        )
     names = mesh.axis_names or ()
     if axis not in names:
-        raise MeshError(f"the mesh needs an axis {axis!r}, which splits the parameters; got {mesh!r}. Name one of its axes {axis!r}.")
+        raise MeshError(
+            f"the mesh needs an axis {axis!r}, which splits the parameters; got {mesh!r}. Name one of its axes {axis!r}."
+        )
     if extra_data_axis is not None and (extra_data_axis not in names or extra_data_axis == axis):
         raise MeshError(
             f"extra_data_axis is another axis of the mesh, which splits the batch too; got {extra_data_axis!r} for {mesh!r}. "
@@ -229,7 +254,11 @@ def _to_device(module: nn.Module, mesh: Mesh, axis: int) -> None:
     """Moves the module to the device, its parameters marked before any data goes up."""
     made = False
     for name, owner in module.named_modules():
-        if any(t.is_meta for t in (*owner._parameters.values(), *owner._buffers.values()) if t is not None):
+        if any(
+            t.is_meta
+            for t in (*owner._parameters.values(), *owner._buffers.values())
+            if t is not None
+        ):
             _make(name, owner, mesh, axis)
             made = True
     module.to("xla")
@@ -275,10 +304,14 @@ def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
     """Marks the part of a module's result that has the batch in dim 0."""
     first: Any = output
     if isinstance(output, dict):
-        first = output["logits"] if output.get("logits") is not None else _first_tensor(output.values())
+        first = (
+            output["logits"] if output.get("logits") is not None else _first_tensor(output.values())
+        )
     elif dataclasses.is_dataclass(output):
         fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-        first = fields["logits"] if fields.get("logits") is not None else _first_tensor(fields.values())
+        first = (
+            fields["logits"] if fields.get("logits") is not None else _first_tensor(fields.values())
+        )
     elif isinstance(output, (tuple, list)) and output:
         first = output[0]
     if not isinstance(first, torch.Tensor):
@@ -301,5 +334,9 @@ def _first_tensor(values: Any) -> Any:
 
 
 def _described(output: Any) -> str:
-    inside = f" with a {type(output[0]).__name__} first" if isinstance(output, (tuple, list)) and output else ""
+    inside = (
+        f" with a {type(output[0]).__name__} first"
+        if isinstance(output, (tuple, list)) and output
+        else ""
+    )
     return type(output).__name__ + inside

@@ -69,10 +69,14 @@ def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | N
     if sharding.mesh != layout.mesh or not dims:
         return None
     sharded = tuple(axes or None for axes in sharding.dims)
-    whole = tuple(tuple(axis for axis in axes if axis != layout.axis) or None for axes in sharding.dims)
+    whole = tuple(
+        tuple(axis for axis in axes if axis != layout.axis) or None for axes in sharding.dims
+    )
     scatter = None
     if not any(whole) and layout.axis in layout.batch_axes:
-        scatter = Scatter(layout.mesh, layout.batch_axes, layout.axis, dims[0], precision.reduce_dtype)
+        scatter = Scatter(
+            layout.mesh, layout.batch_axes, layout.axis, dims[0], precision.reduce_dtype
+        )
     return _Plan(layout.mesh, sharded, whole, precision.param_dtype, scatter)
 
 
@@ -142,7 +146,13 @@ class Unit:
     gathers = True
 
     def __init__(
-        self, module: nn.Module, layout: Layout, precision: Precision, *, reshard_after_forward: bool, shard_output: Callable[[Any], None]
+        self,
+        module: nn.Module,
+        layout: Layout,
+        precision: Precision,
+        *,
+        reshard_after_forward: bool,
+        shard_output: Callable[[Any], None],
     ) -> None:
         self.module, self.layout, self.precision = module, layout, precision
         self.reshard_after_forward, self.shard_output = reshard_after_forward, shard_output
@@ -153,7 +163,11 @@ class Unit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._converted_inputs(args, kwargs)
-        found = [(slot, plan) for slot in slots(self.module) if (plan := self._plan_of(slot.parameter)) is not None]
+        found = [
+            (slot, plan)
+            for slot in slots(self.module)
+            if (plan := self._plan_of(slot.parameter)) is not None
+        ]
         parameters = {id(slot.parameter): (slot.parameter, plan) for slot, plan in found}
         if in_backward():
             # The second run of a checkpoint. Its gathers are its own, and it runs at once, so that it may keep them.
@@ -161,12 +175,20 @@ class Unit:
             shards = barrier([p for p, _ in parameters.values()]) if parameters else []
         else:
             shards = [p for p, _ in parameters.values()]
-        whole = {key: _instead(p, shard, plan) for (key, (p, plan)), shard in zip(parameters.items(), shards)}
-        keeps = not self.reshard_after_forward or self.inside_checkpoint or not torch.is_grad_enabled()
+        whole = {
+            key: _instead(p, shard, plan)
+            for (key, (p, plan)), shard in zip(parameters.items(), shards)
+        }
+        keeps = (
+            not self.reshard_after_forward or self.inside_checkpoint or not torch.is_grad_enabled()
+        )
         # Without hooks from outside, a checkpoint's second run is followed by its backward at once; with them, it must save what the first saved.
         keeps = keeps or (in_backward() and _outer_hooks() is None)
         again = None if keeps else _Again(list(parameters.values()), list(whole.values()))
-        with _swapped([(slot, whole[id(slot.parameter)]) for slot, _ in found]), nullcontext() if again is None else again.recording():
+        with (
+            _swapped([(slot, whole[id(slot.parameter)]) for slot, _ in found]),
+            nullcontext() if again is None else again.recording(),
+        ):
             output = inner_forward(self.module, self.inner)(*args, **kwargs)
         output = self._converted(output, self.precision.output_dtype)
         self.shard_output(output)
@@ -184,7 +206,10 @@ class Unit:
     def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
         if dtype is None:
             return tree
-        return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+        return pytree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x,
+            tree,
+        )
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -197,7 +222,9 @@ def unit_of(module: nn.Module) -> Unit | None:
 class _Again:
     """One forward of a unit, as its backward needs it: the shards, and what was made of the gathered parameters."""
 
-    def __init__(self, parameters: list[tuple[nn.Parameter, _Plan]], whole: list[XLAShardedTensor]) -> None:
+    def __init__(
+        self, parameters: list[tuple[nn.Parameter, _Plan]], whole: list[XLAShardedTensor]
+    ) -> None:
         # Aliases, which another tensor in `parameter.data` does not change, and which are not the parameters, whose hooks would know them.
         self._shards = [p.data for p, _ in parameters]
         self._plans = [plan for _, plan in parameters]
@@ -214,7 +241,11 @@ class _Again:
         sources = self._sources
 
         def pack(saved: torch.Tensor) -> Any:
-            recipe = _recipe(read(saved._handle), sources, depth=8) if isinstance(saved, XLAShardedTensor) else None
+            recipe = (
+                _recipe(read(saved._handle), sources, depth=8)
+                if isinstance(saved, XLAShardedTensor)
+                else None
+            )
             return (pack_other(saved), None) if recipe is None else (recipe, saved._handle.spec)  # type: ignore[attr-defined]
 
         def unpack(packed: Any) -> torch.Tensor:
@@ -236,17 +267,27 @@ class _Again:
         """Gathers again when the first gradient arrives, and makes that gradient wait for it and it for the gradient."""
 
         def gather(gradient: torch.Tensor) -> torch.Tensor | None:
-            if self._values is not None or not isinstance(gradient, XLAShardedTensor) or torch.is_grad_enabled():
+            if (
+                self._values is not None
+                or not isinstance(gradient, XLAShardedTensor)
+                or torch.is_grad_enabled()
+            ):
                 return None
             return self._gathered_again(gradient)[1]
 
         if self._shards:
             for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                if (
+                    isinstance(leaf, torch.Tensor)
+                    and leaf.requires_grad
+                    and leaf.grad_fn is not None
+                ):
                     leaf.register_hook(gather)
         return output
 
-    def _gathered_again(self, gradient: torch.Tensor | None) -> tuple[list[Value], torch.Tensor | None]:
+    def _gathered_again(
+        self, gradient: torch.Tensor | None
+    ) -> tuple[list[Value], torch.Tensor | None]:
         if self._values is not None:
             return self._values, None
         for parameter, version in zip(self._parameters, self._versions):
@@ -324,7 +365,9 @@ def _instead(parameter: torch.Tensor, shard: torch.Tensor, plan: _Plan) -> XLASh
 def _swapped(pairs: list[tuple[_Slot, torch.Tensor]]) -> Iterator[None]:
     """Inside, the modules hold the gathered parameters."""
     flat = {id(slot.parameter): whole for slot, whole in pairs}
-    lists = {id(slot.module): slot.module for slot, _ in pairs if isinstance(slot.module, nn.RNNBase)}
+    lists = {
+        id(slot.module): slot.module for slot, _ in pairs if isinstance(slot.module, nn.RNNBase)
+    }
     # A recurrent module reads its parameters from a list of its own.
     before = [(module, module._flat_weights) for module in lists.values()]
     try:

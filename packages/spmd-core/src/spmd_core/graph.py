@@ -35,7 +35,9 @@ class Spec:
 
     __slots__ = ("__weakref__", "_packed", "dtype", "shape", "size", "strides")
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         self.shape, self.strides, self.dtype = shape, strides, dtype
         self.size = torch.Size(shape)
         packed = _packed_strides(shape)
@@ -81,7 +83,19 @@ class Entry:
     None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
     """
 
-    __slots__ = ("as_list", "border", "kernel", "name", "number_kinds", "outs", "random", "sharding", "spec", "structure", "view_write")
+    __slots__ = (
+        "as_list",
+        "border",
+        "kernel",
+        "name",
+        "number_kinds",
+        "outs",
+        "random",
+        "sharding",
+        "spec",
+        "structure",
+        "view_write",
+    )
 
     def __init__(
         self,
@@ -96,10 +110,18 @@ class Entry:
         sharding: Any = None,
         border: Any = None,
     ) -> None:
-        self.name, self.kernel, self.outs, self.structure, self.as_list = name, kernel, outs, structure, as_list
+        self.name, self.kernel, self.outs, self.structure, self.as_list = (
+            name,
+            kernel,
+            outs,
+            structure,
+            as_list,
+        )
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0]
-        self.border = border  # of a manual region, where the operation crosses it (`regions.Border`)
+        self.border = (
+            border  # of a manual region, where the operation crosses it (`regions.Border`)
+        )
         # For a view: the operation that puts a written view back into its base.
         self.view_write: Entry | None = None
 
@@ -112,7 +134,17 @@ class Value:
     host data, and the rest is dropped so that memory is freed. An operation with several results is one Value, and each result a `Part`.
     `origin` is there only where `config.record_source_lines` was on: `origin_of` reads it."""
 
-    __slots__ = ("data", "entry", "inputs", "numbers", "origin", "owner", "placement", "serial", "spec")
+    __slots__ = (
+        "data",
+        "entry",
+        "inputs",
+        "numbers",
+        "origin",
+        "owner",
+        "placement",
+        "serial",
+        "spec",
+    )
     parent: "Value | None" = None
 
     def __init__(self, entry: Entry, inputs: Any, numbers: Any) -> None:

@@ -48,7 +48,11 @@ class Side:
     def __init__(self, compiled: Compiled) -> None:
         self.graph, self.key = compiled.graph, compiled.key
         self.names = [node.entry.name for node in self.graph.nodes]
-        self.producers = [(i, part) for i, node in enumerate(self.graph.nodes) for part in range(len(node.entry.outs))]
+        self.producers = [
+            (i, part)
+            for i, node in enumerate(self.graph.nodes)
+            for part in range(len(node.entry.outs))
+        ]
 
     def spec(self, value: int) -> Spec:
         """Of a leaf (negative) or a result."""
@@ -60,11 +64,17 @@ class Side:
     def operation(self, i: int) -> str:
         """`operation 3, aten::mm, at train.py:12`."""
         node = self.graph.nodes[i]
-        return f"operation {i}, {node.entry.name}" + ("" if node.origin is None else f", at {node.origin}")
+        return f"operation {i}, {node.entry.name}" + (
+            "" if node.origin is None else f", at {node.origin}"
+        )
 
     def value(self, value: int) -> str:
         """A leaf, or a result of an operation."""
-        return self.leaf(-value - 1) if value < 0 else f"the result of {self.operation(self.producers[value][0])}"
+        return (
+            self.leaf(-value - 1)
+            if value < 0
+            else f"the result of {self.operation(self.producers[value][0])}"
+        )
 
     def leaf(self, i: int) -> str:
         """`leaf 3 (updated in place, read by operation 0, aten::linear)`."""
@@ -104,7 +114,10 @@ class Difference:
     def _unlike(self) -> list[tuple[int, int, int, int]]:
         """The ranges, in the old program and in the new, between what is aligned."""
         found, a, b = [], 0, 0
-        for next_a, next_b, length in [*self._blocks, (len(self.old.names), len(self.new.names), 0)]:
+        for next_a, next_b, length in [
+            *self._blocks,
+            (len(self.old.names), len(self.new.names), 0),
+        ]:
             if next_a > a or next_b > b:
                 found.append((a, next_a, b, next_b))
             a, b = next_a + length, next_b + length
@@ -117,7 +130,10 @@ class Difference:
         found: dict[int, int] = {}
         for i, j in self._pairs:
             a, b = self.old.graph.nodes[i], self.new.graph.nodes[j]
-            found.update((first_old[i] + part, first_new[j] + part) for part in range(min(len(a.entry.outs), len(b.entry.outs))))
+            found.update(
+                (first_old[i] + part, first_new[j] + part)
+                for part in range(min(len(a.entry.outs), len(b.entry.outs)))
+            )
             for x, y in zip(a.inputs, b.inputs):
                 if x < 0 and y < 0:
                     found.setdefault(x, y)
@@ -129,11 +145,21 @@ class Difference:
 
     @cached_property
     def _leaves(self) -> list[tuple[int, int]]:
-        return [(-old - 1, -new - 1) for old, new in sorted(self._values.items(), reverse=True) if old < 0]
+        return [
+            (-old - 1, -new - 1)
+            for old, new in sorted(self._values.items(), reverse=True)
+            if old < 0
+        ]
 
     @cached_property
     def _all(self) -> tuple[Change, ...]:
-        return (*self._of_leaves(), *self._of_operations(), *self._of_results(), *self._of_donated(), *self._of_the_rest())
+        return (
+            *self._of_leaves(),
+            *self._of_operations(),
+            *self._of_results(),
+            *self._of_donated(),
+            *self._of_the_rest(),
+        )
 
     def changes(self) -> tuple[Change, ...]:
         """The causes, leaves first."""
@@ -144,11 +170,17 @@ class Difference:
             old, new = self.old.graph.leaves[i], self.new.graph.leaves[j]
             what = self.new.leaf(j)
             if old.spec.logical is not new.spec.logical:
-                yield Change("leaves", f"{what}: {old.spec!r} -> {new.spec!r}", "" if j in self.new.key.donated else _PAD)
+                yield Change(
+                    "leaves",
+                    f"{what}: {old.spec!r} -> {new.spec!r}",
+                    "" if j in self.new.key.donated else _PAD,
+                )
             elif old.placement is not new.placement:
                 was, now = placement_text(old.placement), placement_text(new.placement)
                 is_settling = old.placement.sharding is None and new.placement.sharding is None
-                yield Change("leaves", f"the sharding of {what}: {was} -> {now}", _MARKS, is_settling)
+                yield Change(
+                    "leaves", f"the sharding of {what}: {was} -> {now}", _MARKS, is_settling
+                )
 
     def _of_operations(self) -> Iterator[Change]:
         firsts = _first_results(self.new)
@@ -160,16 +192,28 @@ class Difference:
                 text = f"{self.new.operation(j)}, reads {len(new.inputs)} tensors, and read {len(old.inputs)} before"
                 yield Change("structure", text, _BRANCH)
             elif old.entry is not new.entry:
-                before, now = ([side.spec(x) for x in node.inputs] for side, node in ((self.old, old), (self.new, new)))
+                before, now = (
+                    [side.spec(x) for x in node.inputs]
+                    for side, node in ((self.old, old), (self.new, new))
+                )
                 # Where what it reads has another shape, the operation follows.
                 if [s.shape for s in before] == [s.shape for s in now] or not before:
-                    yield from self._of_arguments(old.entry, new.entry, self.new.operation(j), before, now, firsts[j])
+                    yield from self._of_arguments(
+                        old.entry, new.entry, self.new.operation(j), before, now, firsts[j]
+                    )
             elif self._reads_other_values(old.inputs, new.inputs):
-                yield Change("structure", f"{self.new.operation(j)}, reads other values than before: {self._read(new.inputs)}", _BRANCH)
+                yield Change(
+                    "structure",
+                    f"{self.new.operation(j)}, reads other values than before: {self._read(new.inputs)}",
+                    _BRANCH,
+                )
 
     def _reads_other_values(self, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
         """What is not aligned is reported by itself."""
-        return any(x in self._values and y in self._aligned_values and self._values[x] != y for x, y in zip(old, new))
+        return any(
+            x in self._values and y in self._aligned_values and self._values[x] != y
+            for x, y in zip(old, new)
+        )
 
     def _read(self, inputs: tuple[int, ...]) -> str:
         return "; ".join(self.new.value(x) for x in inputs)
@@ -188,23 +232,45 @@ class Difference:
             texts[-1] += "" if origin is None else f", from {origin} on"
         return Change("structure", "; ".join(texts), _BRANCH)
 
-    def _of_arguments(self, old: Entry, new: Entry, what: str, before: list[Spec], now: list[Spec], first_result: int) -> Iterator[Change]:
+    def _of_arguments(
+        self,
+        old: Entry,
+        new: Entry,
+        what: str,
+        before: list[Spec],
+        now: list[Spec],
+        first_result: int,
+    ) -> Iterator[Change]:
         if old.sharding is not new.sharding:
-            yield Change("structure", f"the mark of {what}: {_sharding_text(old.sharding)} -> {_sharding_text(new.sharding)}", _MARKS)
+            yield Change(
+                "structure",
+                f"the mark of {what}: {_sharding_text(old.sharding)} -> {_sharding_text(new.sharding)}",
+                _MARKS,
+            )
             return
         if old.border != new.border:
-            yield Change("structure", f"{what}, crosses the border of another manual region", _MARKS)
+            yield Change(
+                "structure", f"{what}, crosses the border of another manual region", _MARKS
+            )
             return
         was, is_now = self._known.of(old), self._known.of(new)
         if was is None or is_now is None:
             same = [(a, b) for a, b in zip(before, now) if a is not b]
-            detail = f": it reads {arguments.text(same[0][1])}, not {arguments.text(same[0][0])}" if same else "; which, is not known"
+            detail = (
+                f": it reads {arguments.text(same[0][1])}, not {arguments.text(same[0][0])}"
+                if same
+                else "; which, is not known"
+            )
             yield Change("structure", f"{what}, has other arguments{detail}")
             return
         for name in dict.fromkeys([*was, *is_now]):
             a, b = was.get(name, _DEFAULT), is_now.get(name, _DEFAULT)
             if a != b and not self._follows(a, b, first_result):
-                yield Change("structure", f"argument {name!r} of {what}: {_argument_text(a)} -> {_argument_text(b)}", _advice_on(a, b))
+                yield Change(
+                    "structure",
+                    f"argument {name!r} of {what}: {_argument_text(a)} -> {_argument_text(b)}",
+                    _advice_on(a, b),
+                )
 
     def _follows(self, a: Any, b: Any, first_result: int) -> bool:
         """Whether an argument differs only in sizes that the shapes of leaves or earlier results differ in: the user computed it from a shape."""
@@ -214,7 +280,11 @@ class Difference:
 
     def _sizes(self, first_result: int) -> set[tuple[int, int]]:
         """The sizes that differ, old and new, in the leaves and in results before this one."""
-        specs = ((self.old.spec(x), self.new.spec(y)) for x, y in self._values.items() if y < first_result)
+        specs = (
+            (self.old.spec(x), self.new.spec(y))
+            for x, y in self._values.items()
+            if y < first_result
+        )
         return {(m, n) for a, b in specs if a is not b for m, n in zip(a.shape, b.shape) if m != n}
 
     def _of_results(self) -> Iterator[Change]:
@@ -227,34 +297,60 @@ class Difference:
             if number in old and old[number] is not placement:
                 is_settling = _is_unmarked(old[number]) and _is_unmarked(placement)
                 lay, lies = placement_text(old[number]), placement_text(placement)
-                yield Change("outputs", f"the sharding of {what}: {lay} -> {lies}", _MARKS, is_settling)
+                yield Change(
+                    "outputs", f"the sharding of {what}: {lay} -> {lies}", _MARKS, is_settling
+                )
             elif number not in old and number in self._aligned_values and not follows:
                 yield Change("outputs", f"{what} is held at the cut, and was not before", _HELD)
         for here in old:
             if here is not None and here not in new and not follows:
-                yield Change("outputs", f"{self.new.value(here)} ({self.new.spec(here)!r}) is not held at the cut, and was before", _HELD)
+                yield Change(
+                    "outputs",
+                    f"{self.new.value(here)} ({self.new.spec(here)!r}) is not held at the cut, and was before",
+                    _HELD,
+                )
 
     def _of_donated(self) -> Iterator[Change]:
         for i, j in self._leaves:
             was, now = i in self.old.key.donated, j in self.new.key.donated
             if was and not now:
-                yield Change("donated", f"{self.new.leaf(j)} is not donated any more: a tensor holds it after this program", _DONATED)
+                yield Change(
+                    "donated",
+                    f"{self.new.leaf(j)} is not donated any more: a tensor holds it after this program",
+                    _DONATED,
+                )
             elif now and not was:
-                yield Change("donated", f"{self.new.leaf(j)} is donated now: no tensor holds it after this program", "", True)
+                yield Change(
+                    "donated",
+                    f"{self.new.leaf(j)} is donated now: no tensor holds it after this program",
+                    "",
+                    True,
+                )
 
     def _of_the_rest(self) -> Iterator[Change]:
         old, new = self.old.key, self.new.key
         if old.device_ids != new.device_ids:
-            yield Change("device_ids", f"the devices: {list(old.device_ids)} -> {list(new.device_ids)}", _MARKS)
+            yield Change(
+                "device_ids",
+                f"the devices: {list(old.device_ids)} -> {list(new.device_ids)}",
+                _MARKS,
+            )
         if old.options != new.options:
             what = f"config.compiler_options: {dict(old.options)} -> {dict(new.options)}"
             yield Change("options", what, "Set them once, before the first program.")
         if bool(old.origins) != bool(new.origins):
             state = "on, and were off" if new.origins else "off, and were on"
-            yield Change("origins", f"source lines are {state}", "A program names the lines that it was compiled with.")
+            yield Change(
+                "origins",
+                f"source lines are {state}",
+                "A program names the lines that it was compiled with.",
+            )
         elif old.origins != new.origins and self.old.names == self.new.names:
             i = next(n for n, (a, b) in enumerate(zip(old.origins, new.origins)) if a != b)
-            yield Change("origins", f"operation {i}, {self.new.names[i]}, was recorded at {old.origins[i]}, is at {new.origins[i]}")
+            yield Change(
+                "origins",
+                f"operation {i}, {self.new.names[i]}, was recorded at {old.origins[i]}, is at {new.origins[i]}",
+            )
 
 
 _DEFAULT = object()
@@ -329,5 +425,9 @@ def placement_text(placement: Placement | None) -> str:
         return _sharding_text(placement.sharding)
     lies = placement.jax_sharding
     if isinstance(lies, NamedSharding):
-        return "unmarked, replicated" if lies.spec == PartitionSpec() else f"unmarked, {_spec_text(lies.spec)}"
+        return (
+            "unmarked, replicated"
+            if lies.spec == PartitionSpec()
+            else f"unmarked, {_spec_text(lies.spec)}"
+        )
     return f"unmarked, {lies}"

@@ -29,10 +29,14 @@ _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
-_CALLED = re.compile(r"\b(?P<how>to_apply|calls|body|condition|true_computation|false_computation|branch_computations|called_computations)=")
+_CALLED = re.compile(
+    r"\b(?P<how>to_apply|calls|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+)
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _IOTA = re.compile(r"\[(?P<dims>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\])?(?:T\((?P<order>[\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? \{(?P<over>[^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? \{(?P<over>[^}]*)\}"
+)
 _MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+)|:\((?P<before>\d+)\)(?P<part>\d+))?")
 
 
@@ -105,7 +109,9 @@ def _instruction(line: str) -> Instruction | None:
     opened = rest.index("(", end)
     closed = _closing(rest, opened)
     operands = tuple(part.split(" ")[-1].lstrip("%") for part in split(rest[opened + 1 : closed]))
-    return Instruction(found["name"], rest[:end], rest[end:opened].strip(), operands, rest[closed + 1 :])
+    return Instruction(
+        found["name"], rest[:end], rest[end:opened].strip(), operands, rest[closed + 1 :]
+    )
 
 
 def _closing(text: str, opened: int) -> int:
@@ -152,15 +158,30 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
     )
 
 
-def _collective(instruction: Instruction, around: dict[str, Instruction], count: int | None, num_devices: int) -> CollectiveInstruction:
+def _collective(
+    instruction: Instruction, around: dict[str, Instruction], count: int | None, num_devices: int
+) -> CollectiveInstruction:
     result = instruction.type
     if instruction.opcode in _STARTS_WITH_OPERANDS:
         result = split(result[1:-1])[1]
     kind = _OPCODES[instruction.opcode]
-    groups, groups_text = _pairs(instruction.attributes) if kind == "collective-permute" else replica_groups(instruction.attributes, num_devices)
-    operand_bytes = sum(num_bytes(around[name].type) for name in instruction.operands if name in around)
+    groups, groups_text = (
+        _pairs(instruction.attributes)
+        if kind == "collective-permute"
+        else replica_groups(instruction.attributes, num_devices)
+    )
+    operand_bytes = sum(
+        num_bytes(around[name].type) for name in instruction.operands if name in around
+    )
     return CollectiveInstruction(
-        instruction.name, kind, num_bytes(result), operand_bytes, groups, groups_text, count, tuple(_op_names(instruction, around))
+        instruction.name,
+        kind,
+        num_bytes(result),
+        operand_bytes,
+        groups,
+        groups_text,
+        count,
+        tuple(_op_names(instruction, around)),
     )
 
 
@@ -175,7 +196,9 @@ def _op_names(instruction: Instruction, around: dict[str, Instruction]) -> Itera
             return
 
 
-def executions(computations: dict[str, dict[str, Instruction]], entry: str) -> dict[str, int | None]:
+def executions(
+    computations: dict[str, dict[str, Instruction]], entry: str
+) -> dict[str, int | None]:
     """How often one run of the module executes each computation; None where that depends on data (a branch, a loop of unknown length)."""
     counts: dict[str, int | None] = defaultdict(int, {entry: 1})
     # XLA prints what is called before its callers.
@@ -184,14 +207,20 @@ def executions(computations: dict[str, dict[str, Instruction]], entry: str) -> d
             for how, called in _calls(instruction.attributes):
                 times = _times(how, instruction.attributes)
                 before, own = counts[called], counts[name]
-                counts[called] = None if before is None or own is None or times is None else before + own * times
+                counts[called] = (
+                    None if before is None or own is None or times is None else before + own * times
+                )
     return counts
 
 
 def _calls(attributes: str) -> Iterator[tuple[str, str]]:
     for found in _CALLED.finditer(attributes):
         rest = attributes[found.end() :]
-        names = rest[1 : rest.index("}")] if rest.startswith("{") else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        names = (
+            rest[1 : rest.index("}")]
+            if rest.startswith("{")
+            else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        )
         for name in names.split(","):
             yield found["how"], name.strip().lstrip("%")
 
@@ -210,7 +239,9 @@ def _times(how: str, attributes: str) -> int | None:
 # Lists of devices.
 
 
-def iota(dims: Sequence[int], reshape: Sequence[int] | None = None, order: Sequence[int] | None = None) -> np.ndarray:
+def iota(
+    dims: Sequence[int], reshape: Sequence[int] | None = None, order: Sequence[int] | None = None
+) -> np.ndarray:
     """`[dims]<=[reshape]T(order)`: the numbers from 0 on, shaped, transposed, and shaped again. An int64 array of shape `dims`.
 
     Example:
@@ -218,7 +249,13 @@ def iota(dims: Sequence[int], reshape: Sequence[int] | None = None, order: Seque
         [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     numbers = np.arange(math.prod(dims)).reshape(tuple(reshape or dims))
-    return numbers.transpose(tuple(order) if order is not None else None if reshape is None else tuple(range(len(reshape)))).reshape(tuple(dims))
+    return numbers.transpose(
+        tuple(order)
+        if order is not None
+        else None
+        if reshape is None
+        else tuple(range(len(reshape)))
+    ).reshape(tuple(dims))
 
 
 def ints(text: str) -> tuple[int, ...]:
@@ -242,7 +279,11 @@ def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, st
     by_iota = _IOTA.match(rest)
     if by_iota is None or by_iota["reshape"] is None:
         return None, split(rest)[0]
-    table = iota(ints(by_iota["dims"]), ints(by_iota["reshape"]), ints(by_iota["order"]) if by_iota["order"] else None)
+    table = iota(
+        ints(by_iota["dims"]),
+        ints(by_iota["reshape"]),
+        ints(by_iota["order"]) if by_iota["order"] else None,
+    )
     return tuple(tuple(row) for row in table.tolist()), by_iota[0]
 
 
@@ -254,7 +295,11 @@ def _groups_of_mesh(found: re.Match[str]) -> Groups | None:
         by_iota = _IOTA.match(found["ids"])
         dims = ints(by_iota["dims"]) if by_iota is not None else ()
         order = ints(by_iota["order"]) if by_iota is not None and by_iota["order"] else None
-        numbers = iota((numbers.size,), dims, order) if by_iota is not None else np.array(ints(found["ids"].rstrip(")")))
+        numbers = (
+            iota((numbers.size,), dims, order)
+            if by_iota is not None
+            else np.array(ints(found["ids"].rstrip(")")))
+        )
     shape: list[int] = []
     along: list[int] = []
     over = {axis["name"]: axis for axis in _MESH_AXIS.finditer(found["over"])}
@@ -270,7 +315,11 @@ def _groups_of_mesh(found: re.Match[str]) -> Groups | None:
             shape.append(size)
             along += [len(shape) - 1] if part is not None else []
     rest = [dim for dim in range(len(shape)) if dim not in along]
-    grid = numbers.reshape(shape).transpose(*rest, *along).reshape(-1, math.prod(shape[dim] for dim in along))
+    grid = (
+        numbers.reshape(shape)
+        .transpose(*rest, *along)
+        .reshape(-1, math.prod(shape[dim] for dim in along))
+    )
     return tuple(tuple(row) for row in grid.tolist())
 
 

@@ -50,7 +50,11 @@ class HybridMesh(Mesh):
         num_slices: int | None = None,
     ) -> None:
         ici = _checked_shape("ici_mesh_shape", ici_mesh_shape)
-        dcn = (1,) * len(ici) if dcn_mesh_shape is None else _checked_shape("dcn_mesh_shape", dcn_mesh_shape)
+        dcn = (
+            (1,) * len(ici)
+            if dcn_mesh_shape is None
+            else _checked_shape("dcn_mesh_shape", dcn_mesh_shape)
+        )
         if len(ici) != len(dcn):
             raise MeshError(
                 f"ici_mesh_shape and dcn_mesh_shape must have one size for each axis; got {ici} with {len(ici)} and {dcn} with {len(dcn)}. "
@@ -71,7 +75,13 @@ class HybridMesh(Mesh):
         return Mesh, (self.device_ids.tolist(), self.mesh_shape, self.axis_names)
 
 
-def arrange(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ...], *, num_slices: int | None = None) -> np.ndarray:
+def arrange(
+    devices: Sequence[Any],
+    ici: tuple[int, ...],
+    dcn: tuple[int, ...],
+    *,
+    num_slices: int | None = None,
+) -> np.ndarray:
     """Numbers of devices (their positions in `devices`, jax's devices by id), as an int64 array of shape `ici * dcn`, axis by axis.
 
     Raises:
@@ -105,7 +115,9 @@ def arrange(devices: Sequence[Any], ici: tuple[int, ...], dcn: tuple[int, ...], 
                 f"the devices of a slice must form a mesh of shape ici_mesh_shape; got {ici} for {len(one)} devices of kind "
                 f"{one[0].device_kind!r}, which jax cannot lay out: {error} Choose a shape whose sizes are products of the slice's own."
             ) from error
-        blocks[number] = np.vectorize(lambda device: position[id(device)], otypes=[np.int64])(laid_out)
+        blocks[number] = np.vectorize(lambda device: position[id(device)], otypes=[np.int64])(
+            laid_out
+        )
     return np.block(blocks.reshape(dcn).tolist())
 
 
@@ -129,6 +141,11 @@ def _slices(devices: Sequence[Any], wanted: int, num_slices: int | None) -> list
 
 def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, (tuple, list, np.ndarray)) else ()
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1 for size in sizes):
-        raise MeshError(f"{name} must be a tuple with a size of at least 1 for each axis; got {shape!r}. Write for instance (1, 4, 1).")
+    if not sizes or any(
+        isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1
+        for size in sizes
+    ):
+        raise MeshError(
+            f"{name} must be a tuple with a size of at least 1 for each axis; got {shape!r}. Write for instance (1, 4, 1)."
+        )
     return tuple(int(size) for size in sizes)

@@ -19,10 +19,14 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
     """`x.op_(...)` where the functional form has a lowering: one recorded operation, then a write."""
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
-        inference.infer(func, args, kwargs, spec_of)  # raises what torch raises for a result that does not fit
+        inference.infer(
+            func, args, kwargs, spec_of
+        )  # raises what torch raises for a result that does not fit
         result = inference.infer(lowering.overload, args, kwargs, spec_of)
         into = spec_of(args[0])
-        return new_entry(lowering, result, args, kwargs, kinds, into=Spec.contiguous(into.shape, into.dtype))
+        return new_entry(
+            lowering, result, args, kwargs, kinds, into=Spec.contiguous(into.shape, into.dtype)
+        )
 
     call = Call(func, lowering.static, make)
     random = lowering.random
@@ -45,7 +49,11 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
             for a in args[1:]:
                 if a.__class__ is XLAShardedTensor:
                     other = a._handle
-                    if other is not handle and (other.__class__ is View or handle.__class__ is View) and other.storage is handle.storage:
+                    if (
+                        other is not handle
+                        and (other.__class__ is View or handle.__class__ is View)
+                        and other.storage is handle.storage
+                    ):
                         refuse_partial_overlap(handle, other)
             entry, inputs, numbers = look_up(call, args, kwargs)
             if random:
@@ -65,14 +73,28 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
 
     def written(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         given = {**dict(zip(facts.names, args)), **kwargs}
-        return [t for name in facts.written for t in (given[name] if isinstance(given[name], (list, tuple)) else [given[name]])]
+        return [
+            t
+            for name in facts.written
+            for t in (given[name] if isinstance(given[name], (list, tuple)) else [given[name]])
+        ]
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
         # torch has no meta kernels for these.
-        lengths = {name: len(a) for name, a in zip(facts.names, args) if isinstance(a, (list, tuple)) and a}
+        lengths = {
+            name: len(a) for name, a in zip(facts.names, args) if isinstance(a, (list, tuple)) and a
+        }
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"{func} takes lists of one length, or empty ones; got {lengths}. Give one tensor in each list for each parameter.")
-        return new_entry(lowering, [inference.meta_like(spec_of(t)) for t in written(args, kwargs)], args, kwargs, kinds)
+            raise ValueError(
+                f"{func} takes lists of one length, or empty ones; got {lengths}. Give one tensor in each list for each parameter."
+            )
+        return new_entry(
+            lowering,
+            [inference.meta_like(spec_of(t)) for t in written(args, kwargs)],
+            args,
+            kwargs,
+            kinds,
+        )
 
     call = Call(func, lowering.static, make, lowering.numbers)
 

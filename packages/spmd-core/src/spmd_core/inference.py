@@ -27,7 +27,12 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def infer(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], spec_of: Callable[[torch.Tensor], Spec], *, meta: Callable[..., Any] | None = None
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of: Callable[[torch.Tensor], Spec],
+    *,
+    meta: Callable[..., Any] | None = None,
 ) -> Any:
     """What `func` returns for these arguments, with meta tensors in the place of tensors. Raises what torch raises for bad arguments.
 
@@ -41,9 +46,13 @@ def infer(
         return metas[id(t)]
 
     meta_args = [map_tensors(a, to_meta) for a in args]
-    meta_kwargs = {name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"}
+    meta_kwargs = {
+        name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"
+    }
     if "generator" in meta_kwargs:
-        meta_kwargs["generator"] = None  # no randomness here, and a generator of another device would be refused
+        meta_kwargs["generator"] = (
+            None  # no randomness here, and a generator of another device would be refused
+        )
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     try:
@@ -87,7 +96,9 @@ _UNCHECKED: dict[str, Callable[[dict[str, Any]], bool]] = {
 _MAX_STANDIN_BYTES = 256_000_000
 
 
-def _eager_error(func: Any, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]) -> Exception | None:
+def _eager_error(
+    func: Any, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]
+) -> Exception | None:
     """What eager torch raises for these shapes and dtypes, or None: the CPU kernel is called on zeros (ones for floats, which may be weights).
 
     Meta kernels often check in another order and in other words, and users and their tests know the words of the real ones.
@@ -114,7 +125,9 @@ def _eager_error(func: Any, meta_args: Sequence[Any], meta_kwargs: dict[str, Any
         warnings.simplefilter("ignore")
         try:
             func(*args, **kwargs)
-        except NotImplementedError:  # no CPU kernel, or not for this dtype, which may well work here
+        except (
+            NotImplementedError
+        ):  # no CPU kernel, or not for this dtype, which may well work here
             return None
         except Exception as error:
             return error
@@ -126,7 +139,11 @@ def _as_the_kernels(func: Any, result: Any, given: dict[str, Any]) -> Any:
     if "output_mask" in given:
         # Some meta kernels make every result; the real ones leave out what the mask does not ask for.
         return tuple(r if asked else None for r, asked in zip(result, given["output_mask"]))
-    if "batch_norm" in func._schema.name and not given.get("training", "no_training" not in func._schema.name) and len(result) >= 3:
+    if (
+        "batch_norm" in func._schema.name
+        and not given.get("training", "no_training" not in func._schema.name)
+        and len(result) >= 3
+    ):
         # Outside training nothing is saved for the backward; the meta kernels make one value a channel.
         return (result[0], result[1].new_empty(0), result[2].new_empty(0), *result[3:])
     return result
@@ -134,7 +151,11 @@ def _as_the_kernels(func: Any, result: Any, given: dict[str, Any]) -> Any:
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a lowering is given."""
-    return {name: a for name, a in kwargs.items() if name not in _PLACEMENT_KEYWORDS and name != "device"}
+    return {
+        name: a
+        for name, a in kwargs.items()
+        if name not in _PLACEMENT_KEYWORDS and name != "device"
+    }
 
 
 def flatten(result: Any) -> tuple[tuple[Spec, ...], tuple[int | None, ...] | None, bool]:

@@ -106,7 +106,9 @@ class _Call:
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         given = iter(arrays)
-        args, kwargs = pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self._static], self._tree)
+        args, kwargs = pytree.tree_unflatten(
+            [next(given) if leaf is _TENSOR else leaf for leaf in self._static], self._tree
+        )
         results, self.out_tree = pytree.tree_flatten(self._function(*args, **kwargs))
         for result in results:
             if not isinstance(result, (jax.Array, np.ndarray, float, int, bool, complex)):
@@ -126,7 +128,10 @@ class _Transposed:
         inputs, cotangents = arrays[: self._num_arrays], iter(arrays[self._num_arrays :])
         results, pull = jax.vjp(self._call, *inputs)
         # A result of integers has a cotangent without values.
-        full = [next(cotangents) if _is_inexact(r.dtype) else np.zeros(r.shape, jax.dtypes.float0) for r in results]
+        full = [
+            next(cotangents) if _is_inexact(r.dtype) else np.zeros(r.shape, jax.dtypes.float0)
+            for r in results
+        ]
         return [g for x, g in zip(inputs, pull(full)) if _is_inexact(x.dtype)]
 
 
@@ -157,11 +162,20 @@ def _entry(call: Any, specs: tuple[Spec, ...]) -> Entry:
     arrays = [jax.ShapeDtypeStruct(spec.shape, dtypes.to_jax(spec.dtype)) for spec in specs]
     with jax.enable_x64(True):
         closed = jax.make_jaxpr(call)(*arrays)
-    outs = tuple(Spec.contiguous(aval.shape, dtypes.to_torch(aval.dtype)) for aval in closed.out_avals)
+    outs = tuple(
+        Spec.contiguous(aval.shape, dtypes.to_torch(aval.dtype)) for aval in closed.out_avals
+    )
     if not outs:
-        raise TypeError(f"a jax function returns arrays; {call.name} returned none. Return what it computes.")
+        raise TypeError(
+            f"a jax function returns arrays; {call.name} returned none. Return what it computes."
+        )
     run = jaxpr_as_fun(closed)
-    return Entry(f"jax::{call.name}", lambda context, inputs, numbers: list(run(*inputs)), outs, structure=tuple(range(len(outs))))
+    return Entry(
+        f"jax::{call.name}",
+        lambda context, inputs, numbers: list(run(*inputs)),
+        outs,
+        structure=tuple(range(len(outs))),
+    )
 
 
 class _Differentiated(torch.autograd.Function):
@@ -170,7 +184,9 @@ class _Differentiated(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.call = call
         results = _record(call, tensors)
-        ctx.mark_non_differentiable(*(r for r in results if not (r.is_floating_point() or r.is_complex())))
+        ctx.mark_non_differentiable(
+            *(r for r in results if not (r.is_floating_point() or r.is_complex()))
+        )
         return results
 
     @staticmethod
@@ -182,14 +198,26 @@ class _Differentiated(torch.autograd.Function):
             transposed = _Transposed(ctx.call, len(tensors))
             remember(key, transposed)
         # torch keeps the conjugate of jax's gradient of a complex number.
-        cotangents = [g.conj().resolve_conj() for g in grads if g is not None and (g.is_floating_point() or g.is_complex())]
+        cotangents = [
+            g.conj().resolve_conj()
+            for g in grads
+            if g is not None and (g.is_floating_point() or g.is_complex())
+        ]
         found, _ = _run(transposed, [*tensors, *cotangents])
         gradients = iter(found)
-        return (None, *(next(gradients).conj() if t.is_floating_point() or t.is_complex() else None for t in tensors))
+        return (
+            None,
+            *(
+                next(gradients).conj() if t.is_floating_point() or t.is_complex() else None
+                for t in tensors
+            ),
+        )
 
 
 def _device_tensor(t: Any, what: str) -> XLAShardedTensor:
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(f"{what} needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla').")
+        raise DeviceMismatchError(
+            f"{what} needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
     return t

@@ -63,7 +63,11 @@ def _cholesky_inverse(record: Handler) -> Handler:
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         inverse = record(args, kwargs)
         if args[0].numel():
-            check_info(_first(args[0].diagonal(0, -2, -1) == 0), "cholesky_inverse", is_matrix=args[0].dim() == 2)
+            check_info(
+                _first(args[0].diagonal(0, -2, -1) == 0),
+                "cholesky_inverse",
+                is_matrix=args[0].dim() == 2,
+            )
         return inverse
 
     return handler
@@ -91,7 +95,9 @@ def _factored(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def _parity(pivots: torch.Tensor) -> torch.Tensor:
     """The sign of the permutation: each pivot that is not its own position is one exchange."""
-    exchanges = (pivots != torch.arange(1, pivots.shape[-1] + 1, dtype=torch.int32, device=pivots.device)).sum(-1)
+    exchanges = (
+        pivots != torch.arange(1, pivots.shape[-1] + 1, dtype=torch.int32, device=pivots.device)
+    ).sum(-1)
     return 1 - 2 * (exchanges % 2)
 
 
@@ -137,7 +143,10 @@ def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
         rule = "expected a floating or complex dtype"
     elif driver not in _DRIVERS:
         rule = f"parameter `driver` should be one of ({', '.join(_DRIVERS)}), but got {driver!r}"
-    elif b.dim() not in (a.dim(), a.dim() - 1) or (b.shape[-1] if is_vector else b.shape[-2]) != a.shape[-2]:
+    elif (
+        b.dim() not in (a.dim(), a.dim() - 1)
+        or (b.shape[-1] if is_vector else b.shape[-2]) != a.shape[-2]
+    ):
         rule = "the rows of input and other must agree"
     if rule is not None:
         raise RuntimeError(
@@ -198,7 +207,9 @@ def _write_rank(func: torch._ops.OpOverload) -> None:
     def kernel(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         ranks = form(*args, **kwargs)
         if not torch.can_cast(ranks.dtype, out.dtype):
-            raise RuntimeError(f"Expected result to be safely castable from {ranks.dtype}, but got {out.dtype}. Give `out` the dtype {ranks.dtype}.")
+            raise RuntimeError(
+                f"Expected result to be safely castable from {ranks.dtype}, but got {out.dtype}. Give `out` the dtype {ranks.dtype}."
+            )
         if out.shape != ranks.shape:
             out.resize_(ranks.shape)
         return out.copy_(ranks)
@@ -215,9 +226,15 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._linalg_check_errors.default: _check_errors,
     aten.linalg_cholesky_ex.default: _ex(aten.linalg_cholesky_ex.default, "linalg.cholesky_ex"),
     aten.linalg_inv_ex.default: _ex(aten.linalg_inv_ex.default, "linalg.inv_ex"),
-    aten.linalg_lu_factor_ex.default: _ex(aten.linalg_lu_factor_ex.default, "torch.linalg.lu_factor_ex"),
-    aten.linalg_ldl_factor_ex.default: _ex(aten.linalg_ldl_factor_ex.default, "torch.linalg.ldl_factor_ex"),
-    aten._linalg_solve_ex.default: _ex(aten._linalg_solve_ex.default, "torch.linalg.solve_ex", _solve),
+    aten.linalg_lu_factor_ex.default: _ex(
+        aten.linalg_lu_factor_ex.default, "torch.linalg.lu_factor_ex"
+    ),
+    aten.linalg_ldl_factor_ex.default: _ex(
+        aten.linalg_ldl_factor_ex.default, "torch.linalg.ldl_factor_ex"
+    ),
+    aten._linalg_solve_ex.default: _ex(
+        aten._linalg_solve_ex.default, "torch.linalg.solve_ex", _solve
+    ),
     aten.cholesky.default: _cholesky,
     aten.cholesky_inverse.default: _cholesky_inverse(_recorded(aten.cholesky_inverse.default)),
     aten._linalg_svd.default: _svd(_recorded(aten._linalg_svd.default)),

@@ -74,7 +74,11 @@ def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
 
 def stored_shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
     """The shape of the array that a leaf is."""
-    return padded_shape(spec, placement.sharding) if placement.manual is None else (placement.manual.size, *spec.shape)
+    return (
+        padded_shape(spec, placement.sharding)
+        if placement.manual is None
+        else (placement.manual.size, *spec.shape)
+    )
 
 
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
@@ -98,11 +102,23 @@ class Traced:
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph = graph
         self.device_ids = graph.device_ids
-        self._num_floats = sum(kind is float for node in graph.nodes for kind in node.entry.number_kinds)
-        self._num_ints = sum(kind in (int, bool) for node in graph.nodes for kind in node.entry.number_kinds)
-        self._num_complex = sum(kind is complex for node in graph.nodes for kind in node.entry.number_kinds)
+        self._num_floats = sum(
+            kind is float for node in graph.nodes for kind in node.entry.number_kinds
+        )
+        self._num_ints = sum(
+            kind in (int, bool) for node in graph.nodes for kind in node.entry.number_kinds
+        )
+        self._num_complex = sum(
+            kind is complex for node in graph.nodes for kind in node.entry.number_kinds
+        )
         self.record = metrics.ProgramRecord(
-            name, len(graph.nodes), len(graph.leaves), len(graph.outputs), len(graph.device_ids), donated=graph.donated, source=source.user_line()
+            name,
+            len(graph.nodes),
+            len(graph.leaves),
+            len(graph.outputs),
+            len(graph.device_ids),
+            donated=graph.donated,
+            source=source.user_line(),
         )
         self.out_placements: list[Any]
         self._lower(name)
@@ -115,9 +131,16 @@ class Traced:
     def _lower(self, name: str) -> None:
         graph = self.graph
         self._manual_of_values()
-        marks = [runtime.named_sharding(node.entry.sharding, self.device_ids) for node in graph.nodes if node.entry.sharding is not None]
+        marks = [
+            runtime.named_sharding(node.entry.sharding, self.device_ids)
+            for node in graph.nodes
+            if node.entry.sharding is not None
+        ]
         self.out_placements = out_placements = [self._placement(output) for output in graph.outputs]
-        placements = [*(leaf.placement for leaf in graph.leaves), *(p for p in out_placements if p is not None)]
+        placements = [
+            *(leaf.placement for leaf in graph.leaves),
+            *(p for p in out_placements if p is not None),
+        ]
         placed = [placement.jax_sharding for placement in placements]
         self._on_one_mesh = on_one_mesh = runtime.OneMesh([*placed, *marks], self.device_ids)
         everywhere = on_one_mesh(runtime.replicated(self.device_ids))
@@ -125,25 +148,38 @@ class Traced:
         self._split_dims = self._dims_that_are_split()
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
-            for count, dtype in ((self._num_floats, np.float64), (self._num_ints, np.int64), (self._num_complex, np.complex128))
+            for count, dtype in (
+                (self._num_floats, np.float64),
+                (self._num_ints, np.int64),
+                (self._num_complex, np.complex128),
+            )
             if count
         ]
         leaves = [
             jax.ShapeDtypeStruct(
-                stored_shape(leaf.spec, leaf.placement), dtypes.to_jax(leaf.spec.dtype), sharding=on_one_mesh(leaf.placement.jax_sharding)
+                stored_shape(leaf.spec, leaf.placement),
+                dtypes.to_jax(leaf.spec.dtype),
+                sharding=on_one_mesh(leaf.placement.jax_sharding),
             )
             for leaf in graph.leaves
         ]
         free = None if on_one_mesh.exists else everywhere
         out_shardings = [free if p is None else on_one_mesh(p.jax_sharding) for p in out_placements]
 
-        def program(numbers: list[jax.Array], *leaves: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def program(
+            numbers: list[jax.Array], *leaves: jax.Array
+        ) -> tuple[list[jax.Array], jax.Array]:
             return self._trace(numbers, leaves), jnp.zeros((), np.int32)
 
         program.__name__ = name
         with jax.enable_x64(True):
             start = time.perf_counter()
-            jitted = jax.jit(program, out_shardings=(out_shardings, everywhere), donate_argnums=tuple(i + 1 for i in graph.donated), keep_unused=True)
+            jitted = jax.jit(
+                program,
+                out_shardings=(out_shardings, everywhere),
+                donate_argnums=tuple(i + 1 for i in graph.donated),
+                keep_unused=True,
+            )
             self.lowered = jitted.lower(numbers, *leaves)
         self.record.trace_s = time.perf_counter() - start
 
@@ -152,13 +188,17 @@ class Traced:
         graph = self.graph
         self._manuals: list[Manual | None] = []
         for node in graph.nodes:
-            manual = regions.manual_of(node.entry.name, node.entry.border, [self._manual(i) for i in node.inputs])
+            manual = regions.manual_of(
+                node.entry.name, node.entry.border, [self._manual(i) for i in node.inputs]
+            )
             if manual is not None or node.entry.border is not None:
                 regions.check_devices(manual or node.entry.border.manual, self.device_ids)
             self._manuals.extend([manual] * len(node.entry.outs))
 
     def _manual(self, value: int) -> Manual | None:
-        return self._manuals[value] if value >= 0 else self.graph.leaves[-value - 1].placement.manual
+        return (
+            self._manuals[value] if value >= 0 else self.graph.leaves[-value - 1].placement.manual
+        )
 
     def _placement(self, output: Output) -> Placement | None:
         manual = self._manual(output.value)
@@ -170,13 +210,25 @@ class Traced:
         Integers are taken for indices into a table as well, whose rows become one more dim behind.
         """
         graph = self.graph
-        marked = [(node.entry.outs[0], runtime.named_sharding(node.entry.sharding, self.device_ids)) for node in graph.nodes if node.entry.sharding]
+        marked = [
+            (node.entry.outs[0], runtime.named_sharding(node.entry.sharding, self.device_ids))
+            for node in graph.nodes
+            if node.entry.sharding
+        ]
         placed = [(leaf.spec, leaf.placement.jax_sharding) for leaf in graph.leaves]
-        placed += [(output.spec, output.placement.jax_sharding) for output in graph.outputs if output.placement is not None]
+        placed += [
+            (output.spec, output.placement.jax_sharding)
+            for output in graph.outputs
+            if output.placement is not None
+        ]
         found = set()
         for spec, sharding in (*marked, *placed):
             ndim, is_float = len(spec.shape), spec.dtype.is_floating_point or spec.dtype.is_complex
-            split = {dim - ndim for dim, axes in enumerate(sharding.spec) if axes} if ndim > 2 or not is_float else set()
+            split = (
+                {dim - ndim for dim, axes in enumerate(sharding.spec) if axes}
+                if ndim > 2 or not is_float
+                else set()
+            )
             found |= split if is_float else split | {dim - 1 for dim in split}
         return frozenset(found)
 
@@ -198,19 +250,25 @@ class Traced:
             complex: iter(next(packs)) if self._num_complex else iter(()),
         }
         logical = [
-            array if leaf.placement.manual is not None or array.shape == leaf.spec.shape else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
+            array
+            if leaf.placement.manual is not None or array.shape == leaf.spec.shape
+            else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
             for leaf, array in zip(graph.leaves, leaves)
         ]
         values: list[jax.Array] = []
         for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [
-                registry.Number(next(sources[int]).astype(np.bool_), bool) if kind is bool else registry.Number(next(sources[kind]), kind)
+                registry.Number(next(sources[int]).astype(np.bool_), bool)
+                if kind is bool
+                else registry.Number(next(sources[kind]), kind)
                 for kind in entry.number_kinds
             ]
             key = _prng_key(numbers.pop().value) if entry.random else None
             outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
-            context = registry.Context(outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims)
+            context = registry.Context(
+                outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims
+            )
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
             with _named(node, position):
@@ -219,7 +277,15 @@ class Traced:
                 elif manual is not None:
                     results = self._run_local(manual, node, context, inputs, numbers)
                 elif entry.sharding is not None:
-                    results = [constrain(inputs[0], entry.sharding, self._on_one_mesh(runtime.named_sharding(entry.sharding, self.device_ids)))]
+                    results = [
+                        constrain(
+                            inputs[0],
+                            entry.sharding,
+                            self._on_one_mesh(
+                                runtime.named_sharding(entry.sharding, self.device_ids)
+                            ),
+                        )
+                    ]
                 else:
                     results = entry.kernel(context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
@@ -238,16 +304,27 @@ class Traced:
             outputs.append(x)
         return outputs
 
-    def _run_local(self, manual: Manual, node: Node, context: registry.Context, inputs: list[Any], numbers: list[registry.Number]) -> list[jax.Array]:
+    def _run_local(
+        self,
+        manual: Manual,
+        node: Node,
+        context: registry.Context,
+        inputs: list[Any],
+        numbers: list[registry.Number],
+    ) -> list[jax.Array]:
         entry = node.entry
 
         def kernel(own: list[Any], given: list[Any], key: jax.Array | None) -> list[jax.Array]:
             if entry.sharding is not None:
                 names = runtime.axis_names(entry.sharding.mesh)
-                spec = jax.sharding.PartitionSpec(*(tuple(names[axis] for axis in axes) or None for axes in entry.sharding.dims))
+                spec = jax.sharding.PartitionSpec(
+                    *(tuple(names[axis] for axis in axes) or None for axes in entry.sharding.dims)
+                )
                 return [jax.lax.with_sharding_constraint(own[0], spec)]
             # Each device by itself: nothing that it computes is partitioned along the manual axes.
-            results: list[jax.Array] = entry.kernel(registry.Context(context.outs, context.platform, key), own, given)
+            results: list[jax.Array] = entry.kernel(
+                registry.Context(context.outs, context.platform, key), own, given
+            )
             return results
 
         local = [self._manual(i) is not None for i in node.inputs]
@@ -264,7 +341,10 @@ class Program(Traced):
 
     def _compile(self) -> None:
         start = time.perf_counter()
-        options = {name: value if isinstance(value, bool) else str(value) for name, value in self.graph.options} or None
+        options = {
+            name: value if isinstance(value, bool) else str(value)
+            for name, value in self.graph.options
+        } or None
         try:
             with jax.enable_x64(True), _own_place_on_disk(self.graph):
                 self.compiled = self.lowered.compile(compiler_options=options)
@@ -287,13 +367,25 @@ class Program(Traced):
         r = self.record
         memory = self.compiled.memory_analysis()
         if memory is not None:
-            r.argument_bytes, r.output_bytes = memory.argument_size_in_bytes, memory.output_size_in_bytes
+            r.argument_bytes, r.output_bytes = (
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
+            )
             r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
-            r.peak_bytes = max(getattr(memory, "peak_memory_in_bytes", 0), r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes)
+            r.peak_bytes = max(
+                getattr(memory, "peak_memory_in_bytes", 0),
+                r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes,
+            )
         cost = self.compiled.cost_analysis()
         r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
 
-    def run(self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[jax.Array]) -> list[jax.Array]:
+    def run(
+        self,
+        floats: list[float],
+        ints: list[int],
+        complexes: list[complex],
+        leaves: list[jax.Array],
+    ) -> list[jax.Array]:
         """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
         numbers = []
         if floats:
@@ -320,8 +412,13 @@ def _named(node: Node, position: int) -> Iterator[None]:
         with jax.named_scope(node.entry.name):
             yield
         return
-    scope = f"{here.module}/{node.entry.name}#{position}/{Path(here.file).name}:{here.line}".lstrip("/")
-    with source_info_util.user_context(_traceback(here.file, here.line, here.function)), jax.named_scope(scope):
+    scope = f"{here.module}/{node.entry.name}#{position}/{Path(here.file).name}:{here.line}".lstrip(
+        "/"
+    )
+    with (
+        source_info_util.user_context(_traceback(here.file, here.line, here.function)),
+        jax.named_scope(scope),
+    ):
         yield
 
 
@@ -329,7 +426,9 @@ def _named(node: Node, position: int) -> Iterator[None]:
 def _traceback(file: str, line: int, function: str) -> Any:
     """jax's traceback with the user's line innermost: taken by one call that seems to stand there."""
     code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
-    return eval(code.replace(co_name=function, co_qualname=function), {"current": source_info_util.current})
+    return eval(
+        code.replace(co_name=function, co_qualname=function), {"current": source_info_util.current}
+    )
 
 
 @contextmanager
@@ -353,7 +452,9 @@ def _prng_key(seed: jax.Array) -> jax.Array:
 
 
 def _check(entry: Entry, results: list[Any], *, is_local: bool) -> None:
-    assert len(results) == len(entry.outs), f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
+    assert len(results) == len(entry.outs), (
+        f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
+    )
     for x, spec in zip(results, entry.outs):
         assert x.shape[is_local:] == spec.shape and x.dtype == dtypes.to_jax(spec.dtype), (
             f"{entry.name} is lowered to {x.dtype}{list(x.shape)}; torch says {spec!r}"
@@ -366,10 +467,18 @@ def _explain(error: Exception, program: Traced) -> Exception:
     record, graph = program.record, program.graph
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         options = f" under config.compiler_options {dict(graph.options)}" if graph.options else ""
-        return ProgramError(f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed{options}: {text}")
+        return ProgramError(
+            f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed{options}: {text}"
+        )
     sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
-    sized += [(spec.num_bytes, f"{node.entry.name} {spec!r}") for node in graph.nodes for spec in node.entry.outs]
-    largest = "\n".join(f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8])
+    sized += [
+        (spec.num_bytes, f"{node.entry.name} {spec!r}")
+        for node in graph.nodes
+        for spec in node.entry.outs
+    ]
+    largest = "\n".join(
+        f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8]
+    )
     return DeviceMemoryError(
         f"a program and its arguments must fit the device's memory; {record.name} ({record.num_ops} ops on {record.num_devices} devices, "
         f"{record.argument_bytes / 1e6:.1f} MB of arguments and {record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "

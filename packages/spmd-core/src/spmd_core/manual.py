@@ -25,7 +25,9 @@ _region: ContextVar[Manual | None] = ContextVar("region", default=None)
 # The border.
 
 
-def _crossing(tensor: XLAShardedTensor, border: regions.Border, shape: tuple[int, ...]) -> XLAShardedTensor:
+def _crossing(
+    tensor: XLAShardedTensor, border: regions.Border, shape: tuple[int, ...]
+) -> XLAShardedTensor:
     spec = tensor._handle.spec
     key = ("border", spec, border)
     entry = entries.get(key)
@@ -49,9 +51,15 @@ class _Enter(torch.autograd.Function):
     """The blocks of a whole tensor. Its transpose puts them together, summed over the axes along which each device had the same block."""
 
     @staticmethod
-    def forward(ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding) -> XLAShardedTensor:
+    def forward(
+        ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding
+    ) -> XLAShardedTensor:
         ctx.manual, ctx.sharding = manual, sharding
-        return _crossing(x, regions.Border(manual, sharding, leaves=False), _scaled(x.shape, sharding, leaves=False))
+        return _crossing(
+            x,
+            regions.Border(manual, sharding, leaves=False),
+            _scaled(x.shape, sharding, leaves=False),
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -65,9 +73,15 @@ class _Leave(torch.autograd.Function):
     """The whole tensor that the blocks are. Over axes that its spec leaves out every device has the same block, and an equal part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding) -> XLAShardedTensor:
+    def forward(
+        ctx: Any, x: XLAShardedTensor, manual: Manual, sharding: Sharding
+    ) -> XLAShardedTensor:
         ctx.manual, ctx.sharding = manual, sharding
-        return _crossing(x, regions.Border(manual, sharding, leaves=True), _scaled(x.shape, sharding, leaves=True))
+        return _crossing(
+            x,
+            regions.Border(manual, sharding, leaves=True),
+            _scaled(x.shape, sharding, leaves=True),
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -121,7 +135,9 @@ def _enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
 
 def _leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
     if not isinstance(x, XLAShardedTensor):
-        raise DeviceMismatchError(f"a manual region returns tensors on device 'xla'; got {type(x).__name__}. Return tensors only.")
+        raise DeviceMismatchError(
+            f"a manual region returns tensors on device 'xla'; got {type(x).__name__}. Return tensors only."
+        )
     result: XLAShardedTensor = _Leave.apply(x, manual, _sharding(manual, spec, x.dim()))
     return result
 
@@ -172,17 +188,27 @@ def shard_map(
 
     def mapped(*args: Any) -> Any:
         if len(args) != len(in_specs):
-            raise PartitionSpecError(f"in_specs has one partition spec for each argument; got {len(in_specs)} specs and {len(args)} arguments.")
+            raise PartitionSpecError(
+                f"in_specs has one partition spec for each argument; got {len(in_specs)} specs and {len(args)} arguments."
+            )
         if _region.get() is not None:
-            raise SpmdError("manual regions do not nest; got a shard_map inside a shard_map. Name the axes of both in the outer one.")
-        local = [arg if spec is ... else _enter(arg, manual, spec) for arg, spec in zip(args, in_specs)]
+            raise SpmdError(
+                "manual regions do not nest; got a shard_map inside a shard_map. Name the axes of both in the outer one."
+            )
+        local = [
+            arg if spec is ... else _enter(arg, manual, spec) for arg, spec in zip(args, in_specs)
+        ]
         with _inside(manual):
             results = function(*local)
         if not isinstance(results, (tuple, list)):
             return _leave(results, manual, out_specs)
         if not isinstance(out_specs, (tuple, list)) or len(out_specs) != len(results):
-            raise PartitionSpecError(f"out_specs has one partition spec for each result; got {out_specs!r} for {len(results)} results.")
-        return type(results)(_leave(result, manual, spec) for result, spec in zip(results, out_specs))
+            raise PartitionSpecError(
+                f"out_specs has one partition spec for each result; got {out_specs!r} for {len(results)} results."
+            )
+        return type(results)(
+            _leave(result, manual, spec) for result, spec in zip(results, out_specs)
+        )
 
     return mapped
 
@@ -219,10 +245,14 @@ def manual_axes(mesh: Mesh, axis_names: Iterable[str | int] | None = None) -> Ma
     """The axes of a manual region: those named, or all."""
     check_devices(mesh, runtime.global_runtime_device_count())
     every = tuple(range(len(mesh.mesh_shape)))
-    return Manual(mesh, every if axis_names is None else tuple(sorted(_axes_of(mesh, tuple(axis_names)))))
+    return Manual(
+        mesh, every if axis_names is None else tuple(sorted(_axes_of(mesh, tuple(axis_names))))
+    )
 
 
-def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None) -> XLAShardedTensor:
+def enable_manual_sharding(
+    t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None
+) -> XLAShardedTensor:
     """The tensor as each device's own block, over all axes of the mesh: `shard_map`'s way in, for code that is not one function.
 
     Raises:
@@ -235,12 +265,18 @@ def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, me
 def _given_or_global(mesh: Mesh | None) -> Mesh:
     chosen = get_global_mesh() if mesh is None else mesh
     if chosen is None:
-        raise MeshError("a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh).")
+        raise MeshError(
+            "a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh)."
+        )
     return chosen
 
 
 def disable_manual_sharding(
-    t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: Mesh | None = None
+    t: torch.Tensor,
+    partition_spec: PartitionSpec,
+    full_shape: Sequence[int],
+    *,
+    mesh: Mesh | None = None,
 ) -> XLAShardedTensor:
     """The whole tensor of `full_shape` that the blocks are: `shard_map`'s way out.
 
@@ -278,7 +314,9 @@ def _axes_of(mesh: Mesh, axes: Any) -> tuple[int, ...]:
 def _along(axes: Any, what: str) -> _Along:
     manual = _region.get()
     if manual is None:
-        raise SpmdError(f"{what} is a collective of a manual region; got a call outside of one. Call it inside a function given to shard_map.")
+        raise SpmdError(
+            f"{what} is a collective of a manual region; got a call outside of one. Call it inside a function given to shard_map."
+        )
     numbers = _axes_of(manual.mesh, axes)
     names = runtime.axis_names(manual.mesh)
     for axis in numbers:
@@ -287,7 +325,10 @@ def _along(axes: Any, what: str) -> _Along:
                 f"a collective goes along manual axes; {what} got {names[axis]!r} in a region over {[names[a] for a in manual.axes]}. "
                 "Add it to the region's axis_names."
             )
-    return _Along(tuple(names[axis] for axis in numbers), math.prod(manual.mesh.mesh_shape[axis] for axis in numbers))
+    return _Along(
+        tuple(names[axis] for axis in numbers),
+        math.prod(manual.mesh.mesh_shape[axis] for axis in numbers),
+    )
 
 
 def _recorder(name: str) -> Handler:
@@ -296,14 +337,23 @@ def _recorder(name: str) -> Handler:
     return functional_handler(lowering)
 
 
-_records = {name: _recorder(name) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")}
+_records = {
+    name: _recorder(name)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
+}
 
 
 class _Collective(torch.autograd.Function):
     """A linear collective; its transpose is another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, name: str, args: tuple[Any, ...], transposed: tuple[str, tuple[Any, ...]]) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        name: str,
+        args: tuple[Any, ...],
+        transposed: tuple[str, tuple[Any, ...]],
+    ) -> torch.Tensor:
         ctx.forward_call, ctx.transposed = (name, args), transposed
         result: torch.Tensor = _records[name]((x, *args), NO_KWARGS)
         return result
@@ -313,7 +363,9 @@ class _Collective(torch.autograd.Function):
         return _Collective.apply(grads[0], *ctx.transposed, ctx.forward_call), None, None, None
 
 
-def _apply(x: torch.Tensor, call: tuple[str, tuple[Any, ...]], transposed: tuple[str, tuple[Any, ...]]) -> torch.Tensor:
+def _apply(
+    x: torch.Tensor, call: tuple[str, tuple[Any, ...]], transposed: tuple[str, tuple[Any, ...]]
+) -> torch.Tensor:
     result: torch.Tensor = _Collective.apply(x, *call, transposed)
     return result
 
@@ -332,7 +384,9 @@ def all_reduce(x: torch.Tensor, axes: Any, op: str = "sum") -> torch.Tensor:
     if op in ("sum", "mean"):
         return _apply(x, call, call)
     if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"all_reduce with {op!r} has no gradient; got a tensor that requires one. Call it on x.detach().")
+        raise ValueError(
+            f"all_reduce with {op!r} has no gradient; got a tensor that requires one. Call it on x.detach()."
+        )
     result: torch.Tensor = _records["all_reduce"]((x, *call[1]), NO_KWARGS)
     return result
 
@@ -370,10 +424,16 @@ def all_to_all(x: torch.Tensor, axes: Any, split_dim: int, concat_dim: int) -> t
     along = _along(axes, "all_to_all")
     split, concat = _even(x, split_dim, along, "all_to_all"), _dim(x, concat_dim)
     names = list(along.names)
-    return _apply(x, ("all_to_all", (names, along.size, split, concat)), ("all_to_all", (names, along.size, concat, split)))
+    return _apply(
+        x,
+        ("all_to_all", (names, along.size, split, concat)),
+        ("all_to_all", (names, along.size, concat, split)),
+    )
 
 
-def collective_permute(x: torch.Tensor, axis: str | int, pairs: Iterable[tuple[int, int]]) -> torch.Tensor:
+def collective_permute(
+    x: torch.Tensor, axis: str | int, pairs: Iterable[tuple[int, int]]
+) -> torch.Tensor:
     """What another device along a mesh axis has: `pairs` are (source, target) positions; zeros where no pair has the device as target.
 
     Raises:
@@ -383,13 +443,19 @@ def collective_permute(x: torch.Tensor, axis: str | int, pairs: Iterable[tuple[i
     given = [(int(source), int(target)) for source, target in pairs]
     sources, targets = [source for source, _ in given], [target for _, target in given]
     for which in (sources, targets):
-        if len(set(which)) != len(which) or any(not 0 <= position < along.size for position in which):
+        if len(set(which)) != len(which) or any(
+            not 0 <= position < along.size for position in which
+        ):
             raise ValueError(
                 f"collective_permute sends each position of an axis at most once, to at most one other; got {given} on an axis of "
                 f"{along.size}. Write (source, target) pairs of positions from 0 to {along.size - 1}."
             )
     name = along.names[0]
-    return _apply(x, ("collective_permute", (name, sources, targets)), ("collective_permute", (name, targets, sources)))
+    return _apply(
+        x,
+        ("collective_permute", (name, sources, targets)),
+        ("collective_permute", (name, targets, sources)),
+    )
 
 
 def axis_index(axes: Any) -> torch.Tensor:
@@ -404,7 +470,9 @@ def axis_index(axes: Any) -> torch.Tensor:
 
 def _dim(x: torch.Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-x.dim()}, {x.dim() - 1}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-x.dim()}, {x.dim() - 1}], but got {dim})"
+        )
     return dim % x.dim()
 
 

@@ -69,7 +69,9 @@ def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAS
     return tensor
 
 
-def mark_sharding_with_gradients(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+def mark_sharding_with_gradients(
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec
+) -> XLAShardedTensor:
     """A new tensor of the same values, marked; what autograd sends back through it is constrained to the same sharding.
 
     Not in place: `t` keeps its own sharding, and so does its gradient where it has one. Can be differentiated any number of times. Arguments and
@@ -108,19 +110,28 @@ def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
     runtime.require_spmd("shard_as")
     leaves_a, form_a = pytree.tree_flatten(a)
     leaves_b, form_b = pytree.tree_flatten(b)
-    if form_a != form_b or any(isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor) for x, y in zip(leaves_a, leaves_b)):
+    if form_a != form_b or any(
+        isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor)
+        for x, y in zip(leaves_a, leaves_b)
+    ):
         raise ValueError(
             f"shard_as pairs the leaves of two structures of one form; got {form_a} and {form_b} with leaves of types "
             f"{[type(x).__name__ for x in leaves_a]} and {[type(x).__name__ for x in leaves_b]}. Give both tensors in the same places."
         )
-    pairs = [_alike(x, y) if isinstance(x, torch.Tensor) else (x, y) for x, y in zip(leaves_a, leaves_b)]
-    return pytree.tree_unflatten([x for x, _ in pairs], form_a), pytree.tree_unflatten([y for _, y in pairs], form_b)
+    pairs = [
+        _alike(x, y) if isinstance(x, torch.Tensor) else (x, y) for x, y in zip(leaves_a, leaves_b)
+    ]
+    return pytree.tree_unflatten([x for x, _ in pairs], form_a), pytree.tree_unflatten(
+        [y for _, y in pairs], form_b
+    )
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = device_tensor(a, "shard_as"), device_tensor(b, "shard_as")
     if x.shape != y.shape:
-        raise PartitionSpecError(f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. Pair tensors of the same shape.")
+        raise PartitionSpecError(
+            f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. Pair tensors of the same shape."
+        )
     given = {sharding for sharding in (x.sharding, y.sharding) if sharding is not None}
     if len(given) == 2:
         raise PartitionSpecError(
@@ -184,16 +195,22 @@ def device_tensor(t: Any, what: str) -> XLAShardedTensor:
     """The tensor, if it is one on device `xla`; `what` is who asks. Raises DeviceMismatchError."""
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(f"{what} needs a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla').")
+        raise DeviceMismatchError(
+            f"{what} needs a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
     return t
 
 
-def _checked(t: Any, mesh: Mesh, partition_spec: PartitionSpec, what: str) -> tuple[XLAShardedTensor, Sharding]:
+def _checked(
+    t: Any, mesh: Mesh, partition_spec: PartitionSpec, what: str
+) -> tuple[XLAShardedTensor, Sharding]:
     """The tensor and the sharding that the arguments of a marking function mean."""
     runtime.require_spmd(what)
     tensor = device_tensor(t, what)
     if not isinstance(mesh, Mesh):
-        raise MeshError(f"{what} needs a Mesh; got {type(mesh).__name__}. Write {what}(tensor, Mesh(device_ids, shape, names), spec).")
+        raise MeshError(
+            f"{what} needs a Mesh; got {type(mesh).__name__}. Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
+        )
     check_devices(mesh, runtime.global_runtime_device_count())
     return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
 
@@ -210,7 +227,12 @@ def _constrained(value: Value, sharding: Sharding) -> Value:
     key = ("mark_sharding", value.spec, sharding)
     entry = entries.get(key)
     if entry is None:
-        entry = Entry("spmd::mark_sharding", lambda context, inputs, numbers: inputs, (value.spec,), sharding=sharding)
+        entry = Entry(
+            "spmd::mark_sharding",
+            lambda context, inputs, numbers: inputs,
+            (value.spec,),
+            sharding=sharding,
+        )
         remember(key, entry)
     return Value(entry, (value,), ())
 
@@ -240,14 +262,20 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
 
     def follow(gradient: torch.Tensor) -> torch.Tensor | None:
         sharding = followed.sharding
-        if sharding is None or not isinstance(gradient, XLAShardedTensor) or gradient.shape != followed.shape:
+        if (
+            sharding is None
+            or not isinstance(gradient, XLAShardedTensor)
+            or gradient.shape != followed.shape
+        ):
             return None
         return _marked_copy(gradient, sharding)
 
     tensor.register_hook(follow)
 
 
-def _mark_over(tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpec) -> None:
+def _mark_over(
+    tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpec
+) -> None:
     mark_sharding(tensor, Mesh(range(math.prod(mesh_shape)), mesh_shape), partition_spec)
 
 

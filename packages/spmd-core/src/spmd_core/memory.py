@@ -16,7 +16,9 @@ aten = torch.ops.aten
 
 
 def _place_on(target: XLAShardedTensor, handle: Handle) -> XLAShardedTensor:
-    target.data = wrap(handle)  # torch's setter, as the metadata alone would be held against the size of the old storage
+    target.data = wrap(
+        handle
+    )  # torch's setter, as the metadata alone would be held against the size of the old storage
     return target
 
 
@@ -55,8 +57,15 @@ def resize_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     alone = _alone(target)  # before anything here holds the handle
     memory_format = kwargs.get("memory_format")
     if any(n < 0 for n in size):
-        raise RuntimeError(f"resize_ needs sizes of at least 0; got {size}. Give the number of elements of each dim.")
-    meta = torch.empty(size, dtype=target.dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+        raise RuntimeError(
+            f"resize_ needs sizes of at least 0; got {size}. Give the number of elements of each dim."
+        )
+    meta = torch.empty(
+        size,
+        dtype=target.dtype,
+        device="meta",
+        memory_format=memory_format or torch.contiguous_format,
+    )
     strides = tuple(meta.stride())
     handle = target._handle
     if size == handle.spec.shape and (memory_format is None or strides == handle.spec.strides):
@@ -87,7 +96,9 @@ def _alone(target: XLAShardedTensor) -> bool:
         fresh = wrap(strided_view(storage, (1,), (1,), 0))
     del storage
     held = sys.getrefcount(target._handle) <= sys.getrefcount(fresh._handle)
-    return held and sys.getrefcount(target._handle.storage) <= sys.getrefcount(fresh._handle.storage)
+    return held and sys.getrefcount(target._handle.storage) <= sys.getrefcount(
+        fresh._handle.storage
+    )
 
 
 def is_set_to(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

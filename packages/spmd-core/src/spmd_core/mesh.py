@@ -53,12 +53,22 @@ class Mesh:
     get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
     get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
 
-    def __init__(self, device_ids: Iterable[int] | np.ndarray, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        device_ids: Iterable[int] | np.ndarray,
+        mesh_shape: Sequence[int],
+        axis_names: Sequence[str] | None = None,
+    ) -> None:
         shape = _checked_shape(mesh_shape)
         ids = _checked_ids(device_ids, shape)
         names = _checked_names(axis_names, shape)
         ids.flags.writeable = False
-        fields = {"device_ids": ids, "mesh_shape": shape, "axis_names": names, "_hash": hash((shape, names, ids.tobytes()))}
+        fields = {
+            "device_ids": ids,
+            "mesh_shape": shape,
+            "axis_names": names,
+            "_hash": hash((shape, names, ids.tobytes())),
+        }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
@@ -68,7 +78,9 @@ class Mesh:
 
     def shape(self) -> "OrderedDict[str | int, int]":
         """Size of each axis in mesh order, keyed by axis name, or by index where the mesh is unnamed."""
-        keys: Sequence[str | int] = range(len(self.mesh_shape)) if self.axis_names is None else self.axis_names
+        keys: Sequence[str | int] = (
+            range(len(self.mesh_shape)) if self.axis_names is None else self.axis_names
+        )
         return OrderedDict(zip(keys, self.mesh_shape, strict=True))
 
     def get_logical_mesh(self) -> np.ndarray:
@@ -110,7 +122,9 @@ class Mesh:
         """The mesh that `str(mesh)` was taken from. Raises MeshError when `text` is not such a string.
 
         Example:
-            >>> Mesh.from_str("{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}").size()
+            >>> Mesh.from_str(
+            ...     "{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}"
+            ... ).size()
             2
         """
         try:
@@ -125,7 +139,13 @@ class Mesh:
         return Mesh(**fields)
 
     def __str__(self) -> str:
-        return str({"device_ids": self.device_ids.tolist(), "mesh_shape": self.mesh_shape, "axis_names": self.axis_names})
+        return str(
+            {
+                "device_ids": self.device_ids.tolist(),
+                "mesh_shape": self.mesh_shape,
+                "axis_names": self.axis_names,
+            }
+        )
 
     def __repr__(self) -> str:
         ids = self.device_ids.tolist()
@@ -155,10 +175,14 @@ class Mesh:
         return self._hash
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Mesh is immutable; got an assignment to {name!r}. Build another Mesh instead.")
+        raise AttributeError(
+            f"a Mesh is immutable; got an assignment to {name!r}. Build another Mesh instead."
+        )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"a Mesh is immutable; got a deletion of {name!r}. Build another Mesh instead.")
+        raise AttributeError(
+            f"a Mesh is immutable; got a deletion of {name!r}. Build another Mesh instead."
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not the instance's dict: numpy forgets the read-only flag in a pickle, and a str's hash differs between processes.
@@ -172,7 +196,9 @@ def set_global_mesh(mesh: Mesh | None) -> None:
     """Makes `mesh` the one that is used where a call names none; None unsets it. Raises MeshError for anything else."""
     global _global_mesh
     if mesh is not None and not isinstance(mesh, Mesh):
-        raise MeshError(f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. Build one: Mesh(device_ids, mesh_shape, axis_names).")
+        raise MeshError(
+            f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. Build one: Mesh(device_ids, mesh_shape, axis_names)."
+        )
     _global_mesh = mesh
 
 
@@ -206,11 +232,15 @@ def parse_mesh(text: str, num_devices: int) -> Mesh:
         Mesh(range(0, 8), (2, 4), ('data', 'fsdp'))
     """
     if num_devices < 1:
-        raise MeshError(f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. Start the program with devices.")
+        raise MeshError(
+            f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. Start the program with devices."
+        )
     parsed = [_parsed_axis(part, text, num_devices) for part in text.split(",")]
     axes = dict(parsed)
     if len(axes) != len(parsed):
-        raise MeshError(f"each mesh axis must be named once; got {text!r}. Give every axis its own name, such as 'data={num_devices},model=1'.")
+        raise MeshError(
+            f"each mesh axis must be named once; got {text!r}. Give every axis its own name, such as 'data={num_devices},model=1'."
+        )
     free = [name for name, size in axes.items() if size is None]
     if len(free) > 1:
         raise MeshError(
@@ -254,7 +284,12 @@ def _fitting_mesh(axes: dict[str, int | None], num_devices: int) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
-def _rebuild(cls: type[Mesh], device_ids: list[int], mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | None) -> Mesh:
+def _rebuild(
+    cls: type[Mesh],
+    device_ids: list[int],
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...] | None,
+) -> Mesh:
     """An unpickled mesh. A subclass keeps its type, although its own constructor takes other arguments."""
     mesh = cls.__new__(cls)
     Mesh.__init__(mesh, device_ids, mesh_shape, axis_names)
@@ -266,8 +301,14 @@ def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
     shape = tuple(size for size in sizes if size is not None and size >= 1)
     if not shape or len(shape) != len(sizes):
         single = _as_int(mesh_shape)
-        advice = f"Write ({single},) for one axis" if single is not None and single >= 1 else "Pass one size for each axis, such as (4, 2)"
-        raise MeshError(f"mesh_shape must be one or more ints, each at least 1; got {mesh_shape!r}. {advice}.")
+        advice = (
+            f"Write ({single},) for one axis"
+            if single is not None and single >= 1
+            else "Pass one size for each axis, such as (4, 2)"
+        )
+        raise MeshError(
+            f"mesh_shape must be one or more ints, each at least 1; got {mesh_shape!r}. {advice}."
+        )
     return shape
 
 
@@ -276,7 +317,11 @@ def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...])
     size = math.prod(shape)
     given = _as_list(device_ids)
     ids = [_as_int(device_id) for device_id in given or []]
-    bad = [value for value, device_id in zip(given or [], ids, strict=True) if device_id is None or not 0 <= device_id <= _MAX_DEVICE_ID]
+    bad = [
+        value
+        for value, device_id in zip(given or [], ids, strict=True)
+        if device_id is None or not 0 <= device_id <= _MAX_DEVICE_ID
+    ]
     if given is None or bad:
         raise MeshError(
             f"device_ids must be a list, range or array of ints from 0 to {_MAX_DEVICE_ID}; "
@@ -297,22 +342,34 @@ def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...])
     return array
 
 
-def _checked_names(axis_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...] | None:
+def _checked_names(
+    axis_names: Sequence[str] | None, shape: tuple[int, ...]
+) -> tuple[str, ...] | None:
     if axis_names is None:
         return None
     names = _as_list(axis_names)
     if names is None:
-        example = tuple(f"axis{index}" for index in range(len(shape))) if not isinstance(axis_names, str) else (axis_names,)
-        raise MeshError(f"axis_names must be a tuple with one name for each axis, or None; got {axis_names!r}. Write a tuple, such as {example!r}.")
+        example = (
+            tuple(f"axis{index}" for index in range(len(shape)))
+            if not isinstance(axis_names, str)
+            else (axis_names,)
+        )
+        raise MeshError(
+            f"axis_names must be a tuple with one name for each axis, or None; got {axis_names!r}. Write a tuple, such as {example!r}."
+        )
     if any(not isinstance(name, str) or not name for name in names):
-        raise MeshError(f"every axis name must be a str that is not empty; got {names}. Name each axis, such as ('data', 'model').")
+        raise MeshError(
+            f"every axis name must be a str that is not empty; got {names}. Name each axis, such as ('data', 'model')."
+        )
     if len(names) != len(shape):
         raise MeshError(
             f"axis_names must have one name for each axis of mesh_shape; got {len(names)} names {names} for {len(shape)} axes {shape}. "
             f"Pass {len(shape)} names, or None."
         )
     if len(set(names)) != len(names):
-        raise MeshError(f"axis names must be unique; got {names}. Rename the axis that is repeated.")
+        raise MeshError(
+            f"axis names must be unique; got {names}. Rename the axis that is repeated."
+        )
     return tuple(str(name) for name in names)
 
 
@@ -327,7 +384,9 @@ def _as_list(value: object) -> list[Any] | None:
 
 def _as_int(value: object) -> int | None:
     """`value` as an int where it is a Python or numpy integer; None for everything else, bool too."""
-    if type(value) is int:  # nearly always; the check of a protocol takes microseconds, which adds up over 1024 ids
+    if (
+        type(value) is int
+    ):  # nearly always; the check of a protocol takes microseconds, which adds up over 1024 ids
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, SupportsIndex):
         return None

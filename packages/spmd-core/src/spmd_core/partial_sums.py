@@ -53,7 +53,9 @@ class _Sum:
 _SUMS = {
     "aten::linear_backward": _Sum((0, 0, None), 1),  # x, gradient, weight
     "aten::convolution_backward": _Sum((0, 0, None), 1),  # gradient, x, weight
-    "aten::native_layer_norm_backward": _Sum((0, 0, 0, 0, None, None), 1),  # gradient, x, mean, rstd, weight, bias
+    "aten::native_layer_norm_backward": _Sum(
+        (0, 0, 0, 0, None, None), 1
+    ),  # gradient, x, mean, rstd, weight, bias
     "aten::embedding_dense_backward": _Sum((0, 0), 0),  # gradient, indices
     "aten::mm": _Sum((1, 0), 0),
 }
@@ -70,7 +72,9 @@ def reduce_scattered(gradient: XLAShardedTensor, scatter: Scatter) -> XLASharded
         A tensor of the same shape, of `scatter.dtype` where the sum was made in it, else of the gradient's dtype.
     """
     # A manual region is over all devices of its program, in the program's order.
-    if scatter.mesh.size() == 1 or scatter.mesh.device_ids.tolist() != list(range(runtime.global_runtime_device_count())):
+    if scatter.mesh.size() == 1 or scatter.mesh.device_ids.tolist() != list(
+        range(runtime.global_runtime_device_count())
+    ):
         return gradient
     with torch.no_grad():
         found = _of_value(read(gradient._handle), scatter)
@@ -82,11 +86,21 @@ def _of_value(value: Value, scatter: Scatter) -> XLAShardedTensor | None:
     if total is not None:
         metrics.count("reduce_scattered_gradients")
         return _in_region(total, value.spec, scatter)
-    if value.data is None and not isinstance(value, Part) and value.entry.name == "aten::add.Tensor":
+    if (
+        value.data is None
+        and not isinstance(value, Part)
+        and value.entry.name == "aten::add.Tensor"
+    ):
         # What autograd adds up where a parameter is used more than once.
-        found = [_of_value(x, scatter) if x.spec.shape == value.spec.shape else None for x in value.inputs]
+        found = [
+            _of_value(x, scatter) if x.spec.shape == value.spec.shape else None
+            for x in value.inputs
+        ]
         if any(f is not None for f in found):
-            terms = [x if f is None else read(f.to(x.spec.dtype)._handle) for x, f in zip(value.inputs, found)]  # type: ignore[attr-defined]
+            terms = [
+                x if f is None else read(f.to(x.spec.dtype)._handle)
+                for x, f in zip(value.inputs, found)
+            ]  # type: ignore[attr-defined]
             with lock:
                 return wrap(Storage(Value(value.entry, tuple(terms), value.numbers), value.spec))
     return None
@@ -104,7 +118,9 @@ class _Found:
 def _find(value: Value, scatter: Scatter) -> _Found | None:
     """The sum that a value is, or is a conversion of."""
     shape = value.spec.shape
-    while value.data is None and not isinstance(value, Part) and value.entry.name == "aten::_to_copy":
+    while (
+        value.data is None and not isinstance(value, Part) and value.entry.name == "aten::_to_copy"
+    ):
         value = value.inputs[0]
     node = value.parent if isinstance(value, Part) else value
     if value.data is not None or node is None or node.entry.name not in _SUMS:
@@ -114,7 +130,11 @@ def _find(value: Value, scatter: Scatter) -> _Found | None:
     place = result if entry.structure is None else entry.structure.index(result)
     batch_dims = rule.batch_dims[: len(node.inputs)]
     parts = math.prod(scatter.mesh.mesh_shape[axis] for axis in scatter.batch_axes)
-    batch = {x.spec.shape[dim] if x.spec.shape else 0 for x, dim in zip(node.inputs, batch_dims) if dim is not None}
+    batch = {
+        x.spec.shape[dim] if x.spec.shape else 0
+        for x, dim in zip(node.inputs, batch_dims)
+        if dim is not None
+    }
     splits = len(batch) == 1 and 0 not in batch and batch.pop() % parts == 0
     if place < rule.first_summed or value.spec.shape != shape or not splits or not _is_linear(node):
         return None
@@ -154,11 +174,15 @@ def _in_region(found: _Found, spec: Spec, scatter: Scatter) -> XLAShardedTensor:
         total = reduce_scatter(total, scatter.axis, scatter.dim)
         return all_reduce(total, others) if others else total
 
-    in_specs = [() if dim is None else (None,) * dim + (scatter.batch_axes,) for dim in found.batch_dims]
+    in_specs = [
+        () if dim is None else (None,) * dim + (scatter.batch_axes,) for dim in found.batch_dims
+    ]
     out_spec = (None,) * scatter.dim + (scatter.axis,)
     with lock:
         tensors = [wrap(Storage(x, x.spec)) for x in found.node.inputs]
-    result: XLAShardedTensor = shard_map(part, scatter.mesh, in_specs, out_spec, axis_names=scatter.batch_axes)(*tensors)
+    result: XLAShardedTensor = shard_map(
+        part, scatter.mesh, in_specs, out_spec, axis_names=scatter.batch_axes
+    )(*tensors)
     return result.narrow(scatter.dim, 0, length) if padding else result  # type: ignore[return-value]
 
 

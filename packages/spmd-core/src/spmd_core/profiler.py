@@ -35,18 +35,24 @@ def start_server(port: int, *, only_on_master: bool = True) -> None:
     if only_on_master and not topology.is_master(local=True):
         return
     if _server is not None:
-        raise SpmdError(f"a process has one profiler server; start_server({port}) came while it runs. Call stop_server() first.")
+        raise SpmdError(
+            f"a process has one profiler server; start_server({port}) came while it runs. Call stop_server() first."
+        )
     try:
         _server = jax.profiler.start_server(port)
     except (ValueError, RuntimeError) as error:
-        raise SpmdError(f"the profiler server must be able to listen; got port {port}: {error}. Choose a free port.") from error
+        raise SpmdError(
+            f"the profiler server must be able to listen; got port {port}: {error}. Choose a free port."
+        ) from error
 
 
 def stop_server() -> None:
     """Stops the profiler server. Raises SpmdError where none runs."""
     global _server
     if _server is None:
-        raise SpmdError("stop_server ends what start_server began; got a call without a server. Call start_server(port) first.")
+        raise SpmdError(
+            "stop_server ends what start_server began; got a call without a server. Call start_server(port) first."
+        )
     _server = None
     jax.profiler.stop_server()
 
@@ -59,12 +65,16 @@ def start_trace(logdir: str | os.PathLike[str]) -> None:
     """
     global _logdir
     if _logdir is not None:
-        raise SpmdError(f"one trace is recorded at a time; one into {_logdir} is running. Call stop_trace() first.")
+        raise SpmdError(
+            f"one trace is recorded at a time; one into {_logdir} is running. Call stop_trace() first."
+        )
     runtime.devices()
     try:
         jax.profiler.start_trace(logdir)
     except RuntimeError as error:
-        raise SpmdError(f"one trace is recorded at a time; jax records one of its own: {error}. End that one first.") from error
+        raise SpmdError(
+            f"one trace is recorded at a time; jax records one of its own: {error}. End that one first."
+        ) from error
     _logdir = str(logdir)
 
 
@@ -77,7 +87,9 @@ def stop_trace() -> None:
     """
     global _logdir
     if _logdir is None:
-        raise SpmdError("stop_trace ends what start_trace began; got a call without a trace. Call start_trace(logdir) first.")
+        raise SpmdError(
+            "stop_trace ends what start_trace began; got a call without a trace. Call start_trace(logdir) first."
+        )
     try:
         runtime.in_flight.wait_all()
     finally:
@@ -131,7 +143,12 @@ class Trace(ContextDecorator):
         self._annotation.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._annotation.__exit__(kind, error, traceback)
 
 
@@ -154,7 +171,12 @@ class StepTrace(Trace):
     def _annotate(self) -> Any:
         return jax.profiler.StepTraceAnnotation(self.name, **self._facts)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         global _is_step_marked
         try:
             if kind is None:

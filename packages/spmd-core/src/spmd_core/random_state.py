@@ -27,7 +27,9 @@ def set_rng_state(state: torch.Tensor | int) -> None:
     elif isinstance(state, int) and not isinstance(state, bool):
         manual_seed(state)
     else:
-        raise TypeError(f"a random state is a tensor from get_rng_state() or a seed (int); got {type(state).__name__}. Pass one of both.")
+        raise TypeError(
+            f"a random state is a tensor from get_rng_state() or a seed (int); got {type(state).__name__}. Pass one of both."
+        )
 
 
 def as_seed() -> int:

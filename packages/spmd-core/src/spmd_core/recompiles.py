@@ -43,7 +43,9 @@ class Recompile:
         head = f"{self.program} was compiled in {self.seconds:.2f} s for {self.source}"
         if self.nearest is None:
             return f"{head}. {self.note}"
-        lines = [f"{head}; the nearest program before it is {self.nearest}, for {self.nearest_source}. What changed:"]
+        lines = [
+            f"{head}; the nearest program before it is {self.nearest}, for {self.nearest_source}. What changed:"
+        ]
         for change in self.changes[:_MAX_CHANGES]:
             lines.append(f"  - {change.text}")
         if len(self.changes) > _MAX_CHANGES:
@@ -74,7 +76,9 @@ def explain_recompile(last: int = 1) -> Recompile:
         'leaf 0 (data, read by operation 0, aten::sum): float32[16, 8] -> float32[17, 8]'
     """
     if not isinstance(last, int) or isinstance(last, bool) or last < 1:
-        raise ValueError(f"explain_recompile counts back from the newest program, which is 1; got {last!r}. Pass 1 or more.")
+        raise ValueError(
+            f"explain_recompile counts back from the newest program, which is 1; got {last!r}. Pass 1 or more."
+        )
     known = tuple(compile_cache.history)
     if last > len(known):
         raise SpmdError(
@@ -87,7 +91,11 @@ def explain_recompile(last: int = 1) -> Recompile:
 def _before(earlier: Sequence[Compiled], known: Sequence[Compiled]) -> list[Compiled]:
     """What was compiled before: in the history, and in memory only (older than all of the history)."""
     recent = {compiled.key for compiled in known}
-    old = [Compiled(k, p.graph, p.record) for k, p in zip(compile_cache.keys(), compile_cache.programs()) if k not in recent]
+    old = [
+        Compiled(k, p.graph, p.record)
+        for k, p in zip(compile_cache.keys(), compile_cache.programs())
+        if k not in recent
+    ]
     return [*old, *earlier]
 
 
@@ -97,7 +105,16 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
     seconds = r.trace_s + r.compile_s
     old = min(reversed(before), key=lambda other: _distance(new.key, other.key), default=None)
     if old is None or (_names(new.key) & _names(old.key)).total() * 2 < len(new.graph.nodes):
-        return Recompile(r.name, r.source, seconds, None, "", (), (), "No program before it had operations like these: it is the first of its kind.")
+        return Recompile(
+            r.name,
+            r.source,
+            seconds,
+            None,
+            "",
+            (),
+            (),
+            "No program before it had operations like these: it is the first of its kind.",
+        )
     if old.key == new.key:
         note = (
             f"The same program was compiled before and dropped from memory since, as more than {config.max_programs} were in use. "
@@ -107,8 +124,20 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
     difference = Difference(old, new, arguments.Arguments())
     ingredients = compile_cache.changed(new.key, old.key)
     # Whatever differs is named, also where nothing above has words for it.
-    changes = difference.changes() or tuple(Change(name, f"{name} of the key differs from the nearest program's") for name in ingredients)
-    return Recompile(r.name, r.source, seconds, old.record.name, old.record.source, ingredients, changes, _note(old, new, difference))
+    changes = difference.changes() or tuple(
+        Change(name, f"{name} of the key differs from the nearest program's")
+        for name in ingredients
+    )
+    return Recompile(
+        r.name,
+        r.source,
+        seconds,
+        old.record.name,
+        old.record.source,
+        ingredients,
+        changes,
+        _note(old, new, difference),
+    )
 
 
 def _names(key: Key) -> Counter[str]:
@@ -137,7 +166,11 @@ def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
     if made and not difference.operations_new:
         return "This is normal once: the first step makes state, such as the optimizer's, and the next ones find it made."
     moved = {change.ingredient for change in difference.changes()}
-    if moved and moved <= {"leaves", "donated"} and all(change.is_settling for change in difference.changes()):
+    if (
+        moved
+        and moved <= {"leaves", "donated"}
+        and all(change.is_settling for change in difference.changes())
+    ):
         return "This is normal once: from the second step on, what the first one computed lies where it left it, and its buffers can be donated."
     return ""
 

@@ -33,7 +33,9 @@ class _Barrier(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = barrier(tensors)
         # One that autograd need not follow before may not be one that it must follow after: the second run would save more than the first.
-        ctx.mark_non_differentiable(*(r for r, needed in zip(results, ctx.needs_input_grad) if not needed))
+        ctx.mark_non_differentiable(
+            *(r for r, needed in zip(results, ctx.needs_input_grad) if not needed)
+        )
         return tuple(results)
 
     @staticmethod
@@ -48,7 +50,10 @@ def behind_barrier(tree: Any) -> Any:
     if not tensors:
         return tree
     results = iter(_Barrier.apply(*tensors))
-    return pytree.tree_unflatten([next(results) if isinstance(leaf, XLAShardedTensor) else leaf for leaf in leaves], structure)
+    return pytree.tree_unflatten(
+        [next(results) if isinstance(leaf, XLAShardedTensor) else leaf for leaf in leaves],
+        structure,
+    )
 
 
 class CheckpointedForward:
@@ -102,7 +107,9 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
         )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
-        raise ValueError(f"a module is checkpointed once; got a {type(module).__name__} that is already. Call checkpoint_module once for each block.")
+        raise ValueError(
+            f"a module is checkpointed once; got a {type(module).__name__} that is already. Call checkpoint_module once for each block."
+        )
     if getattr(own, "gathers", False) or getattr(module, "is_sharded_wrapper", False) is True:
         raise ValueError(
             f"checkpointing comes before sharding, so that parameters are gathered anew for the second run; got a {type(module).__name__} that is "

@@ -34,15 +34,25 @@ class Call:
 
     __slots__ = ("func", "infer", "numbers", "static_when_int")
 
-    def __init__(self, func: Any, static: frozenset[str], make_entry: Callable[..., Entry], numbers: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        func: Any,
+        static: frozenset[str],
+        make_entry: Callable[..., Entry],
+        numbers: frozenset[str] = frozenset(),
+    ) -> None:
         facts = schema.of(func, static)
         self.func, self.infer = func, make_entry
         # Both by position and by name, as an argument may come either way.
         self.numbers = frozenset(facts.number_positions) | facts.number_names | numbers
-        self.static_when_int = frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
+        self.static_when_int = (
+            frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
+        )
 
 
-def look_up(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, list[Value], list[Any]]:
+def look_up(
+    call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Entry, list[Value], list[Any]]:
     """The call's entry, its input values and its numbers. The hot path: a few bytecodes per argument, and one lookup."""
     key: list[Any] = [call, _default_dtype()]
     inputs: list[Value] = []
@@ -76,13 +86,19 @@ def look_up(call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
     return entry, inputs, numbers
 
 
-def _look_up_keywords(call: Call, kwargs: dict[str, Any], key: list[Any], inputs: list[Value], numbers: list[Any]) -> None:
+def _look_up_keywords(
+    call: Call, kwargs: dict[str, Any], key: list[Any], inputs: list[Value], numbers: list[Any]
+) -> None:
     for name, a in kwargs.items():
         kind = a.__class__
         if kind is XLAShardedTensor:
             key.append((name, a._handle.spec))
             inputs.append(read(a._handle))
-        elif kind in NUMBERS and name in call.numbers and not (kind is int and name in call.static_when_int):
+        elif (
+            kind in NUMBERS
+            and name in call.numbers
+            and not (kind is int and name in call.static_when_int)
+        ):
             key.append((name, kind))
             numbers.append(a)
         elif kind is list or kind is tuple:
@@ -130,7 +146,9 @@ def remember(key: Any, entry: Any) -> None:
 def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
     """A storage over a private copy of a CPU tensor."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return Storage.of_leaf(spec or Spec.contiguous(tuple(data.shape), data.dtype), data, execution.host_placement())
+    return Storage.of_leaf(
+        spec or Spec.contiguous(tuple(data.shape), data.dtype), data, execution.host_placement()
+    )
 
 
 def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
@@ -140,7 +158,12 @@ def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
 
 
 def new_entry(
-    lowering: registry.Lowering, result: Any, args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...], into: Spec | None = None
+    lowering: registry.Lowering,
+    result: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kinds: tuple[type, ...],
+    into: Spec | None = None,
 ) -> Entry:
     """A new entry: the lowering with every static argument bound; with `into`, its result is converted to that spec's dtype."""
     outs, structure, as_list = inference.flatten(result)
@@ -155,7 +178,9 @@ def new_entry(
     )
 
 
-def _bind(facts: schema.Schema, lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _bind(
+    facts: schema.Schema, lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with a placeholder for each tensor and each number."""
 
     def place(name: str, a: Any, *, in_list: bool = False) -> Any:
@@ -163,9 +188,15 @@ def _bind(facts: schema.Schema, lowering: registry.Lowering, args: Sequence[Any]
             return _TENSOR
         if isinstance(a, (list, tuple)):
             return [place(name, x, in_list=True) for x in a]
-        may_be_number = name in lowering.numbers or (name in facts.number_names and name not in lowering.static)
+        may_be_number = name in lowering.numbers or (
+            name in facts.number_names and name not in lowering.static
+        )
         is_number = may_be_number and not in_list and a.__class__ in NUMBERS
-        return _NUMBER if is_number and not (a.__class__ is int and name in facts.static_when_int) else a
+        return (
+            _NUMBER
+            if is_number and not (a.__class__ is int and name in facts.static_when_int)
+            else a
+        )
 
     plan = [place(name, a) for name, a in zip(facts.names, args)]
     return plan, {name: place(name, a) for name, a in inference.without_placement(kwargs).items()}
@@ -180,7 +211,11 @@ def _fill(plan: Any, inputs: Any, numbers: Any) -> Any:
 
 
 def _kernel(
-    lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any], outs: tuple[Spec, ...], into: Spec | None
+    lowering: registry.Lowering,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outs: tuple[Spec, ...],
+    into: Spec | None,
 ) -> Callable[..., list[Any]]:
     plan, keywords = _bind(schema.of(lowering.overload, lowering.static), lowering, args, kwargs)
     contexts = tuple(registry.Out(s.shape, s.dtype) for s in outs)
@@ -189,16 +224,26 @@ def _kernel(
         arrays, scalars = iter(inputs), iter(numbers)
         context.outs = contexts
         filled = [_fill(p, arrays, scalars) for p in plan]
-        result = lowering.function(context, *filled, **{name: _fill(p, arrays, scalars) for name, p in keywords.items()})
-        results = [x for x in result if x is not None] if isinstance(result, (tuple, list)) else [result]
-        return results if into is None else [jnp.broadcast_to(results[0].astype(dtypes.to_jax(into.dtype)), into.shape)]
+        result = lowering.function(
+            context, *filled, **{name: _fill(p, arrays, scalars) for name, p in keywords.items()}
+        )
+        results = (
+            [x for x in result if x is not None] if isinstance(result, (tuple, list)) else [result]
+        )
+        return (
+            results
+            if into is None
+            else [jnp.broadcast_to(results[0].astype(dtypes.to_jax(into.dtype)), into.shape)]
+        )
 
     return kernel
 
 
 def _structured(entry: Entry, node: Value) -> Any:
     assert entry.structure is not None
-    results = [None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure]
+    results = [
+        None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure
+    ]
     return results if entry.as_list else tuple(results)
 
 
@@ -208,7 +253,13 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
     call = Call(
         func,
         lowering.static,
-        lambda args, kwargs, kinds: new_entry(lowering, inference.infer(func, args, kwargs, spec_of, meta=lowering.meta), args, kwargs, kinds),
+        lambda args, kwargs, kinds: new_entry(
+            lowering,
+            inference.infer(func, args, kwargs, spec_of, meta=lowering.meta),
+            args,
+            kwargs,
+            kinds,
+        ),
     )
 
     def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +275,11 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
             entry, inputs, numbers = look_up(call, args, kwargs)
             numbers.append(random_stream.draw(kwargs.get("generator")))
             node = Value(entry, inputs, numbers)
-            return _structured(entry, node) if entry.structure is not None else wrap(Storage(node, entry.spec))
+            return (
+                _structured(entry, node)
+                if entry.structure is not None
+                else wrap(Storage(node, entry.spec))
+            )
 
     return record_random if lowering.random else record
 

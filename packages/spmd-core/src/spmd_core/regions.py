@@ -29,7 +29,9 @@ class Border:
     leaves: bool
 
 
-def manual_of(entry_name: str, border: Border | None, inputs: Sequence[Manual | None]) -> Manual | None:
+def manual_of(
+    entry_name: str, border: Border | None, inputs: Sequence[Manual | None]
+) -> Manual | None:
     """The axes to which an operation's results are local, from those of its inputs.
 
     Raises:
@@ -38,11 +40,19 @@ def manual_of(entry_name: str, border: Border | None, inputs: Sequence[Manual | 
     found = {manual for manual in inputs if manual is not None}
     if border is not None:
         if found != ({border.manual} if border.leaves else set()):
-            what = "left by what is local to its axes" if border.leaves else "entered by a global tensor"
-            raise ProgramError(f"a manual region is {what}; {entry_name} got {_names(found) or 'a global tensor'}. Leave one region before the next.")
+            what = (
+                "left by what is local to its axes"
+                if border.leaves
+                else "entered by a global tensor"
+            )
+            raise ProgramError(
+                f"a manual region is {what}; {entry_name} got {_names(found) or 'a global tensor'}. Leave one region before the next."
+            )
         return None if border.leaves else border.manual
     if len(found) > 1:
-        raise ProgramError(f"an operation takes the local tensors of one manual region; {entry_name} got {_names(found)}. Leave one before the next.")
+        raise ProgramError(
+            f"an operation takes the local tensors of one manual region; {entry_name} got {_names(found)}. Leave one before the next."
+        )
     return found.pop() if found else None
 
 
@@ -58,7 +68,9 @@ def _axes(manual: Manual) -> tuple[str, ...]:
 
 def placement(manual: Manual) -> Placement:
     """How a local tensor's values lie."""
-    return Placement.of(NamedSharding(runtime.jax_mesh(manual.mesh), PartitionSpec(_axes(manual))), None, manual)
+    return Placement.of(
+        NamedSharding(runtime.jax_mesh(manual.mesh), PartitionSpec(_axes(manual))), None, manual
+    )
 
 
 def check_devices(manual: Manual, device_ids: tuple[int, ...]) -> None:
@@ -71,16 +83,25 @@ def check_devices(manual: Manual, device_ids: tuple[int, ...]) -> None:
         )
 
 
-def _on_each(manual: Manual, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _on_each(
+    manual: Manual, function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     return jax.shard_map(
-        function, mesh=runtime.jax_mesh(manual.mesh), in_specs=in_specs, out_specs=out_specs, axis_names=set(_axes(manual)), check_vma=False
+        function,
+        mesh=runtime.jax_mesh(manual.mesh),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(_axes(manual)),
+        check_vma=False,
     )
 
 
 def cross(border: Border, x: jax.Array) -> jax.Array:
     """The whole tensor as its stacked blocks, or back."""
     names = runtime.axis_names(border.sharding.mesh)
-    whole = PartitionSpec(*(tuple(names[axis] for axis in axes) or None for axes in border.sharding.dims))
+    whole = PartitionSpec(
+        *(tuple(names[axis] for axis in axes) or None for axes in border.sharding.dims)
+    )
     stacked = PartitionSpec(_axes(border.manual))
     if border.leaves:
         return _on_each(border.manual, lambda block: block[0], (stacked,), whole)(x)
@@ -99,11 +120,19 @@ def run(
     stacked, same = PartitionSpec(_axes(manual)), PartitionSpec()
     kinds = [number.kind for number in numbers]
 
-    def on_device(arrays: list[jax.Array], values: list[jax.Array], keys: list[jax.Array]) -> list[jax.Array]:
+    def on_device(
+        arrays: list[jax.Array], values: list[jax.Array], keys: list[jax.Array]
+    ) -> list[jax.Array]:
         own = [x[0] if is_local else x for x, is_local in zip(arrays, local)]
         given = [registry.Number(value, kind) for value, kind in zip(values, kinds)]
         folded = [jax.random.fold_in(k, lax.axis_index(_axes(manual))) for k in keys]
         return [result[None] for result in kernel(own, given, folded[0] if folded else None)]
 
-    in_specs = ([stacked if is_local else same for is_local in local], [same] * len(numbers), [same] * (key is not None))
-    return _on_each(manual, on_device, in_specs, stacked)(list(inputs), [n.value for n in numbers], [] if key is None else [key])
+    in_specs = (
+        [stacked if is_local else same for is_local in local],
+        [same] * len(numbers),
+        [same] * (key is not None),
+    )
+    return _on_each(manual, on_device, in_specs, stacked)(
+        list(inputs), [n.value for n in numbers], [] if key is None else [key]
+    )

@@ -46,7 +46,9 @@ def simulate(num_devices: int) -> None:
         SpmdError: the devices are already in use with another count.
     """
     if not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"simulate needs a positive number of devices; got {num_devices!r}. Write e.g. simulate(8).")
+        raise ValueError(
+            f"simulate needs a positive number of devices; got {num_devices!r}. Write e.g. simulate(8)."
+        )
     if _state.devices is not None:
         if len(_state.devices) == num_devices and _state.devices[0].platform == "cpu":
             return
@@ -70,7 +72,9 @@ def devices() -> tuple[Any, ...]:
 def _start() -> tuple[Any, ...]:
     wanted = os.environ.get("PJRT_DEVICE")
     if wanted is not None and wanted.upper() not in _PLATFORM_OF_PJRT_DEVICE:
-        raise SpmdError(f"PJRT_DEVICE must be one of {', '.join(_PLATFORM_OF_PJRT_DEVICE)}; got {wanted!r}. Set one of them or unset it.")
+        raise SpmdError(
+            f"PJRT_DEVICE must be one of {', '.join(_PLATFORM_OF_PJRT_DEVICE)}; got {wanted!r}. Set one of them or unset it."
+        )
     if config.cache_dir is not None and jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", config.cache_dir)
         # jax keeps only what took a second to compile; a step of many small programs would compile again in every process.
@@ -137,7 +141,9 @@ def is_spmd() -> bool:
 def require_spmd(what: str) -> None:
     """Raises NotInSpmdModeError unless SPMD mode is on."""
     if not _state.spmd:
-        raise NotInSpmdModeError(f"{what} works in SPMD mode only; it is off. Call spmd_core.use_spmd() first.")
+        raise NotInSpmdModeError(
+            f"{what} works in SPMD mode only; it is off. Call spmd_core.use_spmd() first."
+        )
 
 
 def device_attributes() -> list[dict[str, Any]]:
@@ -175,7 +181,9 @@ class Placement:
         self.jax_sharding, self.sharding, self.manual = jax_sharding, sharding, manual
 
     @staticmethod
-    def of(jax_sharding: Any, sharding: Sharding | None, manual: Manual | None = None) -> "Placement":
+    def of(
+        jax_sharding: Any, sharding: Sharding | None, manual: Manual | None = None
+    ) -> "Placement":
         key = (jax_sharding, sharding, manual)
         found = Placement._known.get(key)
         if found is None:
@@ -192,9 +200,13 @@ def default_device_ids() -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _jax_mesh(device_ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+def _jax_mesh(
+    device_ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[str, ...]
+) -> jax.sharding.Mesh:
     every = devices()
-    return jax.sharding.Mesh(np.array([every[i] for i in device_ids], dtype=object).reshape(shape), names)
+    return jax.sharding.Mesh(
+        np.array([every[i] for i in device_ids], dtype=object).reshape(shape), names
+    )
 
 
 def axis_names(mesh: Mesh) -> tuple[str, ...]:
@@ -209,7 +221,9 @@ def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None
     mesh = sharding.mesh
     own_ids = tuple(int(i) for i in mesh.device_ids)
     names = axis_names(mesh)
-    spec = PartitionSpec(*(tuple(names[a] for a in axes) if axes else None for axes in sharding.dims))
+    spec = PartitionSpec(
+        *(tuple(names[a] for a in axes) if axes else None for axes in sharding.dims)
+    )
     if device_ids is None or device_ids == own_ids:
         check_devices(mesh, global_runtime_device_count())
         return NamedSharding(_jax_mesh(own_ids, tuple(mesh.mesh_shape), names), spec)
@@ -228,7 +242,9 @@ def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
 def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
     """jax's mesh over the same devices: `Mesh.get_jax_mesh`. Raises MeshError where the mesh names a device that does not exist."""
     check_devices(mesh, global_runtime_device_count())
-    return _jax_mesh(tuple(int(i) for i in mesh.device_ids), tuple(mesh.mesh_shape), axis_names(mesh))
+    return _jax_mesh(
+        tuple(int(i) for i in mesh.device_ids), tuple(mesh.mesh_shape), axis_names(mesh)
+    )
 
 
 Mesh.get_jax_mesh = jax_mesh
@@ -254,7 +270,9 @@ class OneMesh:
         if self.exists:
             sizes = [high // low for low, high in pairwise(bounds)][::-1]
             self._axis_at = {low: f"m{len(sizes) - 1 - i}" for i, low in enumerate(bounds[:-1])}
-            self.mesh = _jax_mesh(device_ids, tuple(sizes), tuple(f"m{i}" for i in range(len(sizes))))
+            self.mesh = _jax_mesh(
+                device_ids, tuple(sizes), tuple(f"m{i}" for i in range(len(sizes)))
+            )
 
     def __call__(self, sharding: NamedSharding) -> NamedSharding:
         """The same sharding over the one mesh."""
@@ -265,7 +283,9 @@ class OneMesh:
         bounds = _bounds(sharding.mesh)[::-1]
         parts = {}
         for name, high, low in zip(sharding.mesh.axis_names, bounds, bounds[1:]):
-            parts[name] = tuple(axis for at, axis in sorted(self._axis_at.items(), reverse=True) if low <= at < high)
+            parts[name] = tuple(
+                axis for at, axis in sorted(self._axis_at.items(), reverse=True) if low <= at < high
+            )
         spec = []
         for entry in sharding.spec:
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -300,7 +320,9 @@ def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...
             if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
                 return jax.device_put(data, jax_sharding)
             return jax.make_array_from_callback(data.shape, jax_sharding, lambda index: data[index])
-        return jax.make_array_from_callback(padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape))
+        return jax.make_array_from_callback(
+            padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape)
+        )
 
 
 def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
@@ -309,19 +331,28 @@ def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -
     return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
 
 
-def reshard(array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_shape: tuple[int, ...]) -> jax.Array:
+def reshard(
+    array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_shape: tuple[int, ...]
+) -> jax.Array:
     """The array's first `shape` elements, laid out anew with `jax_sharding` and padded to `padded_shape`. Does not wait."""
     metrics.count("resharded_bytes", array.nbytes)
     with jax.enable_x64(True):
         if 0 in shape:
             # jax moves the blocks of an empty array as they are, of their old shape, where the order of the devices changes.
             return jax.make_array_from_callback(
-                padded_shape, jax_sharding, lambda _: np.zeros(jax_sharding.shard_shape(padded_shape), array.dtype), dtype=array.dtype
+                padded_shape,
+                jax_sharding,
+                lambda _: np.zeros(jax_sharding.shard_shape(padded_shape), array.dtype),
+                dtype=array.dtype,
             )
         if array.shape == padded_shape:
             return jax.device_put(array, jax_sharding)
-        whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[tuple(slice(n) for n in shape)]
-        return jax.device_put(jax.numpy.pad(whole, [(0, p - n) for n, p in zip(shape, padded_shape)]), jax_sharding)
+        whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[
+            tuple(slice(n) for n in shape)
+        ]
+        return jax.device_put(
+            jax.numpy.pad(whole, [(0, p - n) for n, p in zip(shape, padded_shape)]), jax_sharding
+        )
 
 
 def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
@@ -376,11 +407,16 @@ class InFlight:
 in_flight = InFlight()
 
 
-def from_blocks(blocks: dict[int, torch.Tensor], jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
+def from_blocks(
+    blocks: dict[int, torch.Tensor], jax_sharding: Any, padded_shape: tuple[int, ...]
+) -> jax.Array:
     """The device array whose block on each local device (by its number) is host data, padding included. Does not wait."""
     with jax.enable_x64(True):
         # Copies: on the CPU, jax may use a numpy array's own memory, and the caller may write to the block later.
-        arrays = [jax.device_put(np.array(dtypes.numpy_view(block.detach())), devices()[device]) for device, block in blocks.items()]
+        arrays = [
+            jax.device_put(np.array(dtypes.numpy_view(block.detach())), devices()[device])
+            for device, block in blocks.items()
+        ]
         return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
 
 
@@ -418,9 +454,16 @@ def sharding_text(jax_sharding: Any, ndim: int) -> str:
         return "{replicated}"
     is_partial = sharding.replicate_on_last_tile_dim()
     # XLA's numbers are places in the program's row of devices, which a mesh may have in any order.
-    devices_of_tiles = np.array(device_ids_of(jax_sharding))[np.array(sharding.tile_assignment_devices())]
+    devices_of_tiles = np.array(device_ids_of(jax_sharding))[
+        np.array(sharding.tile_assignment_devices())
+    ]
     devices_of_tiles = devices_of_tiles.reshape(sharding.tile_assignment_dimensions())
     dims = ",".join(map(str, devices_of_tiles.shape))
-    ids = ",".join(map(str, (np.sort(devices_of_tiles, axis=-1) if is_partial else devices_of_tiles).reshape(-1)))
+    ids = ",".join(
+        map(
+            str,
+            (np.sort(devices_of_tiles, axis=-1) if is_partial else devices_of_tiles).reshape(-1),
+        )
+    )
     suffix = " last_tile_dim_replicate" if is_partial else ""
     return f"{{devices=[{dims}]{ids}{suffix}}}"

@@ -17,7 +17,9 @@ class Schema:
     """The facts about one overload that the dispatcher needs."""
 
     names: tuple[str, ...]
-    number_positions: tuple[int, ...]  # arguments that may be Python numbers and are then inputs of the program
+    number_positions: tuple[
+        int, ...
+    ]  # arguments that may be Python numbers and are then inputs of the program
     number_names: frozenset[str]
     static_when_int: frozenset[str]
     written: tuple[str, ...]  # arguments that the operation writes
@@ -31,7 +33,9 @@ def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Sch
     arguments = func._schema.arguments
     numbers = [a.name for a in arguments if _may_be_number(a) and a.name not in static]
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    aliasing = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    aliasing = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
     return Schema(
         names=tuple(a.name for a in arguments),
         number_positions=tuple(i for i, a in enumerate(arguments) if a.name in numbers),
@@ -57,7 +61,9 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), base, None)
     if packet is None:
         return None
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name not in facts.out_names]
+    wanted = [
+        (a.name, str(a.type)) for a in func._schema.arguments if a.name not in facts.out_names
+    ]
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
         if of(candidate).written:
@@ -67,7 +73,11 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
             return candidate
         # A factory's functional form has dtype and device besides; the `out` tensor supplies them.
         extra = [n for n, _ in given if n not in {m for m, _ in wanted}]
-        if given[: len(wanted)] == wanted and set(extra) <= {"dtype", "layout", "device", "pin_memory"} and extra:
+        if (
+            given[: len(wanted)] == wanted
+            and set(extra) <= {"dtype", "layout", "device", "pin_memory"}
+            and extra
+        ):
             return candidate
     return None
 

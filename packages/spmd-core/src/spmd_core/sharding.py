@@ -76,7 +76,9 @@ class ShardingSpec:
 
     def __post_init__(self) -> None:
         validate_spec(self.mesh, self.partition_spec)
-        entries = (tuple(entry) if isinstance(entry, list) else entry for entry in self.partition_spec)
+        entries = (
+            tuple(entry) if isinstance(entry, list) else entry for entry in self.partition_spec
+        )
         object.__setattr__(self, "partition_spec", tuple(entries))
 
     def can_apply(self, tensor: Any) -> bool:
@@ -175,16 +177,24 @@ class Sharding:
     @cached_property
     def partition_spec(self) -> PartitionSpec:
         """The canonical spec, of length `ndim`: axis names where the mesh has them; None, one axis, or a tuple of two or more axes."""
-        names: tuple[Axis, ...] = tuple(range(len(self.mesh.mesh_shape))) if self.mesh.axis_names is None else self.mesh.axis_names
+        names: tuple[Axis, ...] = (
+            tuple(range(len(self.mesh.mesh_shape)))
+            if self.mesh.axis_names is None
+            else self.mesh.axis_names
+        )
         entries = (tuple(names[axis] for axis in axes) for axes in self.dims)
-        return tuple(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries)
+        return tuple(
+            None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries
+        )
 
     @cached_property
     def tile_assignment(self) -> np.ndarray:
         """Device ids as a read-only int64 array of shape `(*tiles, num_replicas)`: `[block]` lists the holders of that block, sorted."""
         split = [axis for axes in self.dims for axis in axes]
         rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in split]
-        assignment = np.sort(self.mesh.get_logical_mesh().transpose(*split, *rest).reshape(*self.tiles, -1), axis=-1)
+        assignment = np.sort(
+            self.mesh.get_logical_mesh().transpose(*split, *rest).reshape(*self.tiles, -1), axis=-1
+        )
         assignment.flags.writeable = False
         return assignment
 
@@ -203,7 +213,9 @@ class Sharding:
             return OpSharding(kind, (), (), False)
         is_partial = kind is ShardingType.PARTIAL
         dimensions = self.tile_assignment.shape if is_partial else self.tiles
-        return OpSharding(kind, tuple(dimensions), tuple(self.tile_assignment.reshape(-1).tolist()), is_partial)
+        return OpSharding(
+            kind, tuple(dimensions), tuple(self.tile_assignment.reshape(-1).tolist()), is_partial
+        )
 
     @cached_property
     def text(self) -> str:
@@ -235,8 +247,15 @@ class Sharding:
             ((slice(0, 2, None),), (slice(2, 4, None),), (slice(4, 5, None),), (slice(5, 5, None),))
         """
         per_dim = []
-        for size, block, coordinates in zip(shape, self.shard_shape(shape), self._block_coordinates, strict=True):
-            per_dim.append([slice(min(index * block, size), min((index + 1) * block, size)) for index in coordinates.tolist()])
+        for size, block, coordinates in zip(
+            shape, self.shard_shape(shape), self._block_coordinates, strict=True
+        ):
+            per_dim.append(
+                [
+                    slice(min(index * block, size), min((index + 1) * block, size))
+                    for index in coordinates.tolist()
+                ]
+            )
         return tuple(zip(*per_dim, strict=True)) if per_dim else ((),) * self.mesh.size()
 
     def replica_ids(self) -> tuple[int, ...]:
@@ -281,7 +300,9 @@ class Sharding:
 
 
 # Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds many meshes does not keep them.
-_interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = weakref.WeakValueDictionary()
+_interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = (
+    weakref.WeakValueDictionary()
+)
 # Reentrant: the collector may run a finalizer that builds a sharding while this thread holds the lock.
 _interned_lock = threading.RLock()
 
@@ -316,7 +337,9 @@ def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...
     return dims
 
 
-def _entry_axes(mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec) -> tuple[int, ...]:
+def _entry_axes(
+    mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec
+) -> tuple[int, ...]:
     """Axis indices of one entry of `spec`."""
     if entry is None:
         return ()
@@ -333,7 +356,10 @@ def _entry_axes(mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: Partiti
 
 
 def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
-    is_axis = any(type(spec) is type(axis) and spec == axis for axis in (*mesh.shape(), *range(len(mesh.mesh_shape))))
+    is_axis = any(
+        type(spec) is type(axis) and spec == axis
+        for axis in (*mesh.shape(), *range(len(mesh.mesh_shape)))
+    )
     example = repr((spec if is_axis else next(iter(mesh.shape())),))
     return (
         f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
@@ -391,4 +417,6 @@ def _rank_of(tensor: Any) -> int:
         return int(tensor.ndim)
     if hasattr(tensor, "dim"):
         return int(tensor.dim())
-    raise TypeError(f"a rank is asked of a tensor, an array or an int; got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself.")
+    raise TypeError(
+        f"a rank is asked of a tensor, an array or an int; got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself."
+    )

@@ -40,7 +40,10 @@ class ShardingReport:
         return (
             *(f"rule {rule!r} is for no parameter or buffer" for rule in self.unmatched_rules),
             *(f"no rule is for {name!r}" for name in self.unmatched_names),
-            *(f"{name!r} has rules with different specs: {', '.join(map(repr, rules))}" for name, rules in self.ambiguous.items()),
+            *(
+                f"{name!r} has rules with different specs: {', '.join(map(repr, rules))}"
+                for name, rules in self.ambiguous.items()
+            ),
         )
 
     def __str__(self) -> str:
@@ -50,7 +53,9 @@ class ShardingReport:
         return "\n".join([*lines, *self.problems])
 
 
-def shard_module(module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None = None, *, strict: bool = False) -> ShardingReport:
+def shard_module(
+    module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None = None, *, strict: bool = False
+) -> ShardingReport:
     """Marks the parameters and buffers of a module, in place, by regular expressions over their names. Does not wait.
 
     The first rule whose expression is found anywhere in the name (`re.search`) applies; anchor it with `^` and `$` for a whole name. A tensor
@@ -74,7 +79,13 @@ def shard_module(module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to("xla")
-        >>> print(shard_module(model, {"0.weight": ("model", None), "2.weight": (None, "model"), "bias": ()}, mesh))
+        >>> print(
+        ...     shard_module(
+        ...         model,
+        ...         {"0.weight": ("model", None), "2.weight": (None, "model"), "bias": ()},
+        ...         mesh,
+        ...     )
+        ... )
         0.weight  ('model', None)
         0.bias    ()
         2.weight  (None, 'model')
@@ -82,8 +93,12 @@ def shard_module(module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None
     """
     compiled = {text: _compile(text) for text in rules}
     tensors = _named_tensors(module)
-    matches = {name: [text for text, rule in compiled.items() if rule.search(name)] for name in tensors}
-    chosen: dict[int, tuple[str, ...]] = {}  # by tensor: all rules for any of its names, in the order of the rules
+    matches = {
+        name: [text for text, rule in compiled.items() if rule.search(name)] for name in tensors
+    }
+    chosen: dict[
+        int, tuple[str, ...]
+    ] = {}  # by tensor: all rules for any of its names, in the order of the rules
     for name, found in matches.items():
         before = chosen.get(id(tensors[name]), ())
         chosen[id(tensors[name])] = tuple(text for text in rules if text in before or text in found)
@@ -139,7 +154,9 @@ def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-def _sharding_spec(name: str, tensor: torch.Tensor, text: str, rule: Rule, mesh: Mesh | None) -> ShardingSpec | None:
+def _sharding_spec(
+    name: str, tensor: torch.Tensor, text: str, rule: Rule, mesh: Mesh | None
+) -> ShardingSpec | None:
     if rule is None:
         return None
     if not isinstance(rule, ShardingSpec):
@@ -152,7 +169,9 @@ def _sharding_spec(name: str, tensor: torch.Tensor, text: str, rule: Rule, mesh:
     try:
         Sharding.of(rule.mesh, rule.partition_spec, tensor.dim())
     except PartitionSpecError as error:
-        raise PartitionSpecError(f"rule {text!r} does not fit {name!r} of shape {tuple(tensor.shape)}: {error}") from None
+        raise PartitionSpecError(
+            f"rule {text!r} does not fit {name!r} of shape {tuple(tensor.shape)}: {error}"
+        ) from None
     return rule
 
 

@@ -58,13 +58,19 @@ def read_local(storage: Storage) -> list[XLAShard]:
     assert sharding is not None
     array = execution.place(storage)
     runtime.in_flight.wait_all()
-    indices, replicas, positions = sharding.indices(storage.spec.shape), sharding.replica_ids(), _positions(sharding)
+    indices, replicas, positions = (
+        sharding.indices(storage.spec.shape),
+        sharding.replica_ids(),
+        _positions(sharding),
+    )
     found = []
     for shard in runtime.addressable(array):
         device = runtime.position_of_device(shard.device)
         where = positions[device]
         data = dtypes.tensor_view(np.array(shard.data, copy=True, order="C"))
-        index: list[slice] | EllipsisType = ... if sharding.is_replicated else [slice(s.start, s.stop, 1) for s in indices[where]]
+        index: list[slice] | EllipsisType = (
+            ... if sharding.is_replicated else [slice(s.start, s.stop, 1) for s in indices[where]]
+        )
         found.append(XLAShard(data, index, runtime.device_name(device), replicas[where]))
     return found
 
@@ -91,7 +97,9 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
     _refuse_different_copies(sharding, storage.spec.shape, blocks)
     placement = execution.own_placement(sharding)
     array = runtime.from_blocks(
-        {device: shard.data for device, shard in blocks.items()}, placement.jax_sharding, sharding.padded_shape(storage.spec.shape)
+        {device: shard.data for device, shard in blocks.items()},
+        placement.jax_sharding,
+        sharding.padded_shape(storage.spec.shape),
     )
     with lock:
         execution.replace(storage, array, placement)
@@ -113,7 +121,9 @@ def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, 
     return {names[shard.shard_device]: shard for shard in shards}
 
 
-def _refuse_different_copies(sharding: Sharding, shape: tuple[int, ...], blocks: dict[int, XLAShard]) -> None:
+def _refuse_different_copies(
+    sharding: Sharding, shape: tuple[int, ...], blocks: dict[int, XLAShard]
+) -> None:
     """Devices that hold copies of one block must go on holding copies: a program reads whichever is near."""
     indices, positions = sharding.indices(shape), _positions(sharding)
     first: dict[tuple[tuple[int, int], ...], int] = {}
@@ -123,7 +133,10 @@ def _refuse_different_copies(sharding: Sharding, shape: tuple[int, ...], blocks:
         inside = tuple(slice(s.stop - s.start) for s in index)
         mine, theirs = shard.data[inside].detach(), blocks[other].data[inside].detach()
         # By bytes: a NaN is the same NaN.
-        if other != device and dtypes.numpy_view(mine).tobytes() != dtypes.numpy_view(theirs).tobytes():
+        if (
+            other != device
+            and dtypes.numpy_view(mine).tobytes() != dtypes.numpy_view(theirs).tobytes()
+        ):
             raise ShardError(
                 f"devices that hold copies of one block must get equal data; got different data for {runtime.device_name(other)} and "
                 f"{runtime.device_name(device)}, which both hold {list(index)}. Write the same block to both."

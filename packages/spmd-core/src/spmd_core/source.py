@@ -57,7 +57,9 @@ def user_line() -> str:
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_MACHINERY) or frame.f_code.co_filename.startswith("<")
+    return frame.f_code.co_filename.startswith(_MACHINERY) or frame.f_code.co_filename.startswith(
+        "<"
+    )
 
 
 def _is(frame: FrameType, place: tuple[str, str]) -> bool:
@@ -73,7 +75,9 @@ class Phase(StrEnum):
     FORWARD = "forward"  # the line that called the operation
     BACKWARD = "backward of this line"  # the line that called the forward operation whose gradient this is part of
     IN_BACKWARD = "in the backward pass"  # the line that called it, in a hook, a user's own `backward` or a recomputation
-    BACKWARD_CALL = "in this call of backward()"  # torch does not say which forward operation it belongs to
+    BACKWARD_CALL = (
+        "in this call of backward()"  # torch does not say which forward operation it belongs to
+    )
 
 
 class Origin(NamedTuple):
@@ -115,7 +119,9 @@ def origin() -> Origin | None:
     global _used
     _used = True
     stack = _walk(sys._getframe(1))
-    node: Any = torch._C._current_autograd_node()  # None outside of a backward pass, whatever its stub says
+    node: Any = (
+        torch._C._current_autograd_node()
+    )  # None outside of a backward pass, whatever its stub says
     if stack.user is not None:
         phase = Phase.FORWARD if node is None else Phase.IN_BACKWARD
         return _origin_of(stack.user, _path(stack.modules), phase)
@@ -134,7 +140,9 @@ def note_forward(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         return
     # autograd makes the node directly before it calls the operation, so the newest number is its own. An `autograd.Function` makes its node
     # before its `forward`, which runs without gradients: there the first operation inside names the node.
-    makes_node = torch.is_grad_enabled() or (torch._C._current_autograd_node() is None and _walk(sys._getframe(1)).applies_function)
+    makes_node = torch.is_grad_enabled() or (
+        torch._C._current_autograd_node() is None and _walk(sys._getframe(1)).applies_function
+    )
     if not makes_node:
         return
     # The object and not its number, which Python gives to the next thread when this one has ended.
@@ -155,7 +163,11 @@ def note_forward(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _requires_grad(a: Any) -> bool:
-    return a.requires_grad if isinstance(a, torch.Tensor) else isinstance(a, (list, tuple)) and any(_requires_grad(x) for x in a)
+    return (
+        a.requires_grad
+        if isinstance(a, torch.Tensor)
+        else isinstance(a, (list, tuple)) and any(_requires_grad(x) for x in a)
+    )
 
 
 def _walk(innermost: FrameType) -> _Stack:

@@ -36,7 +36,9 @@ def set_device_type(name: str) -> None:
         SpmdError: the devices are in use, on another platform.
     """
     if not isinstance(name, str) or name.upper() not in DEVICE_TYPES:
-        raise ValueError(f"a device type is one of {', '.join(DEVICE_TYPES)}; got {name!r}. Pass one of them.")
+        raise ValueError(
+            f"a device type is one of {', '.join(DEVICE_TYPES)}; got {name!r}. Pass one of them."
+        )
     name = name.upper()
     if runtime.is_started() and device_type() != name:
         raise SpmdError(
@@ -47,7 +49,11 @@ def set_device_type(name: str) -> None:
 
 
 def initialize(
-    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *, timeout_s: int = 300
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_s: int = 300,
 ) -> None:
     """Joins the processes of a program that runs on several hosts (or several times on one). Call it in each, before the first use of the devices.
 
@@ -73,18 +79,28 @@ def initialize(
         )
     if "WORLD_SIZE" in os.environ:
         if coordinator_address is None and "MASTER_ADDR" in os.environ:
-            coordinator_address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
+            coordinator_address = (
+                f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
+            )
         num_processes = int(os.environ["WORLD_SIZE"]) if num_processes is None else num_processes
-        process_id = int(os.environ["RANK"]) if process_id is None and "RANK" in os.environ else process_id
+        process_id = (
+            int(os.environ["RANK"]) if process_id is None and "RANK" in os.environ else process_id
+        )
     if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
-        raise ValueError(f"a coordinator's address is 'host:port'; got {coordinator_address!r}. Write for instance '10.0.0.1:{_DEFAULT_PORT}'.")
-    if num_processes is not None and (num_processes < 1 or not 0 <= (process_id or 0) < num_processes):
+        raise ValueError(
+            f"a coordinator's address is 'host:port'; got {coordinator_address!r}. Write for instance '10.0.0.1:{_DEFAULT_PORT}'."
+        )
+    if num_processes is not None and (
+        num_processes < 1 or not 0 <= (process_id or 0) < num_processes
+    ):
         raise ValueError(
             f"a process's number lies between 0 and the number of processes; got process {process_id} of {num_processes}. "
             "Give each process its own number, from 0."
         )
     try:
-        jax.distributed.initialize(coordinator_address, num_processes, process_id, initialization_timeout=timeout_s)
+        jax.distributed.initialize(
+            coordinator_address, num_processes, process_id, initialization_timeout=timeout_s
+        )
     except (RuntimeError, ValueError) as error:
         raise SpmdError(
             f"the processes must find each other; got coordinator {coordinator_address}, process {process_id} of {num_processes}: {error}. "

@@ -19,10 +19,24 @@ _met: dict[str, list[Key]] = {}
 
 
 @overload
-def compile(f: F, *, full_graph: bool = ..., name: str | None = ..., max_different_graphs: int | None = ...) -> F: ...
+def compile(
+    f: F, *, full_graph: bool = ..., name: str | None = ..., max_different_graphs: int | None = ...
+) -> F: ...
 @overload
-def compile(f: None = None, *, full_graph: bool = ..., name: str | None = ..., max_different_graphs: int | None = ...) -> "StepProgram": ...
-def compile(f: Any = None, *, full_graph: bool = False, name: str | None = None, max_different_graphs: int | None = None) -> Any:
+def compile(
+    f: None = None,
+    *,
+    full_graph: bool = ...,
+    name: str | None = ...,
+    max_different_graphs: int | None = ...,
+) -> "StepProgram": ...
+def compile(
+    f: Any = None,
+    *,
+    full_graph: bool = False,
+    name: str | None = None,
+    max_different_graphs: int | None = None,
+) -> Any:
     """A function, or a block, whose operations become one program: the step ends (as with `sync()`) before it and after it. Eager mode is off inside.
 
     Use it as `compile(f)`, as a decorator with or without arguments, or as `with compile():`. Nothing is traced or captured: Python runs each time.
@@ -47,7 +61,9 @@ def compile(f: Any = None, *, full_graph: bool = False, name: str | None = None,
         >>> double(torch.ones(2, device="xla")).tolist()
         [2.0, 2.0]
     """
-    region = StepProgram(full_graph=full_graph, name=name, max_different_graphs=max_different_graphs)
+    region = StepProgram(
+        full_graph=full_graph, name=name, max_different_graphs=max_different_graphs
+    )
     return region if f is None else region(f)
 
 
@@ -59,7 +75,9 @@ def allow_execution(allow: bool) -> None:
         ProgramError: later, at the line that needs a value.
     """
     if execution.watch not in (None, _refusing):
-        raise SpmdError("a region says itself whether it may execute; got allow_execution inside one. Use compile(full_graph=True).")
+        raise SpmdError(
+            "a region says itself whether it may execute; got allow_execution inside one. Use compile(full_graph=True)."
+        )
     execution.watch = None if allow else _refusing
 
 
@@ -80,28 +98,44 @@ def step() -> "StepProgram":
 class StepProgram(ContextDecorator):
     """What `compile` returns without a function: a context manager and a decorator."""
 
-    def __init__(self, *, full_graph: bool, name: str | None, max_different_graphs: int | None) -> None:
-        if max_different_graphs is not None and (not isinstance(max_different_graphs, int) or max_different_graphs < 1):
-            raise ValueError(f"max_different_graphs is a number of programs, at least 1; got {max_different_graphs!r}. Leave it out for no limit.")
+    def __init__(
+        self, *, full_graph: bool, name: str | None, max_different_graphs: int | None
+    ) -> None:
+        if max_different_graphs is not None and (
+            not isinstance(max_different_graphs, int) or max_different_graphs < 1
+        ):
+            raise ValueError(
+                f"max_different_graphs is a number of programs, at least 1; got {max_different_graphs!r}. Leave it out for no limit."
+            )
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
 
     def _recreate_cm(self) -> "StepProgram":
         # A function may call itself, or run in several threads: each call has a region of its own.
-        return StepProgram(full_graph=self._full_graph, name=self._name, max_different_graphs=self._max_graphs)
+        return StepProgram(
+            full_graph=self._full_graph, name=self._name, max_different_graphs=self._max_graphs
+        )
 
     def __call__(self, f: F) -> F:
-        if inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f):
+        if (
+            inspect.isgeneratorfunction(f)
+            or inspect.iscoroutinefunction(f)
+            or inspect.isasyncgenfunction(f)
+        ):
             raise TypeError(
                 f"a compiled function runs from its call to its return; got {f.__qualname__}, which runs in pieces. Write `with compile():` inside."
             )
         name = self._name or getattr(f, "__qualname__", type(f).__name__)
-        named = StepProgram(full_graph=self._full_graph, name=name, max_different_graphs=self._max_graphs)
+        named = StepProgram(
+            full_graph=self._full_graph, name=name, max_different_graphs=self._max_graphs
+        )
         return super(StepProgram, named).__call__(f)
 
     def __enter__(self) -> None:
         if self._max_graphs is not None and self._name is None:
-            raise ValueError("max_different_graphs counts the programs of one name; got none. Pass name=..., or decorate a function.")
+            raise ValueError(
+                "max_different_graphs counts the programs of one name; got none. Pass name=..., or decorate a function."
+            )
         if self._is_inside:
             raise SpmdError(
                 "a region is entered once at a time; got one that is being entered inside itself. Write `with compile():` for the inner one."
@@ -113,7 +147,12 @@ class StepProgram(ContextDecorator):
         label = re.sub(r"\W+", "_", self._name or "spmd").strip("_")
         execution.watch = Watch(label or "spmd", self._refuse_inside, self._count)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._is_inside = False
         try:
             if kind is None:

@@ -91,7 +91,11 @@ def _snapshot(t: torch.Tensor) -> torch.Tensor:
     if isinstance(copied, XLAShardedTensor) and runtime.is_spmd() and runtime.num_processes() > 1:
         # Gathered by the step's program: were it done in the closure's thread, the processes would not meet in the same order.
         every = runtime.global_runtime_device_count()
-        mark_sharding(copied, Mesh(range(every), (every,)) if copied.sharding is None else copied.sharding.mesh, ())
+        mark_sharding(
+            copied,
+            Mesh(range(every), (every,)) if copied.sharding is None else copied.sharding.mesh,
+            (),
+        )
     return copied
 
 
@@ -125,7 +129,9 @@ class _Background:
         """Queues a closure; waits while the queue is full, save in a closure, which would wait for itself."""
         with self._changed:
             if threading.get_ident() != self._thread_id:
-                self._changed.wait_for(lambda: self._num_waiting < max(config.max_async_closures, 1))
+                self._changed.wait_for(
+                    lambda: self._num_waiting < max(config.max_async_closures, 1)
+                )
             self._num_waiting += 1
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="spmd-step-closures")
@@ -161,7 +167,10 @@ class _Background:
     def print_error(self) -> None:
         """At the end of the process, after the thread has ended: what nobody asked for any more."""
         if self._error is not None:
-            print("an asynchronous step closure raised, and no step followed in which to say so:", file=sys.stderr)
+            print(
+                "an asynchronous step closure raised, and no step followed in which to say so:",
+                file=sys.stderr,
+            )
             error = self._error[1]
             sys.excepthook(type(error), error, error.__traceback__)
 
@@ -174,7 +183,12 @@ execution.around_step.append(_closures_of_step)
 # --- The step -------------------------------------------------------------------------------------------------------------------------
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, *, barrier: bool = False, optimizer_args: dict[str, Any] | None = None) -> Any:
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    barrier: bool = False,
+    optimizer_args: dict[str, Any] | None = None,
+) -> Any:
     """`optimizer.step(**optimizer_args)`, and with `barrier` the end of the step, as `sync()`. Returns what the optimizer returns.
 
     Gradients need no reduction: they are those of the global batch.
@@ -228,9 +242,15 @@ class RateTracker:
     """
 
     def __init__(self, smooth_factor: float | None = None) -> None:
-        factor = float(os.environ.get("RATE_TRACKER_SMOOTHING", 0.4)) if smooth_factor is None else smooth_factor
+        factor = (
+            float(os.environ.get("RATE_TRACKER_SMOOTHING", 0.4))
+            if smooth_factor is None
+            else smooth_factor
+        )
         if not 0 <= factor < 1:
-            raise ValueError(f"a smoothing factor lies from 0 to below 1; got {factor}. Use 0 for no smoothing.")
+            raise ValueError(
+                f"a smoothing factor lies from 0 to below 1; got {factor}. Use 0 for no smoothing."
+            )
         self._factor = factor
         self._start_s = self._last_s = time.monotonic()
         self._count = self._last_count = 0.0
@@ -246,7 +266,11 @@ class RateTracker:
         elapsed_s = now - self._last_s
         if elapsed_s > 0:
             plain = (self._count - self._last_count) / elapsed_s
-            self._rate = plain if self._rate is None else (1 - self._factor) * plain + self._factor * self._rate
+            self._rate = (
+                plain
+                if self._rate is None
+                else (1 - self._factor) * plain + self._factor * self._rate
+            )
             self._last_s, self._last_count = now, self._count
         return self._rate or 0.0
 

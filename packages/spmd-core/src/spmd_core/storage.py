@@ -70,7 +70,9 @@ class Storage:
 
 def take_pending() -> list[Storage]:
     """The live storages whose value is pending, in the order in which they became so; the list starts anew."""
-    live = list(dict.fromkeys(s for ref in _pending if (s := ref()) is not None and s.value.data is None))
+    live = list(
+        dict.fromkeys(s for ref in _pending if (s := ref()) is not None and s.value.data is None)
+    )
     _pending.clear()
     return live
 
@@ -94,7 +96,15 @@ class Link:
 
     __slots__ = ("call", "entry", "numbers", "offset", "scale", "spec")
 
-    def __init__(self, entry: Entry, call: tuple[Any, ...], offset: int, *, numbers: tuple[int, ...] = (), base: Spec) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        call: tuple[Any, ...],
+        offset: int,
+        *,
+        numbers: tuple[int, ...] = (),
+        base: Spec,
+    ) -> None:
         self.entry, self.call, self.numbers, self.offset = entry, call, numbers, offset
         self.spec = entry.spec
         sizes = (base.dtype.itemsize, self.spec.dtype.itemsize)
@@ -102,7 +112,9 @@ class Link:
 
     def begins_at(self, base_offset: int) -> int:
         """Where the view begins in the storage, in its own elements."""
-        return self.offset + (base_offset if self.scale is None else base_offset * self.scale[0] // self.scale[1])
+        return self.offset + (
+            base_offset if self.scale is None else base_offset * self.scale[0] // self.scale[1]
+        )
 
 
 class View:
@@ -111,7 +123,18 @@ class View:
     The value is derived when it is first asked for, and again after a write through another alias. Its origin is the view's, not that of who asks.
     """
 
-    __slots__ = ("__weakref__", "base", "link", "offset", "origin", "sharding", "spec", "storage", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "link",
+        "offset",
+        "origin",
+        "sharding",
+        "spec",
+        "storage",
+        "value",
+        "version",
+    )
 
     def __init__(self, base: "Handle", storage: Storage, link: Link, offset: int) -> None:
         self.base, self.storage, self.link, self.offset = base, storage, link, offset

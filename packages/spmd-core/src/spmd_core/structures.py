@@ -35,7 +35,9 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(value)  # not dataclasses.replace: it would run __init__, which may want other arguments
+        clone = copy.copy(
+            value
+        )  # not dataclasses.replace: it would run __init__, which may want other arguments
         for field in dataclasses.fields(value):
             object.__setattr__(clone, field.name, map_tensors(getattr(value, field.name), function))
         return clone
@@ -46,7 +48,9 @@ def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same type with other values; a plain dict where the type cannot be copied and changed."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
-    clone = copy.copy(mapping)  # keeps what a subclass carries beside its items, as a state dict's `_metadata`
+    clone = copy.copy(
+        mapping
+    )  # keeps what a subclass carries beside its items, as a state dict's `_metadata`
     clone.update(items)
     return clone
 
@@ -64,10 +68,18 @@ def to_cpu(data: Any) -> Any:
             return t
         # By handle: a state dict holds other tensor objects, over the same handle, for each name of a tied weight.
         wants_grad = t.requires_grad and t.is_leaf
-        key = (id(t._handle), torch.nn.Parameter if isinstance(t, torch.nn.Parameter) else torch.Tensor, wants_grad)
+        key = (
+            id(t._handle),
+            torch.nn.Parameter if isinstance(t, torch.nn.Parameter) else torch.Tensor,
+            wants_grad,
+        )
         if key not in moved:
             host = t.detach().cpu()
-            moved[key] = torch.nn.Parameter(host, t.requires_grad) if key[1] is torch.nn.Parameter else host.requires_grad_(wants_grad)
+            moved[key] = (
+                torch.nn.Parameter(host, t.requires_grad)
+                if key[1] is torch.nn.Parameter
+                else host.requires_grad_(wants_grad)
+            )
         return moved[key]
 
     return map_tensors(data, down)
@@ -88,7 +100,9 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
         moved = t.to(XLA_DEVICE)
         if input_sharding is None or t.dim() == 0:
             return moved
-        fitted = dataclasses.replace(input_sharding, partition_spec=tuple(input_sharding.partition_spec)[: t.dim()])
+        fitted = dataclasses.replace(
+            input_sharding, partition_spec=tuple(input_sharding.partition_spec)[: t.dim()]
+        )
         return start_upload(apply_sharding(moved, fitted))
 
     return map_tensors(data, up)
@@ -118,6 +132,8 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
         # Also where this one failed: the others wait here.
         failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:
-            raise SpmdError(f"every process that writes must succeed; process {failed.tolist()} could not write its file. Look at its own error.")
+            raise SpmdError(
+                f"every process that writes must succeed; process {failed.tolist()} could not write its file. Look at its own error."
+            )
     if error is not None:
         raise error

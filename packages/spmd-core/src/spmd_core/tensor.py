@@ -19,7 +19,9 @@ _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 _as_strided_ = torch.ops.aten.as_strided_.default
 # torch's kernel that only sets the metadata of a tensor; it is registered for every device but XLA.
-_METADATA_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional)
+_METADATA_KEYS = torch._C.DispatchKeySet(
+    torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+)
 
 
 class Followed:
@@ -34,7 +36,11 @@ class Followed:
 
     def take(self, handle: Handle) -> None:
         """Follows this handle from here on."""
-        self._handle, self._sharding, self.shape = weakref.ref(handle), handle.sharding, handle.spec.shape
+        self._handle, self._sharding, self.shape = (
+            weakref.ref(handle),
+            handle.sharding,
+            handle.spec.shape,
+        )
 
     @property
     def sharding(self) -> Sharding | None:
@@ -82,7 +88,11 @@ class XLAShardedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, elem: torch.Tensor, mesh_shape: Sequence[int] | None = None, partition_spec: PartitionSpec | None = None, requires_grad: bool = False
+        cls,
+        elem: torch.Tensor,
+        mesh_shape: Sequence[int] | None = None,
+        partition_spec: PartitionSpec | None = None,
+        requires_grad: bool = False,
     ) -> "XLAShardedTensor":
         if not isinstance(elem, torch.Tensor):
             raise TypeError(
@@ -100,7 +110,9 @@ class XLAShardedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise SpmdError(f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone.")
+        raise SpmdError(
+            f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone."
+        )
 
     # --- Sharding ---------------------------------------------------------------------------------------------------------------------
 
@@ -119,7 +131,11 @@ class XLAShardedTensor(torch.Tensor):
         if sharding is not None:
             return sharding.text
         value = self._handle.storage.value
-        if value.data is None or value.placement.jax_sharding is None or self._handle is not self._handle.storage:
+        if (
+            value.data is None
+            or value.placement.jax_sharding is None
+            or self._handle is not self._handle.storage
+        ):
             return ""
         return runtime.sharding_text(value.placement.jax_sharding, len(value.spec.shape))
 
@@ -141,7 +157,9 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def mesh_shape(self) -> tuple[int, ...] | None:
         """The shape of the mesh that the tensor is marked over, or None."""
-        return None if self._handle.sharding is None else tuple(self._handle.sharding.mesh.mesh_shape)
+        return (
+            None if self._handle.sharding is None else tuple(self._handle.sharding.mesh.mesh_shape)
+        )
 
     @property
     def global_tensor(self) -> torch.Tensor:
@@ -197,7 +215,9 @@ class XLAShardedTensor(torch.Tensor):
     __str__ = __repr__
 
     def __format__(self, format_spec: str) -> str:
-        return format(self.item(), format_spec) if self.dim() == 0 else format(str(self), format_spec)
+        return (
+            format(self.item(), format_spec) if self.dim() == 0 else format(str(self), format_spec)
+        )
 
     def tolist(self) -> Any:
         """The values as nested Python lists. Waits for the device."""
@@ -206,7 +226,9 @@ class XLAShardedTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """The values as a numpy array in host memory: a copy, so `force=True` is needed just as for any other device."""
         if not force:
-            raise TypeError("can't convert an xla tensor to numpy: it is not in host memory. Use tensor.detach().cpu().numpy() or numpy(force=True).")
+            raise TypeError(
+                "can't convert an xla tensor to numpy: it is not in host memory. Use tensor.detach().cpu().numpy() or numpy(force=True)."
+            )
         return self.detach().cpu().numpy(force=True)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -247,7 +269,9 @@ class XLAShardedTensor(torch.Tensor):
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, XLAShardedTensor):
-            raise TypeError(f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla').")
+            raise TypeError(
+                f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla')."
+            )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
         if self._followed is not None:
@@ -288,7 +312,11 @@ class XLAShardedTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
         """As torch's; a marked leaf's gradients follow its sharding from here on."""
         super().requires_grad_(requires_grad)
-        if requires_grad and self._handle.sharding is not None and XLAShardedTensor._on_requires_grad is not None:
+        if (
+            requires_grad
+            and self._handle.sharding is not None
+            and XLAShardedTensor._on_requires_grad is not None
+        ):
             XLAShardedTensor._on_requires_grad(self)
         return self
 
@@ -305,7 +333,9 @@ class XLAShardedTensor(torch.Tensor):
         return meta
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> "XLAShardedTensor":
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "XLAShardedTensor":
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
             raise NotImplementedError(
@@ -352,7 +382,16 @@ def wrap(handle: Handle) -> XLAShardedTensor:
     """A new tensor over a handle."""
     spec = handle.spec
     # By position, as parsing keywords costs: class, size, strides, offset, memory format, dtype, layout, device.
-    tensor = _new(XLAShardedTensor, spec.size, spec.strides, handle.offset, None, spec.dtype, _STRIDED, XLA_DEVICE)
+    tensor = _new(
+        XLAShardedTensor,
+        spec.size,
+        spec.strides,
+        handle.offset,
+        None,
+        spec.dtype,
+        _STRIDED,
+        XLA_DEVICE,
+    )
     tensor._handle = handle
     return tensor
 

@@ -34,7 +34,9 @@ def local_process_count() -> int:
         text = os.environ.get(name)
         if text is not None:
             if not text.isdigit() or int(text) < 1:
-                raise SpmdError(f"{name} is the number of processes on this host, at least 1; got {text!r}. Correct it or unset it.")
+                raise SpmdError(
+                    f"{name} is the number of processes on this host, at least 1; got {text!r}. Correct it or unset it."
+                )
             return int(text)
     return 1
 
@@ -56,7 +58,11 @@ def addressable_runtime_device_count() -> int:
 
 def real_devices() -> list[str]:
     """The names of this process's devices, such as `["CPU:0", "CPU:1"]`, with their numbers among all devices."""
-    return [row["name"] for row in runtime.device_attributes() if row["process_index"] == jax.process_index()]
+    return [
+        row["name"]
+        for row in runtime.device_attributes()
+        if row["process_index"] == jax.process_index()
+    ]
 
 
 def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) -> Mesh:
@@ -93,9 +99,13 @@ def _chosen(device: int | str | torch.device | None) -> list[Any]:
     names = real_devices()
     if device is None or str(device).split(":")[0] == "xla":
         return _own()
-    wanted = f"{names[0].split(':')[0]}:{device}" if isinstance(device, int) else str(device).upper()
+    wanted = (
+        f"{names[0].split(':')[0]}:{device}" if isinstance(device, int) else str(device).upper()
+    )
     if wanted not in names:
-        raise ValueError(f"memory is known of this process's devices, which are {', '.join(names)}; got {device!r}. Pass one of these, or None.")
+        raise ValueError(
+            f"memory is known of this process's devices, which are {', '.join(names)}; got {device!r}. Pass one of these, or None."
+        )
     return [_own()[names.index(wanted)]]
 
 
@@ -128,8 +138,16 @@ def get_master_ip() -> str:
     Raises:
         SpmdError: none of them says it, or the host's name has no address.
     """
-    variables = ("MASTER_ADDR", "JAX_COORDINATOR_ADDRESS", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
-    for name, text in (("initialize()", startup.coordinator_address()), *((name, os.environ.get(name)) for name in variables)):
+    variables = (
+        "MASTER_ADDR",
+        "JAX_COORDINATOR_ADDRESS",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_WORKER_HOSTNAMES",
+    )
+    for name, text in (
+        ("initialize()", startup.coordinator_address()),
+        *((name, os.environ.get(name)) for name in variables),
+    ):
         if text:
             host = _host(text.split(",")[0])
             try:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-_SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
+_SCHEMAS = tuple(
+    f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
+)
 
 
 def install() -> torch.library.Library | None:
@@ -22,14 +24,20 @@ def install() -> torch.library.Library | None:
     None, and nothing is done, where torchvision is absent, imported already or declared already, or able to load its compiled operators. It is not
     imported here.
     """
-    if "torchvision" in sys.modules or torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
+    if (
+        "torchvision" in sys.modules
+        or torch.version.cuda is not None
+        or hasattr(torch.ops.torchvision, "nms")
+    ):
         return None
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return None
     try:
         for path in Path(spec.origin).parent.glob("_C*"):
-            torch.ops.load_library(path)  # what torchvision does when it is imported, so nothing is loaded twice
+            torch.ops.load_library(
+                path
+            )  # what torchvision does when it is imported, so nothing is loaded twice
         if hasattr(torch.ops.torchvision, "nms"):
             return None
     except OSError:

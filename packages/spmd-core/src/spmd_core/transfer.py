@@ -11,13 +11,33 @@ from spmd_core.aliasing import is_dense, strided_view
 from spmd_core.graph import Entry, Spec, Value
 from spmd_core.in_place import in_place_handler
 from spmd_core.ops import registry
-from spmd_core.recording import NO_KWARGS, Handler, entries, from_host, functional_handler, inherit, remember
+from spmd_core.recording import (
+    NO_KWARGS,
+    Handler,
+    entries,
+    from_host,
+    functional_handler,
+    inherit,
+    remember,
+)
 from spmd_core.storage import Handle, Storage, View, lock
 from spmd_core.tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
 # Same shape in, same shape out, and the result stands for its source: it is sharded like it.
-_INHERITS_SHARDING = frozenset({"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "clone", "_to_copy"})
+_INHERITS_SHARDING = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "clone",
+        "_to_copy",
+    }
+)
 
 
 def makes_like(func: torch._ops.OpOverload) -> bool:
@@ -58,7 +78,10 @@ def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
     with lock:
         execution.materialize(storage)
         value = handle.current()
-        copy = Storage(Value(value.entry, value.inputs, value.numbers), Spec.contiguous(handle.spec.shape, handle.spec.dtype))
+        copy = Storage(
+            Value(value.entry, value.inputs, value.numbers),
+            Spec.contiguous(handle.spec.shape, handle.spec.dtype),
+        )
     return execution.to_host(copy)
 
 
@@ -107,9 +130,15 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         host = source.detach().to(device="cpu", dtype=target.dtype)
         if isinstance(handle, Storage) and host.shape == target.shape:
             dtypes.to_jax(host.dtype)
-            data = host.clone(memory_format=torch.contiguous_format) if host.data_ptr() == source.data_ptr() else host.contiguous()
+            data = (
+                host.clone(memory_format=torch.contiguous_format)
+                if host.data_ptr() == source.data_ptr()
+                else host.contiguous()
+            )
             with lock:
-                handle.write(Value.leaf(handle.spec, data, execution.host_placement(handle.sharding), None))
+                handle.write(
+                    Value.leaf(handle.spec, data, execution.host_placement(handle.sharding), None)
+                )
             return target
         source = from_host(host)
     return _copy_on_device((target, source), NO_KWARGS)
@@ -129,7 +158,9 @@ def resize(target: XLAShardedTensor, shape: Sequence[int]) -> None:
     target.data = wrap(new_storage(tuple(shape), target.dtype))
 
 
-def new_storage(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None) -> Handle:
+def new_storage(
+    shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
+) -> Handle:
     """A storage of zeros: memory on the device is never uninitialised. Strides with gaps or shared places are a view of a dense one."""
     dtypes.to_jax(dtype)
     if strides is not None and not is_dense(shape, strides):
@@ -139,7 +170,11 @@ def new_storage(shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, 
     entry = entries.get(key)
     if entry is None:
         spec = Spec.contiguous(shape, dtype) if strides is None else Spec.of(shape, strides, dtype)
-        entry = Entry("aten::empty", lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))], (spec,))
+        entry = Entry(
+            "aten::empty",
+            lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))],
+            (spec,),
+        )
         remember(key, entry)
     with lock:
         return Storage(Value(entry, (), ()), entry.spec)
@@ -163,13 +198,21 @@ def empty(
 
 
 def empty_strided(
-    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> XLAShardedTensor:
     """`aten::empty_strided` on device `xla`."""
     return wrap(new_storage(tuple(size), dtype or torch.get_default_dtype(), tuple(stride)))
 
 
-def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     """`aten::_copy_from` on device `xla`: how C++ copies where it goes round Python's dispatch, as `torch.tensor(..., device="xla")` does."""
     return copy_((target, source), NO_KWARGS)
 

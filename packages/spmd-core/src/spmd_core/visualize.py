@@ -29,7 +29,14 @@ _FORMS = "'{devices=[2,2]0,1,2,3}', '{devices=[4,2]<=[8] last_tile_dim_replicate
 _MAX_DIMS = 3
 
 
-def visualize_sharding(sharding: str, *, use_color: bool = True, scale: float = 1.0, min_width: int = 9, max_width: int = 80) -> "Table":
+def visualize_sharding(
+    sharding: str,
+    *,
+    use_color: bool = True,
+    scale: float = 1.0,
+    min_width: int = 9,
+    max_width: int = 80,
+) -> "Table":
     """Prints a table of the devices that hold each block, and returns it.
 
     A cell is a block: `CPU 0` where one device holds it, `CPU [0, 4]` where several do. Rows are blocks along the first tensor dim, columns along the
@@ -57,7 +64,9 @@ def visualize_sharding(sharding: str, *, use_color: bool = True, scale: float = 
         └─────────┴─────────┘
     """
     if importlib.util.find_spec("rich") is None:
-        raise ImportError("visualize_sharding draws its table with rich; it is not installed. Run: pip install rich")
+        raise ImportError(
+            "visualize_sharding draws its table with rich; it is not installed. Run: pip install rich"
+        )
     if not scale > 0 or not 0 < min_width <= max_width:
         raise ValueError(
             f"visualize_sharding takes a scale above 0 and 0 < min_width <= max_width; got scale={scale}, min_width={min_width}, "
@@ -77,7 +86,9 @@ def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> "Table":
     """
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(f"visualize_tensor_sharding takes a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla').")
+        raise DeviceMismatchError(
+            f"visualize_tensor_sharding takes a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
     text = t.sharding_spec
     if not text:
         raise SpmdError(
@@ -109,9 +120,17 @@ def blocks(sharding: str) -> tuple[np.ndarray, str]:
         return _boxed(np.array([[int(maximal[1])]]), ()), ""
     found = _TILED.match(text)
     if found is None:
-        raise PartitionSpecError(f"a sharding is shown from XLA's text of it; got {sharding!r}. Pass tensor.sharding_spec, or text such as {_FORMS}.")
+        raise PartitionSpecError(
+            f"a sharding is shown from XLA's text of it; got {sharding!r}. Pass tensor.sharding_spec, or text such as {_FORMS}."
+        )
     dims = hlo.ints(found["tiles"])
-    kinds = re.split(", ?", found["kinds"]) if found["kinds"] else ["replicated"] if found["last"] else []
+    kinds = (
+        re.split(", ?", found["kinds"])
+        if found["kinds"]
+        else ["replicated"]
+        if found["last"]
+        else []
+    )
     ids = _device_ids(found, dims, sharding)
     tiles = dims[: len(dims) - len(kinds)]
     note = "manual" if "manual" in kinds else ""
@@ -173,14 +192,32 @@ def _table(sharding: str, use_color: bool, scale: float, min_width: int, max_wid
     platform = runtime.platform().upper()
     width = _width(held, platform, note, scale, min_width, max_width)
     if held.ndim < _MAX_DIMS:
-        return _grid(held.reshape((1,) * (2 - held.ndim) + held.shape), 0, platform, note, use_color, width, scale)
+        return _grid(
+            held.reshape((1,) * (2 - held.ndim) + held.shape),
+            0,
+            platform,
+            note,
+            use_color,
+            width,
+            scale,
+        )
     outer = Table(show_header=False, show_lines=True, padding=0, pad_edge=False)
     for i, part in enumerate(held):
-        outer.add_row(f"block {i} of dim 0", _grid(part, i, platform, note, use_color, width, scale))
+        outer.add_row(
+            f"block {i} of dim 0", _grid(part, i, platform, note, use_color, width, scale)
+        )
     return outer
 
 
-def _grid(part: np.ndarray, outer: int, platform: str, note: str, use_color: bool, width: int, scale: float) -> "Table":
+def _grid(
+    part: np.ndarray,
+    outer: int,
+    platform: str,
+    note: str,
+    use_color: bool,
+    width: int,
+    scale: float,
+) -> "Table":
     from rich.align import Align  # noqa: PLC0415 - see above
     from rich.padding import Padding  # noqa: PLC0415 - see above
     from rich.table import Table  # noqa: PLC0415 - see above
@@ -193,7 +230,13 @@ def _grid(part: np.ndarray, outer: int, platform: str, note: str, use_color: boo
         drawn = []
         for column, ids in enumerate(cells):
             style = f"white on {_colour(outer, row, column)}" if use_color else ""
-            drawn.append(Padding(Align(_cell_text(ids, platform, note), "center", vertical="middle"), (above, 0), style=style))
+            drawn.append(
+                Padding(
+                    Align(_cell_text(ids, platform, note), "center", vertical="middle"),
+                    (above, 0),
+                    style=style,
+                )
+            )
         grid.add_row(*drawn)
     return grid
 
@@ -203,7 +246,9 @@ def _cell_text(ids: list[int], platform: str, note: str) -> str:
     return f"{holders} ({note})" if note else holders
 
 
-def _width(held: np.ndarray, platform: str, note: str, scale: float, min_width: int, max_width: int) -> int:
+def _width(
+    held: np.ndarray, platform: str, note: str, scale: float, min_width: int, max_width: int
+) -> int:
     longest = max(len(_cell_text(ids, platform, note)) for ids in _each(held))
     return min(max(round(min_width * scale), longest + 2), round(max_width * scale))
 

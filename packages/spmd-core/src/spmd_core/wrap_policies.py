@@ -48,7 +48,9 @@ def transformer_auto_wrap_policy(
 
     Example:
         >>> from functools import partial
-        >>> policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+        >>> policy = partial(
+        ...     transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer}
+        ... )
         >>> policy(nn.TransformerEncoderLayer(8, 2), False, 0), policy(nn.Linear(8, 8), False, 0)
         (True, False)
     """
@@ -79,7 +81,9 @@ def size_based_auto_wrap_policy(
     num_params = unwrapped_params if nonwrapped_numel is None else nonwrapped_numel
     leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return num_params >= min_num_params and not isinstance(module, tuple(leaves if recurse else excluded))
+    return num_params >= min_num_params and not isinstance(
+        module, tuple(leaves if recurse else excluded)
+    )
 
 
 def recursive_wrap(
@@ -129,16 +133,25 @@ def recursive_wrap(
         # torch's name for it is private, and the only way to ask a CustomPolicy.
         targets = auto_wrap_policy._run_policy(module, ignored, kwargs)
         walk = _Walk(
-            lambda child, recurse, _: recurse or child in targets, lambda child: wrapper_cls(child, **targets[child]), ignored, ignored_params
+            lambda child, recurse, _: recurse or child in targets,
+            lambda child: wrapper_cls(child, **targets[child]),
+            ignored,
+            ignored_params,
         )
     else:
-        walk = _Walk(auto_wrap_policy, lambda child: wrapper_cls(child, **kwargs), ignored, ignored_params)
+        walk = _Walk(
+            auto_wrap_policy, lambda child: wrapper_cls(child, **kwargs), ignored, ignored_params
+        )
     return walk.visit(module, only_children=only_wrap_children)
 
 
 class _Walk:
     def __init__(
-        self, policy: Policy, wrap: Callable[[nn.Module], nn.Module], ignored: set[nn.Module], ignored_params: Iterable[nn.Parameter]
+        self,
+        policy: Policy,
+        wrap: Callable[[nn.Module], nn.Module],
+        ignored: set[nn.Module],
+        ignored_params: Iterable[nn.Parameter],
     ) -> None:
         self.policy, self.wrap, self.ignored = policy, wrap, ignored
         self.ignored_params = {id(p) for p in ignored_params}
@@ -160,7 +173,11 @@ class _Walk:
                 replacement, found = self.visit(child)
                 module._modules[name] = replacement
                 num_wrapped += found
-        if not only_children and has_forward(module) and self.policy(module, False, num_params - num_wrapped):
+        if (
+            not only_children
+            and has_forward(module)
+            and self.policy(module, False, num_params - num_wrapped)
+        ):
             return self.wrap(module), num_params
         return module, num_wrapped
 

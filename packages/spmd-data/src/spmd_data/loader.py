@@ -66,7 +66,9 @@ class MpDeviceLoader:
         uneven_batch: UnevenBatch | str = UnevenBatch.KEEP,
     ) -> None:
         self._loader = loader
-        self._placement = Placement(torch.device(device), input_sharding, _checked_policy(uneven_batch))
+        self._placement = Placement(
+            torch.device(device), input_sharding, _checked_policy(uneven_batch)
+        )
         self._prefetch = _checked_count("prefetch", prefetch)
         self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
         self._running: _InStep | tuple[_Channel, threading.Thread] | None = None
@@ -79,12 +81,19 @@ class MpDeviceLoader:
         self.close()
         # In this thread, so that a shuffling DataLoader draws its seed from torch's generator at a place that does not depend on timing.
         source = iter(self._loader)
-        num_unsynced = self._batches_per_execution if is_spmd_device(self._placement.device) else None
+        num_unsynced = (
+            self._batches_per_execution if is_spmd_device(self._placement.device) else None
+        )
         if hasattr(self._loader, "state_dict"):
             self._running = _InStep(source, self._placement)
             return _DeviceBatches(self._running, num_unsynced)
         channel = _Channel(self._prefetch)
-        thread = threading.Thread(target=_transfer, args=(source, self._placement, channel), name="spmd-data-transfer", daemon=True)
+        thread = threading.Thread(
+            target=_transfer,
+            args=(source, self._placement, channel),
+            name="spmd-data-transfer",
+            daemon=True,
+        )
         self._running = channel, thread
         thread.start()
         return _DeviceBatches(channel, num_unsynced)
@@ -126,7 +135,9 @@ class _DeviceBatches(Iterator[Any]):
 
     def __init__(self, source: "_Channel | _InStep", batches_per_execution: int | None) -> None:
         self._source = source
-        self._batches_per_execution = batches_per_execution  # None: the device is eager, there is nothing to sync
+        self._batches_per_execution = (
+            batches_per_execution  # None: the device is eager, there is nothing to sync
+        )
         self._num_unsynced = 0
         weakref.finalize(self, source.close)
 
@@ -235,7 +246,9 @@ def _placed(source: Iterator[Any], placement: Placement) -> Generator[Any, None,
         try:
             placed = placement.place(batch)
         except StopIteration as error:  # would look like the end of the data
-            raise RuntimeError("a batch could not be moved to the device: StopIteration was raised on the way") from error
+            raise RuntimeError(
+                "a batch could not be moved to the device: StopIteration was raised on the way"
+            ) from error
         if placed is not None or batch is None:
             yield placed
 
@@ -260,7 +273,9 @@ def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) ->
 
 def _checked_count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise DataError(f"{name} must be a whole number of batches, at least 1; got {value!r}. Pass for instance {name}=2.")
+        raise DataError(
+            f"{name} must be a whole number of batches, at least 1; got {value!r}. Pass for instance {name}=2."
+        )
     return value
 
 
@@ -269,4 +284,6 @@ def _checked_policy(value: UnevenBatch | str) -> UnevenBatch:
         return UnevenBatch(value)
     except ValueError:
         choices = ", ".join(repr(policy.value) for policy in UnevenBatch)
-        raise DataError(f"uneven_batch must be one of {choices}; got {value!r}. Pass one of them.") from None
+        raise DataError(
+            f"uneven_batch must be one of {choices}; got {value!r}. Pass one of them."
+        ) from None

@@ -76,7 +76,11 @@ class Placement:
         """
         specs = self._specs(batch)
         if self.uneven_batch is not UnevenBatch.KEEP:
-            uneven = [text for key, value in specs.items() for text in _uneven_dims(value[0], value[1], key)]
+            uneven = [
+                text
+                for key, value in specs.items()
+                for text in _uneven_dims(value[0], value[1], key)
+            ]
             if uneven and self.uneven_batch is UnevenBatch.DROP:
                 return None
             if uneven:
@@ -86,7 +90,11 @@ class Placement:
                 )
         if isinstance(self.input_sharding, Mapping):
             return structures.with_values(
-                batch, {key: structures.map_tensors(value, partial(self._place_tensor, spec)) for key, (value, spec) in specs.items()}
+                batch,
+                {
+                    key: structures.map_tensors(value, partial(self._place_tensor, spec))
+                    for key, (value, spec) in specs.items()
+                },
             )
         return structures.map_tensors(batch, partial(self._place_tensor, self.input_sharding))
 
@@ -112,7 +120,9 @@ class Placement:
         moved = tensor.to(self.device)
         if spec is None or tensor.ndim == 0:
             return moved
-        marked = spmd.apply_sharding(moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim)))
+        marked = spmd.apply_sharding(
+            moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim))
+        )
         # Its layout is final, so it may go up while the step before it computes. What is not marked waits: the loop may still mark it.
         return spmd.start_upload(marked)
 

@@ -21,10 +21,18 @@ class OpSharding:
     """XLA's description of a sharding, from upstream's four arguments; its text is that of `_get_xla_sharding_spec`."""
 
     def __init__(
-        self, tile_assignment: Sequence[Any], group_assignment: Sequence[Any], replication_groups: Sequence[Sequence[int]], sharding_type: int
+        self,
+        tile_assignment: Sequence[Any],
+        group_assignment: Sequence[Any],
+        replication_groups: Sequence[Sequence[int]],
+        sharding_type: int,
     ) -> None:
         self.type = ShardingType(int(sharding_type))
-        self.tile_assignment, self.group_assignment, self.replication_groups = tile_assignment, group_assignment, replication_groups
+        self.tile_assignment, self.group_assignment, self.replication_groups = (
+            tile_assignment,
+            group_assignment,
+            replication_groups,
+        )
 
     @classmethod
     def of(cls, found: sharding.Sharding) -> "OpSharding":
@@ -32,7 +40,12 @@ class OpSharding:
         tiles = found.tile_assignment
         if found.type is ShardingType.PARTIAL:
             groups = np.arange(found.num_shards).reshape(found.tiles).tolist()
-            return cls(tiles.tolist(), groups, tiles.reshape(found.num_shards, -1).tolist(), int(found.type))
+            return cls(
+                tiles.tolist(),
+                groups,
+                tiles.reshape(found.num_shards, -1).tolist(),
+                int(found.type),
+            )
         if found.type is ShardingType.REPLICATED:
             return cls(found.mesh.get_logical_mesh().tolist(), [], [], int(found.type))
         return cls(tiles[..., 0].tolist(), [], [], int(found.type))
@@ -43,7 +56,10 @@ class OpSharding:
         if self.type is ShardingType.MANUAL:
             return "{manual}"
         if self.type is ShardingType.PARTIAL:
-            shape, groups = _shape_of(self.group_assignment), [sorted(group) for group in self.replication_groups]
+            shape, groups = (
+                _shape_of(self.group_assignment),
+                [sorted(group) for group in self.replication_groups],
+            )
             if len(groups) == 1:
                 return "{replicated}"
             order = _flat(self.group_assignment)
@@ -66,11 +82,19 @@ class XlaShardingSpec:
     """A tensor's sharding as the loader hands it down."""
 
     def __init__(self, tensor: torch.Tensor, op_sharding: Any, minibatch: bool = False) -> None:
-        self.global_shape, self.sharding, self.minibatch = tuple(tensor.shape), op_sharding, minibatch
+        self.global_shape, self.sharding, self.minibatch = (
+            tuple(tensor.shape),
+            op_sharding,
+            minibatch,
+        )
 
 
 def _flat(nested: Any) -> list[int]:
-    return [x for part in nested for x in _flat(part)] if isinstance(nested, (list, tuple)) else [int(nested)]
+    return (
+        [x for part in nested for x in _flat(part)]
+        if isinstance(nested, (list, tuple))
+        else [int(nested)]
+    )
 
 
 def _shape_of(nested: Any) -> tuple[int, ...]:
@@ -79,7 +103,9 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
 
 def _own(t: torch.Tensor) -> XLAShardedTensor:
     if not isinstance(t, XLAShardedTensor):
-        raise RuntimeError(f"a tensor on device 'xla' is needed; got one on {t.device}. Move it first: t = t.to('xla').")
+        raise RuntimeError(
+            f"a tensor on device 'xla' is needed; got one on {t.device}. Move it first: t = t.to('xla')."
+        )
     return t
 
 
@@ -88,7 +114,11 @@ def _get_xla_sharding_spec(t: torch.Tensor) -> str:
     tensor = _own(t)
     if manual.is_local(tensor):
         return "{manual}"
-    return "" if tensor.sharding is None and tensor.sharding_spec == "{replicated}" else tensor.sharding_spec
+    return (
+        ""
+        if tensor.sharding is None and tensor.sharding_spec == "{replicated}"
+        else tensor.sharding_spec
+    )
 
 
 def _get_xla_sharding_type(t: torch.Tensor) -> ShardingType | None:
@@ -125,7 +155,10 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
     value = storage.read(tensor._handle)
     on_host = value.data is not None and value.placement.jax_sharding is None
     on_device = value.data is not None and not on_host
-    device, text = "SPMD:0" if spmd.is_spmd() else str(tensor.device), _get_xla_sharding_spec(tensor)
+    device, text = (
+        "SPMD:0" if spmd.is_spmd() else str(tensor.device),
+        _get_xla_sharding_spec(tensor),
+    )
     facts = {
         "TensorID": tensor.data_ptr(),
         "Device": device,
@@ -142,14 +175,24 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
             "OpSharding": text or "{replicated}",
             "NumShards": len(value.data.sharding.device_set),
         }
-        facts["XLAData"] = "XLAShardedData: " + "".join(f"\n  {name}: {fact}" for name, fact in data.items())
+        facts["XLAData"] = "XLAShardedData: " + "".join(
+            f"\n  {name}: {fact}" for name, fact in data.items()
+        )
     return "\n".join(f"{name}: {fact}" for name, fact in facts.items())
 
 
 def _shape_text(t: torch.Tensor) -> str:
     """XLA's text of a shape: `f32[4,2]{1,0}`."""
     name = np.dtype(dtypes.to_jax(t.dtype)).name
-    for ours, short in (("bool", "pred"), ("bfloat", "bf"), ("float8_", "f8"), ("float", "f"), ("uint", "u"), ("int", "s"), ("complex", "c")):
+    for ours, short in (
+        ("bool", "pred"),
+        ("bfloat", "bf"),
+        ("float8_", "f8"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "s"),
+        ("complex", "c"),
+    ):
         if name.startswith(ours):
             name = short + name.removeprefix(ours)
             break
@@ -177,7 +220,9 @@ def _xla_metrics_report() -> str:
     return _metrics.report()
 
 
-def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: Any, global_shape: Sequence[int] | None = None) -> XLAShardedTensor:
+def _global_tensor_from_cpu_shards(
+    blocks: Sequence[torch.Tensor], op_sharding: Any, global_shape: Sequence[int] | None = None
+) -> XLAShardedTensor:
     """The tensor whose blocks, in the order of the local devices, are given, padding included; `global_shape` None: there is no padding.
 
     Raises:
@@ -185,12 +230,20 @@ def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: 
     """
     devices = spmd.global_runtime_device_count()
     if len(blocks) != devices:
-        raise RuntimeError(f"there must be one shard for each device; got {len(blocks)} for {devices} devices. Pass one for each.")
+        raise RuntimeError(
+            f"there must be one shard for each device; got {len(blocks)} for {devices} devices. Pass one for each."
+        )
     if any(block.shape != blocks[0].shape for block in blocks):
-        raise RuntimeError(f"shards have one shape, padding included; got {sorted({tuple(block.shape) for block in blocks})}. Pad the smaller ones.")
+        raise RuntimeError(
+            f"shards have one shape, padding included; got {sorted({tuple(block.shape) for block in blocks})}. Pad the smaller ones."
+        )
     with raising(RuntimeError, PartitionSpecError):
         found = sharding.from_text(str(op_sharding), blocks[0].dim())
-    shape = tuple(n * tiles for n, tiles in zip(blocks[0].shape, found.tiles)) if global_shape is None else tuple(global_shape)
+    shape = (
+        tuple(n * tiles for n, tiles in zip(blocks[0].shape, found.tiles))
+        if global_shape is None
+        else tuple(global_shape)
+    )
     if len(shape) != found.ndim or found.shard_shape(shape) != blocks[0].shape:
         raise RuntimeError(
             f"the shards must make a tensor of the global shape; got shards of shape {tuple(blocks[0].shape)} under {found.text} for {shape}. "
@@ -198,13 +251,22 @@ def _global_tensor_from_cpu_shards(blocks: Sequence[torch.Tensor], op_sharding: 
         )
     if found.is_replicated:
         if any(not torch.equal(block, blocks[0]) for block in blocks):
-            raise RuntimeError("every device holds the whole of a replicated tensor; got shards that differ. Give the same one for each device.")
+            raise RuntimeError(
+                "every device holds the whole of a replicated tensor; got shards that differ. Give the same one for each device."
+            )
         return spmd.mark_sharding(blocks[0].to("xla"), spmd.Mesh(range(devices), (devices,)), ())
-    t = spmd.mark_sharding(torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims)
+    t = spmd.mark_sharding(
+        torch.empty(shape, dtype=blocks[0].dtype, device="xla"), found.mesh, found.dims
+    )
     names = [f"{d['name']}" for d in spmd.device_attributes()]
     indices, replicas = found.indices(shape), found.replica_ids()
     where = {int(device): i for i, device in enumerate(found.mesh.device_ids)}
-    return t.load_local_shards_([shards.XLAShard(block, list(indices[where[i]]), names[i], replicas[where[i]]) for i, block in enumerate(blocks)])
+    return t.load_local_shards_(
+        [
+            shards.XLAShard(block, list(indices[where[i]]), names[i], replicas[where[i]])
+            for i, block in enumerate(blocks)
+        ]
+    )
 
 
 def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
@@ -224,24 +286,34 @@ def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
             f"Marking any data tensors as manual is not supported: only what is computed can be; got data of shape {tuple(t.shape)}. "
             "Call enable_manual_sharding on it."
         )
-    return spmd.enable_manual_sharding(tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or spmd.get_1d_mesh())
+    return spmd.enable_manual_sharding(
+        tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or spmd.get_1d_mesh()
+    )
 
 
 def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
     """Each device's own block of a sharded tensor."""
     tensor = _own(t)
     if tensor.sharding is None:
-        raise RuntimeError("Input tensor is not sharded; a block of it is not defined. Call mark_sharding on it first.")
+        raise RuntimeError(
+            "Input tensor is not sharded; a block of it is not defined. Call mark_sharding on it first."
+        )
     return tensor.to_local()
 
 
-def _spmd_shard_to_full_shape(t: torch.Tensor, op_sharding: Any, full_shape: Sequence[int], dtype: Any = None) -> torch.Tensor:
+def _spmd_shard_to_full_shape(
+    t: torch.Tensor, op_sharding: Any, full_shape: Sequence[int], dtype: Any = None
+) -> torch.Tensor:
     """The whole tensor of the blocks that `_spmd_full_to_shard_shape` made."""
     region = manual.region_of(_own(t))
     if region is None:
-        raise RuntimeError("Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first.")
+        raise RuntimeError(
+            "Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first."
+        )
     spec = _spec_over(region.mesh, str(op_sharding), t.dim())
-    return spmd.mark_sharding(spmd.disable_manual_sharding(t, spec, full_shape, mesh=region.mesh), region.mesh, spec)
+    return spmd.mark_sharding(
+        spmd.disable_manual_sharding(t, spec, full_shape, mesh=region.mesh), region.mesh, spec
+    )
 
 
 def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> sharding.PartitionSpec:
@@ -252,7 +324,9 @@ def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> sharding.PartitionSpec:
         used = [axis for entry in spec for axis in entry]
         if len(used) == len(set(used)) and sharding.Sharding.of(mesh, spec, ndim).text == text:
             return spec
-    raise RuntimeError(f"blocks make a whole over the mesh of their region; got {text} for {mesh!r}. Pass mesh.get_op_sharding(partition_spec).")
+    raise RuntimeError(
+        f"blocks make a whole over the mesh of their region; got {text} for {mesh!r}. Pass mesh.get_op_sharding(partition_spec)."
+    )
 
 
 def _set_allow_execution(allow: bool) -> None:
@@ -269,9 +343,16 @@ def _get_number_of_elements(t: torch.Tensor) -> int:
     return math.prod(t.shape)
 
 
-def _xla_sync_multi(tensors: Sequence[torch.Tensor], devices: Sequence[str] = (), wait: bool = False, sync_xla_data: bool = True) -> None:
+def _xla_sync_multi(
+    tensors: Sequence[torch.Tensor],
+    devices: Sequence[str] = (),
+    wait: bool = False,
+    sync_xla_data: bool = True,
+) -> None:
     spmd.sync(wait=wait)
 
 
-def _xla_step_marker(device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True) -> None:
+def _xla_step_marker(
+    device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
+) -> None:
     spmd.sync(wait=wait)

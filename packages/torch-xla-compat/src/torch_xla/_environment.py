@@ -40,11 +40,17 @@ def apply() -> None:
         ValueError: CPU_NUM_DEVICES is no positive number.
     """
     if is_set("XLA_AUTO_SPMD"):
-        refuse("XLA_AUTO_SPMD", "asks for shardings that are found automatically", "Unset it, and mark tensors with mark_sharding.")
+        refuse(
+            "XLA_AUTO_SPMD",
+            "asks for shardings that are found automatically",
+            "Unset it, and mark tensors with mark_sharding.",
+        )
     num_devices = os.environ.get("CPU_NUM_DEVICES")
     if num_devices is not None and os.environ.get("PJRT_DEVICE", "CPU").upper() == "CPU":
         if not num_devices.isdigit() or int(num_devices) < 1:
-            raise ValueError(f"CPU_NUM_DEVICES is a positive number of emulated devices; got {num_devices!r}. Write for instance CPU_NUM_DEVICES=8.")
+            raise ValueError(
+                f"CPU_NUM_DEVICES is a positive number of emulated devices; got {num_devices!r}. Write for instance CPU_NUM_DEVICES=8."
+            )
         spmd.simulate(int(num_devices))
     if is_set("XLA_USE_SPMD"):
         spmd.use_spmd()
@@ -63,4 +69,7 @@ def apply() -> None:
 def _warn_of_ignored() -> None:
     for name, instead in _WITHOUT_EFFECT.items():
         if os.environ.get(name, "0").strip().lower() not in ("", "0", "false"):
-            warnings.warn(f"{name} has no effect in this torch_xla, which runs on spmd_core; got {os.environ[name]!r}. {instead}", stacklevel=4)
+            warnings.warn(
+                f"{name} has no effect in this torch_xla, which runs on spmd_core; got {os.environ[name]!r}. {instead}",
+                stacklevel=4,
+            )

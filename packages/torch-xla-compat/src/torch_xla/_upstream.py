@@ -18,7 +18,9 @@ def raising(kind: type[Exception], *ours: type[Exception]) -> Iterator[None]:
 
 def refuse(name: str, reason: str, instead: str) -> NoReturn:
     """Raises NotImplementedError for a name of torch_xla's that means nothing here."""
-    raise NotImplementedError(f"{name} {reason}; it is not available in this torch_xla, which runs on spmd_core. {instead}")
+    raise NotImplementedError(
+        f"{name} {reason}; it is not available in this torch_xla, which runs on spmd_core. {instead}"
+    )
 
 
 def refused(name: str, reason: str, instead: str) -> Callable[..., Any]:

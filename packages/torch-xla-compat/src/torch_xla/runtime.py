@@ -84,7 +84,9 @@ def runtime_device_attributes(device: str) -> dict[str, Any]:
         if attributes["name"] == device:
             return attributes
     names = [attributes["name"] for attributes in spmd.device_attributes()]
-    raise RuntimeError(f"a device is named as in real_devices(), {', '.join(names[:8])}; got {device!r}. Use one of them.")
+    raise RuntimeError(
+        f"a device is named as in real_devices(), {', '.join(names[:8])}; got {device!r}. Use one of them."
+    )
 
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
@@ -108,7 +110,11 @@ def use_spmd(auto: bool = False) -> None:
     Automatic sharding is refused.
     """
     if auto:
-        refuse("use_spmd(auto=True)", "asks for shardings that are found automatically", "Call use_spmd() and mark tensors with mark_sharding.")
+        refuse(
+            "use_spmd(auto=True)",
+            "asks for shardings that are found automatically",
+            "Call use_spmd() and mark tensors with mark_sharding.",
+        )
     os.environ["XLA_USE_SPMD"] = "1"
     spmd.use_spmd()
 

@@ -15,7 +15,9 @@ from torch_xla._upstream import refuse
 def device(index: int | None = None) -> torch.device:
     """The one logical device, `xla:0`. IndexError for another index."""
     if index not in (None, 0):
-        raise IndexError(f"there is one logical device, with index 0; got {index}. Call torch_xla.device().")
+        raise IndexError(
+            f"there is one logical device, with index 0; got {index}. Call torch_xla.device()."
+        )
     return spmd.device()
 
 
@@ -60,7 +62,9 @@ def compile(
     """`spmd_core.compile`: the function (or the block, as a context) becomes one program. Compiler options hold from here on, for all programs."""
     if custom_compile_options is not None:
         set_custom_compile_options(custom_compile_options)
-    return step_program.compile(f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs)
+    return step_program.compile(
+        f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs
+    )
 
 
 def set_custom_compile_options(options: dict[str, Any]) -> None:
@@ -73,8 +77,17 @@ def manual_seed(seed: int, device: torch.device | None = None) -> None:
     random_state.manual_seed(seed)
 
 
-def launch(fn: Callable[..., Any], args: tuple[Any, ...] = (), start_method: str = "spawn", debug_single_process: bool = False) -> None:
+def launch(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    start_method: str = "spawn",
+    debug_single_process: bool = False,
+) -> None:
     """Runs `fn(0, *args)` here. NotImplementedError in SPMD mode, where one process drives all devices."""
     if spmd.is_spmd():
-        refuse("torch_xla.launch", "starts a process for each device, and in SPMD mode one drives all of them", "Call fn(0, *args) yourself.")
+        refuse(
+            "torch_xla.launch",
+            "starts a process for each device, and in SPMD mode one drives all of them",
+            "Call fn(0, *args) yourself.",
+        )
     fn(0, *args)

@@ -97,7 +97,11 @@ def _sigmoid_backward(ctx: Context, grad: Any, result: Any) -> jax.Array:
 def _log_sigmoid_forward(ctx: Context, x: Any) -> tuple[jax.Array, jax.Array]:
     result = _rounded(ctx, lambda x: jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x))), x)
     # The buffer spares torch's CPU kernel an exponential; elsewhere it is empty, and our backward does without it.
-    buffer = _rounded(ctx, lambda x: jnp.exp(-jnp.abs(x)), x) if ctx.outs[1].shape == tuple(x.shape) else jnp.zeros(ctx.outs[1].shape, ctx.dtype)
+    buffer = (
+        _rounded(ctx, lambda x: jnp.exp(-jnp.abs(x)), x)
+        if ctx.outs[1].shape == tuple(x.shape)
+        else jnp.zeros(ctx.outs[1].shape, ctx.dtype)
+    )
     return result, buffer
 
 
@@ -108,12 +112,25 @@ def _log_sigmoid_backward(ctx: Context, grad: Any, x: Any, buffer: Any) -> jax.A
 
 @lowering("aten.softplus.default")
 def _softplus(ctx: Context, x: Any, beta: Any = 1, threshold: Any = 20) -> jax.Array:
-    return _rounded(ctx, lambda x, b, t: jnp.where(x * b > t, x, jnp.log1p(jnp.exp(x * b)) / b), x, beta, threshold)
+    return _rounded(
+        ctx,
+        lambda x, b, t: jnp.where(x * b > t, x, jnp.log1p(jnp.exp(x * b)) / b),
+        x,
+        beta,
+        threshold,
+    )
 
 
 @lowering("aten.softplus_backward.default")
 def _softplus_backward(ctx: Context, grad: Any, x: Any, beta: Any, threshold: Any) -> jax.Array:
-    return _rounded(ctx, lambda g, x, b, t: jnp.where(x * b > t, g, g * jax.nn.sigmoid(x * b)), grad, x, beta, threshold)
+    return _rounded(
+        ctx,
+        lambda g, x, b, t: jnp.where(x * b > t, g, g * jax.nn.sigmoid(x * b)),
+        grad,
+        x,
+        beta,
+        threshold,
+    )
 
 
 @lowering("aten.logit.default")
@@ -133,7 +150,9 @@ def _logit_backward(ctx: Context, grad: Any, x: Any, eps: float | None = None) -
     def backward(g: jax.Array, x: jax.Array) -> jax.Array:
         low = as_array(0.0 if eps is None else eps, x.dtype)
         inside = jnp.where((x == 0) | (x == 1), g * jnp.inf, g / (x * (1 - x)))
-        return jnp.where((x < low) | (x > 1 - low), jnp.nan if eps is None else 0.0, inside).astype(x.dtype)
+        return jnp.where((x < low) | (x > 1 - low), jnp.nan if eps is None else 0.0, inside).astype(
+            x.dtype
+        )
 
     return _rounded(ctx, backward, grad, x)
 
@@ -162,8 +181,12 @@ def _leaky_relu(ctx: Context, x: Any, negative_slope: Any = 0.01) -> jax.Array:
 
 
 @lowering("aten.leaky_relu_backward.default")
-def _leaky_relu_backward(ctx: Context, grad: Any, x: Any, negative_slope: Any, self_is_result: bool) -> jax.Array:
-    return _rounded(ctx, lambda g, x, slope: jnp.where(x > 0, g, g * slope), grad, x, negative_slope)
+def _leaky_relu_backward(
+    ctx: Context, grad: Any, x: Any, negative_slope: Any, self_is_result: bool
+) -> jax.Array:
+    return _rounded(
+        ctx, lambda g, x, slope: jnp.where(x > 0, g, g * slope), grad, x, negative_slope
+    )
 
 
 @lowering("aten._prelu_kernel.default")
@@ -177,7 +200,9 @@ def _prelu_backward(ctx: Context, grad: Any, x: Any, weight: Any) -> tuple[jax.A
     return grad_x, _rounded(ctx, lambda g, x: _zero_where(x > 0, x * g), grad, x)
 
 
-def _exponential_unit(x: jax.Array, alpha: jax.Array, scale: jax.Array, input_scale: jax.Array) -> jax.Array:
+def _exponential_unit(
+    x: jax.Array, alpha: jax.Array, scale: jax.Array, input_scale: jax.Array
+) -> jax.Array:
     return jnp.where(x < 0, jnp.expm1(x * input_scale) * (alpha * scale), x * scale)
 
 
@@ -188,14 +213,24 @@ def _elu(ctx: Context, x: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any 
 
 @lowering("aten.celu.default")
 def _celu(ctx: Context, x: Any, alpha: Any = 1.0) -> jax.Array:
-    return _rounded(ctx, lambda x, alpha: _exponential_unit(x, alpha, jnp.ones_like(alpha), 1 / alpha), x, alpha)
+    return _rounded(
+        ctx, lambda x, alpha: _exponential_unit(x, alpha, jnp.ones_like(alpha), 1 / alpha), x, alpha
+    )
 
 
 @lowering("aten.elu_backward.default")
-def _elu_backward(ctx: Context, grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any) -> jax.Array:
-    def backward(g: jax.Array, alpha: jax.Array, scale: jax.Array, input_scale: jax.Array, x: jax.Array) -> jax.Array:
+def _elu_backward(
+    ctx: Context, grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any
+) -> jax.Array:
+    def backward(
+        g: jax.Array, alpha: jax.Array, scale: jax.Array, input_scale: jax.Array, x: jax.Array
+    ) -> jax.Array:
         negative = alpha * scale
-        below = g * input_scale * (x + negative) if is_result else g * input_scale * negative * jnp.exp(x * input_scale)
+        below = (
+            g * input_scale * (x + negative)
+            if is_result
+            else g * input_scale * negative * jnp.exp(x * input_scale)
+        )
         return jnp.where(x <= 0, below, g * scale)
 
     return _rounded(ctx, backward, grad, alpha, scale, input_scale, x)
@@ -203,12 +238,21 @@ def _elu_backward(ctx: Context, grad: Any, alpha: Any, scale: Any, input_scale: 
 
 @lowering("aten.hardtanh.default")
 def _hardtanh(ctx: Context, x: Any, min_val: Any = -1, max_val: Any = 1) -> jax.Array:
-    return _rounded(ctx, lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high), x, min_val, max_val)
+    return _rounded(
+        ctx, lambda x, low, high: jnp.minimum(jnp.maximum(x, low), high), x, min_val, max_val
+    )
 
 
 @lowering("aten.hardtanh_backward.default")
 def _hardtanh_backward(ctx: Context, grad: Any, x: Any, min_val: Any, max_val: Any) -> jax.Array:
-    return _rounded(ctx, lambda g, x, low, high: _zero_where((x <= low) | (x >= high), g), grad, x, min_val, max_val)
+    return _rounded(
+        ctx,
+        lambda g, x, low, high: _zero_where((x <= low) | (x >= high), g),
+        grad,
+        x,
+        min_val,
+        max_val,
+    )
 
 
 @lowering("aten.hardsigmoid.default")
@@ -218,7 +262,9 @@ def _hardsigmoid(ctx: Context, x: Any) -> jax.Array:
 
 @lowering("aten.hardsigmoid_backward.default")
 def _hardsigmoid_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
-    return _rounded(ctx, lambda g, x: jnp.where((x > -3) & (x < 3), g / 6, jnp.zeros_like(g)), grad, x)
+    return _rounded(
+        ctx, lambda g, x: jnp.where((x > -3) & (x < 3), g / 6, jnp.zeros_like(g)), grad, x
+    )
 
 
 @lowering("aten.hardswish.default")
@@ -228,12 +274,22 @@ def _hardswish(ctx: Context, x: Any) -> jax.Array:
 
 @lowering("aten.hardswish_backward.default")
 def _hardswish_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
-    return _rounded(ctx, lambda g, x: jnp.where(x <= -3, jnp.zeros_like(g), jnp.where(x < 3, g * (x / 3 + 0.5), g)), grad, x)
+    return _rounded(
+        ctx,
+        lambda g, x: jnp.where(x <= -3, jnp.zeros_like(g), jnp.where(x < 3, g * (x / 3 + 0.5), g)),
+        grad,
+        x,
+    )
 
 
 @lowering("aten.softshrink.default")
 def _softshrink(ctx: Context, x: Any, lambd: Any = 0.5) -> jax.Array:
-    return _rounded(ctx, lambda x, edge: jnp.where(x > edge, x - edge, jnp.where(x < -edge, x + edge, x * 0)), x, lambd)
+    return _rounded(
+        ctx,
+        lambda x, edge: jnp.where(x > edge, x - edge, jnp.where(x < -edge, x + edge, x * 0)),
+        x,
+        lambd,
+    )
 
 
 @lowering("aten.hardshrink.default")
@@ -243,7 +299,9 @@ def _hardshrink(ctx: Context, x: Any, lambd: Any = 0.5) -> jax.Array:
 
 @lowering("aten.softshrink_backward.default", "aten.hardshrink_backward.default")
 def _shrink_backward(ctx: Context, grad: Any, x: Any, lambd: Any) -> jax.Array:
-    return _rounded(ctx, lambda g, x, edge: _zero_where((x >= -edge) & (x <= edge), g), grad, x, lambd)
+    return _rounded(
+        ctx, lambda g, x, edge: _zero_where((x >= -edge) & (x <= edge), g), grad, x, lambd
+    )
 
 
 # ---- gated: one dim holds values and their gates ---------------------------------------------------------------------

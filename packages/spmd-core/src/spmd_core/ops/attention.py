@@ -28,19 +28,32 @@ from spmd_core.ops.registry import Context, Number, lowering
 # The seed is a Scalar, so that it is an input of the program; the rest is static.
 _OPTIONS = "Scalar? seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa"
 _library = torch.library.Library("spmd", "FRAGMENT")
-_library.define(f"attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> Tensor")
-_library.define(f"attention.lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> Tensor"
+)
+_library.define(
+    f"attention.lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> (Tensor, Tensor)"
+)
 _library.define(
     "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, "
     f"{_OPTIONS}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define("attention_kept(Tensor query, Tensor key, Scalar seed, float dropout_p, bool is_causal) -> Tensor")
+_library.define(
+    "attention_kept(Tensor query, Tensor key, Scalar seed, float dropout_p, bool is_causal) -> Tensor"
+)
 
 
 # What torch says of the results: shapes, strides, dtypes, and what it refuses.
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool) -> None:
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> None:
     """Raises RuntimeError, as torch does, for what attention refuses; the leading dims are equal already, save for grouped heads."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     if not query.dtype == key.dtype == value.dtype:
@@ -48,11 +61,17 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
             f"Expected query, key, and value to have the same dtype, but got {query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to()."
         )
     if not query.dtype.is_floating_point:
-        raise RuntimeError(f"expected scalar type Float for attention, but got {query.dtype}. Convert query, key and value with .to().")
+        raise RuntimeError(
+            f"expected scalar type Float for attention, but got {query.dtype}. Convert query, key and value with .to()."
+        )
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise RuntimeError(f"Expected query, key, and value to all be at least 2 dimensional, but got {shapes}. Add dims with unsqueeze(0).")
+        raise RuntimeError(
+            f"Expected query, key, and value to all be at least 2 dimensional, but got {shapes}. Add dims with unsqueeze(0)."
+        )
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
-        raise RuntimeError(f"Expected size of the last dim to agree for query and key, and of the one before for key and value; got {shapes}.")
+        raise RuntimeError(
+            f"Expected size of the last dim to agree for query and key, and of the one before for key and value; got {shapes}."
+        )
     if enable_gqa and (query.dim() < 3 or key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]):
         raise RuntimeError(
             f"Number of heads in key and value must divide the number of heads in query; got {shapes}. Heads are the third dim from last."
@@ -60,12 +79,20 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     if mask is None:
         return
     if is_causal:
-        raise RuntimeError("Explicit attn_mask should not be set when is_causal=True. Leave out is_causal and put it into the mask.")
+        raise RuntimeError(
+            "Explicit attn_mask should not be set when is_causal=True. Leave out is_causal and put it into the mask."
+        )
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        raise RuntimeError(f"Expected attn_mask dtype to be bool or float or to match query dtype, but got {mask.dtype} and {query.dtype}.")
+        raise RuntimeError(
+            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got {mask.dtype} and {query.dtype}."
+        )
     scores = (*query.shape[:-1], key.shape[-2])
-    if mask.dim() > len(scores) or any(n not in (1, size) for n, size in zip(reversed(mask.shape), reversed(scores))):
-        raise RuntimeError(f"The size of attn_mask must match the scores' or be 1 in every dim; got {tuple(mask.shape)} for scores {scores}.")
+    if mask.dim() > len(scores) or any(
+        n not in (1, size) for n, size in zip(reversed(mask.shape), reversed(scores))
+    ):
+        raise RuntimeError(
+            f"The size of attn_mask must match the scores' or be 1 in every dim; got {tuple(mask.shape)} for scores {scores}."
+        )
 
 
 def _meta(
@@ -92,13 +119,22 @@ def _meta_lse(query: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tens
 
 
 def _meta_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *rest: Any
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     # A mask that is not there has no gradient, and `output_mask` says so.
-    return tuple(torch.empty_like(x) for x in (query, key, value, query if attn_mask is None else attn_mask))
+    return tuple(
+        torch.empty_like(x) for x in (query, key, value, query if attn_mask is None else attn_mask)
+    )
 
 
-def _meta_kept(query: torch.Tensor, key: torch.Tensor, seed: Any, dropout_p: float, is_causal: bool) -> torch.Tensor:
+def _meta_kept(
+    query: torch.Tensor, key: torch.Tensor, seed: Any, dropout_p: float, is_causal: bool
+) -> torch.Tensor:
     return query.new_empty((*query.shape[:-1], key.shape[-2]), dtype=torch.bool)
 
 
@@ -111,7 +147,9 @@ _library.impl("attention_kept", _meta_kept, "Meta")
 # From torch's arguments to what `flash` and the kernels take.
 
 
-def _plan(query: Any, key: Any, dropout_p: float, is_causal: bool, scale: float | None) -> flash.Plan:
+def _plan(
+    query: Any, key: Any, dropout_p: float, is_causal: bool, scale: float | None
+) -> flash.Plan:
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     return flash.Plan(query.shape[-2], key.shape[-2], scale, is_causal, dropout_p)
 
@@ -120,12 +158,17 @@ def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
     """(..., heads, rows, dim) as (..., kv heads, group, rows, dim); a tensor without a head dim gets one."""
     if query.ndim == 2:
         return query[None, None]
-    return query.reshape(*query.shape[:-3], num_heads, query.shape[-3] // max(num_heads, 1), *query.shape[-2:])
+    return query.reshape(
+        *query.shape[:-3], num_heads, query.shape[-3] // max(num_heads, 1), *query.shape[-2:]
+    )
 
 
 def _ungrouped(query: jax.Array, *rest: jax.Array | None) -> Any:
     """Without the dim for the group where it is 1, as its products would be laid out by it."""
-    return [x if x is None or query.shape[-3] != 1 else lax.squeeze(x, (x.ndim - 3,)) for x in (query, *rest)]
+    return [
+        x if x is None or query.shape[-3] != 1 else lax.squeeze(x, (x.ndim - 3,))
+        for x in (query, *rest)
+    ]
 
 
 def _headed(key: jax.Array) -> jax.Array:
@@ -153,7 +196,15 @@ def _key_of(seed: Number | None) -> jax.Array | None:
 Kernel = Callable[..., tuple[jax.Array, jax.Array | None]]
 
 
-def _kernel(ctx: Context, plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, seed: Any) -> Kernel | None:
+def _kernel(
+    ctx: Context,
+    plan: flash.Plan,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Any,
+    seed: Any,
+) -> Kernel | None:
     """The platform's own kernel where it takes these; query is grouped. None where the blocks compute."""
     if mask is not None or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
         # A mask is left to the blocks as the kernels give a row without any key something other than torch's zeros; cuDNN's seed is static.
@@ -162,12 +213,22 @@ def _kernel(ctx: Context, plan: flash.Plan, query: jax.Array, key: jax.Array, va
         return lambda query, key, value, differentiable: _cudnn(plan, query, key, value)
     # libtpu compiles no call that a partitioner in Python must split ("Custom emitter for CustomSPMDPartitioning not found").
     if ctx.platform == "tpu" and ctx.num_devices == 1 and _splash_takes(plan, query, value):
-        return lambda query, key, value, differentiable: _splash(plan, query, key, value, differentiable=differentiable)
+        return lambda query, key, value, differentiable: _splash(
+            plan, query, key, value, differentiable=differentiable
+        )
     return None
 
 
 def _forward(
-    ctx: Context, query: Any, key: Any, value: Any, mask: Any, seed: Number | None, dropout_p: float, is_causal: bool, scale: float | None
+    ctx: Context,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    seed: Number | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attended values and the log of the sum of exponents, shaped as torch wants them."""
     shape, wide = ctx.shape, opmath(query.dtype)
@@ -190,14 +251,32 @@ def _forward(
 
 @lowering("spmd.attention.default")
 def _attention(
-    ctx: Context, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
+    ctx: Context,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    seed: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
 ) -> jax.Array:
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
 
 
 @lowering("spmd.attention.lse")
 def _attention_lse(
-    ctx: Context, query: Any, key: Any, value: Any, attn_mask: Any, seed: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
+    ctx: Context,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    seed: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
 ) -> tuple[jax.Array, jax.Array]:
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)
 
@@ -232,7 +311,9 @@ def _attention_backward(
     grads: Sequence[jax.Array | None]
     if kernel is not None:
 
-        def of_shard(query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
+        def of_shard(
+            query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array
+        ) -> tuple[jax.Array, ...]:
             _, vjp = jax.vjp(lambda *args: kernel(*args, True)[0], query, key, value)
             return vjp(grad)
 
@@ -240,17 +321,27 @@ def _attention_backward(
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _operands(ctx, grad, query, key, value)
-        grads = flash.backward(plan, grad, query, key, value, mask, out, lse[..., 0], _key_of(seed), wanted)
-    return [g.reshape(x.shape).astype(x.dtype) for g, x, yes in zip([*grads, None][:4], given, output_mask) if yes and g is not None]
+        grads = flash.backward(
+            plan, grad, query, key, value, mask, out, lse[..., 0], _key_of(seed), wanted
+        )
+    return [
+        g.reshape(x.shape).astype(x.dtype)
+        for g, x, yes in zip([*grads, None][:4], given, output_mask)
+        if yes and g is not None
+    ]
 
 
 @lowering("spmd.attention_kept.default")
-def _attention_kept(ctx: Context, query: Any, key: Any, seed: Number, dropout_p: float, is_causal: bool) -> jax.Array:
+def _attention_kept(
+    ctx: Context, query: Any, key: Any, seed: Number, dropout_p: float, is_causal: bool
+) -> jax.Array:
     heads = _headed(key).shape[-3]
     shape = _grouped(query, heads).shape[:-1]
     made = _key_of(seed)
     assert made is not None
-    return flash.kept(_plan(query, key, dropout_p, is_causal, 1.0), made, (*shape, key.shape[-2])).reshape(ctx.shape)
+    return flash.kept(
+        _plan(query, key, dropout_p, is_causal, 1.0), made, (*shape, key.shape[-2])
+    ).reshape(ctx.shape)
 
 
 # Kernels that XLA cannot look into.
@@ -263,7 +354,9 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
     """
 
     def call(*given: jax.Array) -> Any:
-        with jax.enable_x64(False):  # the index arithmetic of jax's kernels takes Python's numbers for 32 bits
+        with jax.enable_x64(
+            False
+        ):  # the index arithmetic of jax's kernels takes Python's numbers for 32 bits
             return kernel(*given)
 
     # What is partitioned may hold no constants, such as a kernel's table of blocks: the whole program's come as replicated arguments. Each shard's
@@ -285,7 +378,10 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
     def shardings(mesh: Any, given: Any, results: Any) -> tuple[Any, tuple[Any, ...]]:
         first = given[num_constants].sharding
         leading = (*(() if first is None else first.spec), None, None)[:2]
-        of_given = (*(NamedSharding(mesh, PartitionSpec()) for _ in range(num_constants)), *(sharding_of(mesh, leading, x) for x in args))
+        of_given = (
+            *(NamedSharding(mesh, PartitionSpec()) for _ in range(num_constants)),
+            *(sharding_of(mesh, leading, x) for x in args),
+        )
         return jax.tree.map(lambda x: sharding_of(mesh, leading, x), results), of_given
 
     def partition(mesh: Any, given: Any, results: Any) -> Any:
@@ -299,11 +395,15 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
             return " ".join([*leading, *(f"{name}{d}" for d in range(len(leading), ndim))])
 
         constants = [dims(f"c{i}d", len(x.shape)) for i, x in enumerate(given[:num_constants])]
-        split = [dims(f"a{i}d", len(x.shape), "b", "h") for i, x in enumerate(given[num_constants:])]
+        split = [
+            dims(f"a{i}d", len(x.shape), "b", "h") for i, x in enumerate(given[num_constants:])
+        ]
         return f"{', '.join([*constants, *split])} -> {', '.join(dims(f'r{i}d', len(x.shape), 'b', 'h') for i, x in enumerate(results))}"
 
     wrapped = custom_partitioning(body)
-    wrapped.def_partition(partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    wrapped.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule
+    )
     return wrapped(*whole.consts, *args)
 
 
@@ -316,16 +416,25 @@ def _cuda_capability() -> float | None:
         return None
 
 
-def _cudnn_takes(plan: flash.Plan, query: jax.Array, value: jax.Array, capability: float | None) -> bool:
+def _cudnn_takes(
+    plan: flash.Plan, query: jax.Array, value: jax.Array, capability: float | None
+) -> bool:
     """cuDNN's flash attention: 16 bits, Ampere or later, a head dim that is a multiple of 8 up to 128 (256 from Hopper on), the values' too (jax's
     checks: `dot_product_attention`, `check_is_flash_attention`). A causal mask over two different lengths is aligned in other ways elsewhere."""
     if capability is None or capability < 8 or not is_sixteen_bit(query.dtype):
         return False
     dim, largest = query.shape[-1], 256 if capability >= 9 else 128
-    return dim % 8 == 0 and dim <= largest and value.shape[-1] == dim and not (plan.is_causal and plan.num_queries != plan.num_keys)
+    return (
+        dim % 8 == 0
+        and dim <= largest
+        and value.shape[-1] == dim
+        and not (plan.is_causal and plan.num_queries != plan.num_keys)
+    )
 
 
-def _cudnn(plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cudnn(
+    plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """cuDNN takes (batch, rows, heads, dim), and its query heads stand in the order of their kv heads."""
     batch, heads, group, rows, dim = query.shape
     rows_first = query.reshape(batch, heads * group, rows, dim).swapaxes(1, 2)
@@ -353,12 +462,22 @@ def _splash_takes(plan: flash.Plan, query: jax.Array, value: jax.Array) -> bool:
 
 
 def _splash(
-    plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array, *, differentiable: bool, interpret: bool = False
+    plan: flash.Plan,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    differentiable: bool,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """jax's TPU kernel, one batch element at a time. It has no scale. The log of the sum comes only where it is not to be differentiated."""
     # Here and not at the top: the module is experimental, and only programs for TPUs should depend on it.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel  # noqa: PLC0415
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask  # noqa: PLC0415
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        splash_attention_kernel as splash_kernel,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
+        splash_attention_mask as splash_mask,
+    )
 
     batch, heads, group, rows, dim = query.shape
     size = (plan.num_queries, plan.num_keys)
@@ -378,9 +497,20 @@ def _splash(
     with jax.ensure_compile_time_eval():
         masks = splash_mask.MultiHeadMask([mask] * (heads * group))
         kernel = splash_kernel.make_splash_mha(
-            masks, head_shards=1, q_seq_shards=1, block_sizes=blocks, save_residuals=not differentiable, interpret=interpret
+            masks,
+            head_shards=1,
+            q_seq_shards=1,
+            block_sizes=blocks,
+            save_residuals=not differentiable,
+            interpret=interpret,
         )
-    scaled = (query.astype(np.float32) * np.float32(plan.scale)).astype(query.dtype).reshape(batch, heads * group, rows, dim)
+    scaled = (
+        (query.astype(np.float32) * np.float32(plan.scale))
+        .astype(query.dtype)
+        .reshape(batch, heads * group, rows, dim)
+    )
     found = jax.vmap(kernel)(scaled, key, value)
-    out, lse = (found, None) if differentiable else (found[0], found[1][0].reshape(query.shape[:-1]))
+    out, lse = (
+        (found, None) if differentiable else (found[0], found[1][0].reshape(query.shape[:-1]))
+    )
     return out.reshape(*query.shape[:-1], value.shape[-1]), lse

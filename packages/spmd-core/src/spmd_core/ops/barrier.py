@@ -10,7 +10,9 @@ from spmd_core.ops.registry import Context, lowering
 
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define("optimization_barrier(Tensor[] tensors) -> Tensor[]")
-_library.impl("optimization_barrier", lambda tensors: [x.new_empty(x.shape) for x in tensors], "Meta")
+_library.impl(
+    "optimization_barrier", lambda tensors: [x.new_empty(x.shape) for x in tensors], "Meta"
+)
 
 
 @lowering("spmd.optimization_barrier.default")

@@ -51,7 +51,11 @@ def _wave(x: jax.Array, order: int) -> tuple[jax.Array, jax.Array]:
 def _j0(x: jax.Array) -> jax.Array:
     x = jnp.abs(x)
     y = x * x
-    near = (y - 5.78318596294678452118) * (y - 30.4712623436620863991) * _ratio(y, cephes.J0_RP, cephes.J0_RQ)
+    near = (
+        (y - 5.78318596294678452118)
+        * (y - 30.4712623436620863991)
+        * _ratio(y, cephes.J0_RP, cephes.J0_RQ)
+    )
     near = jnp.where(x < 1e-5, 1 - y / 4, near)
     return jnp.where(x <= 5, near, _wave(x, 0)[0])
 
@@ -59,7 +63,12 @@ def _j0(x: jax.Array) -> jax.Array:
 def _j1(x: jax.Array) -> jax.Array:
     size = jnp.abs(x)
     y = x * x
-    near = x * (y - 14.6819706421238932572) * (y - 49.2184563216946036703) * _ratio(y, cephes.J1_RP, cephes.J1_RQ)
+    near = (
+        x
+        * (y - 14.6819706421238932572)
+        * (y - 49.2184563216946036703)
+        * _ratio(y, cephes.J1_RP, cephes.J1_RQ)
+    )
     return jnp.where(size <= 5, near, jnp.sign(x) * _wave(size, 1)[0])
 
 
@@ -69,16 +78,24 @@ def _second_kind(x: jax.Array, near: jax.Array, order: int) -> jax.Array:
 
 
 def _y0(x: jax.Array) -> jax.Array:
-    return _second_kind(x, _ratio(x * x, cephes.Y0_YP, cephes.Y0_YQ) + 2 / math.pi * jnp.log(x) * _j0(x), 0)
+    return _second_kind(
+        x, _ratio(x * x, cephes.Y0_YP, cephes.Y0_YQ) + 2 / math.pi * jnp.log(x) * _j0(x), 0
+    )
 
 
 def _y1(x: jax.Array) -> jax.Array:
-    return _second_kind(x, x * _ratio(x * x, cephes.Y1_YP, cephes.Y1_YQ) + 2 / math.pi * (_j1(x) * jnp.log(x) - 1 / x), 1)
+    return _second_kind(
+        x,
+        x * _ratio(x * x, cephes.Y1_YP, cephes.Y1_YQ) + 2 / math.pi * (_j1(x) * jnp.log(x) - 1 / x),
+        1,
+    )
 
 
 def _spherical_j0(x: jax.Array) -> jax.Array:
     y = x * x
-    series = _polynomial(y, tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(6, -1, -1)))
+    series = _polynomial(
+        y, tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(6, -1, -1))
+    )
     return jnp.where(jnp.isinf(x), 0, jnp.where(jnp.abs(x) < 0.5, series, jnp.sin(x) / x))
 
 
@@ -102,14 +119,21 @@ def _modified_second_kind(x: jax.Array, order: int, *, scaled: bool) -> jax.Arra
     else:
         near = _chebyshev(y, cephes.K1_A) / x + log * _i1(x)
     far = _chebyshev(8 / x - 2, cephes.K0_B if order == 0 else cephes.K1_B) / jnp.sqrt(x)
-    value = jnp.where(x <= 2, near * jnp.exp(x), far) if scaled else jnp.where(x <= 2, near, far * jnp.exp(-x))
+    value = (
+        jnp.where(x <= 2, near * jnp.exp(x), far)
+        if scaled
+        else jnp.where(x <= 2, near, far * jnp.exp(-x))
+    )
     return jnp.where(x == 0, jnp.inf, jnp.where(x < 0, jnp.nan, value))
 
 
 # ---- Airy --------------------------------------------------------------------------------------------------------------
 
 _NUM_TERMS = 14  # of the series up to |x| = 2.09: the next is below the last bit of a float64
-_AI_0, _AI_1 = 0.355028053887817239260, 0.258819403792806798405  # Ai(0) and -Ai'(0): DLMF 9.2.3, 9.2.4
+_AI_0, _AI_1 = (
+    0.355028053887817239260,
+    0.258819403792806798405,
+)  # Ai(0) and -Ai'(0): DLMF 9.2.3, 9.2.4
 
 
 def _maclaurin(first: int) -> _Table:
@@ -129,7 +153,10 @@ def _airy_ai(x: jax.Array) -> jax.Array:
     decay = scale / 2 * _ratio(z, cephes.AIRY_AN, cephes.AIRY_AD) / jnp.exp(zeta)
     phase, y = zeta + math.pi / 4, z * z
     cosine = z * _ratio(y, cephes.AIRY_AGN, cephes.AIRY_AGD)
-    wave = scale * (jnp.sin(phase) * (1 + y * _ratio(y, cephes.AIRY_AFN, cephes.AIRY_AFD)) - jnp.cos(phase) * cosine)
+    wave = scale * (
+        jnp.sin(phase) * (1 + y * _ratio(y, cephes.AIRY_AFN, cephes.AIRY_AFD))
+        - jnp.cos(phase) * cosine
+    )
     cube = x * x * x
     series = _AI_0 * _polynomial(cube, _maclaurin(0)) - _AI_1 * x * _polynomial(cube, _maclaurin(1))
     value = jnp.where(x < -2.09, wave, jnp.where(x >= 2.09, decay, series))

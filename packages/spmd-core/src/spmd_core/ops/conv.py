@@ -28,8 +28,18 @@ class _Form:
     groups: int
 
 
-def _form(num_dims: int, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int) -> _Form:
-    stride, padding, dilation, output_padding = (each(v, num_dims) for v in (stride, padding, dilation, output_padding))
+def _form(
+    num_dims: int,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> _Form:
+    stride, padding, dilation, output_padding = (
+        each(v, num_dims) for v in (stride, padding, dilation, output_padding)
+    )
     return _Form(stride, padding, dilation, transposed, output_padding, groups)
 
 
@@ -37,7 +47,10 @@ def _swap_channels(weight: jax.Array, groups: int) -> jax.Array:
     """A transposed convolution's weight (in, out / groups, ...) as an ordinary one's (out, in / groups, ...), the kernel reversed."""
     num_in, num_out, *kernel = weight.shape
     grouped = weight.reshape(groups, num_in // groups, num_out, *kernel)
-    return jnp.flip(jnp.swapaxes(grouped, 1, 2).reshape(groups * num_out, num_in // groups, *kernel), tuple(range(2, weight.ndim)))
+    return jnp.flip(
+        jnp.swapaxes(grouped, 1, 2).reshape(groups * num_out, num_in // groups, *kernel),
+        tuple(range(2, weight.ndim)),
+    )
 
 
 def _operands(ctx: Context, *arrays: jax.Array) -> Any:
@@ -49,22 +62,48 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax
     """The convolution, linear in each operand. Neither it nor its transposes dilate what may be split (see `windows`)."""
     num_dims = x.ndim - 2
     if _is_split(ctx, x, weight, form):
-        return _transposed_of_split(ctx, x, weight, form) if form.transposed else _convolve_split(ctx, x, weight, form)
+        return (
+            _transposed_of_split(ctx, x, weight, form)
+            if form.transposed
+            else _convolve_split(ctx, x, weight, form)
+        )
     x = ctx.keep_whole(x, num_dims)
     if form.transposed:
         # The gradient of a convolution with this stride: the input is spread out and the window slides over it by 1.
         reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
-        pads = [(r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)]
-        out = _dense(x, _swap_channels(weight, form.groups), form.groups, pads, spread=form.stride, dilation=form.dilation)
+        pads = [
+            (r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)
+        ]
+        out = _dense(
+            x,
+            _swap_channels(weight, form.groups),
+            form.groups,
+            pads,
+            spread=form.stride,
+            dilation=form.dilation,
+        )
     else:
-        out = _dense(x, weight, form.groups, [(p, p) for p in form.padding], stride=form.stride, dilation=form.dilation)
+        out = _dense(
+            x,
+            weight,
+            form.groups,
+            [(p, p) for p in form.padding],
+            stride=form.stride,
+            dilation=form.dilation,
+        )
     return ctx.keep_whole(out, num_dims)
 
 
 def _is_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> bool:
     """Whether the convolution is computed over dims that lie split."""
-    sizes = x.shape[2:] if form.transposed else [-(-n // step) for n, step in zip(x.shape[2:], form.stride)]
-    return windows.are_split(ctx, x.ndim - 2) and windows.stay_near(ctx, sizes, weight.shape[2:], form.dilation)
+    sizes = (
+        x.shape[2:]
+        if form.transposed
+        else [-(-n // step) for n, step in zip(x.shape[2:], form.stride)]
+    )
+    return windows.are_split(ctx, x.ndim - 2) and windows.stay_near(
+        ctx, sizes, weight.shape[2:], form.dilation
+    )
 
 
 def _dense(
@@ -75,14 +114,28 @@ def _dense(
     dims = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
     # No preferred_element_type: XLA accumulates 16-bit convolutions in float32 anyway, and with it jax cannot differentiate them.
     return lax.conv_general_dilated(
-        x, weight, stride or (1,) * (x.ndim - 2), pads, spread, dilation, dims, feature_group_count=groups, precision=matmul_precision(x.dtype)
+        x,
+        weight,
+        stride or (1,) * (x.ndim - 2),
+        pads,
+        spread,
+        dilation,
+        dims,
+        feature_group_count=groups,
+        precision=matmul_precision(x.dtype),
     )
 
 
 def _convolve_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
     """A convolution whose window moves by 1, however large the stride: what lies within a stride becomes channels."""
     if max(form.stride) == 1:
-        return _dense(windows.cut_or_pad(x, [(p, p) for p in form.padding]), weight, form.groups, [(0, 0)] * len(form.stride), dilation=form.dilation)
+        return _dense(
+            windows.cut_or_pad(x, [(p, p) for p in form.padding]),
+            weight,
+            form.groups,
+            [(0, 0)] * len(form.stride),
+            dilation=form.dilation,
+        )
     weight = windows.spread(ctx, weight, form.dilation)
     kernel = weight.shape[2:]
     edges = []
@@ -92,25 +145,44 @@ def _convolve_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) 
         edges.append((pad, reached - size - pad))
     kept = [min(k, step) for k, step in zip(kernel, form.stride)]
     x = windows.phases_as_channels(windows.cut_or_pad(x, edges), form.stride, kept)
-    return _dense(x, windows.phases_as_channels(weight, form.stride, kept), form.groups, [(0, 0)] * len(kernel))
+    return _dense(
+        x,
+        windows.phases_as_channels(weight, form.stride, kept),
+        form.groups,
+        [(0, 0)] * len(kernel),
+    )
 
 
 def _transposed_of_split(ctx: Context, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
     """A transposed convolution: the input spread out by zeros, and a window that moves by 1."""
     reach = [d * (k - 1) for d, k in zip(form.dilation, weight.shape[2:])]
-    edges = [(r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)]
+    edges = [
+        (r - p, r - p + extra) for r, p, extra in zip(reach, form.padding, form.output_padding)
+    ]
     x = windows.cut_or_pad(windows.spread(ctx, x, form.stride), edges)
-    return _dense(x, _swap_channels(weight, form.groups), form.groups, [(0, 0)] * len(reach), dilation=form.dilation)
+    return _dense(
+        x,
+        _swap_channels(weight, form.groups),
+        form.groups,
+        [(0, 0)] * len(reach),
+        dilation=form.dilation,
+    )
 
 
 # Beyond so many elements in a kernel its gradient is one convolution over whole dims: the other form's program is as long as the kernel is large.
 _LARGE_KERNEL = 64
 
 
-def _weight_gradient(ctx: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, form: _Form) -> jax.Array:
+def _weight_gradient(
+    ctx: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, form: _Form
+) -> jax.Array:
     num_dims, kernel = x.ndim - 2, weight.shape[2:]
     if not _is_split(ctx, x, weight, form) or math.prod(kernel) > _LARGE_KERNEL:
-        x, grad, ctx = ctx.keep_whole(x, num_dims), ctx.keep_whole(grad, num_dims), replace(ctx, split_dims=frozenset())
+        x, grad, ctx = (
+            ctx.keep_whole(x, num_dims),
+            ctx.keep_whole(grad, num_dims),
+            replace(ctx, split_dims=frozenset()),
+        )
         return jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, form), weight)(grad)[0]
     # A transposed convolution's weight is that of the ordinary one from its output to its input.
     source, target = (grad, x) if form.transposed else (x, grad)
@@ -121,36 +193,68 @@ def _tap_by_tap(x: jax.Array, grad: jax.Array, kernel: Sequence[int], form: _For
     """The gradient of a convolution's weight as a matrix product for each element of the kernel. As one convolution, whose kernel would be the split
     gradient, XLA's partitioner counts some sums twice (a stride of 2 with a padding of 2 over 4 elements on 8 devices, in complex64 and bfloat16)."""
     edges, spans = [], []
-    for size, k, step, dilation, pad, num in zip(x.shape[2:], kernel, form.stride, form.dilation, form.padding, grad.shape[2:]):
+    for size, k, step, dilation, pad, num in zip(
+        x.shape[2:], kernel, form.stride, form.dilation, form.padding, grad.shape[2:]
+    ):
         spans.append((num - 1) * step + 1)
         edges.append((pad, dilation * (k - 1) + spans[-1] - size - pad))
     padded = windows.cut_or_pad(x, edges)
-    by_group = [t.reshape(t.shape[0], form.groups, t.shape[1] // form.groups, *t.shape[2:]) for t in (padded, grad)]
+    by_group = [
+        t.reshape(t.shape[0], form.groups, t.shape[1] // form.groups, *t.shape[2:])
+        for t in (padded, grad)
+    ]
     summed = (0, *range(3, grad.ndim + 1))
     taps = []
     for tap in np.ndindex(*kernel):
         starts = [at * dilation for at, dilation in zip(tap, form.dilation)]
         limits = [start + span for start, span in zip(starts, spans)]
-        seen = lax.slice(by_group[0], (0, 0, 0, *starts), (*by_group[0].shape[:3], *limits), (1, 1, 1, *form.stride))
+        seen = lax.slice(
+            by_group[0],
+            (0, 0, 0, *starts),
+            (*by_group[0].shape[:3], *limits),
+            (1, 1, 1, *form.stride),
+        )
         taps.append(
             lax.dot_general(
-                by_group[1], seen, ((summed, summed), ((1,), (1,))), precision=matmul_precision(x.dtype), preferred_element_type=opmath(x.dtype)
+                by_group[1],
+                seen,
+                ((summed, summed), ((1,), (1,))),
+                precision=matmul_precision(x.dtype),
+                preferred_element_type=opmath(x.dtype),
             )
         )
-    return jnp.stack(taps, axis=-1).astype(x.dtype)  # (groups, outputs of each, inputs of each, taps)
+    return jnp.stack(taps, axis=-1).astype(
+        x.dtype
+    )  # (groups, outputs of each, inputs of each, taps)
 
 
 @lowering("aten.convolution.default", "aten.convolution_overrideable.default")
 def _convolution(
-    ctx: Context, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
 ) -> jax.Array:
     x, weight = _operands(ctx, x, weight)
-    out = _convolve(ctx, x, weight, _form(x.ndim - 2, stride, padding, dilation, transposed, output_padding, groups))
+    out = _convolve(
+        ctx,
+        x,
+        weight,
+        _form(x.ndim - 2, stride, padding, dilation, transposed, output_padding, groups),
+    )
     if bias is None:
         return out.astype(ctx.dtype)
     # Added in the wide dtype: where bias and product cancel, a product that was rounded before leaves nothing but its error.
     wide = opmath(out.dtype)
-    return (out.astype(wide) + bias.astype(wide).reshape(1, -1, *(1,) * (out.ndim - 2))).astype(ctx.dtype)
+    return (out.astype(wide) + bias.astype(wide).reshape(1, -1, *(1,) * (out.ndim - 2))).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.convolution_backward.default")
@@ -169,7 +273,9 @@ def _convolution_backward(
     if output_mask[2]:
         wide = jnp.promote_types(grad.dtype, jnp.float32)
         grad_bias = jnp.sum(grad.astype(wide), axis=(0, *range(2, grad.ndim)))
-    return tuple(None if g is None else g.astype(ctx.dtype) for g in (grad_x, grad_weight, grad_bias))
+    return tuple(
+        None if g is None else g.astype(ctx.dtype) for g in (grad_x, grad_weight, grad_bias)
+    )
 
 
 @lowering("aten.convolution_backward_overrideable.default")
@@ -177,4 +283,17 @@ def _convolution_backward_overrideable(
     ctx: Context, grad: Any, x: Any, weight: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    return _convolution_backward(ctx, grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, output_mask)
+    return _convolution_backward(
+        ctx,
+        grad,
+        x,
+        weight,
+        None,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        output_mask,
+    )

@@ -10,9 +10,19 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 
 @lowering(
-    *("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default", "aten._efficientzerotensor.default"),
+    *(
+        "aten.zeros.default",
+        "aten.zeros_like.default",
+        "aten.new_zeros.default",
+        "aten._efficientzerotensor.default",
+    ),
     # Memory that torch leaves uninitialised: any value is right, and zeros are the same on every run.
-    *("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default", "aten.empty_permuted.default"),
+    *(
+        "aten.empty.memory_format",
+        "aten.empty_like.default",
+        "aten.new_empty.default",
+        "aten.empty_permuted.default",
+    ),
     *("aten.empty_strided.default", "aten.new_empty_strided.default"),
 )
 def _zeros(ctx: Context, *_: Any, **__: Any) -> jax.Array:
@@ -80,7 +90,9 @@ def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> j
         return first.reshape(1)
     index = jnp.arange(steps, dtype=wide)
     step = (last - first) / max(steps - 1, 1)
-    return jnp.where(np.arange(steps) < steps // 2, first + step * index, last - step * (steps - 1 - index))
+    return jnp.where(
+        np.arange(steps) < steps // 2, first + step * index, last - step * (steps - 1 - index)
+    )
 
 
 def _is_integer(args: Any, kwargs: Any) -> bool:
@@ -89,15 +101,31 @@ def _is_integer(args: Any, kwargs: Any) -> bool:
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
 
 
-@lowering("aten.linspace.default", "aten.linspace.Tensor_Tensor", "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor", host_when=_is_integer)
+@lowering(
+    "aten.linspace.default",
+    "aten.linspace.Tensor_Tensor",
+    "aten.linspace.Tensor_Scalar",
+    "aten.linspace.Scalar_Tensor",
+    host_when=_is_integer,
+)
 def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.Array:
     return _spaced(ctx, start, end, steps, _wide(ctx.dtype)).astype(ctx.dtype)
 
 
-@lowering("aten.logspace.default", "aten.logspace.Tensor_Tensor", "aten.logspace.Tensor_Scalar", "aten.logspace.Scalar_Tensor", host_when=_is_integer)
-def _logspace(ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any) -> jax.Array:
+@lowering(
+    "aten.logspace.default",
+    "aten.logspace.Tensor_Tensor",
+    "aten.logspace.Tensor_Scalar",
+    "aten.logspace.Scalar_Tensor",
+    host_when=_is_integer,
+)
+def _logspace(
+    ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any
+) -> jax.Array:
     wide = _wide(ctx.dtype)
-    return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(ctx.dtype)
+    return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.eye.default", "aten.eye.m")
@@ -111,7 +139,11 @@ def _triangle(ctx: Context, first_column: np.ndarray, counts: np.ndarray) -> jax
     # Only one number per row is a constant of the program; a table of all the pairs could be larger than the model.
     total = ctx.shape[1]
     row = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=total)
-    column = jnp.arange(total) - jnp.asarray(np.cumsum(counts) - counts - first_column)[row] if total else row
+    column = (
+        jnp.arange(total) - jnp.asarray(np.cumsum(counts) - counts - first_column)[row]
+        if total
+        else row
+    )
     return jnp.stack([row, column]).astype(ctx.dtype)
 
 

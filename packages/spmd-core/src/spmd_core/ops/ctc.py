@@ -25,16 +25,26 @@ def _width(log_probs: torch.Tensor, targets: torch.Tensor) -> int:
 
 
 def _meta(
-    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    *rest: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, ...]:
     frames, batch, _ = log_probs.shape
-    counts = [x.numel() if isinstance(x, torch.Tensor) else len(x) for x in (input_lengths, target_lengths)]
+    counts = [
+        x.numel() if isinstance(x, torch.Tensor) else len(x)
+        for x in (input_lengths, target_lengths)
+    ]
     if counts != [batch, batch]:
         raise RuntimeError(
             f"ctc_loss takes one input length and one target length for each of the batch's sequences; got {counts[0]} and {counts[1]} for {batch}. "
             "Give lists or tensors with one length a sequence."
         )
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, frames, 2 * _width(log_probs, targets) + 1)
+    return log_probs.new_empty(batch), log_probs.new_empty(
+        batch, frames, 2 * _width(log_probs, targets) + 1
+    )
 
 
 class _Problem(NamedTuple):
@@ -45,17 +55,27 @@ class _Problem(NamedTuple):
     target_lengths: jax.Array
 
 
-def _problem(log_probs: jax.Array, targets: jax.Array, input_lengths: Any, target_lengths: Any, blank: int) -> _Problem:
+def _problem(
+    log_probs: jax.Array, targets: jax.Array, input_lengths: Any, target_lengths: Any, blank: int
+) -> _Problem:
     frames, batch, classes = log_probs.shape
-    inputs, lengths = (jnp.asarray(x).astype(_INT64).reshape(-1) for x in (input_lengths, target_lengths))
+    inputs, lengths = (
+        jnp.asarray(x).astype(_INT64).reshape(-1) for x in (input_lengths, target_lengths)
+    )
     width = min(targets.shape[-1], frames)
     if targets.ndim == 1:
         at = (jnp.cumsum(lengths) - lengths)[:, None] + jnp.arange(width)
-        targets = jnp.take(targets, at, mode="clip") if targets.shape[0] else jnp.zeros((batch, 0), targets.dtype)
+        targets = (
+            jnp.take(targets, at, mode="clip")
+            if targets.shape[0]
+            else jnp.zeros((batch, 0), targets.dtype)
+        )
     targets = jnp.clip(targets[:, :width].astype(_INT64), 0, classes - 1)
     labels = jnp.full((batch, 2 * width + 1), blank, _INT64).at[:, 1::2].set(targets)
     before = jnp.pad(labels, ((0, 0), (2, 0)), constant_values=blank)[:, :-2]
-    emitted = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (frames, *labels.shape)), axis=2)
+    emitted = jnp.take_along_axis(
+        log_probs, jnp.broadcast_to(labels, (frames, *labels.shape)), axis=2
+    )
     return _Problem(labels, (labels != blank) & (labels != before), emitted, inputs, lengths)
 
 
@@ -82,11 +102,18 @@ def _alphas(p: _Problem) -> jax.Array:
     impossible = jnp.full(p.labels.shape, -jnp.inf, p.emitted.dtype)
 
     def step(alpha: jax.Array, emitted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        alpha = _log_sum(alpha, _shifted(alpha, 1), jnp.where(p.may_skip, _shifted(alpha, 2), impossible)) + emitted
+        alpha = (
+            _log_sum(
+                alpha, _shifted(alpha, 1), jnp.where(p.may_skip, _shifted(alpha, 2), impossible)
+            )
+            + emitted
+        )
         return alpha, alpha
 
     state = jnp.arange(p.labels.shape[1])
-    first = jnp.where((state == 0) | ((state == 1) & (p.target_lengths[:, None] > 0)), p.emitted[0], impossible)
+    first = jnp.where(
+        (state == 0) | ((state == 1) & (p.target_lengths[:, None] > 0)), p.emitted[0], impossible
+    )
     _, rest = lax.scan(step, first, p.emitted[1:])
     return jnp.concatenate([first[None], rest])
 
@@ -100,8 +127,15 @@ def _betas(p: _Problem) -> jax.Array:
 
     def step(beta: jax.Array, frame: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         t, emitted = frame
-        beta = _log_sum(beta, _shifted(beta, -1), jnp.where(may_be_skipped, _shifted(beta, -2), impossible)) + emitted
-        beta = jnp.where((t == p.input_lengths - 1)[:, None], jnp.where(may_end, emitted, impossible), beta)
+        beta = (
+            _log_sum(
+                beta, _shifted(beta, -1), jnp.where(may_be_skipped, _shifted(beta, -2), impossible)
+            )
+            + emitted
+        )
+        beta = jnp.where(
+            (t == p.input_lengths - 1)[:, None], jnp.where(may_end, emitted, impossible), beta
+        )
         return beta, beta
 
     _, betas = lax.scan(step, impossible, (jnp.arange(p.emitted.shape[0]), p.emitted), reverse=True)
@@ -119,20 +153,32 @@ def _losses(p: _Problem, alphas: jax.Array) -> jax.Array:
         return jnp.where(exists, value, -jnp.inf)
 
     losses = -_log_sum(at(2 * p.target_lengths), at(2 * p.target_lengths - 1))
-    without_frames = jnp.where(p.target_lengths == 0, jnp.zeros_like(losses), jnp.full_like(losses, jnp.inf))
+    without_frames = jnp.where(
+        p.target_lengths == 0, jnp.zeros_like(losses), jnp.full_like(losses, jnp.inf)
+    )
     return jnp.where(p.input_lengths == 0, without_frames, losses)
 
 
 @lowering("aten._ctc_loss.default", "aten._ctc_loss.Tensor", meta=_meta)
 def _ctc_loss(
-    ctx: Context, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, zero_infinity: bool = False
+    ctx: Context,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    zero_infinity: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    p = _problem(log_probs.astype(opmath(log_probs.dtype)), targets, input_lengths, target_lengths, blank)
+    p = _problem(
+        log_probs.astype(opmath(log_probs.dtype)), targets, input_lengths, target_lengths, blank
+    )
     alphas = _alphas(p)
     return _losses(p, alphas).astype(ctx.dtype), jnp.swapaxes(alphas, 0, 1).astype(ctx.dtype)
 
 
-def _backward_meta(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+def _backward_meta(
+    grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any, **named: Any
+) -> torch.Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
@@ -147,14 +193,19 @@ def _ctc_loss_backward(
     p = _problem(log_probs, targets, input_lengths, target_lengths, blank)
     paths = jnp.swapaxes(log_alpha.astype(wide), 0, 1) + _betas(p)
     impossible = jnp.isneginf(paths)
-    occupied = jnp.exp(jnp.where(impossible, jnp.zeros_like(paths), paths - p.emitted + losses[:, None]))
+    occupied = jnp.exp(
+        jnp.where(impossible, jnp.zeros_like(paths), paths - p.emitted + losses[:, None])
+    )
     occupied = jnp.where(impossible, jnp.zeros_like(paths), occupied)
 
     def by_class(labels: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.zeros((log_probs.shape[2], values.shape[0]), wide).at[labels].add(values.T).T
 
     # A loss of infinity has no paths; torch's difference of infinities makes its gradient nan.
-    shares = jax.vmap(by_class, in_axes=(0, 1), out_axes=1)(p.labels, occupied) + jnp.where(jnp.isinf(losses), jnp.nan, 0)[None, :, None]
+    shares = (
+        jax.vmap(by_class, in_axes=(0, 1), out_axes=1)(p.labels, occupied)
+        + jnp.where(jnp.isinf(losses), jnp.nan, 0)[None, :, None]
+    )
     result = (jnp.exp(log_probs) - shares) * grad.astype(wide)[None, :, None]
     inside = jnp.arange(log_probs.shape[0])[:, None] < p.input_lengths
     if zero_infinity:

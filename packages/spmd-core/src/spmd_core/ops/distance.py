@@ -31,7 +31,9 @@ def _norm(difference: jax.Array, p: float) -> jax.Array:
 def _by_product(a: jax.Array, b: jax.Array) -> jax.Array:
     """|a|^2 + |b|^2 - 2 ab: one matrix product, where the differences would take (..., P, R, width) values."""
     products = jnp.matmul(a, jnp.swapaxes(b, -1, -2), precision=matmul_precision(a.dtype))
-    squares = jnp.sum(a * a, axis=-1)[..., :, None] + jnp.sum(b * b, axis=-1)[..., None, :] - 2 * products
+    squares = (
+        jnp.sum(a * a, axis=-1)[..., :, None] + jnp.sum(b * b, axis=-1)[..., None, :] - 2 * products
+    )
     return jnp.sqrt(jnp.maximum(squares, 0))
 
 
@@ -46,7 +48,9 @@ def _slope(difference: jax.Array, distance: jax.Array, p: float) -> jax.Array:
         return jnp.sign(difference) * (jnp.abs(difference) == distance)
     apart = (distance != 0) & (difference != 0)
     size, whole = (jnp.where(apart, x, jnp.ones_like(x)) for x in (jnp.abs(difference), distance))
-    return jnp.where(apart, jnp.sign(difference) * (size / whole) ** (p - 1), jnp.zeros_like(difference))
+    return jnp.where(
+        apart, jnp.sign(difference) * (size / whole) ** (p - 1), jnp.zeros_like(difference)
+    )
 
 
 @lowering("aten._cdist_forward.default")
@@ -63,7 +67,9 @@ def _cdist(ctx: Context, a: Any, b: Any, p: float, compute_mode: int | None) -> 
 def _cdist_backward(ctx: Context, grad: Any, a: Any, b: Any, p: float, distances: Any) -> jax.Array:
     wide = opmath(ctx.dtype)
     difference = a.astype(wide)[..., :, None, :] - b.astype(wide)[..., None, :, :]
-    full = jnp.sum(grad.astype(wide)[..., None] * _slope(difference, distances.astype(wide), p), axis=-2)
+    full = jnp.sum(
+        grad.astype(wide)[..., None] * _slope(difference, distances.astype(wide), p), axis=-2
+    )
     # Dims of the batch over which `a` was broadcast.
     extra = full.ndim - len(ctx.shape)
     summed = jnp.sum(full, axis=tuple(range(extra)))

@@ -27,7 +27,11 @@ def _exp2(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return jnp.exp2(x)
     whole = jnp.round(jnp.clip(x, -2000, 2000))
-    return jnp.where(jnp.abs(x) < 2000, jnp.ldexp(jnp.exp((x - whole) * math.log(2)), whole.astype(np.int32)), jnp.exp2(x))
+    return jnp.where(
+        jnp.abs(x) < 2000,
+        jnp.ldexp(jnp.exp((x - whole) * math.log(2)), whole.astype(np.int32)),
+        jnp.exp2(x),
+    )
 
 
 def _integers_pass(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -42,13 +46,17 @@ def _sgn(x: jax.Array) -> jax.Array:
     if not jnp.iscomplexobj(x):
         return _sign(x)
     size = jnp.abs(x)
-    return jnp.where(size == 0, jnp.zeros_like(x), x / jnp.where(size == 0, jnp.ones_like(size), size))
+    return jnp.where(
+        size == 0, jnp.zeros_like(x), x / jnp.where(size == 0, jnp.ones_like(size), size)
+    )
 
 
 def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == np.bool_:
         return x
-    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)  # nan has no sign: 0, where jnp.sign gives nan
+    return (x > 0).astype(x.dtype) - (x < 0).astype(
+        x.dtype
+    )  # nan has no sign: 0, where jnp.sign gives nan
 
 
 _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -137,7 +145,9 @@ def _signbit(ctx: Context, x: Any) -> jax.Array:
 
 
 def _rounds_integers(args: Any, kwargs: Any) -> bool:
-    return kwargs["decimals"] < 0 and not (args[0].dtype.is_floating_point or args[0].dtype.is_complex)
+    return kwargs["decimals"] < 0 and not (
+        args[0].dtype.is_floating_point or args[0].dtype.is_complex
+    )
 
 
 @lowering("aten.round.decimals", host_when=_rounds_integers)
@@ -145,11 +155,19 @@ def _round_decimals(ctx: Context, x: Any, *, decimals: int) -> jax.Array:
     if not is_inexact(x.dtype):
         return x
     ten = as_array(10.0 ** abs(decimals), opmath(ctx.dtype))
-    return _rounded(ctx, lambda x: jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten, x)
+    return _rounded(
+        ctx, lambda x: jnp.round(x * ten) / ten if decimals >= 0 else jnp.round(x / ten) * ten, x
+    )
 
 
 @lowering("aten.nan_to_num.default")
-def _nan_to_num(ctx: Context, x: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> jax.Array:
+def _nan_to_num(
+    ctx: Context,
+    x: Any,
+    nan: float | None = None,
+    posinf: float | None = None,
+    neginf: float | None = None,
+) -> jax.Array:
     if not is_inexact(x.dtype):
         return x
     if jnp.iscomplexobj(x):
@@ -201,13 +219,21 @@ def _heaviside(x: jax.Array, at_zero: jax.Array) -> jax.Array:
 
 def _skipping_nan(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def skip(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isnan(a), b, jnp.where(jnp.isnan(b), a, function(a, b))) if is_inexact(a.dtype) else function(a, b)
+        return (
+            jnp.where(jnp.isnan(a), b, jnp.where(jnp.isnan(b), a, function(a, b)))
+            if is_inexact(a.dtype)
+            else function(a, b)
+        )
 
     return skip
 
 
 def _shift_right(a: jax.Array, b: jax.Array) -> jax.Array:
-    shift = lax.shift_right_logical if jnp.issubdtype(a.dtype, np.unsignedinteger) else lax.shift_right_arithmetic
+    shift = (
+        lax.shift_right_logical
+        if jnp.issubdtype(a.dtype, np.unsignedinteger)
+        else lax.shift_right_arithmetic
+    )
     return shift(*jnp.broadcast_arrays(a, b))
 
 
@@ -220,14 +246,24 @@ def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     base, exponent = jnp.broadcast_arrays(base, exponent)
     one = jnp.ones_like(base)
 
-    def square(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def square(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         result, factor, rest = state
         return jnp.where(rest & 1 == 1, result * factor, result), factor * factor, rest >> 1
 
-    positive = lax.while_loop(lambda state: jnp.any(state[2] > 0), square, (one, base, jnp.maximum(exponent, jnp.zeros_like(exponent))))[0]
+    positive = lax.while_loop(
+        lambda state: jnp.any(state[2] > 0),
+        square,
+        (one, base, jnp.maximum(exponent, jnp.zeros_like(exponent))),
+    )[0]
     if jnp.issubdtype(exponent.dtype, np.unsignedinteger):
         return positive
-    inverse = jnp.where(base == 1, one, jnp.where(base == -1, jnp.where(exponent & 1 == 1, -one, one), jnp.zeros_like(one)))
+    inverse = jnp.where(
+        base == 1,
+        one,
+        jnp.where(base == -1, jnp.where(exponent & 1 == 1, -one, one), jnp.zeros_like(one)),
+    )
     return jnp.where(exponent < 0, inverse, positive)
 
 
@@ -267,10 +303,14 @@ _BINARY: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[str,
 _SELECTING = ("maximum", "minimum", "mul")
 
 
-def _register_binary(op: str, function: Callable[..., jax.Array], overloads: tuple[str, ...]) -> None:
+def _register_binary(
+    op: str, function: Callable[..., jax.Array], overloads: tuple[str, ...]
+) -> None:
     @lowering(*(f"aten.{op}.{overload}" for overload in overloads))
     def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
-        if op in _SELECTING and all(isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b)):
+        if op in _SELECTING and all(
+            isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b)
+        ):
             return function(a, b)
         return _rounded(ctx, function, a, b)
 
@@ -281,7 +321,9 @@ for _op, (_function, _overloads) in _BINARY.items():
 
 @lowering("aten.nextafter.default")
 def _nextafter(ctx: Context, a: Any, b: Any) -> jax.Array:
-    return jnp.nextafter(a.astype(ctx.dtype), b.astype(ctx.dtype))  # in its own dtype: float32 has closer neighbours
+    return jnp.nextafter(
+        a.astype(ctx.dtype), b.astype(ctx.dtype)
+    )  # in its own dtype: float32 has closer neighbours
 
 
 def _round_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -294,7 +336,11 @@ def _div_mode(ctx: Context, a: Any, b: Any, *, rounding_mode: str | None) -> jax
     def trunc(x: jax.Array, y: jax.Array) -> jax.Array:
         # torch truncates the 16-bit quotient: 1 / 0.1 in bfloat16 is 10, though a little less in float32. XLA may
         # drop a mere conversion back and forth, hence reduce_precision.
-        return _divide_trunc(x, y) if not is_sixteen_bit(ctx.dtype) else jnp.trunc(_round_bits(x / y, ctx.dtype))
+        return (
+            _divide_trunc(x, y)
+            if not is_sixteen_bit(ctx.dtype)
+            else jnp.trunc(_round_bits(x / y, ctx.dtype))
+        )
 
     function = {None: lambda x, y: x / y, "floor": _divide_floor, "trunc": trunc}[rounding_mode]
     return _rounded(ctx, function, a, b)
@@ -388,9 +434,13 @@ def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
 
 
 @lowering("aten.isin.Tensor_Tensor", "aten.isin.Tensor_Scalar", "aten.isin.Scalar_Tensor")
-def _isin(ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False) -> jax.Array:
+def _isin(
+    ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False
+) -> jax.Array:
     dtype = result_dtype(elements, tests)
-    found = jnp.any(as_array(elements, dtype)[..., None] == as_array(tests, dtype).reshape(-1), axis=-1)
+    found = jnp.any(
+        as_array(elements, dtype)[..., None] == as_array(tests, dtype).reshape(-1), axis=-1
+    )
     return ~found if invert else found
 
 
@@ -420,7 +470,9 @@ def _clamp_max(ctx: Context, x: Any, max: Any) -> jax.Array:
 
 @lowering("aten.where.self")
 def _where(ctx: Context, condition: Any, a: Any, b: Any) -> jax.Array:
-    return jnp.where(as_array(condition, np.dtype(np.bool_)), as_array(a, ctx.dtype), as_array(b, ctx.dtype))
+    return jnp.where(
+        as_array(condition, np.dtype(np.bool_)), as_array(a, ctx.dtype), as_array(b, ctx.dtype)
+    )
 
 
 @lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
@@ -470,7 +522,9 @@ def _conj(ctx: Context, x: Any) -> jax.Array:
 def _angle(ctx: Context, x: Any) -> jax.Array:
     if jnp.iscomplexobj(x):
         return jnp.angle(x)
-    return _rounded(ctx, lambda x: jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)), x)
+    return _rounded(
+        ctx, lambda x: jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)), x
+    )
 
 
 # ---- copies and conversion -------------------------------------------------------------------------------------------
@@ -503,7 +557,10 @@ def _copy(ctx: Context, x: Any, source: Any, non_blocking: bool = False) -> jax.
 
 @lowering("aten.fill.Scalar", "aten.fill.Tensor")
 def _fill(ctx: Context, x: Any, value: Any) -> jax.Array:
-    return jnp.broadcast_to(_convert(value.value if isinstance(value, Number) else jnp.asarray(value), ctx.dtype), ctx.shape)
+    return jnp.broadcast_to(
+        _convert(value.value if isinstance(value, Number) else jnp.asarray(value), ctx.dtype),
+        ctx.shape,
+    )
 
 
 @lowering("aten.zero.default")
@@ -514,4 +571,6 @@ def _zero(ctx: Context, x: Any) -> jax.Array:
 @lowering("aten.frexp.Tensor")
 def _frexp(ctx: Context, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     mantissa, exponent = jnp.frexp(x.astype(opmath(x.dtype)))
-    return mantissa.astype(ctx.dtype), jnp.where(jnp.isfinite(mantissa), exponent, 0).astype(np.int32)
+    return mantissa.astype(ctx.dtype), jnp.where(jnp.isfinite(mantissa), exponent, 0).astype(
+        np.int32
+    )

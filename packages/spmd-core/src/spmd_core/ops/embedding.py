@@ -31,7 +31,9 @@ def _bag_meta(
             "embedding_bag takes a weight with 2 dims, indices with 1 and offsets with 1; "
             f"got {tuple(weight.shape)}, {tuple(indices.shape)} and {tuple(offsets.shape)}. Flatten the indices, and give the offset of each bag."
         )
-    winners = torch.empty(out.shape if mode == _MAX else (num_bags,), dtype=indices.dtype, device="meta")
+    winners = torch.empty(
+        out.shape if mode == _MAX else (num_bags,), dtype=indices.dtype, device="meta"
+    )
     return out, torch.empty_like(indices), indices.new_empty(num_bags), winners
 
 
@@ -61,7 +63,9 @@ def _embedding_bag(
         # Of equal values the first wins.
         wins = rows == jnp.take(best, bag, axis=0, mode="clip")
         position = jnp.where(wins, jnp.arange(indices.shape[0])[:, None], indices.shape[0])
-        first = jnp.full(ctx.shape, indices.shape[0], position.dtype).at[bag].min(position, mode="drop")
+        first = (
+            jnp.full(ctx.shape, indices.shape[0], position.dtype).at[bag].min(position, mode="drop")
+        )
         if indices.shape[0]:
             winners = jnp.where(sizes[:, None] > 0, jnp.take(indices, first, mode="clip"), winners)
         return best.astype(ctx.dtype), bag.astype(indices.dtype), sizes, winners
@@ -73,11 +77,17 @@ def _embedding_bag(
     return total.astype(ctx.dtype), bag.astype(indices.dtype), sizes, winners
 
 
-def _bag_backward_meta(grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _bag_backward_meta(
+    grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, *rest: Any
+) -> torch.Tensor:
     return grad.new_empty(rest[3], grad.shape[1])
 
 
-@lowering("aten._embedding_bag_backward.default", meta=_bag_backward_meta, host_when=lambda args, kwargs: bool(args[9]))
+@lowering(
+    "aten._embedding_bag_backward.default",
+    meta=_bag_backward_meta,
+    host_when=lambda args, kwargs: bool(args[9]),
+)
 def _embedding_bag_backward(
     ctx: Context, grad: Any, indices: Any, offsets: Any, offset2bag: Any, bag_size: Any, maximum_indices: Any, num_weights: int,
     scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Any = None, padding_idx: int = -1,
@@ -99,17 +109,31 @@ def _embedding_bag_backward(
     return zeros.at[indices].add(rows, mode="drop").astype(ctx.dtype)
 
 
-@lowering("aten._embedding_bag_per_sample_weights_backward.default", meta=lambda grad, weight, indices, *rest: grad.new_empty(indices.shape[0]))
+@lowering(
+    "aten._embedding_bag_per_sample_weights_backward.default",
+    meta=lambda grad, weight, indices, *rest: grad.new_empty(indices.shape[0]),
+)
 def _embedding_bag_per_sample_weights_backward(
-    ctx: Context, grad: Any, weight: Any, indices: Any, offsets: Any, offset2bag: Any, mode: int, padding_idx: int = -1
+    ctx: Context,
+    grad: Any,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    mode: int,
+    padding_idx: int = -1,
 ) -> jax.Array:
     wide = opmath(grad.dtype)
     rows = jnp.take(weight, indices, axis=0, mode="clip").astype(wide)
-    return jnp.sum(grad.astype(wide).at[offset2bag].get(mode="fill", fill_value=0) * rows, axis=1).astype(ctx.dtype)
+    return jnp.sum(
+        grad.astype(wide).at[offset2bag].get(mode="fill", fill_value=0) * rows, axis=1
+    ).astype(ctx.dtype)
 
 
 @lowering("aten.embedding_renorm.default")
-def _embedding_renorm(ctx: Context, weight: Any, indices: Any, max_norm: float, norm_type: float) -> jax.Array:
+def _embedding_renorm(
+    ctx: Context, weight: Any, indices: Any, max_norm: float, norm_type: float
+) -> jax.Array:
     """The rows that are used, scaled so that none has a norm above `max_norm`."""
     index = indices.reshape(-1)
     rows = jnp.take(weight, index, axis=0, mode="clip").astype(opmath(weight.dtype))

@@ -31,7 +31,9 @@ def _last_dim(ctx: Context, x: jax.Array, dim: int, kind: lax.FftType, length: i
     """One transform along `dim`, which XLA wants to be the last; without any factor, where XLA divides the inverse ones by their length."""
     x = jnp.moveaxis(x, dim, -1)
     # XLA's partitioner aborts the process on a transform over some dims that are split unevenly.
-    y = ctx.keep_whole(_in_order(ctx, lax.fft(_in_order(ctx, ctx.keep_whole(x, 1)), kind, (length,))), 1)
+    y = ctx.keep_whole(
+        _in_order(ctx, lax.fft(_in_order(ctx, ctx.keep_whole(x, 1)), kind, (length,))), 1
+    )
     return jnp.moveaxis(y, -1, dim) * (1 if kind in (lax.FftType.FFT, lax.FftType.RFFT) else length)
 
 
@@ -50,7 +52,9 @@ def _num_points(shape: Sequence[int], dims: Sequence[int]) -> int:
 def _fft_c2c(ctx: Context, x: Any, dim: Any, normalization: int, forward: bool) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
-    return _normalised(_complex(ctx, x, dim, forward=forward), normalization, _num_points(x.shape, dim))
+    return _normalised(
+        _complex(ctx, x, dim, forward=forward), normalization, _num_points(x.shape, dim)
+    )
 
 
 @lowering("aten._fft_r2c.default")
@@ -58,7 +62,12 @@ def _fft_r2c(ctx: Context, x: Any, dim: Any, normalization: int, onesided: bool)
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
     if onesided:
-        spectrum = _complex(ctx, _last_dim(ctx, x, dim[-1], lax.FftType.RFFT, x.shape[dim[-1]]), dim[:-1], forward=True)
+        spectrum = _complex(
+            ctx,
+            _last_dim(ctx, x, dim[-1], lax.FftType.RFFT, x.shape[dim[-1]]),
+            dim[:-1],
+            forward=True,
+        )
     else:
         spectrum = _complex(ctx, x.astype(ctx.dtype), dim, forward=True)
     return _normalised(spectrum, normalization, _num_points(x.shape, dim))

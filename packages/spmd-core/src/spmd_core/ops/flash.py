@@ -51,7 +51,12 @@ class Plan:
         """The (query block, key block) pairs in which any score counts, int32 of shape (n, 2)."""
         (size_q, num_q), (size_k, num_k) = self.queries, self.keys
         return np.array(
-            [(i, j) for i in range(num_q) for j in range(num_k) if not self.is_causal or j * size_k < (i + 1) * size_q],
+            [
+                (i, j)
+                for i in range(num_q)
+                for j in range(num_k)
+                if not self.is_causal or j * size_k < (i + 1) * size_q
+            ],
             np.int32,
         )
 
@@ -68,7 +73,11 @@ def _block(x: jax.Array, at: Any, size: int, axis: int) -> jax.Array:
 
 
 def _put(x: jax.Array, block: jax.Array, at: Any, axis: int) -> jax.Array:
-    return block if x.shape == block.shape else lax.dynamic_update_slice_in_dim(x, block, at * block.shape[axis], axis)
+    return (
+        block
+        if x.shape == block.shape
+        else lax.dynamic_update_slice_in_dim(x, block, at * block.shape[axis], axis)
+    )
 
 
 def _padded(x: jax.Array, axis: int, blocks: tuple[int, int]) -> jax.Array:
@@ -83,20 +92,30 @@ def _padded(x: jax.Array, axis: int, blocks: tuple[int, int]) -> jax.Array:
 
 def _product(pattern: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """A matrix product accumulated in the dtype in which torch computes; 16-bit operands stay so, as matrix units want them."""
-    return jnp.einsum(pattern, a, b, precision=matmul_precision(b.dtype), preferred_element_type=opmath(b.dtype))
+    return jnp.einsum(
+        pattern, a, b, precision=matmul_precision(b.dtype), preferred_element_type=opmath(b.dtype)
+    )
 
 
 def _compared(query: jax.Array, key: jax.Array) -> jax.Array:
     """Each query's product with each key: scores from queries and keys, and their gradients from the result's and the values."""
-    return _product("...hgqd,...hkd->...hgqk" if query.ndim > key.ndim else "...hqd,...hkd->...hqk", query, key)
+    return _product(
+        "...hgqd,...hkd->...hgqk" if query.ndim > key.ndim else "...hqd,...hkd->...hqk", query, key
+    )
 
 
 def _weighed(weights: jax.Array, value: jax.Array) -> jax.Array:
     """The sum of the values with one row of weights for each query."""
-    return _product("...hgqk,...hkd->...hgqd" if weights.ndim > value.ndim else "...hqk,...hkd->...hqd", weights, value)
+    return _product(
+        "...hgqk,...hkd->...hgqd" if weights.ndim > value.ndim else "...hqk,...hkd->...hqd",
+        weights,
+        value,
+    )
 
 
-def _scores(plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _scores(
+    plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: jax.Array | None
+) -> jax.Array:
     """One block of scores, -inf where nothing is attended to."""
     (size_q, _), (size_k, num_k) = plan.queries, plan.keys
     scores = _compared(query, key)
@@ -104,7 +123,11 @@ def _scores(plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: 
     if mask is not None:
         block = _block(_block(mask, i, size_q, mask.ndim - 2), j, size_k, mask.ndim - 1)
         # A sum and not a select, as in torch: a score of nan stays nan under a mask.
-        added = jnp.where(block, np.asarray(0, scores.dtype), -np.inf) if block.dtype == np.bool_ else block
+        added = (
+            jnp.where(block, np.asarray(0, scores.dtype), -np.inf)
+            if block.dtype == np.bool_
+            else block
+        )
         scores = scores + added.astype(scores.dtype)
     columns = j * size_k + lax.broadcasted_iota(np.int32, (size_q, size_k), 1)
     if plan.is_causal:
@@ -121,7 +144,9 @@ def _only_where(counts: jax.Array, scores: jax.Array) -> jax.Array:
     return jnp.minimum(scores, jnp.where(counts, np.asarray(np.inf, scores.dtype), -np.inf))
 
 
-def _dropout(plan: Plan, i: Any, j: Any, seed: jax.Array | None, shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+def _dropout(
+    plan: Plan, i: Any, j: Any, seed: jax.Array | None, shape: tuple[int, ...]
+) -> Callable[[jax.Array], jax.Array]:
     """What dropout does to one block of probabilities, and to their gradient: by the block's own key, so the same on any mesh and in the backward."""
     if seed is None:
         return lambda x: x
@@ -132,7 +157,9 @@ def _dropout(plan: Plan, i: Any, j: Any, seed: jax.Array | None, shape: tuple[in
 
 def _kept(plan: Plan, i: Any, j: Any, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     threshold = min(round((1.0 - plan.dropout_p) * 2**32), 2**32 - 1)
-    return jax.random.bits(jax.random.fold_in(seed, i * plan.keys[1] + j), shape, np.uint32) < np.uint32(threshold)
+    return jax.random.bits(
+        jax.random.fold_in(seed, i * plan.keys[1] + j), shape, np.uint32
+    ) < np.uint32(threshold)
 
 
 def kept(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -145,7 +172,9 @@ def kept(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         start = (*(np.int32(0),) * (len(shape) - 2), i * size_q, j * size_k)
         return lax.dynamic_update_slice(result, _kept(plan, i, j, seed, block), start), None
 
-    result, _ = lax.scan(body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), plan.pairs())
+    result, _ = lax.scan(
+        body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), plan.pairs()
+    )
     return result[..., : shape[-2], : shape[-1]]
 
 
@@ -161,7 +190,9 @@ def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The probabilities of whole rows; zeros for a row that attends to nothing."""
     weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True), mask))
     # At least 1 where anything is attended to: the exponential of the maximum less itself.
-    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny)
+    return weights / jnp.maximum(
+        jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny
+    )
 
 
 def _log_of_sum(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -171,13 +202,22 @@ def _log_of_sum(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def forward(
-    plan: Plan, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, seed: jax.Array | None
+    plan: Plan,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None,
+    seed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attended values, (..., kv heads, group, queries, value dim), and the log of the sum of the scores' exponents, (..., queries), both in the
     dtype in which torch computes. A row that attends to nothing gives zeros and -inf."""
     wide = opmath(query.dtype)
     size_q, size_k = plan.queries[0], plan.keys[0]
-    query, key, value = _padded(query, query.ndim - 2, plan.queries), _padded(key, key.ndim - 2, plan.keys), _padded(value, value.ndim - 2, plan.keys)
+    query, key, value = (
+        _padded(query, query.ndim - 2, plan.queries),
+        _padded(key, key.ndim - 2, plan.keys),
+        _padded(value, value.ndim - 2, plan.keys),
+    )
     if mask is not None:
         mask = _padded(_padded(mask, mask.ndim - 2, plan.queries), mask.ndim - 1, plan.keys)
     rows, columns = query.ndim - 2, key.ndim - 2
@@ -191,25 +231,43 @@ def forward(
         and backward are one program, the compiler finds that they are the same."""
         (i, j), (lse, attended) = pair, carry
         scores = _scores(plan, i, j, _block(query, i, size_q, rows), key, mask)
-        return (_put(lse, _log_of_sum(scores, mask), i, rows), _put(attended, attend(i, j, _softmax(scores, mask)), i, rows)), None
+        return (
+            _put(lse, _log_of_sum(scores, mask), i, rows),
+            _put(attended, attend(i, j, _softmax(scores, mask)), i, rows),
+        ), None
 
     def online(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
         """Adds one block of keys to what one block of queries has attended to."""
         (i, j), (highest, total, attended) = pair, carry
-        before, sum_before, out_before = _block(highest, i, size_q, rows), _block(total, i, size_q, rows), _block(attended, i, size_q, rows)
-        scores = _scores(plan, i, j, _block(query, i, size_q, rows), _block(key, j, size_k, columns), mask)
+        before, sum_before, out_before = (
+            _block(highest, i, size_q, rows),
+            _block(total, i, size_q, rows),
+            _block(attended, i, size_q, rows),
+        )
+        scores = _scores(
+            plan, i, j, _block(query, i, size_q, rows), _block(key, j, size_k, columns), mask
+        )
         top = jnp.maximum(before, jnp.max(scores, axis=-1))
         shift = _finite(top, mask)
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         summed = sum_before * shrink + jnp.sum(weights, axis=-1)
         out = out_before * shrink[..., None] + attend(i, j, weights)
-        return (_put(highest, top, i, rows), _put(total, summed, i, rows), _put(attended, out, i, rows)), None
+        return (
+            _put(highest, top, i, rows),
+            _put(total, summed, i, rows),
+            _put(attended, out, i, rows),
+        ), None
 
     shape, pairs = query.shape[:-1], plan.pairs()
-    start: tuple[jax.Array, ...] = (jnp.full(shape, -np.inf, wide), jnp.zeros((*shape, value.shape[-1]), wide))
+    start: tuple[jax.Array, ...] = (
+        jnp.full(shape, -np.inf, wide),
+        jnp.zeros((*shape, value.shape[-1]), wide),
+    )
     if plan.keys[1] == 1:
-        (lse, out), _ = whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
+        (lse, out), _ = (
+            whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
+        )
     else:
         start = (*start[:1], jnp.zeros(shape, wide), *start[1:])
         (highest, total, attended), _ = lax.scan(online, start, pairs)
@@ -257,7 +315,9 @@ def backward(
     if mask is not None:
         mask = _padded(_padded(mask, mask.ndim - 2, plan.queries), mask.ndim - 1, plan.keys)
 
-    def add(into: jax.Array | None, at: Any, axis: int, make: Callable[[], jax.Array]) -> jax.Array | None:
+    def add(
+        into: jax.Array | None, at: Any, axis: int, make: Callable[[], jax.Array]
+    ) -> jax.Array | None:
         if into is None:
             return None
         block = make()
@@ -269,18 +329,36 @@ def backward(
         query_i, grad_i = _block(query, i, size_q, rows), _block(grad, i, size_q, rows)
         key_j, value_j = _block(key, j, size_k, columns), _block(value, j, size_k, columns)
         scores = _scores(plan, i, j, query_i, key_j, mask)
-        weights = _softmax(scores, mask) if whole_rows else jnp.exp(scores - _block(shift, i, size_q, rows)[..., None])
+        weights = (
+            _softmax(scores, mask)
+            if whole_rows
+            else jnp.exp(scores - _block(shift, i, size_q, rows)[..., None])
+        )
         drop = _dropout(plan, i, j, seed, weights.shape)
-        of_value = add(of_value, j, columns, lambda: _product(transposed, drop(weights).astype(grad.dtype), grad_i))
+        of_value = add(
+            of_value,
+            j,
+            columns,
+            lambda: _product(transposed, drop(weights).astype(grad.dtype), grad_i),
+        )
         of_weights = drop(_compared(grad_i, value_j))
         weighed = weights * of_weights
         subtracted = jnp.sum(weighed, axis=-1) if whole_rows else _block(common, i, size_q, rows)
         # Not weights * (of_weights - ...): this way XLA's CPU backend takes the product, its sum and the difference in one loop.
         of_scores = weighed - weights * subtracted[..., None]
         if of_mask is not None:
-            summed = jnp.sum(of_scores, axis=[d for d, size in enumerate(of_mask.shape) if size == 1], keepdims=True)
+            summed = jnp.sum(
+                of_scores,
+                axis=[d for d, size in enumerate(of_mask.shape) if size == 1],
+                keepdims=True,
+            )
             of_row = _block(of_mask, i, summed.shape[-2], of_mask.ndim - 2)
-            of_row = _put(of_row, _block(of_row, j, summed.shape[-1], of_mask.ndim - 1) + summed, j, of_mask.ndim - 1)
+            of_row = _put(
+                of_row,
+                _block(of_row, j, summed.shape[-1], of_mask.ndim - 1) + summed,
+                j,
+                of_mask.ndim - 1,
+            )
             of_mask = _put(of_mask, of_row, i, of_mask.ndim - 2)
         narrow = (of_scores * np.asarray(plan.scale, wide)).astype(query.dtype)
         of_query = add(of_query, i, rows, lambda: _weighed(narrow, key_j))
@@ -290,10 +368,14 @@ def backward(
     asked = ((query, wanted.query), (key, wanted.key), (value, wanted.value), (mask, wanted.mask))
     start = tuple(jnp.zeros(x.shape, wide) if x is not None and yes else None for x, yes in asked)
     pairs = plan.pairs()
-    (of_query, of_key, of_value, of_mask), _ = step(start, (0, 0)) if len(pairs) == 1 else lax.scan(step, start, pairs)
+    (of_query, of_key, of_value, of_mask), _ = (
+        step(start, (0, 0)) if len(pairs) == 1 else lax.scan(step, start, pairs)
+    )
     return (
         None if of_query is None else of_query[..., : plan.num_queries, :],
         None if of_key is None else of_key[..., : plan.num_keys, :],
         None if of_value is None else of_value[..., : plan.num_keys, :],
-        None if of_mask is None or mask_shape is None else of_mask[tuple(slice(n) for n in mask_shape)],
+        None
+        if of_mask is None or mask_shape is None
+        else of_mask[tuple(slice(n) for n in mask_shape)],
     )

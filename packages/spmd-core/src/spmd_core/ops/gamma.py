@@ -32,9 +32,13 @@ def _zeta(s: jax.Array, q: jax.Array) -> jax.Array:
     right = lax.zeta(s, jnp.where(inside, 1 - fraction, q))
     sign = jnp.where(jnp.fmod(s, 2) == 0, 1, -1).astype(q.dtype)
     # In this order, as the first two cancel exactly at an odd s and a half of f, where the third is all that remains.
-    whole = (right + sign * lax.zeta(s, jnp.where(inside, fraction, 1))) - sign * lax.zeta(s, jnp.where(inside, size + 1, 1))
+    whole = (right + sign * lax.zeta(s, jnp.where(inside, fraction, 1))) - sign * lax.zeta(
+        s, jnp.where(inside, size + 1, 1)
+    )
     value = jnp.where(inside, jnp.where(s == jnp.floor(s), whole, jnp.nan), right)
-    value = jnp.where(jnp.isinf(s) & ~jnp.isnan(q), jnp.where(q < 1, jnp.inf, jnp.where(q == 1, 1, value)), value)
+    value = jnp.where(
+        jnp.isinf(s) & ~jnp.isnan(q), jnp.where(q < 1, jnp.inf, jnp.where(q == 1, 1, value)), value
+    )
     value = jnp.where((s == 1) | ((q <= 0) & (fraction == 0)) | (q == -jnp.inf), jnp.inf, value)
     return jnp.where(s < 1, jnp.nan, value)
 
@@ -63,13 +67,17 @@ def _polygamma(ctx: Context, n: int, x: Any) -> jax.Array:
     return ((1 if n % 2 else -1) * factorial * _zeta(jnp.full_like(x, n + 1), x)).astype(ctx.dtype)
 
 
-@lowering("aten.special_zeta.default", "aten.special_zeta.other_scalar", "aten.special_zeta.self_scalar")
+@lowering(
+    "aten.special_zeta.default", "aten.special_zeta.other_scalar", "aten.special_zeta.self_scalar"
+)
 def _special_zeta(ctx: Context, s: Any, q: Any) -> jax.Array:
     dtype = opmath(ctx.dtype)
     return _zeta(as_array(s, dtype), as_array(q, dtype)).astype(ctx.dtype)
 
 
-def _incomplete(ctx: Context, function: Callable[..., jax.Array], a: Any, x: Any, *, at_zero: int) -> jax.Array:
+def _incomplete(
+    ctx: Context, function: Callable[..., jax.Array], a: Any, x: Any, *, at_zero: int
+) -> jax.Array:
     """`function` in float64, as XLA's float32 is 3e-4 off near a = x = 1000; `at_zero` is its value at x = 0.
 
     In float64 it is 4e-10 off there: torch changes to Temme's expansion, which XLA does not have.
@@ -77,7 +85,9 @@ def _incomplete(ctx: Context, function: Callable[..., jax.Array], a: Any, x: Any
     a, x = jnp.broadcast_arrays(*(as_array(v, np.dtype(np.float64)) for v in (a, x)))
     inside = (a > 0) & (x > 0) & jnp.isfinite(a) & jnp.isfinite(x)
     value = function(jnp.where(inside, a, 1), jnp.where(inside, x, 1))
-    value = jnp.where(jnp.isinf(x), 1 - at_zero, jnp.where(jnp.isnan(a) | jnp.isnan(x), jnp.nan, value))
+    value = jnp.where(
+        jnp.isinf(x), 1 - at_zero, jnp.where(jnp.isnan(a) | jnp.isnan(x), jnp.nan, value)
+    )
     value = jnp.where(jnp.isinf(a), jnp.where(jnp.isinf(x), jnp.nan, at_zero), value)
     value = jnp.where(x == 0, at_zero, value)
     value = jnp.where(a == 0, jnp.where(x > 0, 1 - at_zero, jnp.nan), value)

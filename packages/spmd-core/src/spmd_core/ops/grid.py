@@ -37,7 +37,9 @@ def _reflected(x: jax.Array, size: int, *, align_corners: bool) -> jax.Array:
     return jnp.where(flips % 2 == 0, rest + low, span - rest + low)
 
 
-def _moved_inside(x: jax.Array, size: int, padding: int, *, align_corners: bool, nan_is_first: bool) -> jax.Array:
+def _moved_inside(
+    x: jax.Array, size: int, padding: int, *, align_corners: bool, nan_is_first: bool
+) -> jax.Array:
     if padding == _REFLECTION:
         x = _reflected(x, size, align_corners=align_corners)
     return x if padding == _ZEROS else _clipped(x, size, nan_is_first=nan_is_first)
@@ -52,7 +54,9 @@ def _cubic_weights(fraction: jax.Array) -> jax.Array:
     return jnp.where(distance <= 1, near, far)
 
 
-def _taps(x: jax.Array, size: int, interpolation: int, padding: int, **rules: bool) -> tuple[jax.Array, jax.Array]:
+def _taps(
+    x: jax.Array, size: int, interpolation: int, padding: int, **rules: bool
+) -> tuple[jax.Array, jax.Array]:
     """The neighbours along one dim of coordinates (batch, points), and their weights, both (neighbours, batch, points)."""
     if interpolation == _CUBIC:
         base = jnp.floor(x)
@@ -65,7 +69,9 @@ def _taps(x: jax.Array, size: int, interpolation: int, padding: int, **rules: bo
     return jnp.stack([base, base + 1]), jnp.stack([1 - (x - base), x - base])
 
 
-def _sample(x: jax.Array, grid: jax.Array, *, interpolation: int, padding: int, align_corners: bool) -> jax.Array:
+def _sample(
+    x: jax.Array, grid: jax.Array, *, interpolation: int, padding: int, align_corners: bool
+) -> jax.Array:
     """`x` of (batch, channel, *sizes) at a grid of (batch, *result sizes, dims), whose last dim counts the dims of `x` from the last.
 
     All neighbours are read by one gather, and so the gradient is one scatter.
@@ -73,37 +79,70 @@ def _sample(x: jax.Array, grid: jax.Array, *, interpolation: int, padding: int, 
     batch, channels, *sizes = x.shape
     two_dims = len(sizes) == 2
     points = int(np.prod(grid.shape[1:-1]))
-    index, weight, inside = (jnp.full((1, batch, points), one, dtype) for one, dtype in ((0, np.int64), (1, x.dtype), (True, np.bool_)))
+    index, weight, inside = (
+        jnp.full((1, batch, points), one, dtype)
+        for one, dtype in ((0, np.int64), (1, x.dtype), (True, np.bool_))
+    )
     for d, size in enumerate(sizes):
         at = grid[..., len(sizes) - 1 - d].reshape(batch, points)
         at = (at + 1) / 2 * (size - 1) if align_corners else ((at + 1) * size - 1) / 2
-        at, part = _taps(at, size, interpolation, padding, align_corners=align_corners, nan_is_first=two_dims)
+        at, part = _taps(
+            at, size, interpolation, padding, align_corners=align_corners, nan_is_first=two_dims
+        )
         inside = (inside[:, None] & (at >= 0) & (at <= size - 1)).reshape(-1, batch, points)
-        index = (index[:, None] * size + jnp.clip(at, 0, size - 1).astype(np.int64)).reshape(-1, batch, points)
+        index = (index[:, None] * size + jnp.clip(at, 0, size - 1).astype(np.int64)).reshape(
+            -1, batch, points
+        )
         weight = (weight[:, None] * part).reshape(-1, batch, points)
     at = jnp.swapaxes(index, 0, 1).reshape(batch, 1, -1)
-    values = jnp.take_along_axis(x.reshape(batch, channels, -1), at, axis=2, mode="clip").reshape(batch, channels, -1, points)
+    values = jnp.take_along_axis(x.reshape(batch, channels, -1), at, axis=2, mode="clip").reshape(
+        batch, channels, -1, points
+    )
     weight, inside = (jnp.swapaxes(factor, 0, 1)[:, None] for factor in (weight, inside))
     # What lies outside is 0; times a weight that is NaN, for a coordinate that is not finite, in torch's kernel for two dims alone.
     nothing = jnp.zeros((), x.dtype)
-    terms = jnp.where(inside, values, nothing) * weight if two_dims else jnp.where(inside, values * weight, nothing)
+    terms = (
+        jnp.where(inside, values, nothing) * weight
+        if two_dims
+        else jnp.where(inside, values * weight, nothing)
+    )
     total = jnp.sum(terms, axis=2)
     return total.reshape(batch, channels, *grid.shape[1:-1])
 
 
 @lowering("aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
-def _grid_sampler(ctx: Context, x: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool) -> jax.Array:
+def _grid_sampler(
+    ctx: Context, x: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> jax.Array:
     wide = opmath(x.dtype)
-    out = _sample(x.astype(wide), grid.astype(wide), interpolation=interpolation_mode, padding=padding_mode, align_corners=align_corners)
+    out = _sample(
+        x.astype(wide),
+        grid.astype(wide),
+        interpolation=interpolation_mode,
+        padding=padding_mode,
+        align_corners=align_corners,
+    )
     return out.astype(ctx.dtype)
 
 
 @lowering("aten.grid_sampler_2d_backward.default", "aten.grid_sampler_3d_backward.default")
 def _grid_sampler_backward(
-    ctx: Context, grad: Any, x: Any, grid: Any, interpolation_mode: int, padding_mode: int, align_corners: bool, output_mask: Sequence[bool]
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    grid: Any,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+    output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
     wide = opmath(x.dtype)
-    sample = functools.partial(_sample, interpolation=interpolation_mode, padding=padding_mode, align_corners=align_corners)
+    sample = functools.partial(
+        _sample, interpolation=interpolation_mode, padding=padding_mode, align_corners=align_corners
+    )
     _, pull = jax.vjp(sample, x.astype(wide), grid.astype(wide))
     grads = pull(grad.astype(wide))
-    return tuple(g.astype(operand.dtype) if asked else None for g, operand, asked in zip(grads, (x, grid), output_mask))
+    return tuple(
+        g.astype(operand.dtype) if asked else None
+        for g, operand, asked in zip(grads, (x, grid), output_mask)
+    )

@@ -20,9 +20,13 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 def _check_data(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> None:
     if x.dtype not in (torch.float32, torch.float64):
-        raise NotImplementedError(f'"histogramdd" not implemented for {x.dtype}; convert the input to torch.float32 or torch.float64.')
+        raise NotImplementedError(
+            f'"histogramdd" not implemented for {x.dtype}; convert the input to torch.float32 or torch.float64.'
+        )
     if x.dim() < 2:
-        raise RuntimeError(f"torch.histogramdd: input tensor should have at least 2 dimensions, but got {x.dim()}. Put one point into each row.")
+        raise RuntimeError(
+            f"torch.histogramdd: input tensor should have at least 2 dimensions, but got {x.dim()}. Put one point into each row."
+        )
     if x.shape[-1] != num_dims:
         raise RuntimeError(
             "histogramdd: The size of bins must be equal to the innermost dimension of the input: "
@@ -44,7 +48,9 @@ def _check_data(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> 
 def _check_counts(counts: Sequence[int], range: Sequence[float] | None) -> None:
     for d, count in enumerate(counts):
         if count <= 0:
-            raise RuntimeError(f"torch.histogram(): bins must be > 0, but got {count} for dimension {d}. Give at least one bin.")
+            raise RuntimeError(
+                f"torch.histogram(): bins must be > 0, but got {count} for dimension {d}. Give at least one bin."
+            )
     if range is None:
         return
     if len(range) != 2 * len(counts):
@@ -54,7 +60,9 @@ def _check_counts(counts: Sequence[int], range: Sequence[float] | None) -> None:
         )
     for d, (low, high) in enumerate(zip(range[::2], range[1::2])):
         if not math.isfinite(low) or not math.isfinite(high):
-            raise RuntimeError(f"torch.histogramdd: dimension {d}'s range [{low}, {high}] is not finite. Give two finite numbers.")
+            raise RuntimeError(
+                f"torch.histogramdd: dimension {d}'s range [{low}, {high}] is not finite. Give two finite numbers."
+            )
         if low > high:
             raise RuntimeError(
                 f"torch.histogramdd: min should not exceed max, but got min {low} max {high} for dimension {d}. Give the smaller number first."
@@ -79,38 +87,53 @@ def _check_edges(x: torch.Tensor, edges: Sequence[torch.Tensor]) -> None:
 Range = Sequence[float] | None
 
 
-def _edges_meta(x: torch.Tensor, bins: Any, *, range: Range = None, weight: Any = None, density: bool = False) -> list[torch.Tensor]:
+def _edges_meta(
+    x: torch.Tensor, bins: Any, *, range: Range = None, weight: Any = None, density: bool = False
+) -> list[torch.Tensor]:
     _check_data(x, weight, len(bins))
     _check_counts(bins, range)
     return [x.new_empty(n + 1) for n in bins]
 
 
-def _counts_meta(x: torch.Tensor, bins: Any, *, range: Range = None, weight: Any = None, density: bool = False) -> torch.Tensor:
+def _counts_meta(
+    x: torch.Tensor, bins: Any, *, range: Range = None, weight: Any = None, density: bool = False
+) -> torch.Tensor:
     _edges_meta(x, bins, range=range, weight=weight)
     return x.new_empty(tuple(bins))
 
 
-def _tensors_meta(x: torch.Tensor, bins: Any, *, weight: Any = None, density: bool = False) -> torch.Tensor:
+def _tensors_meta(
+    x: torch.Tensor, bins: Any, *, weight: Any = None, density: bool = False
+) -> torch.Tensor:
     _check_data(x, weight, len(bins))
     _check_edges(x, bins)
     return x.new_empty(tuple(len(each) - 1 for each in bins))
 
 
-def _points(x: torch.Tensor, weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _points(
+    x: torch.Tensor, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """One-dimensional points of any arrangement as rows; a weight of another shape stays, so that it is refused by name."""
     fits = weight is not None and weight.shape == x.shape
     return x.reshape(-1, 1), weight.reshape(-1) if weight is not None and fits else weight
 
 
 def _histogram_counts_meta(
-    x: torch.Tensor, bins: int = 100, *, range: Range = None, weight: Any = None, density: bool = False
+    x: torch.Tensor,
+    bins: int = 100,
+    *,
+    range: Range = None,
+    weight: Any = None,
+    density: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     points, weight = _points(x, weight)
     (edges,) = _edges_meta(points, [bins], range=range, weight=weight)
     return points.new_empty(bins), edges
 
 
-def _histogram_tensor_meta(x: torch.Tensor, bins: torch.Tensor, *, weight: Any = None, density: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _histogram_tensor_meta(
+    x: torch.Tensor, bins: torch.Tensor, *, weight: Any = None, density: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     points, weight = _points(x, weight)
     return _tensors_meta(points, [bins], weight=weight), bins.new_empty(bins.shape)
 
@@ -122,16 +145,26 @@ def _linspace(low: jax.Array, high: jax.Array, num_bins: int) -> jax.Array:
     """`num_bins` equal bins' edges; counted from both ends, as torch does it, so that both are exact."""
     step = (high - low) / num_bins
     i = np.arange(num_bins + 1)
-    return jnp.where(i < (num_bins + 1) // 2, low + step * i.astype(step.dtype), high - step * (num_bins - i).astype(step.dtype))
+    return jnp.where(
+        i < (num_bins + 1) // 2,
+        low + step * i.astype(step.dtype),
+        high - step * (num_bins - i).astype(step.dtype),
+    )
 
 
 def _even_edges(points: jax.Array, bins: Sequence[int], range: Range) -> list[jax.Array]:
     """Equal bins over the range of each column: as given, or of the data; a range of one value reaches half to either side."""
     if range is not None:
-        bounds = [(low - 0.5, high + 0.5) if low == high else (low, high) for low, high in zip(range[::2], range[1::2])]
+        bounds = [
+            (low - 0.5, high + 0.5) if low == high else (low, high)
+            for low, high in zip(range[::2], range[1::2])
+        ]
         # By torch itself, as everything is known: an edge that is one bit off moves a value that stands on it.
         dtype = torch.float64 if points.dtype == np.float64 else torch.float32
-        return [jnp.asarray(torch.linspace(low, high, n + 1, dtype=dtype).numpy()) for (low, high), n in zip(bounds, bins)]
+        return [
+            jnp.asarray(torch.linspace(low, high, n + 1, dtype=dtype).numpy())
+            for (low, high), n in zip(bounds, bins)
+        ]
     edges = []
     for column, num_bins in zip(points.T, bins):
         if column.size == 0:
@@ -139,12 +172,17 @@ def _even_edges(points: jax.Array, bins: Sequence[int], range: Range) -> list[ja
         else:
             low, high = jnp.min(column), jnp.max(column)
         half = jnp.asarray(0.5, points.dtype)
-        low, high = jnp.where(low == high, low - half, low), jnp.where(low == high, high + half, high)
+        low, high = (
+            jnp.where(low == high, low - half, low),
+            jnp.where(low == high, high + half, high),
+        )
         edges.append(_linspace(low, high, num_bins))
     return edges
 
 
-def _histogram(points: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, *, density: bool) -> jax.Array:
+def _histogram(
+    points: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, *, density: bool
+) -> jax.Array:
     """(number, dims) points and one sequence of edges for each dim in, the array of bins out."""
     shape = tuple(len(each) - 1 for each in edges)
     place, inside = jnp.zeros(points.shape[0], np.int64), jnp.ones(points.shape[0], np.bool_)
@@ -154,7 +192,11 @@ def _histogram(points: jax.Array, edges: Sequence[jax.Array], weight: jax.Array 
         place = place * num_bins + jnp.clip(found, 0, num_bins - 1)
     # Counts are integers until the end: a float32 stops to count at 2^24.
     amounts = jnp.ones(points.shape[0], np.int64) if weight is None else weight.reshape(-1)
-    total = jnp.zeros(math.prod(shape), amounts.dtype).at[jnp.where(inside, place, math.prod(shape))].add(amounts, mode="drop")
+    total = (
+        jnp.zeros(math.prod(shape), amounts.dtype)
+        .at[jnp.where(inside, place, math.prod(shape))]
+        .add(amounts, mode="drop")
+    )
     counts = total.reshape(shape).astype(points.dtype)
     if density:
         counts = counts / jnp.sum(counts)
@@ -166,7 +208,13 @@ def _histogram(points: jax.Array, edges: Sequence[jax.Array], weight: jax.Array 
 
 @lowering("aten.histogram.bin_ct", meta=_histogram_counts_meta)
 def _histogram_bin_ct(
-    ctx: Context, x: Any, bins: int = 100, *, range: Range = None, weight: Any = None, density: bool = False
+    ctx: Context,
+    x: Any,
+    bins: int = 100,
+    *,
+    range: Range = None,
+    weight: Any = None,
+    density: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     points = x.reshape(-1, 1)
     edges = _even_edges(points, [bins], range)
@@ -174,7 +222,9 @@ def _histogram_bin_ct(
 
 
 @lowering("aten.histogram.bins_tensor", meta=_histogram_tensor_meta)
-def _histogram_bins_tensor(ctx: Context, x: Any, bins: Any, *, weight: Any = None, density: bool = False) -> tuple[jax.Array, jax.Array]:
+def _histogram_bins_tensor(
+    ctx: Context, x: Any, bins: Any, *, weight: Any = None, density: bool = False
+) -> tuple[jax.Array, jax.Array]:
     return _histogram(x.reshape(-1, 1), [bins], weight, density=density), bins
 
 
@@ -184,20 +234,34 @@ def _rows(x: jax.Array) -> jax.Array:
 
 @lowering("aten._histogramdd_bin_edges.default", meta=_edges_meta)
 def _histogramdd_bin_edges(
-    ctx: Context, x: Any, bins: Sequence[int], *, range: Range = None, weight: Any = None, density: bool = False
+    ctx: Context,
+    x: Any,
+    bins: Sequence[int],
+    *,
+    range: Range = None,
+    weight: Any = None,
+    density: bool = False,
 ) -> list[jax.Array]:
     return _even_edges(_rows(x), bins, range)
 
 
 @lowering("aten._histogramdd_from_bin_cts.default", meta=_counts_meta)
 def _histogramdd_from_bin_cts(
-    ctx: Context, x: Any, bins: Sequence[int], *, range: Range = None, weight: Any = None, density: bool = False
+    ctx: Context,
+    x: Any,
+    bins: Sequence[int],
+    *,
+    range: Range = None,
+    weight: Any = None,
+    density: bool = False,
 ) -> jax.Array:
     return _histogram(_rows(x), _even_edges(_rows(x), bins, range), weight, density=density)
 
 
 @lowering("aten._histogramdd_from_bin_tensors.default", meta=_tensors_meta)
-def _histogramdd_from_bin_tensors(ctx: Context, x: Any, bins: Sequence[Any], *, weight: Any = None, density: bool = False) -> jax.Array:
+def _histogramdd_from_bin_tensors(
+    ctx: Context, x: Any, bins: Sequence[Any], *, weight: Any = None, density: bool = False
+) -> jax.Array:
     return _histogram(_rows(x), bins, weight, density=density)
 
 
@@ -207,7 +271,10 @@ def _histc(ctx: Context, x: jax.Array, bins: int = 100, min: Any = 0, max: Any =
     flat = x.reshape(-1)
     if flat.size:
         # Equal bounds stand for the data's own, and data of one value for a range of 1 on either side of it.
-        low, high = jnp.where(low == high, flat.min(), low), jnp.where(low == high, flat.max(), high)
+        low, high = (
+            jnp.where(low == high, flat.min(), low),
+            jnp.where(low == high, flat.max(), high),
+        )
     low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
     inside = (flat >= low) & (flat <= high)
     place = jnp.minimum(jnp.floor((flat - low) * bins / (high - low)), bins - 1)
@@ -215,4 +282,6 @@ def _histc(ctx: Context, x: jax.Array, bins: int = 100, min: Any = 0, max: Any =
     counts = jnp.zeros(bins, np.int64).at[target].add(1, mode="drop").astype(ctx.dtype)
     if not jnp.issubdtype(ctx.dtype, jnp.floating):
         return counts
-    return jnp.where(jnp.isfinite(low) & jnp.isfinite(high), counts, jnp.asarray(jnp.nan, ctx.dtype))
+    return jnp.where(
+        jnp.isfinite(low) & jnp.isfinite(high), counts, jnp.asarray(jnp.nan, ctx.dtype)
+    )

@@ -25,7 +25,9 @@ def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     """The list of index tensors as a numpy key: a None takes the whole dim. Masks are refused: their results have no static shape."""
     for index in indices:
         if index is not None and index.dtype in (np.bool_, np.uint8):
-            raise NotImplementedError("indexing with a mask gives a shape that depends on the mask's values; it is computed on the host.")
+            raise NotImplementedError(
+                "indexing with a mask gives a shape that depends on the mask's values; it is computed on the host."
+            )
     return tuple(slice(None) if index is None else index for index in indices)
 
 
@@ -35,7 +37,13 @@ def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> j
 
 
 @lowering("aten._unsafe_masked_index.default")
-def _unsafe_masked_index(ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], fill: Number | float) -> jax.Array:
+def _unsafe_masked_index(
+    ctx: Context,
+    x: jax.Array,
+    mask: jax.Array,
+    indices: Sequence[jax.Array | None],
+    fill: Number | float,
+) -> jax.Array:
     picked = x.at[_key(x, indices)].get(mode="clip", wrap_negative_indices=False)
     return jnp.where(mask, picked, as_array(fill, x.dtype))
 
@@ -47,7 +55,9 @@ def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax
 
 
 @lowering("aten.gather.default")
-def _gather(ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False) -> jax.Array:
+def _gather(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False
+) -> jax.Array:
     axis = _axis(dim, x.ndim)
     if index.size == 0:  # of any number of dims, where torch looks no further
         return jnp.zeros(ctx.shape, ctx.dtype)
@@ -66,19 +76,33 @@ def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
 def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
     if x.ndim == 0:
         return jnp.zeros(ctx.shape, ctx.dtype)
-    return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1).astype(ctx.dtype).reshape(ctx.shape)
+    return (
+        jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1)
+        .astype(ctx.dtype)
+        .reshape(ctx.shape)
+    )
 
 
 @lowering("aten.embedding.default")
 def _embedding(
-    ctx: Context, weight: jax.Array, indices: jax.Array, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+    ctx: Context,
+    weight: jax.Array,
+    indices: jax.Array,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> jax.Array:
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 
 @lowering("aten.embedding_dense_backward.default")
 def _embedding_dense_backward(
-    ctx: Context, grad_output: jax.Array, indices: jax.Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+    ctx: Context,
+    grad_output: jax.Array,
+    indices: jax.Array,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
 ) -> jax.Array:
     rows = indices.reshape(-1)
     grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(opmath(grad_output.dtype))
@@ -86,7 +110,15 @@ def _embedding_dense_backward(
         # The row past the end does not exist, and a scatter drops what does not fit.
         rows = jnp.where(rows == padding_idx, num_weights, rows)
     if scale_grad_by_freq:
-        counts = jnp.zeros(num_weights, grad.dtype).at[rows].add(1, mode="drop", wrap_negative_indices=False)
+        counts = (
+            jnp.zeros(num_weights, grad.dtype)
+            .at[rows]
+            .add(1, mode="drop", wrap_negative_indices=False)
+        )
         grad = grad / jnp.take(counts, rows, mode="clip").reshape(-1, *(1,) * (grad.ndim - 1))
-    total = jnp.zeros(ctx.shape, grad.dtype).at[rows].add(grad, mode="drop", wrap_negative_indices=False)
+    total = (
+        jnp.zeros(ctx.shape, grad.dtype)
+        .at[rows]
+        .add(grad, mode="drop", wrap_negative_indices=False)
+    )
     return as_array(total, ctx.dtype)

@@ -23,7 +23,11 @@ def _axis(dim: int, ndim: int) -> int:
 def _cat(ctx: Context, tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     # A tensor of shape (0,) joins tensors of any rank: torch keeps that old rule.
     parts = [as_array(x, ctx.dtype) for x in tensors if x.shape != (0,)]
-    return jnp.concatenate(parts, _axis(dim, len(ctx.shape))) if parts else jnp.zeros(ctx.shape, ctx.dtype)
+    return (
+        jnp.concatenate(parts, _axis(dim, len(ctx.shape)))
+        if parts
+        else jnp.zeros(ctx.shape, ctx.dtype)
+    )
 
 
 @lowering("aten.stack.default", "aten._stack.default")
@@ -50,7 +54,11 @@ def _chunk_cat(ctx: Context, tensors: Sequence[jax.Array], dim: int, num_chunks:
         chunk = -(-x.shape[axis] // num_chunks)
         pad = [(0, 0, 0)] * x.ndim
         pad[axis] = (0, chunk * num_chunks - x.shape[axis], 0)
-        parts.append(lax.pad(as_array(x, ctx.dtype), jnp.zeros((), ctx.dtype), pad).reshape(*x.shape[:axis], num_chunks, -1))
+        parts.append(
+            lax.pad(as_array(x, ctx.dtype), jnp.zeros((), ctx.dtype), pad).reshape(
+                *x.shape[:axis], num_chunks, -1
+            )
+        )
     return jnp.concatenate(parts, -1)
 
 
@@ -62,7 +70,9 @@ def _repeat(ctx: Context, x: jax.Array, repeats: list[int]) -> jax.Array:
 @lowering("aten.repeat_interleave.Tensor")
 def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int) -> jax.Array:
     """Each position i of `repeats`, repeats[i] times. Where `output_size` was not given, the recording has read the sum."""
-    return jnp.repeat(jnp.arange(repeats.shape[0], dtype=ctx.dtype), repeats, total_repeat_length=output_size)
+    return jnp.repeat(
+        jnp.arange(repeats.shape[0], dtype=ctx.dtype), repeats, total_repeat_length=output_size
+    )
 
 
 # Reordering.
@@ -125,22 +135,30 @@ def _on_diagonal(base: jax.Array, piece: jax.Array, offset: int, dim1: int, dim2
     axes = (_axis(dim1, base.ndim), _axis(dim2, base.ndim))
     along = np.arange(piece.shape[-1])
     matrices = jnp.moveaxis(base, axes, (-2, -1))
-    new = matrices.at[..., along + max(-offset, 0), along + max(offset, 0)].set(piece, unique_indices=True)
+    new = matrices.at[..., along + max(-offset, 0), along + max(offset, 0)].set(
+        piece, unique_indices=True
+    )
     return jnp.moveaxis(new, (-2, -1), axes)
 
 
 @lowering("aten.diag_embed.default")
-def _diag_embed(ctx: Context, x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1) -> jax.Array:
+def _diag_embed(
+    ctx: Context, x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> jax.Array:
     return _on_diagonal(jnp.zeros(ctx.shape, ctx.dtype), x, offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_scatter.default")
-def _diagonal_scatter(ctx: Context, x: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+def _diagonal_scatter(
+    ctx: Context, x: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
     return _on_diagonal(x, as_array(src, x.dtype), offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_backward.default")
-def _diagonal_backward(ctx: Context, grad: jax.Array, input_sizes: list[int], offset: int, dim1: int, dim2: int) -> jax.Array:
+def _diagonal_backward(
+    ctx: Context, grad: jax.Array, input_sizes: list[int], offset: int, dim1: int, dim2: int
+) -> jax.Array:
     return _on_diagonal(jnp.zeros(ctx.shape, ctx.dtype), grad, offset, dim1, dim2)
 
 
@@ -161,7 +179,13 @@ def _select_scatter(ctx: Context, x: jax.Array, src: jax.Array, dim: int, index:
 
 @lowering("aten.slice_scatter.default")
 def _slice_scatter(
-    ctx: Context, x: jax.Array, src: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ctx: Context,
+    x: jax.Array,
+    src: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> jax.Array:
     axis = _axis(dim, x.ndim)
     first, last = _bounds(x.shape[axis], start, end, step)
@@ -185,27 +209,38 @@ def _padded(piece: jax.Array, length: int, axis: int, first: int, step: int) -> 
 
 
 @lowering("aten.select_backward.default")
-def _select_backward(ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, index: int) -> jax.Array:
+def _select_backward(
+    ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, index: int
+) -> jax.Array:
     axis = _axis(dim, len(ctx.shape))
     return _padded(jnp.expand_dims(grad, axis), ctx.shape[axis], axis, index % ctx.shape[axis], 1)
 
 
 @lowering("aten.slice_backward.default")
-def _slice_backward(ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, start: int, end: int, step: int) -> jax.Array:
+def _slice_backward(
+    ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, start: int, end: int, step: int
+) -> jax.Array:
     axis = _axis(dim, len(ctx.shape))
     first, _ = _bounds(ctx.shape[axis], start, end, step)
     return _padded(grad, ctx.shape[axis], axis, first, step)
 
 
 @lowering("aten.unfold_backward.default")
-def _unfold_backward(ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, size: int, step: int) -> jax.Array:
+def _unfold_backward(
+    ctx: Context, grad: jax.Array, input_sizes: list[int], dim: int, size: int, step: int
+) -> jax.Array:
     if not ctx.shape:
         return grad.reshape(())
     axis = _axis(dim, len(ctx.shape))
     wide = opmath(ctx.dtype)
     windows = np.arange(grad.shape[axis])[:, None] * step + np.arange(size)
     region = (slice(None),) * axis + (windows,)
-    return jnp.zeros(ctx.shape, wide).at[region].add(jnp.moveaxis(grad, -1, axis + 1).astype(wide)).astype(ctx.dtype)
+    return (
+        jnp.zeros(ctx.shape, wide)
+        .at[region]
+        .add(jnp.moveaxis(grad, -1, axis + 1).astype(wide))
+        .astype(ctx.dtype)
+    )
 
 
 # Padding: torch lists (before, after) pairs from the last dim backwards, and a negative amount crops.
@@ -218,8 +253,12 @@ def _pairs(pad: Sequence[int], ndim: int) -> list[tuple[int, int]]:
 
 
 @lowering("aten.constant_pad_nd.default")
-def _constant_pad_nd(ctx: Context, x: jax.Array, pad: list[int], value: Number | int = 0) -> jax.Array:
-    return lax.pad(x, as_array(value, x.dtype), [(before, after, 0) for before, after in _pairs(pad, x.ndim)])
+def _constant_pad_nd(
+    ctx: Context, x: jax.Array, pad: list[int], value: Number | int = 0
+) -> jax.Array:
+    return lax.pad(
+        x, as_array(value, x.dtype), [(before, after, 0) for before, after in _pairs(pad, x.ndim)]
+    )
 
 
 def _reflect(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
@@ -228,7 +267,9 @@ def _reflect(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
     if before > 0:
         parts.insert(0, lax.rev(lax.slice_in_dim(x, 1, before + 1, axis=axis), [axis]))
     if after > 0:
-        parts.append(lax.rev(lax.slice_in_dim(x, length - 1 - after, length - 1, axis=axis), [axis]))
+        parts.append(
+            lax.rev(lax.slice_in_dim(x, length - 1 - after, length - 1, axis=axis), [axis])
+        )
     return jnp.concatenate(parts, axis)
 
 
@@ -242,17 +283,26 @@ def _replicate(x: jax.Array, axis: int, before: int, after: int) -> jax.Array:
     return jnp.concatenate(parts, axis)
 
 
-def _pad_with(extend: Callable[[jax.Array, int, int, int], jax.Array], x: jax.Array, padding: Sequence[int]) -> jax.Array:
+def _pad_with(
+    extend: Callable[[jax.Array, int, int, int], jax.Array], x: jax.Array, padding: Sequence[int]
+) -> jax.Array:
     for axis, (before, after) in enumerate(_pairs(padding, x.ndim)):
         if before or after:
             x = extend(x, axis, before, after)
     return x
 
 
-def _pad_backward(extend: Callable[[jax.Array, int, int, int], jax.Array], grad: jax.Array, x: jax.Array, padding: Sequence[int]) -> jax.Array:
+def _pad_backward(
+    extend: Callable[[jax.Array, int, int, int], jax.Array],
+    grad: jax.Array,
+    x: jax.Array,
+    padding: Sequence[int],
+) -> jax.Array:
     # The transpose of the padding: it is linear, so no value of x is read. Summed wide, as one edge may collect many addends.
     wide = opmath(grad.dtype)
-    transpose = jax.linear_transpose(lambda y: _pad_with(extend, y, padding), jax.ShapeDtypeStruct(x.shape, wide))
+    transpose = jax.linear_transpose(
+        lambda y: _pad_with(extend, y, padding), jax.ShapeDtypeStruct(x.shape, wide)
+    )
     return transpose(grad.astype(wide))[0].astype(grad.dtype)
 
 
@@ -265,7 +315,9 @@ def _reflection_pad(ctx: Context, x: jax.Array, padding: list[int]) -> jax.Array
 
 
 @lowering(*(f"aten.reflection_pad{d}_backward.default" for d in _DIMS))
-def _reflection_pad_backward(ctx: Context, grad: jax.Array, x: jax.Array, padding: list[int]) -> jax.Array:
+def _reflection_pad_backward(
+    ctx: Context, grad: jax.Array, x: jax.Array, padding: list[int]
+) -> jax.Array:
     return _pad_backward(_reflect, grad, x, padding)
 
 
@@ -275,5 +327,7 @@ def _replication_pad(ctx: Context, x: jax.Array, padding: list[int]) -> jax.Arra
 
 
 @lowering(*(f"aten.replication_pad{d}_backward.default" for d in _DIMS))
-def _replication_pad_backward(ctx: Context, grad: jax.Array, x: jax.Array, padding: list[int]) -> jax.Array:
+def _replication_pad_backward(
+    ctx: Context, grad: jax.Array, x: jax.Array, padding: list[int]
+) -> jax.Array:
     return _pad_backward(_replicate, grad, x, padding)

@@ -31,7 +31,9 @@ def _exchanged(rows: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     return jnp.where(rows == i, j, jnp.where(rows == j, i, rows))
 
 
-def _inverse_of_block(d11: jax.Array, d21: jax.Array, d12: jax.Array, d22: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def _inverse_of_block(
+    d11: jax.Array, d21: jax.Array, d12: jax.Array, d22: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The inverse of a block of size 2, scaled by its off-diagonal element, which dominates it by the choice of the pivot."""
     scale = _size(d21).astype(d21.dtype)
     a, b, c, d = d11 / scale, d12 / scale, d21 / scale, d22 / scale
@@ -57,7 +59,11 @@ def _factor(a: jax.Array, *, hermitian: bool) -> tuple[jax.Array, jax.Array, jax
         here = _size(rest[k, k])
         across = jnp.where((rows >= k) & (rows != row), _size(rest[row]), 0).max()
         zero = ~(jnp.maximum(here, largest) > 0) | jnp.isnan(here)
-        stay = zero | (here >= _THRESHOLD * largest) | (here * across >= _THRESHOLD * largest * largest)
+        stay = (
+            zero
+            | (here >= _THRESHOLD * largest)
+            | (here * across >= _THRESHOLD * largest * largest)
+        )
         single = stay | (_size(rest[row, row]) >= _THRESHOLD * across)
         partner = jnp.where(stay, k, row).astype(np.int32)
         target = jnp.where(single, k, k + 1)
@@ -68,24 +74,42 @@ def _factor(a: jax.Array, *, hermitian: bool) -> tuple[jax.Array, jax.Array, jax
         x = jnp.where(rows > k, moved[:, k], 0)
         factor = jnp.where(zero, 0, x / jnp.where(zero, 1, moved[k, k]))
         rest_1 = moved - factor[:, None] * conj(x)[None, :]
-        packed_1 = packed.at[:, k].set(jnp.where(rows == k, moved[k, k], jnp.where(zero, x, factor)))
+        packed_1 = packed.at[:, k].set(
+            jnp.where(rows == k, moved[k, k], jnp.where(zero, x, factor))
+        )
         pivots_1 = pivots.at[k].set(partner + 1)
 
         x1, x2 = (jnp.where(rows > k + 1, moved[:, i], 0) for i in (k, after))
-        i11, i12, i21, i22 = _inverse_of_block(moved[k, k], moved[after, k], moved[k, after], moved[after, after])
+        i11, i12, i21, i22 = _inverse_of_block(
+            moved[k, k], moved[after, k], moved[k, after], moved[after, after]
+        )
         w1, w2 = x1 * i11 + x2 * i21, x1 * i12 + x2 * i22
         rest_2 = moved - w1[:, None] * conj(x1)[None, :] - w2[:, None] * conj(x2)[None, :]
         first = jnp.where(rows == k, moved[k, k], jnp.where(rows == after, moved[after, k], w1))
-        packed_2 = packed.at[:, k].set(first).at[:, after].set(jnp.where(rows == after, moved[after, after], w2))
+        packed_2 = (
+            packed.at[:, k]
+            .set(first)
+            .at[:, after]
+            .set(jnp.where(rows == after, moved[after, after], w2))
+        )
         pivots_2 = pivots.at[k].set(-partner - 1).at[after].set(-partner - 1)
 
-        chosen = [jnp.where(single, one, two) for one, two in ((rest_1, rest_2), (packed_1, packed_2), (pivots_1, pivots_2))]
+        chosen = [
+            jnp.where(single, one, two)
+            for one, two in ((rest_1, rest_2), (packed_1, packed_2), (pivots_1, pivots_2))
+        ]
         new_info = jnp.where((info == 0) & zero, k.astype(np.int32) + 1, info)
         fresh = (*chosen, new_info, ~single)
         skipped = (rest, packed, pivots, info, jnp.zeros((), np.bool_))
         return tuple(jnp.where(second, old, new) for old, new in zip(skipped, fresh))
 
-    start = (a, jnp.zeros_like(a), jnp.zeros(n, np.int32), jnp.zeros((), np.int32), jnp.zeros((), np.bool_))
+    start = (
+        a,
+        jnp.zeros_like(a),
+        jnp.zeros(n, np.int32),
+        jnp.zeros((), np.int32),
+        jnp.zeros((), np.bool_),
+    )
     _, packed, pivots, info, _ = lax.fori_loop(0, n, step, start)
     return packed, pivots, info
 
@@ -100,7 +124,9 @@ def _solve(packed: jax.Array, pivots: jax.Array, b: jax.Array, *, hermitian: boo
         b, second = state
         pair = pivots[k] < 0
         after = jnp.minimum(k + 1, n - 1)
-        b = jnp.where(second, b, b[_exchanged(rows, jnp.where(pair, after, k), jnp.abs(pivots[k]) - 1)])
+        b = jnp.where(
+            second, b, b[_exchanged(rows, jnp.where(pair, after, k), jnp.abs(pivots[k]) - 1)]
+        )
         l1 = jnp.where(rows > jnp.where(pair, after, k), packed[:, k], 0)
         l2 = jnp.where((rows > after) & pair, packed[:, after], 0)
         b1, b2 = b[k], b[after]
@@ -135,7 +161,9 @@ def _over_batch(function: Callable[..., Any], num_batch_dims: int) -> Callable[.
 
 
 @lowering("aten.linalg_ldl_factor_ex.default")
-def _ldl_factor_ex(ctx: Context, a: Any, *, hermitian: bool = False, check_errors: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _ldl_factor_ex(
+    ctx: Context, a: Any, *, hermitian: bool = False, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     if a.size == 0:
         return a, *(jnp.zeros(out.shape, np.int32) for out in ctx.outs[1:])
     hermitian = hermitian and jnp.iscomplexobj(a)
@@ -143,11 +171,15 @@ def _ldl_factor_ex(ctx: Context, a: Any, *, hermitian: bool = False, check_error
 
 
 @lowering("aten.linalg_ldl_solve.default")
-def _ldl_solve(ctx: Context, packed: Any, pivots: Any, b: Any, *, hermitian: bool = False) -> jax.Array:
+def _ldl_solve(
+    ctx: Context, packed: Any, pivots: Any, b: Any, *, hermitian: bool = False
+) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
     batch = ctx.shape[:-2]
     packed = jnp.broadcast_to(packed, (*batch, *packed.shape[-2:]))
     pivots = jnp.broadcast_to(pivots, (*batch, pivots.shape[-1]))
     b = jnp.broadcast_to(b, ctx.shape)
-    return _over_batch(partial(_solve, hermitian=hermitian and jnp.iscomplexobj(packed)), len(batch))(packed, pivots, b)
+    return _over_batch(
+        partial(_solve, hermitian=hermitian and jnp.iscomplexobj(packed)), len(batch)
+    )(packed, pivots, b)

@@ -39,14 +39,29 @@ def _with_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _solve_triangular(
-    a: jax.Array, b: jax.Array, *, lower: bool, left: bool = True, transpose: bool = False, adjoint: bool = False, unit: bool = False
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    lower: bool,
+    left: bool = True,
+    transpose: bool = False,
+    adjoint: bool = False,
+    unit: bool = False,
 ) -> jax.Array:
     """`op(a) x = b`, or `x op(a) = b` where not `left`; of `a` only the triangle is read. Batches broadcast."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = _with_batch(a, batch), _with_batch(b, batch)
     if b.size == 0:
         return b
-    return lax.linalg.triangular_solve(a, b, left_side=left, lower=lower, transpose_a=transpose or adjoint, conjugate_a=adjoint, unit_diagonal=unit)
+    return lax.linalg.triangular_solve(
+        a,
+        b,
+        left_side=left,
+        lower=lower,
+        transpose_a=transpose or adjoint,
+        conjugate_a=adjoint,
+        unit_diagonal=unit,
+    )
 
 
 # ---- Cholesky --------------------------------------------------------------------------------------------------------
@@ -62,7 +77,9 @@ def _cholesky_by_columns(a: jax.Array) -> tuple[jax.Array, jax.Array]:
         pivot = jnp.real(lax.dynamic_index_in_dim(column, k, axis=-1))
         good = pivot > 0  # not for nan
         info = jnp.where((info == 0) & ~good[..., 0], k.astype(np.int32) + 1, info)
-        column = jnp.where(rows >= k, column / jnp.sqrt(jnp.where(good, pivot, 1)).astype(a.dtype), 0)
+        column = jnp.where(
+            rows >= k, column / jnp.sqrt(jnp.where(good, pivot, 1)).astype(a.dtype), 0
+        )
         rest = jnp.where(rows > k, column, 0)
         reduced = a - rest[..., :, None] * jnp.conj(rest)[..., None, :]
         reduced = jnp.where(rows == k, column[..., None], reduced)
@@ -73,7 +90,9 @@ def _cholesky_by_columns(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @lowering("aten.linalg_cholesky_ex.default")
-def _cholesky_ex(ctx: Context, a: Any, *, upper: bool = False, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
+def _cholesky_ex(
+    ctx: Context, a: Any, *, upper: bool = False, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array]:
     if a.size == 0:
         return a, jnp.zeros(a.shape[:-2], np.int32)
     a = _adjoint(a) if upper else a
@@ -85,7 +104,9 @@ def _cholesky_ex(ctx: Context, a: Any, *, upper: bool = False, check_errors: boo
         slow, info = _cholesky_by_columns(a)
         return jnp.where(failed[..., None, None], slow, factor), info
 
-    factor, info = lax.cond(failed.any(), locate, lambda: (factor, jnp.zeros(failed.shape, np.int32)))
+    factor, info = lax.cond(
+        failed.any(), locate, lambda: (factor, jnp.zeros(failed.shape, np.int32))
+    )
     return (_adjoint(factor) if upper else factor), info
 
 
@@ -108,7 +129,9 @@ def _lu_without_pivots(a: jax.Array) -> jax.Array:
     rows, columns = jnp.arange(a.shape[-2]), jnp.arange(a.shape[-1])
 
     def step(k: jax.Array, a: jax.Array) -> jax.Array:
-        pivot = lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(a, k, axis=-2, keepdims=False), k, axis=-1)
+        pivot = lax.dynamic_index_in_dim(
+            lax.dynamic_index_in_dim(a, k, axis=-2, keepdims=False), k, axis=-1
+        )
         column = lax.dynamic_index_in_dim(a, k, axis=-1, keepdims=False)
         factor = jnp.where(rows > k, column / jnp.where(pivot == 0, 1, pivot), 0)
         row = jnp.where(columns > k, lax.dynamic_index_in_dim(a, k, axis=-2, keepdims=False), 0)
@@ -131,7 +154,9 @@ def _lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.
 def _unpacked(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     """L `(..., m, k)` and U `(..., k, n)` with k the smaller of m and n."""
     k = min(packed.shape[-2:])
-    return jnp.tril(packed[..., :k], -1) + jnp.eye(packed.shape[-2], k, dtype=packed.dtype), jnp.triu(packed[..., :k, :])
+    return jnp.tril(packed[..., :k], -1) + jnp.eye(
+        packed.shape[-2], k, dtype=packed.dtype
+    ), jnp.triu(packed[..., :k, :])
 
 
 def _permutation_matrix(permutation: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -147,7 +172,14 @@ def _permutation_of(pivots: jax.Array, size: int) -> jax.Array:
     return lax.linalg.lu_pivots_to_permutation(pivots - 1, size)
 
 
-def _lu_solve(packed: jax.Array, permutation: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False) -> jax.Array:
+def _lu_solve(
+    packed: jax.Array,
+    permutation: jax.Array,
+    b: jax.Array,
+    *,
+    left: bool = True,
+    adjoint: bool = False,
+) -> jax.Array:
     """`op(a) x = b`, or `x op(a) = b` where not `left`, from `a[permutation] = L U`."""
     if not left:
         return _adjoint(_lu_solve(packed, permutation, _adjoint(b), adjoint=not adjoint))
@@ -160,20 +192,30 @@ def _lu_solve(packed: jax.Array, permutation: jax.Array, b: jax.Array, *, left: 
         half = _solve_triangular(packed, b, lower=False, adjoint=True)
         half = _solve_triangular(packed, half, lower=True, adjoint=True, unit=True)
         return jnp.take_along_axis(half, jnp.argsort(permutation, -1)[..., None], axis=-2)
-    half = _solve_triangular(packed, jnp.take_along_axis(b, permutation[..., None], axis=-2), lower=True, unit=True)
+    half = _solve_triangular(
+        packed, jnp.take_along_axis(b, permutation[..., None], axis=-2), lower=True, unit=True
+    )
     return _solve_triangular(packed, half, lower=False)
 
 
 @lowering("aten.linalg_lu_factor_ex.default")
-def _lu_factor_ex(ctx: Context, a: Any, *, pivot: bool = True, check_errors: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _lu_factor_ex(
+    ctx: Context, a: Any, *, pivot: bool = True, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     packed, exchanges, _ = _lu(a, pivot=pivot)
     return packed, exchanges.astype(np.int32) + 1, _first(_diagonal(packed) == 0)
 
 
 @lowering("aten.linalg_lu.default")
-def _linalg_lu(ctx: Context, a: Any, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _linalg_lu(
+    ctx: Context, a: Any, *, pivot: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     packed, _, permutation = _lu(a, pivot=pivot)
-    p = _permutation_matrix(permutation, a.dtype) if pivot else jnp.zeros(ctx.outs[0].shape, a.dtype)
+    p = (
+        _permutation_matrix(permutation, a.dtype)
+        if pivot
+        else jnp.zeros(ctx.outs[0].shape, a.dtype)
+    )
     return p, *_unpacked(packed)
 
 
@@ -183,13 +225,21 @@ def _lu_unpack(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     nothing = jnp.zeros((0,), packed.dtype)
     low, up = _unpacked(packed) if unpack_data else (nothing, nothing)
-    p = _permutation_matrix(_permutation_of(pivots, packed.shape[-2]), packed.dtype) if unpack_pivots else nothing
+    p = (
+        _permutation_matrix(_permutation_of(pivots, packed.shape[-2]), packed.dtype)
+        if unpack_pivots
+        else nothing
+    )
     return p, low, up
 
 
 @lowering("aten.linalg_lu_solve.default")
-def _linalg_lu_solve(ctx: Context, packed: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> jax.Array:
-    return _lu_solve(packed, _permutation_of(pivots, packed.shape[-1]), b, left=left, adjoint=adjoint)
+def _linalg_lu_solve(
+    ctx: Context, packed: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False
+) -> jax.Array:
+    return _lu_solve(
+        packed, _permutation_of(pivots, packed.shape[-1]), b, left=left, adjoint=adjoint
+    )
 
 
 @lowering("aten.linalg_inv_ex.default")
@@ -203,13 +253,20 @@ def _inv_ex(ctx: Context, a: Any, *, check_errors: bool = False) -> tuple[jax.Ar
 
 
 @lowering("aten.linalg_solve_triangular.default")
-def _linalg_solve_triangular(ctx: Context, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> jax.Array:
+def _linalg_solve_triangular(
+    ctx: Context, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> jax.Array:
     return _solve_triangular(a, b, lower=not upper, left=left, unit=unitriangular)
 
 
 @lowering("aten.triangular_solve.default")
 def _triangular_solve(
-    ctx: Context, b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+    ctx: Context,
+    b: Any,
+    a: Any,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     solution = _solve_triangular(a, b, lower=not upper, transpose=transpose, unit=unitriangular)
     return solution, jnp.broadcast_to(a, ctx.outs[1].shape)
@@ -236,7 +293,9 @@ def _matrix_exp(ctx: Context, a: Any) -> jax.Array:
     norm = jnp.abs(a).sum(-2).max(-1)
     squarings = jnp.maximum(jnp.ceil(jnp.log2(norm / _PADE_RANGE)), 0)
     squarings = jnp.where(jnp.isfinite(norm), squarings, 0)
-    a = a * jnp.ldexp(jnp.ones_like(norm), -squarings.astype(np.int32))[..., None, None].astype(a.dtype)
+    a = a * jnp.ldexp(jnp.ones_like(norm), -squarings.astype(np.int32))[..., None, None].astype(
+        a.dtype
+    )
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
     a2 = _product(a, a)
     a4 = _product(a2, a2)
@@ -259,13 +318,17 @@ def _matrix_exp(ctx: Context, a: Any) -> jax.Array:
 
 
 @lowering("aten.linalg_pinv.atol_rtol_tensor")
-def _pinv(ctx: Context, a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False) -> jax.Array:
+def _pinv(
+    ctx: Context, a: Any, *, atol: Any = None, rtol: Any = None, hermitian: bool = False
+) -> jax.Array:
     """V S^-1 U^H over the singular values above max(atol, rtol * the largest)."""
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype)
     if hermitian:
         low = jnp.tril(a, -1)
-        vectors, values = lax.linalg.eigh(low + _adjoint(low) + _real_diagonal(a), symmetrize_input=False)
+        vectors, values = lax.linalg.eigh(
+            low + _adjoint(low) + _real_diagonal(a), symmetrize_input=False
+        )
         left, right, sizes = vectors, vectors, jnp.abs(values)
     else:
         left, values, adjoint_right = lax.linalg.svd(a, full_matrices=False)
@@ -274,7 +337,9 @@ def _pinv(ctx: Context, a: Any, *, atol: Any = None, rtol: Any = None, hermitian
     absolute = jnp.zeros_like(largest) if atol is None else atol.astype(largest.dtype)
     if rtol is None:
         # torch's default, where no absolute tolerance displaces it
-        relative = jnp.where(absolute > 0, 0, max(a.shape[-2:]) * jnp.finfo(a.dtype).eps).astype(largest.dtype)
+        relative = jnp.where(absolute > 0, 0, max(a.shape[-2:]) * jnp.finfo(a.dtype).eps).astype(
+            largest.dtype
+        )
     else:
         relative = rtol.astype(largest.dtype)
     cut = jnp.maximum(absolute, relative * largest)[..., None]
@@ -283,7 +348,9 @@ def _pinv(ctx: Context, a: Any, *, atol: Any = None, rtol: Any = None, hermitian
 
 
 def _real_diagonal(a: jax.Array) -> jax.Array:
-    return jnp.eye(a.shape[-1], dtype=a.dtype) * jnp.real(_diagonal(a))[..., None, :].astype(a.dtype)
+    return jnp.eye(a.shape[-1], dtype=a.dtype) * jnp.real(_diagonal(a))[..., None, :].astype(
+        a.dtype
+    )
 
 
 @lowering("aten.linalg_cross.default")

@@ -43,7 +43,9 @@ def _complex_logaddexp(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @lowering("aten.logaddexp.default")
 def _logaddexp(ctx: Context, x: Any, y: Any) -> jax.Array:
-    function = _complex_logaddexp if jnp.issubdtype(ctx.dtype, np.complexfloating) else jnp.logaddexp
+    function = (
+        _complex_logaddexp if jnp.issubdtype(ctx.dtype, np.complexfloating) else jnp.logaddexp
+    )
     return function(*(as_array(v, opmath(ctx.dtype)) for v in (x, y))).astype(ctx.dtype)
 
 

@@ -34,13 +34,20 @@ def _spread(grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int) -> jax.
 # ---- pointwise losses: loss(x - y), with derivative slope(x - y) -----------------------------------------------------
 
 
-def _pointwise(ctx: Context, x: jax.Array, y: jax.Array, reduction: int, loss: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _pointwise(
+    ctx: Context, x: jax.Array, y: jax.Array, reduction: int, loss: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     dtype = opmath(ctx.dtype)
     return _reduced(ctx, loss(as_array(x, dtype) - as_array(y, dtype)), reduction)
 
 
 def _pointwise_backward(
-    ctx: Context, grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int, slope: Callable[[jax.Array], jax.Array]
+    ctx: Context,
+    grad: jax.Array,
+    x: jax.Array,
+    y: jax.Array,
+    reduction: int,
+    slope: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
     return (_spread(grad, x, y, reduction) * slope(x - y)).astype(ctx.dtype)
@@ -57,17 +64,32 @@ def _mse_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int) -> ja
 
 
 @lowering("aten.smooth_l1_loss.default")
-def _smooth_l1(ctx: Context, x: Any, y: Any, reduction: int = _MEAN, beta: float = 1.0) -> jax.Array:
+def _smooth_l1(
+    ctx: Context, x: Any, y: Any, reduction: int = _MEAN, beta: float = 1.0
+) -> jax.Array:
     def loss(d: jax.Array) -> jax.Array:
         size = jnp.abs(d)
-        return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
+        return (
+            size
+            if beta == 0
+            else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
+        )
 
     return _pointwise(ctx, x, y, reduction, loss)
 
 
 @lowering("aten.smooth_l1_loss_backward.default")
-def _smooth_l1_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int, beta: float) -> jax.Array:
-    return _pointwise_backward(ctx, grad, x, y, reduction, lambda d: jnp.sign(d) if beta == 0 else jnp.clip(d / beta, -1, 1))
+def _smooth_l1_backward(
+    ctx: Context, grad: Any, x: Any, y: Any, reduction: int, beta: float
+) -> jax.Array:
+    return _pointwise_backward(
+        ctx,
+        grad,
+        x,
+        y,
+        reduction,
+        lambda d: jnp.sign(d) if beta == 0 else jnp.clip(d / beta, -1, 1),
+    )
 
 
 @lowering("aten.huber_loss.default")
@@ -80,7 +102,9 @@ def _huber(ctx: Context, x: Any, y: Any, reduction: int = _MEAN, delta: float = 
 
 
 @lowering("aten.huber_loss_backward.default")
-def _huber_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int, delta: float) -> jax.Array:
+def _huber_backward(
+    ctx: Context, grad: Any, x: Any, y: Any, reduction: int, delta: float
+) -> jax.Array:
     return _pointwise_backward(ctx, grad, x, y, reduction, lambda d: jnp.clip(d, -delta, delta))
 
 
@@ -104,7 +128,9 @@ def _weighted(losses: jax.Array, weight: jax.Array | None) -> jax.Array:
 
 
 @lowering("aten.binary_cross_entropy.default")
-def _binary_cross_entropy(ctx: Context, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+def _binary_cross_entropy(
+    ctx: Context, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
     x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
     # torch bounds the logarithms from below, so that a certain and wrong prediction costs 100 and not infinity.
     losses = (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
@@ -112,14 +138,18 @@ def _binary_cross_entropy(ctx: Context, x: Any, y: Any, weight: Any = None, redu
 
 
 @lowering("aten.binary_cross_entropy_backward.default")
-def _binary_cross_entropy_backward(ctx: Context, grad: Any, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+def _binary_cross_entropy_backward(
+    ctx: Context, grad: Any, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
     grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
     slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
     return (_spread(grad, x, y, reduction) * _weighted(slope, weight)).astype(ctx.dtype)
 
 
 @lowering("aten.binary_cross_entropy_with_logits.default")
-def _binary_cross_entropy_with_logits(ctx: Context, x: Any, y: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN) -> jax.Array:
+def _binary_cross_entropy_with_logits(
+    ctx: Context, x: Any, y: Any, weight: Any = None, pos_weight: Any = None, reduction: int = _MEAN
+) -> jax.Array:
     x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
     log_sigmoid = jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x)))
     scale = 1 if pos_weight is None else (as_array(pos_weight, x.dtype) - 1) * y + 1
@@ -133,16 +163,22 @@ def _class_dim(x: jax.Array) -> int:
     return 1 if x.ndim > 1 else 0
 
 
-def _class_weights(weight: jax.Array | None, target: jax.Array, ignore_index: int, dtype: np.dtype) -> jax.Array:
+def _class_weights(
+    weight: jax.Array | None, target: jax.Array, ignore_index: int, dtype: np.dtype
+) -> jax.Array:
     """The weight of each target: its class's, and 0 where it is ignored."""
     used = target != ignore_index
     if weight is None:
         return used.astype(dtype)
-    return jnp.where(used, as_array(weight, dtype)[jnp.where(used, target, 0)], jnp.zeros((), dtype))
+    return jnp.where(
+        used, as_array(weight, dtype)[jnp.where(used, target, 0)], jnp.zeros((), dtype)
+    )
 
 
 @lowering("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
-def _nll_loss(ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[jax.Array, jax.Array]:
+def _nll_loss(
+    ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> tuple[jax.Array, jax.Array]:
     dtype = opmath(ctx.dtype)
     dim = _class_dim(x)
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
@@ -150,7 +186,9 @@ def _nll_loss(ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ig
     used = target != ignore_index
     picked = jnp.take_along_axis(x, jnp.expand_dims(jnp.where(used, target, 0), dim), axis=dim)
     likelihood = lax.squeeze(picked, (dim,)).astype(dtype)
-    losses = jnp.where(used, -likelihood * weights, jnp.zeros((), dtype))  # an ignored -inf must not become nan
+    losses = jnp.where(
+        used, -likelihood * weights, jnp.zeros((), dtype)
+    )  # an ignored -inf must not become nan
     if reduction == _NONE and x.ndim > 1:
         return losses.astype(ctx.dtype), jnp.zeros((), ctx.dtype)
     total_weight = jnp.sum(weights)
@@ -161,7 +199,16 @@ def _nll_loss(ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ig
 
 
 @lowering("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
-def _nll_loss_backward(ctx: Context, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any) -> jax.Array:
+def _nll_loss_backward(
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Any,
+) -> jax.Array:
     dtype = opmath(ctx.dtype)
     dim = _class_dim(x)
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
@@ -170,8 +217,12 @@ def _nll_loss_backward(ctx: Context, grad: Any, x: Any, target: Any, weight: Any
         scale = scale / as_array(total_weight, dtype)
     # A comparison with the class index and not a scatter: each device writes its own shard of a sharded vocabulary without communication.
     chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
-    chosen &= jnp.expand_dims(target != ignore_index, dim)  # a total weight of 0 makes the scale of ignored targets nan
-    return jnp.where(chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)).astype(ctx.dtype)
+    chosen &= jnp.expand_dims(
+        target != ignore_index, dim
+    )  # a total weight of 0 makes the scale of ignored targets nan
+    return jnp.where(
+        chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)
+    ).astype(ctx.dtype)
 
 
 # ---- margins between classes: (batch, class) or (class,) -------------------------------------------------------------
@@ -185,10 +236,14 @@ def _reduced_rows(ctx: Context, losses: jax.Array, reduction: int) -> jax.Array:
     return _reduced(ctx, losses, reduction).reshape(ctx.shape)
 
 
-def _multi_margin_losses(x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None) -> jax.Array:
+def _multi_margin_losses(
+    x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None
+) -> jax.Array:
     """For each row the sum over the other classes of max(0, margin - x[target] + x)^p, over the number of classes."""
     target = target.reshape(-1, 1)
-    hinge = jnp.maximum(as_array(margin, x.dtype) - jnp.take_along_axis(x, target, axis=1, mode="clip") + x, 0)
+    hinge = jnp.maximum(
+        as_array(margin, x.dtype) - jnp.take_along_axis(x, target, axis=1, mode="clip") + x, 0
+    )
     losses = hinge if p == 1 else hinge * hinge
     if weight is not None:
         losses = losses * jnp.take(weight.astype(x.dtype), target, mode="clip")
@@ -197,8 +252,20 @@ def _multi_margin_losses(x: jax.Array, target: jax.Array, p: int, margin: Any, w
 
 
 @lowering("aten.multi_margin_loss.default", static=("p",))
-def _multi_margin(ctx: Context, x: Any, target: Any, p: Any = 1, margin: Any = 1, weight: Any = None, reduction: int = _MEAN) -> jax.Array:
-    return _reduced_rows(ctx, _multi_margin_losses(_rows(as_array(x, opmath(ctx.dtype))), target, p, margin, weight), reduction)
+def _multi_margin(
+    ctx: Context,
+    x: Any,
+    target: Any,
+    p: Any = 1,
+    margin: Any = 1,
+    weight: Any = None,
+    reduction: int = _MEAN,
+) -> jax.Array:
+    return _reduced_rows(
+        ctx,
+        _multi_margin_losses(_rows(as_array(x, opmath(ctx.dtype))), target, p, margin, weight),
+        reduction,
+    )
 
 
 def _like_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
@@ -207,14 +274,28 @@ def _like_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) 
 
 @lowering("aten.multi_margin_loss_backward.default", static=("p",), meta=_like_second)
 def _multi_margin_backward(
-    ctx: Context, grad: Any, x: Any, target: Any, p: Any, margin: Any, weight: Any = None, reduction: int = _MEAN
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    target: Any,
+    p: Any,
+    margin: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
 ) -> jax.Array:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
-    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (rows.shape[0] if reduction == _MEAN else 1)
+    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
+        rows.shape[0] if reduction == _MEAN else 1
+    )
     # A hinge's slope at its corner: torch counts a difference of 0 as outside, jax.grad of a maximum as half.
     target = target.reshape(-1, 1)
-    hinge = as_array(margin, rows.dtype) - jnp.take_along_axis(rows, target, axis=1, mode="clip") + rows
-    slope = jnp.where(hinge > 0, jnp.ones_like(hinge) if p == 1 else 2 * hinge, jnp.zeros_like(hinge)) / rows.shape[1]
+    hinge = (
+        as_array(margin, rows.dtype) - jnp.take_along_axis(rows, target, axis=1, mode="clip") + rows
+    )
+    slope = (
+        jnp.where(hinge > 0, jnp.ones_like(hinge) if p == 1 else 2 * hinge, jnp.zeros_like(hinge))
+        / rows.shape[1]
+    )
     if weight is not None:
         slope = slope * jnp.take(weight.astype(rows.dtype), target, mode="clip")
     is_target = jnp.arange(rows.shape[1]) == target
@@ -228,19 +309,27 @@ def _label_lists(target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     rows = _rows(target)
     counts = jnp.cumsum(rows < 0, axis=1) == 0
     labels = jnp.where(counts, rows, 0)
-    present = jnp.any((labels[:, :, None] == jnp.arange(rows.shape[1])) & counts[:, :, None], axis=1)
+    present = jnp.any(
+        (labels[:, :, None] == jnp.arange(rows.shape[1])) & counts[:, :, None], axis=1
+    )
     return labels, counts, present
 
 
-def _multilabel_hinges(x: jax.Array, labels: jax.Array, counts: jax.Array, present: jax.Array) -> jax.Array:
+def _multilabel_hinges(
+    x: jax.Array, labels: jax.Array, counts: jax.Array, present: jax.Array
+) -> jax.Array:
     """(batch, label, class): 1 - x[label] + x[class] for each label that counts and each class that is not in the list; 0 elsewhere or below."""
     hinge = 1 - jnp.take_along_axis(x, labels, axis=1, mode="clip")[:, :, None] + x[:, None, :]
-    return jnp.where(counts[:, :, None] & ~present[:, None, :], jnp.maximum(hinge, 0), jnp.zeros((), x.dtype))
+    return jnp.where(
+        counts[:, :, None] & ~present[:, None, :], jnp.maximum(hinge, 0), jnp.zeros((), x.dtype)
+    )
 
 
 # torch's own decomposition lets the unused ends of the lists count as label 0 (2.13), so this must not be left to it.
 @lowering("aten.multilabel_margin_loss_forward.default")
-def _multilabel_margin(ctx: Context, x: Any, target: Any, reduction: int) -> tuple[jax.Array, jax.Array]:
+def _multilabel_margin(
+    ctx: Context, x: Any, target: Any, reduction: int
+) -> tuple[jax.Array, jax.Array]:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
     losses = jnp.sum(_multilabel_hinges(rows, labels, counts, present), axis=(1, 2)) / rows.shape[1]
@@ -248,11 +337,17 @@ def _multilabel_margin(ctx: Context, x: Any, target: Any, reduction: int) -> tup
 
 
 @lowering("aten.multilabel_margin_loss_backward.default", meta=_like_second)
-def _multilabel_margin_backward(ctx: Context, grad: Any, x: Any, target: Any, reduction: int, is_target: Any) -> jax.Array:
+def _multilabel_margin_backward(
+    ctx: Context, grad: Any, x: Any, target: Any, reduction: int, is_target: Any
+) -> jax.Array:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
-    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (rows.shape[0] if reduction == _MEAN else 1)
+    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
+        rows.shape[0] if reduction == _MEAN else 1
+    )
     active = (_multilabel_hinges(rows, labels, counts, present) > 0).astype(rows.dtype)
-    at_labels = jnp.sum(active, axis=2)[:, :, None] * (labels[:, :, None] == jnp.arange(rows.shape[1]))
+    at_labels = jnp.sum(active, axis=2)[:, :, None] * (
+        labels[:, :, None] == jnp.arange(rows.shape[1])
+    )
     slope = (jnp.sum(active, axis=1) - jnp.sum(at_labels, axis=1)) / rows.shape[1]
     return (slope * each[:, None]).reshape(ctx.shape).astype(ctx.dtype)

@@ -22,7 +22,9 @@ _BATCHED = (((2,), (1,)), ((0,), (0,)))
 def _contract(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
     """The contraction in the accumulation dtype: float32 for 16-bit operands, else their own."""
     wide = opmath(a.dtype)
-    return lax.dot_general(a, b, dimension_numbers, precision=matmul_precision(a.dtype), preferred_element_type=wide)
+    return lax.dot_general(
+        a, b, dimension_numbers, precision=matmul_precision(a.dtype), preferred_element_type=wide
+    )
 
 
 def _scaled(x: jax.Array, factor: Any) -> jax.Array:
@@ -33,7 +35,9 @@ def _is_zero(factor: Any) -> bool:
     return not isinstance(factor, Number) and factor == 0
 
 
-def _plus_product(ctx: Context, x: jax.Array, product: jax.Array, beta: Any, alpha: Any) -> jax.Array:
+def _plus_product(
+    ctx: Context, x: jax.Array, product: jax.Array, beta: Any, alpha: Any
+) -> jax.Array:
     """beta * x + alpha * product, rounded once. With a beta of 0 torch ignores `x`, its nans too."""
     product = _scaled(product, alpha)
     if _is_zero(beta):
@@ -82,7 +86,9 @@ def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     return product.astype(ctx.dtype) if bias is None else _plus_product(ctx, bias, product, 1, 1)
 
 
-def _meta_linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]) -> tuple[torch.Tensor | None, ...]:
+def _meta_linear_backward(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, output_mask: Sequence[bool]
+) -> tuple[torch.Tensor | None, ...]:
     bias = grad.new_empty(grad.shape[grad.dim() - weight.dim() + 1 :])
     results = (torch.empty_like(x), torch.empty_like(weight), bias)
     return tuple(result if yes else None for result, yes in zip(results, output_mask))
@@ -98,16 +104,24 @@ def _over_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @lowering("aten.linear_backward.default", meta=_meta_linear_backward)
-def _linear_backward(ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]) -> tuple[jax.Array | None, ...]:
+def _linear_backward(
+    ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]
+) -> tuple[jax.Array | None, ...]:
     grad_x = grad_weight = grad_bias = None
     each = grad if weight.ndim == 2 else grad[..., None]  # (..., outputs)
     rows = weight.reshape(each.shape[-1], weight.shape[-1])
     if output_mask[0]:
-        grad_x = _contract(each, jnp.conj(rows), (((each.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
+        grad_x = _contract(each, jnp.conj(rows), (((each.ndim - 1,), (0,)), ((), ()))).astype(
+            x.dtype
+        )
     if output_mask[1]:
-        grad_weight = _over_leading(ctx, each, jnp.conj(x)).reshape(weight.shape).astype(weight.dtype)
+        grad_weight = (
+            _over_leading(ctx, each, jnp.conj(x)).reshape(weight.shape).astype(weight.dtype)
+        )
     if output_mask[2]:
-        grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(grad.dtype)
+        grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(
+            grad.dtype
+        )
     return grad_x, grad_weight, grad_bias
 
 
@@ -117,7 +131,9 @@ def _addmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 
 
 
 @lowering("aten.addmm.dtype")
-def _addmm_dtype(ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def _addmm_dtype(
+    ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
     return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
 
 
@@ -127,7 +143,9 @@ def _baddbmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any 
 
 
 @lowering("aten.baddbmm.dtype")
-def _baddbmm_dtype(ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def _baddbmm_dtype(
+    ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
     return _plus_product(ctx, x, _contract(a, b, _BATCHED), beta, alpha)
 
 
@@ -137,7 +155,9 @@ def _addbmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any =
 
 
 @lowering("aten.addmv.default")
-def _addmv(ctx: Context, x: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
+def _addmv(
+    ctx: Context, x: Any, matrix: Any, vector: Any, *, beta: Any = 1, alpha: Any = 1
+) -> jax.Array:
     return _plus_product(ctx, x, _contract(matrix, vector, _MATRIX_VECTOR), beta, alpha)
 
 
@@ -147,19 +167,40 @@ def _addr(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1
     if ctx.dtype == np.bool_:
         outer = a.astype(dtype)[:, None] & b.astype(dtype)[None, :] & as_array(alpha, dtype)
         return jnp.broadcast_to(outer | (as_array(x, dtype) & as_array(beta, dtype)), ctx.shape)
-    return _plus_product(ctx, x, as_array(a, dtype)[:, None] * as_array(b, dtype)[None, :], beta, alpha)
+    return _plus_product(
+        ctx, x, as_array(a, dtype)[:, None] * as_array(b, dtype)[None, :], beta, alpha
+    )
 
 
 @lowering("aten._addmm_activation.default")
-def _addmm_activation(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False) -> jax.Array:
+def _addmm_activation(
+    ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
+) -> jax.Array:
     total = _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
-    return jax.nn.gelu(total, approximate=True) if use_gelu else jnp.maximum(total, jnp.zeros_like(total))
+    return (
+        jax.nn.gelu(total, approximate=True)
+        if use_gelu
+        else jnp.maximum(total, jnp.zeros_like(total))
+    )
 
 
 @lowering("aten._trilinear.default")
-def _trilinear(ctx: Context, a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1) -> jax.Array:
+def _trilinear(
+    ctx: Context,
+    a: Any,
+    b: Any,
+    c: Any,
+    expand1: Any,
+    expand2: Any,
+    expand3: Any,
+    sumdim: Any,
+    unroll_dim: int = 1,
+) -> jax.Array:
     wide = opmath(ctx.dtype)
-    a, b, c = (jnp.expand_dims(as_array(x, wide), tuple(dims)) for x, dims in ((a, expand1), (b, expand2), (c, expand3)))
+    a, b, c = (
+        jnp.expand_dims(as_array(x, wide), tuple(dims))
+        for x, dims in ((a, expand1), (b, expand2), (c, expand3))
+    )
     letters = "abcdefghijklmnop"[: a.ndim]
     kept = "".join(letter for d, letter in enumerate(letters) if d not in sumdim)
     # einsum asks equal sizes of a shared index; a size of 1 stands for any.
@@ -170,12 +211,21 @@ def _trilinear(ctx: Context, a: Any, b: Any, c: Any, expand1: Any, expand2: Any,
         terms.append("".join(letters[d] for d in used))
         operands.append(lax.squeeze(x, [d for d in range(x.ndim) if d not in used]))
     present = "".join(letter for letter in kept if any(letter in term for term in terms))
-    result = jnp.einsum(f"{','.join(terms)}->{present}", *operands, precision=matmul_precision(wide))
+    result = jnp.einsum(
+        f"{','.join(terms)}->{present}", *operands, precision=matmul_precision(wide)
+    )
     return result.reshape(ctx.shape).astype(ctx.dtype)
 
 
 def _ragged(
-    ctx: Context, a: jax.Array, b: jax.Array, ends: jax.Array, *, contracting: tuple[int, int], ragged: int, groups: tuple[int, ...]
+    ctx: Context,
+    a: jax.Array,
+    b: jax.Array,
+    ends: jax.Array,
+    *,
+    contracting: tuple[int, int],
+    ragged: int,
+    groups: tuple[int, ...],
 ) -> jax.Array:
     """A product whose dim `ragged` of `a` is cut into groups that end at `ends`; dim 0 of `b`, or of the result, counts the groups."""
     if ctx.platform == "cpu":
@@ -183,28 +233,55 @@ def _ragged(
         a, b = a.astype(opmath(a.dtype)), b.astype(opmath(b.dtype))
     sizes = jnp.diff(ends.astype(np.int32), prepend=np.int32(0))
     dims = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((contracting[0],), (contracting[1],)), ((), ())), lhs_ragged_dimensions=[ragged], rhs_group_dimensions=groups
+        dot_dimension_numbers=(((contracting[0],), (contracting[1],)), ((), ())),
+        lhs_ragged_dimensions=[ragged],
+        rhs_group_dimensions=groups,
     )
-    return lax.ragged_dot_general(a, b, sizes, dims, precision=matmul_precision(a.dtype), preferred_element_type=opmath(a.dtype))
+    return lax.ragged_dot_general(
+        a,
+        b,
+        sizes,
+        dims,
+        precision=matmul_precision(a.dtype),
+        preferred_element_type=opmath(a.dtype),
+    )
 
 
-def _grouped_meta(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> torch.Tensor:
+def _grouped_meta(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: Any = None,
+    out_dtype: Any = None,
+) -> torch.Tensor:
     """torch's own takes 16-bit operands only, whose strides are multiples of 16 bytes."""
     groups = b.shape[0] if offs is None else offs.shape[0]
     flat = a.dim() == b.dim() == 2
-    fits = a.shape[-1] == b.shape[-2] and (offs is None) == (a.dim() == b.dim() == 3) and (flat or groups in (a.shape[0], b.shape[0]))
-    if not fits or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    fits = (
+        a.shape[-1] == b.shape[-2]
+        and (offs is None) == (a.dim() == b.dim() == 3)
+        and (flat or groups in (a.shape[0], b.shape[0]))
+    )
+    if (
+        not fits
+        or a.dtype != b.dtype
+        or a.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+    ):
         raise RuntimeError(
             "_grouped_mm multiplies (rows, k) or (groups, rows, k) by (k, columns) or (groups, k, columns), in float32, bfloat16 or float16, and one "
             f"offset for each group unless both have groups; got {tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype} and "
             f"{None if offs is None else tuple(offs.shape)} offsets. Give both one dtype and matching dims."
         )
     leading = (groups,) if flat or offs is None else ()
-    return torch.empty((*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype, device="meta")
+    return torch.empty(
+        (*leading, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype, device="meta"
+    )
 
 
 @lowering("aten._grouped_mm.default", meta=_grouped_meta)
-def _grouped_mm(ctx: Context, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> jax.Array:
+def _grouped_mm(
+    ctx: Context, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> jax.Array:
     """One product for each group. Rows or columns after the last group, which torch leaves unwritten, are 0."""
     if offs is None:
         product = _contract(a, b, _BATCHED)

@@ -17,14 +17,20 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 def _as_results(ctx: Context, *results: jax.Array) -> tuple[jax.Array, ...]:
     """The results in the dtypes that torch gives them: statistics of a bfloat16 tensor may be float32 or bfloat16, by op and weight."""
-    return tuple(x.astype(dtypes.to_jax(out.dtype)) for x, out in zip(results, ctx.outs, strict=True))
+    return tuple(
+        x.astype(dtypes.to_jax(out.dtype)) for x, out in zip(results, ctx.outs, strict=True)
+    )
 
 
-def _masked_results(ctx: Context, output_mask: Sequence[bool], *results: jax.Array) -> tuple[jax.Array | None, ...]:
+def _masked_results(
+    ctx: Context, output_mask: Sequence[bool], *results: jax.Array
+) -> tuple[jax.Array | None, ...]:
     """The results that `output_mask` asks for, in torch's dtypes, and None for the others."""
     wanted = [i for i, asked in enumerate(output_mask) if asked]
     outs = [out for out in ctx.outs if out is not None]
-    typed = {i: results[i].astype(dtypes.to_jax(out.dtype)) for i, out in zip(wanted, outs, strict=True)}
+    typed = {
+        i: results[i].astype(dtypes.to_jax(out.dtype)) for i, out in zip(wanted, outs, strict=True)
+    }
     return tuple(typed.get(i) for i in range(len(output_mask)))
 
 
@@ -50,7 +56,9 @@ def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> j
     return x if bias is None else x + bias
 
 
-def _normalised_gradient(grad: jax.Array, normal: jax.Array, rstd: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+def _normalised_gradient(
+    grad: jax.Array, normal: jax.Array, rstd: jax.Array, dims: tuple[int, ...]
+) -> jax.Array:
     """The gradient of x where `normal` = (x - mean) * rstd, given the gradient of `normal`."""
     return rstd * (grad - _mean(grad, dims) - normal * _mean(grad * normal, dims))
 
@@ -70,13 +78,26 @@ def _per_channel(values: Any, x: jax.Array) -> Any:
     return None if values is None else _wide(values).reshape(_channel_shape(x))
 
 
-def _batch_normalise(x: jax.Array, weight: Any, bias: Any, mean: jax.Array, rstd: jax.Array) -> jax.Array:
+def _batch_normalise(
+    x: jax.Array, weight: Any, bias: Any, mean: jax.Array, rstd: jax.Array
+) -> jax.Array:
     shape = _channel_shape(x)
-    return _affine((x - mean.reshape(shape)) * rstd.reshape(shape), _per_channel(weight, x), _per_channel(bias, x))
+    return _affine(
+        (x - mean.reshape(shape)) * rstd.reshape(shape),
+        _per_channel(weight, x),
+        _per_channel(bias, x),
+    )
 
 
 def _batch_norm(
-    x: jax.Array, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+    x: jax.Array,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     """Output, mean and reciprocal deviation used, and the new running mean and variance (None without running statistics)."""
     x = _wide(x)
@@ -101,53 +122,112 @@ def _fit_saved(ctx: Context, saved: jax.Array, index: int) -> jax.Array:
 
 @lowering("aten.native_batch_norm.default")
 def _native_batch_norm(
-    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     if training and running_mean is not None:
         raise NotImplementedError(
             "aten.native_batch_norm updates running_mean and running_var in place, which its schema does not say and a pure lowering cannot do; "
             "record aten._native_batch_norm_legit_functional and write its last two results back."
         )
-    out, mean, rstd, _, _ = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
+    out, mean, rstd, _, _ = _batch_norm(
+        x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
     return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2))
 
 
 @lowering("aten._native_batch_norm_legit.no_stats")
-def _batch_norm_no_stats(ctx: Context, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple[jax.Array, ...]:
+def _batch_norm_no_stats(
+    ctx: Context, x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[jax.Array, ...]:
     if not training:
-        raise ValueError("aten._native_batch_norm_legit.no_stats has no running statistics to use outside training; got training=False.")
+        raise ValueError(
+            "aten._native_batch_norm_legit.no_stats has no running statistics to use outside training; got training=False."
+        )
     return _as_results(ctx, *_batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3])
 
 
 @lowering("aten._native_batch_norm_legit_no_training.default")
 def _batch_norm_no_training(
-    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     return _native_batch_norm(ctx, x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
 @lowering("aten._native_batch_norm_legit_functional.default")
 def _batch_norm_functional(
-    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
-    out, mean, rstd, new_mean, new_var = _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
-    return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), new_mean, new_var)
+    out, mean, rstd, new_mean, new_var = _batch_norm(
+        x, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    return _as_results(
+        ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), new_mean, new_var
+    )
 
 
 @lowering("aten._batch_norm_no_update.default")
 def _batch_norm_no_update(
-    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
-    out, mean, rstd, _, _ = _batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
-    return _as_results(ctx, out, _fit_saved(ctx, mean, 1), _fit_saved(ctx, rstd, 2), jnp.zeros(ctx.outs[3].shape, np.uint8))
+    out, mean, rstd, _, _ = _batch_norm(
+        x, weight, bias, running_mean, running_var, False, momentum, eps
+    )
+    return _as_results(
+        ctx,
+        out,
+        _fit_saved(ctx, mean, 1),
+        _fit_saved(ctx, rstd, 2),
+        jnp.zeros(ctx.outs[3].shape, np.uint8),
+    )
 
 
 @lowering("aten._batch_norm_with_update_functional.default")
 def _batch_norm_with_update(
-    ctx: Context, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    ctx: Context,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
-    out, mean, rstd, new_mean, new_var = _batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return _as_results(ctx, out, mean, rstd, jnp.zeros(ctx.outs[3].shape, np.uint8), new_mean, new_var)
+    out, mean, rstd, new_mean, new_var = _batch_norm(
+        x, weight, bias, running_mean, running_var, True, momentum, eps
+    )
+    return _as_results(
+        ctx, out, mean, rstd, jnp.zeros(ctx.outs[3].shape, np.uint8), new_mean, new_var
+    )
 
 
 @lowering("aten.native_batch_norm_backward.default")
@@ -162,7 +242,9 @@ def _batch_norm_backward(
     normal = (x - mean) * rstd
     grad_normal = _affine(grad, _per_channel(weight, x), None)
     grad_x = _normalised_gradient(grad_normal, normal, rstd, dims) if train else grad_normal * rstd
-    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=dims), jnp.sum(grad, axis=dims))
+    return _masked_results(
+        ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=dims), jnp.sum(grad, axis=dims)
+    )
 
 
 @lowering("aten.batch_norm_backward.default")
@@ -170,14 +252,28 @@ def _batch_norm_backward_with_reserve(
     ctx: Context, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, update: bool, eps: float,
     output_mask: Sequence[bool], reserve: Any,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
-    return _batch_norm_backward(ctx, grad, x, weight, running_mean, running_var, save_mean, save_var, update, eps, output_mask)
+    return _batch_norm_backward(
+        ctx,
+        grad,
+        x,
+        weight,
+        running_mean,
+        running_var,
+        save_mean,
+        save_var,
+        update,
+        eps,
+        output_mask,
+    )
 
 
 # ---- layer norm: statistics over the last dims -----------------------------------------------------------------------
 
 
 @lowering("aten.native_layer_norm.default")
-def _layer_norm(ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[jax.Array, ...]:
+def _layer_norm(
+    ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[jax.Array, ...]:
     wide = _wide(x)
     mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
     rstd = lax.rsqrt(variance + eps)
@@ -186,50 +282,90 @@ def _layer_norm(ctx: Context, x: Any, normalized_shape: Sequence[int], weight: A
 
 @lowering("aten.layer_norm.default")
 def _layer_norm_alone(
-    ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+    ctx: Context,
+    x: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> jax.Array:
     """Recorded whole where nothing is differentiated (`composite.layer_norm`): then nobody asks for the statistics."""
     wide = _wide(x)
     mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
-    return _affine((wide - mean) * lax.rsqrt(variance + eps), _wide(weight), _wide(bias)).astype(ctx.dtype)
+    return _affine((wide - mean) * lax.rsqrt(variance + eps), _wide(weight), _wide(bias)).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.native_layer_norm_backward.default")
 def _layer_norm_backward(
-    ctx: Context, grad: Any, x: Any, normalized_shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, output_mask: Sequence[bool]
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
     first = x.ndim - len(normalized_shape)
     inner, outer = tuple(range(first, x.ndim)), tuple(range(first))
     grad, rstd = _wide(grad), _wide(rstd)
     normal = (_wide(x) - _wide(mean)) * rstd
     grad_x = _normalised_gradient(_affine(grad, _wide(weight), None), normal, rstd, inner)
-    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=outer), jnp.sum(grad, axis=outer))
+    return _masked_results(
+        ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=outer), jnp.sum(grad, axis=outer)
+    )
 
 
 # ---- group norm: statistics of each group of channels ----------------------------------------------------------------
 
 
 @lowering("aten.native_group_norm.default")
-def _group_norm(ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> tuple[jax.Array, ...]:
+def _group_norm(
+    ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple[jax.Array, ...]:
     grouped = _wide(x).reshape(N, group, C // group, HxW)
     mean, variance = _statistics(grouped, (2, 3))
     rstd = lax.rsqrt(variance + eps)
     normal = ((grouped - mean) * rstd).reshape(N, C, HxW)
-    out = _affine(normal, *(None if p is None else _wide(p).reshape(1, C, 1) for p in (weight, bias)))
+    out = _affine(
+        normal, *(None if p is None else _wide(p).reshape(1, C, 1) for p in (weight, bias))
+    )
     return _as_results(ctx, out.reshape(x.shape), mean.reshape(N, group), rstd.reshape(N, group))
 
 
 @lowering("aten.native_group_norm_backward.default")
 def _group_norm_backward(
-    ctx: Context, grad: Any, x: Any, mean: Any, rstd: Any, weight: Any, N: int, C: int, HxW: int, group: int, output_mask: Sequence[bool]
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
     grouped = (N, group, C // group, HxW)
     rstd = _wide(rstd).reshape(N, group, 1, 1)
     normal = (_wide(x).reshape(grouped) - _wide(mean).reshape(N, group, 1, 1)) * rstd
     grad = _wide(grad).reshape(grouped)
-    grad_normal = _affine(grad, None if weight is None else _wide(weight).reshape(1, group, C // group, 1), None)
+    grad_normal = _affine(
+        grad, None if weight is None else _wide(weight).reshape(1, group, C // group, 1), None
+    )
     grad_x = _normalised_gradient(grad_normal, normal, rstd, (2, 3)).reshape(x.shape)
-    return _masked_results(ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=(0, 3)).reshape(C), jnp.sum(grad, axis=(0, 3)).reshape(C))
+    return _masked_results(
+        ctx,
+        output_mask,
+        grad_x,
+        jnp.sum(grad * normal, axis=(0, 3)).reshape(C),
+        jnp.sum(grad, axis=(0, 3)).reshape(C),
+    )
 
 
 # ---- weight norm: a direction `v` with its length `g` along one dim --------------------------------------------------
@@ -247,7 +383,9 @@ def _weight_norm(ctx: Context, v: Any, g: Any, dim: int = 0) -> tuple[jax.Array,
 
 
 @lowering("aten._weight_norm_interface_backward.default")
-def _weight_norm_backward(ctx: Context, grad: Any, v: Any, g: Any, norm: Any, dim: int) -> tuple[jax.Array, ...]:
+def _weight_norm_backward(
+    ctx: Context, grad: Any, v: Any, g: Any, norm: Any, dim: int
+) -> tuple[jax.Array, ...]:
     grad, v, g, norm = _wide(grad), _wide(v), _wide(g), _wide(norm)
     along = jnp.sum(grad * v, axis=_all_but(v, dim), keepdims=True) / norm
     return _as_results(ctx, (g / norm) * (grad - v * along / norm), along)
@@ -275,7 +413,9 @@ def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
 @lowering("aten._safe_softmax.default")
 def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
-    nothing = jnp.all(x == -jnp.inf, axis=dims, keepdims=True)  # attention to no position at all: zeros, not nan
+    nothing = jnp.all(
+        x == -jnp.inf, axis=dims, keepdims=True
+    )  # attention to no position at all: zeros, not nan
     result = _softmax_over(ctx, x, dims)
     return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
 
@@ -284,28 +424,42 @@ def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Arra
 def _log_softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     shifted = _shifted(ctx, x, dims)
-    return (shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))).astype(ctx.dtype)
+    return (shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten._softmax_backward_data.default")
-def _softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any) -> jax.Array:
+def _softmax_backward(
+    ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
+) -> jax.Array:
     grad, output = _wide(grad), _wide(output)
-    return (output * (grad - jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True))).astype(ctx.dtype)
+    return (
+        output * (grad - jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True))
+    ).astype(ctx.dtype)
 
 
 @lowering("aten._log_softmax_backward_data.default")
-def _log_softmax_backward(ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any) -> jax.Array:
+def _log_softmax_backward(
+    ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
+) -> jax.Array:
     grad, output = _wide(grad), _wide(output)
-    return (grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)).astype(ctx.dtype)
+    return (
+        grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)
+    ).astype(ctx.dtype)
 
 
 # torch's numbers for `mask_type`: (query, key), (batch, key), and the whole shape for 2 or None
 _SOURCE_MASK, _PADDING_MASK = 0, 1
 
 
-def _check_masked(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None) -> torch.Tensor:
+def _check_masked(
+    x: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None
+) -> torch.Tensor:
     if mask.dtype is not torch.bool:
-        raise RuntimeError(f"Mask should be a boolean tensor; got {mask.dtype}. Convert it with .bool(), where True means left out.")
+        raise RuntimeError(
+            f"Mask should be a boolean tensor; got {mask.dtype}. Convert it with .bool(), where True means left out."
+        )
     wanted: tuple[int, ...] = tuple(x.shape)
     if mask_type == _SOURCE_MASK:
         wanted = tuple(x.shape[-2:])
@@ -319,7 +473,9 @@ def _check_masked(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None, m
 
 
 @lowering("aten._masked_softmax.default", meta=_check_masked)
-def _masked_softmax(ctx: Context, x: Any, mask: Any, dim: int | None = None, mask_type: int | None = None) -> jax.Array:
+def _masked_softmax(
+    ctx: Context, x: Any, mask: Any, dim: int | None = None, mask_type: int | None = None
+) -> jax.Array:
     """True is left out. A row of which nothing is left is NaN, as in torch."""
     if mask_type == _PADDING_MASK:
         mask = mask.reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
@@ -327,10 +483,17 @@ def _masked_softmax(ctx: Context, x: Any, mask: Any, dim: int | None = None, mas
     return _softmax_over(ctx, x, reduced_dims(-1 if dim is None else dim, x.ndim)).astype(ctx.dtype)
 
 
-@lowering("aten._masked_softmax_backward.default", meta=lambda grad, output, mask, dim=None: _check_masked(grad, mask))
-def _masked_softmax_backward(ctx: Context, grad: Any, output: Any, mask: Any, dim: int | None = None) -> jax.Array:
+@lowering(
+    "aten._masked_softmax_backward.default",
+    meta=lambda grad, output, mask, dim=None: _check_masked(grad, mask),
+)
+def _masked_softmax_backward(
+    ctx: Context, grad: Any, output: Any, mask: Any, dim: int | None = None
+) -> jax.Array:
     zero = jnp.zeros((), opmath(grad.dtype))
     # Left out before the products: a masked gradient may be NaN.
     grad, output = jnp.where(mask, zero, _wide(grad)), jnp.where(mask, zero, _wide(output))
-    total = jnp.sum(grad * output, axis=reduced_dims(-1 if dim is None else dim, grad.ndim), keepdims=True)
+    total = jnp.sum(
+        grad * output, axis=reduced_dims(-1 if dim is None else dim, grad.ndim), keepdims=True
+    )
     return jnp.where(mask, zero, output * (grad - total)).astype(ctx.dtype)

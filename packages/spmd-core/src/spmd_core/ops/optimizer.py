@@ -31,7 +31,9 @@ def _unscaled(grad: jax.Array, grad_scale: jax.Array | None) -> jax.Array:
     return wide if grad_scale is None else wide / grad_scale.astype(wide.dtype)
 
 
-def _kept(found_inf: jax.Array | None, old: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
+def _kept(
+    found_inf: jax.Array | None, old: Sequence[jax.Array], new: Sequence[jax.Array]
+) -> list[jax.Array]:
     """The new values in the old ones' dtypes; the old ones where gradient scaling found an infinity."""
     cast = [n.astype(o.dtype) for o, n in zip(old, new)]
     if found_inf is None:
@@ -65,18 +67,26 @@ def _adam(
     found_inf: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     rows = []
-    for i, (param, given, mean, square, step) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)):
+    for i, (param, given, mean, square, step) in enumerate(
+        zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
+    ):
         compute = opmath(param.dtype)
         p, m, v = param.astype(compute), mean.astype(compute), square.astype(compute)
         rate, b1, b2, decay = _wide(lr), _wide(beta1), _wide(beta2), _wide(weight_decay)
         unscaled = _unscaled(given, grad_scale)
         grad = -unscaled if maximize else unscaled
-        p, grad = (p * (1 - rate * decay).astype(compute), grad) if decoupled else (p, grad + p * decay.astype(compute))
+        p, grad = (
+            (p * (1 - rate * decay).astype(compute), grad)
+            if decoupled
+            else (p, grad + p * decay.astype(compute))
+        )
         m = m + (1 - b1).astype(compute) * (grad - m)
         v = v * b2.astype(compute) + (1 - b2).astype(compute) * grad * grad
         count = step.astype(np.float64)
         largest = jnp.maximum(max_exp_avg_sqs[i].astype(compute), v) if amsgrad else v
-        denominator = jnp.sqrt(largest) / jnp.sqrt(1 - b2**count).astype(compute) + _wide(eps).astype(compute)
+        denominator = jnp.sqrt(largest) / jnp.sqrt(1 - b2**count).astype(compute) + _wide(
+            eps
+        ).astype(compute)
         p = p - (rate / (1 - b1**count)).astype(compute) * (m / denominator)
         old = [param, given, mean, square, *([max_exp_avg_sqs[i]] if amsgrad else [])]
         rows.append(_kept(found_inf, old, [p, unscaled, m, v, *([largest] if amsgrad else [])]))
@@ -114,12 +124,21 @@ def _fused_sgd(
     rows = []
     for i, (param, given) in enumerate(zip(params, grads)):
         compute = opmath(param.dtype)
-        p, unscaled, factor = param.astype(compute), _unscaled(given, grad_scale), _wide(momentum).astype(compute)
+        p, unscaled, factor = (
+            param.astype(compute),
+            _unscaled(given, grad_scale),
+            _wide(momentum).astype(compute),
+        )
         grad = (-unscaled if maximize else unscaled) + p * _wide(weight_decay).astype(compute)
         old, buffer = [param, given], None
         if momentum_buffers:
             old.append(momentum_buffers[i])
-            buffer = grad if is_first_step else momentum_buffers[i].astype(compute) * factor + (1 - _wide(dampening)).astype(compute) * grad
+            buffer = (
+                grad
+                if is_first_step
+                else momentum_buffers[i].astype(compute) * factor
+                + (1 - _wide(dampening)).astype(compute) * grad
+            )
             grad = grad + factor * buffer if nesterov else buffer
         p = p - _wide(lr).astype(compute) * grad
         rows.append(_kept(found_inf, old, [p, unscaled, *([] if buffer is None else [buffer])]))
@@ -155,9 +174,16 @@ def _fused_adagrad(
 
 
 @lowering("aten._amp_foreach_non_finite_check_and_unscale.default")
-def _check_and_unscale(ctx: Context, grads: Any, found_inf: jax.Array, inv_scale: jax.Array) -> tuple[jax.Array, ...]:
-    scaled = [(g.astype(opmath(g.dtype)) * inv_scale.reshape(()).astype(opmath(g.dtype))).astype(g.dtype) for g in grads]
-    infinite = jnp.stack([~jnp.isfinite(g).all() for g in grads]).any() if grads else jnp.asarray(False)
+def _check_and_unscale(
+    ctx: Context, grads: Any, found_inf: jax.Array, inv_scale: jax.Array
+) -> tuple[jax.Array, ...]:
+    scaled = [
+        (g.astype(opmath(g.dtype)) * inv_scale.reshape(()).astype(opmath(g.dtype))).astype(g.dtype)
+        for g in grads
+    ]
+    infinite = (
+        jnp.stack([~jnp.isfinite(g).all() for g in grads]).any() if grads else jnp.asarray(False)
+    )
     return (*scaled, jnp.where(infinite, jnp.ones_like(found_inf), found_inf))
 
 

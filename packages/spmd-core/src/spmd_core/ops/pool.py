@@ -40,7 +40,9 @@ def _adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray
 # ---- maximum ---------------------------------------------------------------------------------------------------------
 
 
-def _better(value: jax.Array, position: jax.Array, best: jax.Array, best_position: jax.Array) -> jax.Array:
+def _better(
+    value: jax.Array, position: jax.Array, best: jax.Array, best_position: jax.Array
+) -> jax.Array:
     """Whether a later candidate wins: where larger, or nan, or the first that is not padding (position -1)."""
     wins = value > best
     if is_inexact(value.dtype):
@@ -48,7 +50,9 @@ def _better(value: jax.Array, position: jax.Array, best: jax.Array, best_positio
     return (position >= 0) & (wins | (best_position < 0))
 
 
-def _best_of(candidates: list[tuple[list[jax.Array], jax.Array]]) -> tuple[list[jax.Array], jax.Array]:
+def _best_of(
+    candidates: list[tuple[list[jax.Array], jax.Array]],
+) -> tuple[list[jax.Array], jax.Array]:
     """Of ([value, earlier dims' positions ...], position) the best, element by element."""
     best, best_position = candidates[0]
     for fields, position in candidates[1:]:
@@ -59,7 +63,13 @@ def _best_of(candidates: list[tuple[list[jax.Array], jax.Array]]) -> tuple[list[
 
 
 def _max_pool(
-    ctx: Context, x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
+    ctx: Context,
+    x: jax.Array,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    sizes: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
     """Values, and their flat positions among the spatial elements, of equal values the first.
 
@@ -72,13 +82,25 @@ def _max_pool(
     fields = [x]  # the value, then its positions along the dims already done, the last dim's last
     for d in reversed(range(num_dims)):
         dim = x.ndim - num_dims + d
-        high = (sizes[d] - 1) * stride[d] + dilation[d] * (kernel[d] - 1) + 1 - padding[d] - x.shape[dim]
+        high = (
+            (sizes[d] - 1) * stride[d]
+            + dilation[d] * (kernel[d] - 1)
+            + 1
+            - padding[d]
+            - x.shape[dim]
+        )
         position = lax.broadcasted_iota(_INT64, fields[0].shape, dim)
-        padded = [_pad_dim(f, dim, padding[d], high, lowest if i == 0 else 0) for i, f in enumerate(fields)]
+        padded = [
+            _pad_dim(f, dim, padding[d], high, lowest if i == 0 else 0)
+            for i, f in enumerate(fields)
+        ]
         position = _pad_dim(position, dim, padding[d], high, -1)
         candidates = []
         for k in range(kernel[d]):
-            window = [_window_slice(f, dim, k * dilation[d], sizes[d], stride[d]) for f in (*padded, position)]
+            window = [
+                _window_slice(f, dim, k * dilation[d], sizes[d], stride[d])
+                for f in (*padded, position)
+            ]
             candidates.append((window[:-1], window[-1]))
         best, best_position = _best_of(candidates)
         fields = [best[0], best_position, *best[1:]]
@@ -92,7 +114,9 @@ def _flat_position(positions: Sequence[jax.Array], sizes: Sequence[int]) -> jax.
     return flat
 
 
-def _add_at(grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], num_dims: int) -> jax.Array:
+def _add_at(
+    grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], num_dims: int
+) -> jax.Array:
     """The sum of `grad` at each flat spatial position, by a scatter: for windows of any form."""
     leading, spatial = shape[: len(shape) - num_dims], shape[len(shape) - num_dims :]
     rows, columns = int(np.prod(leading)), int(np.prod(spatial))
@@ -111,7 +135,10 @@ def _add_by_window(
     """
     num_dims = len(kernel)
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
-    grad, indices = (windows.near_or_whole(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims) for t in (grad, indices))
+    grad, indices = (
+        windows.near_or_whole(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
+        for t in (grad, indices)
+    )
     total = jnp.zeros(shape, grad.dtype)
     for offsets in np.ndindex(*kernel):
         here, inside, edges = [], [], []
@@ -126,7 +153,9 @@ def _add_by_window(
         won = indices == _flat_position(here, spatial)
         for mask in inside:
             won &= mask
-        total += cut_or_pad(windows.spread(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges)
+        total += cut_or_pad(
+            windows.spread(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
+        )
     return total
 
 
@@ -137,18 +166,39 @@ _LARGE_KERNEL = 64
 def _register_max_pool(num_dims: int) -> None:
     def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Any:
         kernel = each(kernel_size, num_dims)
-        return kernel, each(stride, num_dims, kernel), each(padding, num_dims), each(dilation, num_dims)
+        return (
+            kernel,
+            each(stride, num_dims, kernel),
+            each(padding, num_dims),
+            each(dilation, num_dims),
+        )
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices.default")
     def forward(
-        ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False
+        ctx: Context,
+        x: Any,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = (0,),
+        dilation: Any = (1,),
+        ceil_mode: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
         kernel, strides, paddings, dilations = geometry(kernel_size, stride, padding, dilation)
-        return _max_pool(ctx, x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :])
+        return _max_pool(
+            ctx, x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :]
+        )
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
     def backward(
-        ctx: Context, grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: Any
+        ctx: Context,
+        grad: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        ceil_mode: bool,
+        indices: Any,
     ) -> jax.Array:
         kernel, *rest = geometry(kernel_size, stride, padding, dilation)
         wide = grad.astype(opmath(grad.dtype))
@@ -166,15 +216,21 @@ def _register_max_pool(num_dims: int) -> None:
             for k in range(int((last - first).max(initial=1))):
                 index = np.minimum(first + k, x.shape[dim] - 1)
                 window = [jnp.take(f, index, axis=dim) for f in fields]
-                position = np.where(first + k < last, index, -1).reshape(-1, *(1,) * (x.ndim - dim - 1))
-                candidates.append((window, jnp.broadcast_to(jnp.asarray(position), window[0].shape)))
+                position = np.where(first + k < last, index, -1).reshape(
+                    -1, *(1,) * (x.ndim - dim - 1)
+                )
+                candidates.append(
+                    (window, jnp.broadcast_to(jnp.asarray(position), window[0].shape))
+                )
             best, best_position = _best_of(candidates)
             fields = [best[0], best_position, *best[1:]]
         return fields[0], _flat_position(fields[1:], x.shape[x.ndim - num_dims :])
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d_backward.default")
     def adaptive_backward(ctx: Context, grad: Any, x: Any, indices: Any) -> jax.Array:
-        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
+        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(
+            ctx.dtype
+        )
 
 
 # ---- fractional maximum: windows of one size at positions that a random number decides (Graham 2014, "Fractional Max-Pooling") -------
@@ -187,12 +243,16 @@ def _first_elements(samples: jax.Array, num_in: int, num_out: int, kernel: int) 
     alpha = jnp.asarray((num_in - kernel) / (num_out - 1), samples.dtype)
     steps = jnp.arange(num_out - 1, dtype=samples.dtype)
     begins = jnp.floor((steps + samples[..., None]) * alpha) - jnp.floor(samples[..., None] * alpha)
-    return jnp.concatenate([begins.astype(_INT64), jnp.full((*samples.shape, 1), num_in - kernel)], axis=-1)
+    return jnp.concatenate(
+        [begins.astype(_INT64), jnp.full((*samples.shape, 1), num_in - kernel)], axis=-1
+    )
 
 
 def _register_fractional_max_pool(num_dims: int) -> None:
     @lowering(f"aten.fractional_max_pool{num_dims}d.default")
-    def forward(ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any
+    ) -> tuple[jax.Array, jax.Array]:
         kernel, sizes = each(kernel_size, num_dims), each(output_size, num_dims)
         spatial = x.shape[x.ndim - num_dims :]
         fields = [x.reshape(*random_samples.shape[:2], *spatial)]
@@ -200,40 +260,79 @@ def _register_fractional_max_pool(num_dims: int) -> None:
             # torch takes the samples for two dims in the order width, height and for three in the order of the dims.
             sample = random_samples[..., num_dims - 1 - d if num_dims == 2 else d]
             begins = _first_elements(sample, spatial[d], sizes[d], kernel[d])
-            begins = begins.reshape(*begins.shape[:2], *(1,) * d, sizes[d], *(1,) * (num_dims - 1 - d))
+            begins = begins.reshape(
+                *begins.shape[:2], *(1,) * d, sizes[d], *(1,) * (num_dims - 1 - d)
+            )
             candidates = []
             for k in range(kernel[d]):
-                window = [jnp.take_along_axis(f, begins + k, axis=d + 2, mode="clip") for f in fields]
+                window = [
+                    jnp.take_along_axis(f, begins + k, axis=d + 2, mode="clip") for f in fields
+                ]
                 candidates.append((window, jnp.broadcast_to(begins + k, window[0].shape)))
             best, position = _best_of(candidates)
             fields = [best[0], position, *best[1:]]
         return fields[0].reshape(ctx.shape), _flat_position(fields[1:], spatial).reshape(ctx.shape)
 
-    @lowering(f"aten.fractional_max_pool{num_dims}d_backward.default", meta=lambda grad, x, *rest: x.new_empty(x.shape))
-    def backward(ctx: Context, grad: Any, x: Any, kernel_size: Any, output_size: Any, indices: Any) -> jax.Array:
-        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(ctx.dtype)
+    @lowering(
+        f"aten.fractional_max_pool{num_dims}d_backward.default",
+        meta=lambda grad, x, *rest: x.new_empty(x.shape),
+    )
+    def backward(
+        ctx: Context, grad: Any, x: Any, kernel_size: Any, output_size: Any, indices: Any
+    ) -> jax.Array:
+        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(
+            ctx.dtype
+        )
 
 
 # ---- mean ------------------------------------------------------------------------------------------------------------
 
 
-def _window_sums(ctx: Context, x: jax.Array, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], sizes: Sequence[int]) -> jax.Array:
+def _window_sums(
+    ctx: Context,
+    x: jax.Array,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    sizes: Sequence[int],
+) -> jax.Array:
     near = windows.stay_near(ctx, sizes, kernel, (1,) * len(kernel))
     is_split = windows.are_split(ctx, len(kernel)) and near
     if is_split and max(stride) > 1:
         moved_by_one = [(n - 1) * s + 1 for n, s in zip(sizes, stride)]
-        return windows.every(_window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride)
+        return windows.every(
+            _window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride
+        )
     x = x if is_split else ctx.keep_whole(x, len(kernel))
     lead = x.ndim - len(kernel)
-    high = [(n - 1) * s + k - p - have for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])]
+    high = [
+        (n - 1) * s + k - p - have
+        for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])
+    ]
     # reduce_window takes no negative padding; elements that no window reaches are cut first.
-    x = lax.slice(x, (0,) * x.ndim, (*x.shape[:lead], *(have + min(h, 0) for have, h in zip(x.shape[lead:], high))))
+    x = lax.slice(
+        x,
+        (0,) * x.ndim,
+        (*x.shape[:lead], *(have + min(h, 0) for have, h in zip(x.shape[lead:], high))),
+    )
     pads = [(0, 0)] * lead + [(p, max(h, 0)) for p, h in zip(padding, high)]
-    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (1,) * lead + tuple(kernel), (1,) * lead + tuple(stride), pads)
+    return lax.reduce_window(
+        x,
+        np.zeros((), x.dtype),
+        lax.add,
+        (1,) * lead + tuple(kernel),
+        (1,) * lead + tuple(stride),
+        pads,
+    )
 
 
 def _window_counts(
-    in_sizes: Sequence[int], out_sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], include_pad: bool
+    in_sizes: Sequence[int],
+    out_sizes: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    include_pad: bool,
 ) -> np.ndarray:
     """How many elements each window has: its share of the padding too, if so asked, but never what ceil mode adds beyond it."""
     counts = np.ones((1,) * len(kernel), np.int64)
@@ -258,7 +357,10 @@ def _adaptive_sums(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
     for dim, num_out in enumerate(sizes, start=lead):
         num_in = x.shape[dim]
         if num_out and num_in % num_out == 0:
-            x = jnp.sum(x.reshape(*x.shape[:dim], num_out, num_in // num_out, *x.shape[dim + 1 :]), axis=dim + 1)
+            x = jnp.sum(
+                x.reshape(*x.shape[:dim], num_out, num_in // num_out, *x.shape[dim + 1 :]),
+                axis=dim + 1,
+            )
             continue
         first, last = _adaptive_windows(num_in, num_out)
         index = first[:, None] + np.arange(int((last - first).max(initial=1)))
@@ -291,7 +393,9 @@ def _register_mean_pool(num_dims: int) -> None:
         stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
         sizes = ctx.shape[len(ctx.shape) - num_dims :]
         total = _window_sums(ctx, x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
-        counts = divisor_override or _window_counts(spatial(x), sizes, kernel, stride, padding, count_include_pad)
+        counts = divisor_override or _window_counts(
+            spatial(x), sizes, kernel, stride, padding, count_include_pad
+        )
         return _divided(total, counts).astype(ctx.dtype)
 
     @lowering(f"aten.avg_pool{num_dims}d_backward.default")
@@ -302,8 +406,13 @@ def _register_mean_pool(num_dims: int) -> None:
         kernel = each(kernel_size, num_dims)
         stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
         dtype = opmath(x.dtype)
-        counts = divisor_override or _window_counts(spatial(x), spatial(grad), kernel, stride, padding, count_include_pad)
-        sums = jax.linear_transpose(lambda x: _window_sums(ctx, x, kernel, stride, padding, spatial(grad)), jax.ShapeDtypeStruct(x.shape, dtype))
+        counts = divisor_override or _window_counts(
+            spatial(x), spatial(grad), kernel, stride, padding, count_include_pad
+        )
+        sums = jax.linear_transpose(
+            lambda x: _window_sums(ctx, x, kernel, stride, padding, spatial(grad)),
+            jax.ShapeDtypeStruct(x.shape, dtype),
+        )
         return sums(_divided(grad.astype(dtype), counts))[0].astype(ctx.dtype)
 
 
@@ -319,15 +428,23 @@ _register_mean_pool(3)
 def _adaptive_avg_pool(ctx: Context, x: Any, output_size: Any) -> jax.Array:
     sizes = tuple(output_size)
     total = _adaptive_sums(x.astype(opmath(x.dtype)), sizes)
-    return _divided(total, _adaptive_counts(x.shape[x.ndim - len(sizes) :], sizes)).astype(ctx.dtype)
+    return _divided(total, _adaptive_counts(x.shape[x.ndim - len(sizes) :], sizes)).astype(
+        ctx.dtype
+    )
 
 
-def _adaptive_avg_pool_backward(ctx: Context, grad: jax.Array, x: jax.Array, num_dims: int) -> jax.Array:
+def _adaptive_avg_pool_backward(
+    ctx: Context, grad: jax.Array, x: jax.Array, num_dims: int
+) -> jax.Array:
     dtype = opmath(x.dtype)
     lead = x.ndim - num_dims
     sizes = grad.shape[lead:]
-    sums = jax.linear_transpose(lambda x: _adaptive_sums(x, sizes), jax.ShapeDtypeStruct(x.shape, dtype))
-    return sums(_divided(grad.astype(dtype), _adaptive_counts(x.shape[lead:], sizes)))[0].astype(ctx.dtype)
+    sums = jax.linear_transpose(
+        lambda x: _adaptive_sums(x, sizes), jax.ShapeDtypeStruct(x.shape, dtype)
+    )
+    return sums(_divided(grad.astype(dtype), _adaptive_counts(x.shape[lead:], sizes)))[0].astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten._adaptive_avg_pool2d_backward.default")

@@ -33,7 +33,9 @@ def _sampled(dtype: np.dtype) -> np.dtype:
 def _largest_below(dtype: np.dtype, bound: float) -> float:
     """The largest number of the float dtype that is less than `bound`."""
     nearest = np.asarray(bound).astype(dtype)
-    return float(nearest if float(nearest) < bound else np.nextafter(nearest, np.asarray(-np.inf, dtype)))
+    return float(
+        nearest if float(nearest) < bound else np.nextafter(nearest, np.asarray(-np.inf, dtype))
+    )
 
 
 # Uniform floats.
@@ -47,15 +49,27 @@ def _uniform_between(ctx: Context, low: float, high: float) -> jax.Array:
         return lax.complex(parts[..., 0], parts[..., 1])
     unit = jax.random.uniform(_key(ctx), ctx.shape, _sampled(dtype))
     scaled = (unit * (high - low) + low).astype(dtype)
-    return scaled if high <= low else jnp.minimum(scaled, np.asarray(_largest_below(dtype, high), dtype))
+    return (
+        scaled
+        if high <= low
+        else jnp.minimum(scaled, np.asarray(_largest_below(dtype, high), dtype))
+    )
 
 
 @lowering("aten.uniform.default", random=True)
-def _uniform(ctx: Context, x: jax.Array, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> jax.Array:
+def _uniform(
+    ctx: Context, x: jax.Array, low: float = 0.0, high: float = 1.0, *, generator: Any = None
+) -> jax.Array:
     return _uniform_between(ctx, low, high)
 
 
-@lowering("aten.rand.default", "aten.rand.generator", "aten.rand_like.default", "aten.rand_like.generator", random=True)
+@lowering(
+    "aten.rand.default",
+    "aten.rand.generator",
+    "aten.rand_like.default",
+    "aten.rand_like.generator",
+    random=True,
+)
 def _rand(ctx: Context, *_: Any, **__: Any) -> jax.Array:
     return _uniform_between(ctx, 0.0, 1.0)
 
@@ -66,26 +80,45 @@ def _rand(ctx: Context, *_: Any, **__: Any) -> jax.Array:
 def _normal_with(ctx: Context, mean: Any, std: Any) -> jax.Array:
     """Normal; for a complex dtype `std` is that of the whole number, half of the variance in each part."""
     wide = ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.complexfloating) else _sampled(ctx.dtype)
-    return (jax.random.normal(_key(ctx), ctx.shape, wide) * jnp.asarray(std, wide) + jnp.asarray(mean, wide)).astype(ctx.dtype)
+    return (
+        jax.random.normal(_key(ctx), ctx.shape, wide) * jnp.asarray(std, wide)
+        + jnp.asarray(mean, wide)
+    ).astype(ctx.dtype)
 
 
-@lowering("aten.randn.default", "aten.randn.generator", "aten.randn_like.default", "aten.randn_like.generator", random=True)
+@lowering(
+    "aten.randn.default",
+    "aten.randn.generator",
+    "aten.randn_like.default",
+    "aten.randn_like.generator",
+    random=True,
+)
 def _randn(ctx: Context, *_: Any, **__: Any) -> jax.Array:
     return _normal_with(ctx, 0.0, 1.0)
 
 
 @lowering("aten.normal_functional.default", random=True)
-def _normal_functional(ctx: Context, x: jax.Array, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> jax.Array:
+def _normal_functional(
+    ctx: Context, x: jax.Array, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
+) -> jax.Array:
     return _normal_with(ctx, mean, std)
 
 
-@lowering("aten.normal.Tensor_Tensor", "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.float_float", random=True)
+@lowering(
+    "aten.normal.Tensor_Tensor",
+    "aten.normal.Tensor_float",
+    "aten.normal.float_Tensor",
+    "aten.normal.float_float",
+    random=True,
+)
 def _normal(ctx: Context, mean: Any, std: Any = 1.0, *_: Any, **__: Any) -> jax.Array:
     return _normal_with(ctx, mean, std)
 
 
 @lowering("aten.log_normal.default", random=True)
-def _log_normal(ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0, *, generator: Any = None) -> jax.Array:
+def _log_normal(
+    ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
+) -> jax.Array:
     wide = _sampled(ctx.dtype)
     return jnp.exp(jax.random.normal(_key(ctx), ctx.shape, wide) * std + mean).astype(ctx.dtype)
 
@@ -94,7 +127,9 @@ def _log_normal(ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0,
 
 
 @lowering("aten.exponential.default", random=True)
-def _exponential(ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: Any = None) -> jax.Array:
+def _exponential(
+    ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: Any = None
+) -> jax.Array:
     wide = _sampled(ctx.dtype)
     # A uniform draw may be 0, whose logarithm below is 0; half of the smallest step between draws stands in, as torch's own kernel does.
     half_step = np.asarray(np.finfo(wide).eps / 2, wide)
@@ -105,8 +140,12 @@ def _exponential(ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: A
 
 
 @lowering("aten.cauchy.default", random=True)
-def _cauchy(ctx: Context, x: jax.Array, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None) -> jax.Array:
-    return (jax.random.cauchy(_key(ctx), ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(ctx.dtype)
+def _cauchy(
+    ctx: Context, x: jax.Array, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
+) -> jax.Array:
+    return (jax.random.cauchy(_key(ctx), ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten._standard_gamma.default", random=True)
@@ -120,7 +159,11 @@ def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.A
     return lax.random_gamma_grad(x.astype(wide), output.astype(wide)).astype(ctx.dtype)
 
 
-@lowering("aten._sample_dirichlet.default", random=True, meta=lambda x, generator=None: torch.empty_like(x, memory_format=torch.contiguous_format))
+@lowering(
+    "aten._sample_dirichlet.default",
+    random=True,
+    meta=lambda x, generator=None: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 def _sample_dirichlet(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
     concentration = x.astype(_sampled(ctx.dtype))
     # Normalised in logarithms, so that a row of small concentrations, whose gammas all underflow, still adds up to 1.
@@ -134,7 +177,10 @@ _NODES = np.exp(_U - np.exp(-_U))
 _NODE_WEIGHTS = _NODES * (1 + np.exp(-_U)) * 0.1
 
 
-@lowering("aten._dirichlet_grad.default", meta=lambda x, alpha, total: torch.empty_like(x, memory_format=torch.contiguous_format))
+@lowering(
+    "aten._dirichlet_grad.default",
+    meta=lambda x, alpha, total: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
 def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Array) -> jax.Array:
     """How a value moves with its own concentration: -(dF/d alpha) / (1 - x) / F' where F is the distribution function of Beta(alpha, total - alpha).
 
@@ -144,7 +190,10 @@ def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Arr
     wide = np.dtype(np.float64)
     x, a, total = (y.astype(wide) for y in (x, alpha, total))
     b = total - a
-    y_end, mean_log = jnp.log(x) - jnp.log1p(-x), jax.scipy.special.digamma(a) - jax.scipy.special.digamma(total)
+    y_end, mean_log = (
+        jnp.log(x) - jnp.log1p(-x),
+        jax.scipy.special.digamma(a) - jax.scipy.special.digamma(total),
+    )
     left = jnp.log(x) < mean_log
     direction = jnp.where(left, -1.0, 1.0)
     scale = jnp.maximum(1 / jnp.where(left, a, b), jnp.sqrt(1 / a + 1 / b))
@@ -179,14 +228,20 @@ def _bernoulli_p(ctx: Context, x: jax.Array, p: float = 0.5, *, generator: Any =
 
 
 @lowering("aten.bernoulli.default", "aten.bernoulli.Tensor", random=True)
-def _bernoulli(ctx: Context, x: jax.Array, p: jax.Array | None = None, *, generator: Any = None) -> jax.Array:
+def _bernoulli(
+    ctx: Context, x: jax.Array, p: jax.Array | None = None, *, generator: Any = None
+) -> jax.Array:
     probability = x if p is None else p
     wide = _sampled(probability.dtype)
-    return (jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)).astype(ctx.dtype)
+    return (jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.native_dropout.default", random=True)
-def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, jax.Array]:
+def _native_dropout(
+    ctx: Context, x: jax.Array, p: float, train: bool | None
+) -> tuple[jax.Array, jax.Array]:
     if train is False:
         return x, jnp.ones(ctx.shape, bool)
     mask = _coin(_key(ctx), 1.0 - p, ctx.shape)
@@ -197,14 +252,24 @@ def _native_dropout(ctx: Context, x: jax.Array, p: float, train: bool | None) ->
 
 
 @lowering("aten.native_dropout_backward.default")
-def _native_dropout_backward(ctx: Context, grad_output: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+def _native_dropout_backward(
+    ctx: Context, grad_output: jax.Array, mask: jax.Array, scale: float
+) -> jax.Array:
     wide = opmath(ctx.dtype)
-    return (grad_output.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype)
+    return (grad_output.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.rrelu_with_noise_functional.default", random=True)
 def _rrelu_with_noise(
-    ctx: Context, x: jax.Array, noise: jax.Array, lower: Number, upper: Number, training: bool, generator: Any = None
+    ctx: Context,
+    x: jax.Array,
+    noise: jax.Array,
+    lower: Number,
+    upper: Number,
+    training: bool,
+    generator: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """In training only; without it the router records a leaky_relu, which draws nothing."""
     low, high = (as_array(bound, _sampled(x.dtype)) for bound in (lower, upper))
@@ -223,17 +288,28 @@ def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -
 
 @lowering("aten.poisson.default", random=True)
 def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.poisson(_key(ctx), x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(ctx.dtype)
+    return jax.random.poisson(_key(ctx), x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.binomial.default", random=True)
 def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
     wide = _sampled(ctx.dtype)
-    return jax.random.binomial(_key(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide).astype(ctx.dtype)
+    return jax.random.binomial(
+        _key(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide
+    ).astype(ctx.dtype)
 
 
 @lowering("aten.multinomial.default", random=True)
-def _multinomial(ctx: Context, weights: jax.Array, num_samples: int, replacement: bool = False, *, generator: Any = None) -> jax.Array:
+def _multinomial(
+    ctx: Context,
+    weights: jax.Array,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Any = None,
+) -> jax.Array:
     weights = weights.astype(_sampled(weights.dtype))
     if not replacement or num_samples == 1:
         # Gumbel top-k: the k largest of log-weight plus Gumbel noise are a sample without replacement (Kool et al. 2019, section 3).
@@ -241,9 +317,13 @@ def _multinomial(ctx: Context, weights: jax.Array, num_samples: int, replacement
         return lax.top_k(jnp.log(weights) + noise, num_samples)[1].astype(ctx.dtype)
     # By the inverse of the cumulative sum, as noise for each pair of sample and category could be far larger than the weights. A
     # parallel sum need not rise monotonically; the running maximum over the categories with weight makes it, and no other is drawn.
-    cumulative = lax.cummax(jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1)
+    cumulative = lax.cummax(
+        jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1
+    )
     at = jax.random.uniform(_key(ctx), ctx.shape, weights.dtype) * cumulative[..., -1:]
-    find = jnp.vectorize(lambda c, v: jnp.searchsorted(c, v, side="right"), signature="(n),(k)->(k)")
+    find = jnp.vectorize(
+        lambda c, v: jnp.searchsorted(c, v, side="right"), signature="(n),(k)->(k)"
+    )
     return find(cumulative, at).astype(ctx.dtype)
 
 
@@ -256,7 +336,11 @@ def _integers(ctx: Context, low: int, high: int) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.floating):
         drawn = _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
         # Rounding could reach `high`, as in `_uniform_between`.
-        return jnp.minimum(drawn, np.asarray(_largest_below(dtype, high), dtype)) if math.isfinite(float(np.asarray(high).astype(dtype))) else drawn
+        return (
+            jnp.minimum(drawn, np.asarray(_largest_below(dtype, high), dtype))
+            if math.isfinite(float(np.asarray(high).astype(dtype)))
+            else drawn
+        )
     return _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
 
 
@@ -294,7 +378,9 @@ def _random_to(ctx: Context, x: jax.Array, to: int, *, generator: Any = None) ->
 
 
 @lowering("aten.random.from", random=True)
-def _random_from(ctx: Context, x: jax.Array, low: int, to: int | None, *, generator: Any = None) -> jax.Array:
+def _random_from(
+    ctx: Context, x: jax.Array, low: int, to: int | None, *, generator: Any = None
+) -> jax.Array:
     return _integers(ctx, low, _highest(ctx.dtype) + 1 if to is None else to)
 
 
@@ -320,7 +406,9 @@ def _randint_like_low(ctx: Context, x: jax.Array, low: int, high: int, **_: Any)
 
 @lowering("aten.randint_like.Tensor", "aten.randint_like.Tensor_generator", random=True)
 def _randint_like_tensor(ctx: Context, x: jax.Array, high: jax.Array, **_: Any) -> jax.Array:
-    return jax.random.randint(_key(ctx), ctx.shape, 0, high.astype(np.int64), np.int64).astype(ctx.dtype)
+    return jax.random.randint(_key(ctx), ctx.shape, 0, high.astype(np.int64), np.int64).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.randperm.default", "aten.randperm.generator", random=True)

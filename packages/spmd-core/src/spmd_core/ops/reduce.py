@@ -34,12 +34,18 @@ def _sum(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
 
 
 @lowering("aten.sum.dim_IntList")
-def _sum_dims(ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    return jnp.sum(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(ctx.dtype)
+def _sum_dims(
+    ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
+    return jnp.sum(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.nansum.default")
-def _nansum(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+def _nansum(
+    ctx: Context, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
     kept = jnp.where(jnp.isnan(x), jnp.zeros_like(x), x) if is_inexact(x.dtype) else x
     return _sum_dims(ctx, kept, dim, keepdim)
 
@@ -50,7 +56,9 @@ def _mean(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
 
 
 @lowering("aten.mean.dim")
-def _mean_dims(ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+def _mean_dims(
+    ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     total = jnp.sum(_accumulator(ctx, x), axis=dims, keepdims=keepdim)
     return (total / as_array(_count(x, dims), total.dtype)).astype(ctx.dtype)
@@ -62,8 +70,12 @@ def _prod(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
 
 
 @lowering("aten.prod.dim_int")
-def _prod_dim(ctx: Context, x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
-    return jnp.prod(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(ctx.dtype)
+def _prod_dim(
+    ctx: Context, x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
+    return jnp.prod(_accumulator(ctx, x), axis=reduced_dims(dim, x.ndim), keepdims=keepdim).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten.count_nonzero.default", "aten.count_nonzero.dim_IntList")
@@ -78,7 +90,10 @@ def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
     @lowering(f"aten.{op}.default", f"aten.{op}.dim")
     def over_dim(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
         # as_array: a uint8 tensor has uint8 answers
-        return as_array(function(as_array(x, _BOOL), axis=reduced_dims(dim, x.ndim), keepdims=keepdim), ctx.dtype)
+        return as_array(
+            function(as_array(x, _BOOL), axis=reduced_dims(dim, x.ndim), keepdims=keepdim),
+            ctx.dtype,
+        )
 
     @lowering(f"aten.{op}.dims")
     def over_dims(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
@@ -115,7 +130,9 @@ def _position(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> ja
     if x.dtype == _BOOL:
         x = x.astype(np.uint8)
     flat = x.reshape(-1) if dim is None else x
-    found = (lax.argmax if largest else lax.argmin)(flat, 0 if dim is None else dim % x.ndim, _INT64)
+    found = (lax.argmax if largest else lax.argmin)(
+        flat, 0 if dim is None else dim % x.ndim, _INT64
+    )
     if not keepdim:
         return found
     return found.reshape((1,) * x.ndim) if dim is None else jnp.expand_dims(found, dim % x.ndim)
@@ -131,8 +148,12 @@ def _register_extremum(name: str, largest: bool) -> None:
         return _extremum(x, reduced_dims(None, x.ndim), False, largest)
 
     @lowering(f"aten.{name}.dim")
-    def with_position(ctx: Context, x: Any, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-        return _extremum(x, reduced_dims(dim, x.ndim), keepdim, largest), _position(x, dim, keepdim, largest)
+    def with_position(
+        ctx: Context, x: Any, dim: int, keepdim: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        return _extremum(x, reduced_dims(dim, x.ndim), keepdim, largest), _position(
+            x, dim, keepdim, largest
+        )
 
     @lowering(f"aten.arg{name}.default")
     def position(ctx: Context, x: Any, dim: int | None = None, keepdim: bool = False) -> jax.Array:
@@ -144,7 +165,9 @@ _register_extremum("min", largest=False)
 
 
 @lowering("aten.aminmax.default")
-def _aminmax(ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _aminmax(
+    ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
     dims = reduced_dims(dim, x.ndim)
     return _extremum(x, dims, keepdim, False), _extremum(x, dims, keepdim, True)
 
@@ -152,7 +175,9 @@ def _aminmax(ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = Fa
 @lowering("aten.trace.default")
 def _trace(ctx: Context, x: Any) -> jax.Array:
     # A comparison of positions and not a gather of the diagonal: each device adds up its own shard.
-    diagonal = lax.broadcasted_iota(np.int32, x.shape, 0) == lax.broadcasted_iota(np.int32, x.shape, 1)
+    diagonal = lax.broadcasted_iota(np.int32, x.shape, 0) == lax.broadcasted_iota(
+        np.int32, x.shape, 1
+    )
     x = _accumulator(ctx, x)
     return jnp.sum(jnp.where(diagonal, x, jnp.zeros_like(x))).astype(ctx.dtype)
 
@@ -166,26 +191,40 @@ def _float64_bits(x: jax.Array) -> jax.Array:
     # A subnormal's leading bit moves up to where it is implied.
     shift = jnp.where((exponent == 0) & (fraction != 0), lax.clz(fraction) - 40, 0)
     fraction = (fraction << shift) & 0x7FFFFF
-    wide = jnp.where(exponent == 0xFF, 0x7FF, exponent + jnp.uint64(897) - jnp.maximum(shift, exponent > 0))
+    wide = jnp.where(
+        exponent == 0xFF, 0x7FF, exponent + jnp.uint64(897) - jnp.maximum(shift, exponent > 0)
+    )
     wide = jnp.where((bits << 33) == 0, 0, wide)
     return (sign << 63) | (wide << 52) | (fraction << 29)
 
 
 @lowering("aten.hash_tensor.default")
-def _hash_tensor(ctx: Context, x: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0) -> jax.Array:
+def _hash_tensor(
+    ctx: Context, x: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0
+) -> jax.Array:
     """The exclusive or of all values: of floats as float64, of integers as 64 bits with their sign."""
     if mode != 0:
-        raise RuntimeError(f"Unknown hash_tensor mode: {mode}; the only one is 0, the exclusive or.")
+        raise RuntimeError(
+            f"Unknown hash_tensor mode: {mode}; the only one is 0, the exclusive or."
+        )
     bits = (
-        _float64_bits(x) if is_inexact(x.dtype) else x.astype(np.int64 if jnp.issubdtype(x.dtype, np.signedinteger) else np.uint64).astype(np.uint64)
+        _float64_bits(x)
+        if is_inexact(x.dtype)
+        else x.astype(np.int64 if jnp.issubdtype(x.dtype, np.signedinteger) else np.uint64).astype(
+            np.uint64
+        )
     )
     dims = reduced_dims(dim, x.ndim)
     if ctx.num_devices == 1:
         return lax.reduce(bits, np.uint64(0), lax.bitwise_xor, dims).reshape(ctx.shape)
     # Devices can add what they hold, and XLA has no exclusive or between them: the parity of each bit's sum.
     places = jnp.arange(64, dtype=np.uint64)
-    counts = jnp.sum(((bits[..., None] >> places) & 1).astype(np.uint32), axis=dims, dtype=np.uint32)
-    return jnp.sum((counts & 1).astype(np.uint64) << places, axis=-1, dtype=np.uint64).reshape(ctx.shape)
+    counts = jnp.sum(
+        ((bits[..., None] >> places) & 1).astype(np.uint32), axis=dims, dtype=np.uint32
+    )
+    return jnp.sum((counts & 1).astype(np.uint64) << places, axis=-1, dtype=np.uint64).reshape(
+        ctx.shape
+    )
 
 
 # ---- moments ---------------------------------------------------------------------------------------------------------
@@ -198,29 +237,39 @@ def _moments(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[ja
     x = as_array(x, opmath(x.dtype))
     mean = jnp.sum(x, axis=dims, keepdims=True) / as_array(count, x.dtype)
     squares = jnp.square(jnp.abs(x - mean))
-    divisor = max(count - (1 if correction is None else correction), 0)  # at most `correction` values: x / 0, nan or inf as in torch
+    divisor = max(
+        count - (1 if correction is None else correction), 0
+    )  # at most `correction` values: x / 0, nan or inf as in torch
     variance = jnp.sum(squares, axis=dims, keepdims=keepdim) / as_array(divisor, squares.dtype)
     return variance, mean if keepdim else lax.squeeze(mean, dims)
 
 
 @lowering("aten.var.correction", static=("correction",))
-def _var(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+def _var(
+    ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
     return _moments(x, dim, correction, keepdim)[0].astype(ctx.dtype)
 
 
 @lowering("aten.std.correction", static=("correction",))
-def _std(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+def _std(
+    ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> jax.Array:
     return jnp.sqrt(_moments(x, dim, correction, keepdim)[0]).astype(ctx.dtype)
 
 
 @lowering("aten.var_mean.correction", static=("correction",))
-def _var_mean(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _var_mean(
+    ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
     variance, mean = _moments(x, dim, correction, keepdim)
     return variance.astype(ctx.dtype), mean.astype(x.dtype)
 
 
 @lowering("aten.std_mean.correction", static=("correction",))
-def _std_mean(ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _std_mean(
+    ctx: Context, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
     variance, mean = _moments(x, dim, correction, keepdim)
     return jnp.sqrt(variance).astype(ctx.dtype), mean.astype(x.dtype)
 
@@ -238,7 +287,9 @@ def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Arr
 # ---- vector norms ----------------------------------------------------------------------------------------------------
 
 
-def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool) -> jax.Array:
+def _vector_norm(
+    ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool
+) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     dtype = opmath(ctx.dtype)
     size = as_array(jnp.abs(x), dtype)  # a widening happens before the powers
@@ -249,7 +300,9 @@ def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keep
     elif order == 1:
         norm = jnp.sum(size, axis=dims, keepdims=keepdim)
     elif order == math.inf:
-        norm = jnp.max(size, axis=dims, keepdims=keepdim, initial=0)  # no element is below 0, so that an empty norm is 0
+        norm = jnp.max(
+            size, axis=dims, keepdims=keepdim, initial=0
+        )  # no element is below 0, so that an empty norm is 0
     elif order == -math.inf:
         norm = jnp.min(size, axis=dims, keepdims=keepdim, initial=jnp.inf)
     else:
@@ -258,7 +311,9 @@ def _vector_norm(ctx: Context, x: jax.Array, order: float | None, dim: Any, keep
 
 
 @lowering("aten.linalg_vector_norm.default", static=("ord",))
-def _linalg_vector_norm(ctx: Context, x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+def _linalg_vector_norm(
+    ctx: Context, x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
     return _vector_norm(ctx, x, ord, dim, keepdim)
 
 
@@ -268,7 +323,9 @@ def _norm(ctx: Context, x: Any, p: Any = 2, *, dtype: Any = None) -> jax.Array:
 
 
 @lowering("aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", static=("p",))
-def _norm_dims(ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+def _norm_dims(
+    ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> jax.Array:
     return _vector_norm(ctx, x, p, dim, keepdim)
 
 
@@ -307,7 +364,9 @@ def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array,
     if is_inexact(x.dtype):
         updated |= jnp.isnan(x)
         # Spelled out, as a running maximum that keeps nan is no promise of every backend.
-        running = jnp.where(lax.cummax(jnp.isnan(x).astype(np.uint8), axis=dim) > 0, jnp.nan, running).astype(x.dtype)
+        running = jnp.where(
+            lax.cummax(jnp.isnan(x).astype(np.uint8), axis=dim) > 0, jnp.nan, running
+        ).astype(x.dtype)
         updated = jnp.where(jnp.isnan(running), jnp.isnan(x), updated)
     positions = lax.broadcasted_iota(_INT64, x.shape, dim)
     return running.astype(x.dtype), lax.cummax(jnp.where(updated, positions, 0), axis=dim)

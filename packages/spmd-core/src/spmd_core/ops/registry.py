@@ -50,7 +50,9 @@ class Context:
     platform: str  # "cpu", "gpu" or "tpu"
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
     num_devices: int = 1  # over which the program is partitioned
-    split_dims: frozenset[int] = frozenset()  # which dims anything in the program is said to split, counted from the last one (-1)
+    split_dims: frozenset[int] = (
+        frozenset()
+    )  # which dims anything in the program is said to split, counted from the last one (-1)
     # (x, n) -> x with its last n dims whole on each device, the others as the partitioner likes
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
 
@@ -73,8 +75,12 @@ class Lowering:
     function: Callable[..., Any]
     static: frozenset[str] = field(default_factory=frozenset)
     random: bool = False
-    host_when: Callable[[Any, Any], bool] | None = None  # (args, kwargs) -> whether this call must run on the host
-    meta: Callable[..., Any] | None = None  # in place of torch's meta kernel: the overload over meta tensors
+    host_when: Callable[[Any, Any], bool] | None = (
+        None  # (args, kwargs) -> whether this call must run on the host
+    )
+    meta: Callable[..., Any] | None = (
+        None  # in place of torch's meta kernel: the overload over meta tensors
+    )
     numbers: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -87,12 +93,16 @@ def resolve(name: str) -> torch._ops.OpOverload:
     """The overload that `"aten.add.Tensor"` names. Raises ValueError for a packet (no overload part) or an unknown name."""
     parts = name.split(".")
     if len(parts) != 3:
-        raise ValueError(f"a lowering is registered on one exact overload, namespace.op.overload; got {name!r}. Write for instance aten.add.Tensor.")
+        raise ValueError(
+            f"a lowering is registered on one exact overload, namespace.op.overload; got {name!r}. Write for instance aten.add.Tensor."
+        )
     namespace, op, overload = parts
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except AttributeError:
-        raise ValueError(f"this torch has no overload {name!r}; list them with torch.ops.{namespace}.{op}.overloads().") from None
+        raise ValueError(
+            f"this torch has no overload {name!r}; list them with torch.ops.{namespace}.{op}.overloads()."
+        ) from None
 
 
 def lowering(
@@ -122,7 +132,9 @@ def lowering(
                 raise ValueError(
                     f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place."
                 )
-            _LOWERINGS[overload] = Lowering(overload, function, frozenset(static), random, host_when, meta, frozenset(numbers))
+            _LOWERINGS[overload] = Lowering(
+                overload, function, frozenset(static), random, host_when, meta, frozenset(numbers)
+            )
         return function
 
     return register
@@ -135,7 +147,9 @@ def view_write(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         for name in names:
             overload = resolve(name)
             if overload in _VIEW_WRITES:
-                raise ValueError(f"{name} already has a view write, in {_VIEW_WRITES[overload].__module__}; register it once.")
+                raise ValueError(
+                    f"{name} already has a view write, in {_VIEW_WRITES[overload].__module__}; register it once."
+                )
             _VIEW_WRITES[overload] = function
         return function
 
@@ -173,7 +187,9 @@ def result_dtype(*operands: Any) -> np.dtype:
         elif isinstance(x, (bool, int, float, complex)):
             standins.append(x)
         elif x is not None:
-            standins.append(torch.empty((1,) * x.ndim, dtype=dtypes.to_torch(x.dtype), device="meta"))
+            standins.append(
+                torch.empty((1,) * x.ndim, dtype=dtypes.to_torch(x.dtype), device="meta")
+            )
     result = standins[0] if len(standins) == 1 else None
     if isinstance(result, torch.Tensor):
         return dtypes.to_jax(result.dtype)
@@ -187,4 +203,6 @@ def result_dtype(*operands: Any) -> np.dtype:
     for x in ranked[1:]:
         dims = max(y.dim() if isinstance(y, torch.Tensor) else 0 for y in (folded, x))
         folded = torch.empty((1,) * dims, dtype=torch.result_type(folded, x), device="meta")
-    return dtypes.to_jax(folded.dtype if isinstance(folded, torch.Tensor) else torch.result_type(folded, folded))
+    return dtypes.to_jax(
+        folded.dtype if isinstance(folded, torch.Tensor) else torch.result_type(folded, folded)
+    )

@@ -25,7 +25,9 @@ def _axis(dim: int, ndim: int) -> int:
     return dim % max(ndim, 1)
 
 
-def _write(base: jax.Array, key: Any, values: jax.Array, method: str, *, wrap: bool = False) -> jax.Array:
+def _write(
+    base: jax.Array, key: Any, values: jax.Array, method: str, *, wrap: bool = False
+) -> jax.Array:
     """Sums and products of 16-bit floats are kept in float32 until the end, and those of bools in int32: a bool sum is an `or`."""
     wide = base.dtype
     if method in ("add", "multiply"):
@@ -35,21 +37,29 @@ def _write(base: jax.Array, key: Any, values: jax.Array, method: str, *, wrap: b
     return new != 0 if base.dtype == np.bool_ and wide != np.bool_ else new.astype(base.dtype)
 
 
-def _reduce(x: jax.Array, source: jax.Array, apply: Apply, reduce: str, *, include_self: bool) -> jax.Array:
+def _reduce(
+    x: jax.Array, source: jax.Array, apply: Apply, reduce: str, *, include_self: bool
+) -> jax.Array:
     """Combines the source's elements, and x's own where `include_self`, at each element written; the others keep x."""
     method = {"sum": "add", "prod": "multiply", "mean": "add", "amax": "max", "amin": "min"}[reduce]
     base = x
     if not include_self:
-        lowest, highest = (-np.inf, np.inf) if jnp.issubdtype(x.dtype, np.inexact) else _limits(x.dtype)
+        lowest, highest = (
+            (-np.inf, np.inf) if jnp.issubdtype(x.dtype, np.inexact) else _limits(x.dtype)
+        )
         identity = {"sum": 0, "prod": 1, "mean": 0, "amax": lowest, "amin": highest}[reduce]
         base = apply(x, jnp.full(source.shape, identity, x.dtype), "set")
     if reduce != "mean":
         return apply(base, source, method)
     wide = opmath(x.dtype)
     total = apply(base.astype(wide), source.astype(wide), "add")
-    counts = apply(jnp.full(x.shape, int(include_self), np.int32), jnp.ones(source.shape, np.int32), "add")
+    counts = apply(
+        jnp.full(x.shape, int(include_self), np.int32), jnp.ones(source.shape, np.int32), "add"
+    )
     counts = jnp.maximum(counts, 1).astype(wide)
-    return (total / counts if jnp.issubdtype(wide, np.inexact) else jnp.floor_divide(total, counts)).astype(x.dtype)
+    return (
+        total / counts if jnp.issubdtype(wide, np.inexact) else jnp.floor_divide(total, counts)
+    ).astype(x.dtype)
 
 
 def _limits(dtype: np.dtype) -> tuple[Any, Any]:
@@ -68,7 +78,11 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
         whole, values = jnp.atleast_1d(base), jnp.atleast_1d(values)
         if index.size == 0:
             return base
-        region = lax.slice(whole, [0] * whole.ndim, [n if d == axis else index.shape[d] for d, n in enumerate(whole.shape)])
+        region = lax.slice(
+            whole,
+            [0] * whole.ndim,
+            [n if d == axis else index.shape[d] for d, n in enumerate(whole.shape)],
+        )
         values = lax.slice(values, [0] * values.ndim, index.shape)
 
         def write(base: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
@@ -77,43 +91,66 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
         # Mapped over the other dims, they are batch dims of one scatter and stay sharded; a table of coordinates would gather them.
         for _ in range(index.ndim - 1):
             write = jax.vmap(write)
-        new = jnp.moveaxis(write(*(jnp.moveaxis(x, axis, -1) for x in (region, index, values))), -1, axis)
+        new = jnp.moveaxis(
+            write(*(jnp.moveaxis(x, axis, -1) for x in (region, index, values))), -1, axis
+        )
         return lax.dynamic_update_slice(whole, new, [0] * whole.ndim).reshape(base.shape)
 
     return apply
 
 
 @lowering("aten.scatter.src")
-def _scatter_src(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+def _scatter_src(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
+) -> jax.Array:
     return _scattering(dim, index)(x, src, "set")
 
 
 @lowering("aten.scatter.value")
-def _scatter_value(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number | float) -> jax.Array:
-    return _scattering(dim, index)(x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), "set")
+def _scatter_value(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number | float
+) -> jax.Array:
+    return _scattering(dim, index)(
+        x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), "set"
+    )
 
 
 _METHODS = {"add": "add", "multiply": "multiply"}
 
 
 @lowering("aten.scatter.reduce")
-def _scatter_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *, reduce: str) -> jax.Array:
+def _scatter_reduce(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *, reduce: str
+) -> jax.Array:
     return _scattering(dim, index)(x, src, _METHODS[reduce])
 
 
 @lowering("aten.scatter.value_reduce")
-def _scatter_value_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number, *, reduce: str) -> jax.Array:
-    return _scattering(dim, index)(x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), _METHODS[reduce])
+def _scatter_value_reduce(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number, *, reduce: str
+) -> jax.Array:
+    return _scattering(dim, index)(
+        x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), _METHODS[reduce]
+    )
 
 
 @lowering("aten.scatter_add.default")
-def _scatter_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array) -> jax.Array:
+def _scatter_add(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
+) -> jax.Array:
     return _scattering(dim, index)(x, src, "add")
 
 
 @lowering("aten.scatter_reduce.two")
 def _scatter_reduce_two(
-    ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, reduce: str, *, include_self: bool = True
+    ctx: Context,
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    src: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
 ) -> jax.Array:
     if index.size == 0:
         return x
@@ -129,7 +166,9 @@ def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Ap
     key = (slice(None),) * _axis(dim, ndim) + (index.reshape(-1),)
 
     def apply(base: jax.Array, values: jax.Array, method: str) -> jax.Array:
-        return _write(jnp.atleast_1d(base), key, jnp.atleast_1d(values), method, wrap=wrap).reshape(base.shape)
+        return _write(jnp.atleast_1d(base), key, jnp.atleast_1d(values), method, wrap=wrap).reshape(
+            base.shape
+        )
 
     return apply
 
@@ -137,7 +176,14 @@ def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Ap
 def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
     """Refused when recorded, save where the tensors are too large to try (`inference`); jax would broadcast the source."""
     axis = _axis(dim, x.ndim)
-    if x.ndim and source.ndim and (source.ndim != x.ndim or any(m != n for d, (m, n) in enumerate(zip(source.shape, x.shape)) if d != axis)):
+    if (
+        x.ndim
+        and source.ndim
+        and (
+            source.ndim != x.ndim
+            or any(m != n for d, (m, n) in enumerate(zip(source.shape, x.shape)) if d != axis)
+        )
+    ):
         raise RuntimeError(
             "source tensor shape must match self tensor shape, excluding the specified dimension. "
             f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}. Expand the source."
@@ -151,7 +197,15 @@ def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
 
 
 @lowering("aten.index_add.default")
-def _index_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Number | int = 1) -> jax.Array:
+def _index_add(
+    ctx: Context,
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    source: jax.Array,
+    *,
+    alpha: Number | int = 1,
+) -> jax.Array:
     _check_slices(x, dim, index, source)
     factor = as_array(alpha, source.dtype)
     scaled = source & factor if source.dtype == np.bool_ else source * factor
@@ -159,7 +213,9 @@ def _index_add(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: j
 
 
 @lowering("aten.index_copy.default")
-def _index_copy(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+def _index_copy(
+    ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array
+) -> jax.Array:
     return _slicing(dim, index, x.ndim)(x, source, "set")
 
 
@@ -169,7 +225,16 @@ def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: A
 
 
 @lowering("aten.index_reduce.default")
-def _index_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True) -> jax.Array:
+def _index_reduce(
+    ctx: Context,
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    source: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> jax.Array:
     _check_slices(x, dim, index, source)
     if index.size == 0:
         return x
@@ -179,15 +244,21 @@ def _index_reduce(ctx: Context, x: jax.Array, dim: int, index: jax.Array, source
 # At points of several dims: index_put.
 
 
-def _put_mask(x: jax.Array, leading: int, mask: jax.Array, values: jax.Array, *, accumulate: bool) -> jax.Array:
+def _put_mask(
+    x: jax.Array, leading: int, mask: jax.Array, values: jax.Array, *, accumulate: bool
+) -> jax.Array:
     """The tensor x with `values` at each True of a mask over the dims from `leading` on. The values may not tell one True from another."""
     rest = x.ndim - leading - mask.ndim
     if values.ndim > rest:
         position = values.ndim - rest - 1
         if values.shape[position] != 1:
-            raise NotImplementedError("writing through a mask one value per True needs the number of Trues; it is computed on the host.")
+            raise NotImplementedError(
+                "writing through a mask one value per True needs the number of Trues; it is computed on the host."
+            )
         # The one dim that stands for all the Trues becomes the mask's own dims.
-        values = values.reshape(*values.shape[:position], *(1,) * mask.ndim, *values.shape[position + 1 :])
+        values = values.reshape(
+            *values.shape[:position], *(1,) * mask.ndim, *values.shape[position + 1 :]
+        )
     where = mask.reshape(*mask.shape, *(1,) * rest)
     new = jnp.broadcast_to(values, x.shape)
     if accumulate:
@@ -195,18 +266,29 @@ def _put_mask(x: jax.Array, leading: int, mask: jax.Array, values: jax.Array, *,
     return jnp.where(where, new, x)
 
 
-@lowering("aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default")
+@lowering(
+    "aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default"
+)
 def _index_put(
-    ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False, unsafe: bool = False
+    ctx: Context,
+    x: jax.Array,
+    indices: Sequence[jax.Array | None],
+    values: jax.Array,
+    accumulate: bool = False,
+    unsafe: bool = False,
 ) -> jax.Array:
     values = as_array(values, x.dtype)
     given = [(d, index) for d, index in enumerate(indices) if index is not None]
     if any(index.dtype == np.uint8 for _, index in given):
-        raise NotImplementedError("torch takes uint8 indices as a mask in some cases and refuses them in others; it is computed on the host.")
+        raise NotImplementedError(
+            "torch takes uint8 indices as a mask in some cases and refuses them in others; it is computed on the host."
+        )
     masks = [(d, index) for d, index in given if index.dtype == np.bool_]
     if masks:
         if len(given) > 1:
-            raise NotImplementedError("a mask beside other indices selects a number of elements that depends on its values; computed on the host.")
+            raise NotImplementedError(
+                "a mask beside other indices selects a number of elements that depends on its values; computed on the host."
+            )
         leading, mask = masks[0]
         return _put_mask(x, leading, mask, values, accumulate=accumulate)
     key = tuple(slice(None) if index is None else index for index in indices)
@@ -215,15 +297,27 @@ def _index_put(
 
 @lowering("aten._unsafe_masked_index_put_accumulate.default")
 def _unsafe_masked_index_put_accumulate(
-    ctx: Context, x: jax.Array, mask: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array
+    ctx: Context,
+    x: jax.Array,
+    mask: jax.Array,
+    indices: Sequence[jax.Array | None],
+    values: jax.Array,
 ) -> jax.Array:
     key = tuple(slice(None) if index is None else index for index in indices)
     return _write(x, key, jnp.where(mask, values, jnp.zeros((), values.dtype)), "add")
 
 
 @lowering("aten.put.default")
-def _put(ctx: Context, x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
-    flat = _write(x.reshape(-1), index.reshape(-1), source.reshape(-1), "add" if accumulate else "set", wrap=True)
+def _put(
+    ctx: Context, x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False
+) -> jax.Array:
+    flat = _write(
+        x.reshape(-1),
+        index.reshape(-1),
+        source.reshape(-1),
+        "add" if accumulate else "set",
+        wrap=True,
+    )
     return flat.reshape(x.shape)
 
 
@@ -245,9 +339,15 @@ def _masked_scatter(ctx: Context, x: jax.Array, mask: jax.Array, source: jax.Arr
 
 
 @lowering("aten.masked_scatter_backward.default")
-def _masked_scatter_backward(ctx: Context, grad_output: jax.Array, mask: jax.Array, sizes: list[int]) -> jax.Array:
+def _masked_scatter_backward(
+    ctx: Context, grad_output: jax.Array, mask: jax.Array, sizes: list[int]
+) -> jax.Array:
     """The gradient of the source: the masked elements of grad_output in order, then zeros."""
     mask = jnp.broadcast_to(mask, grad_output.shape)
     flat = jnp.zeros(int(np.prod(sizes)), ctx.dtype)
     target = jnp.where(mask.reshape(-1), _ranks(mask), flat.shape[0])
-    return flat.at[target].set(grad_output.reshape(-1), mode="drop", wrap_negative_indices=False).reshape(ctx.shape)
+    return (
+        flat.at[target]
+        .set(grad_output.reshape(-1), mode="drop", wrap_negative_indices=False)
+        .reshape(ctx.shape)
+    )

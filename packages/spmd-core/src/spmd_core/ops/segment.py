@@ -33,14 +33,18 @@ def _segment_of_each(begins: jax.Array, ends: jax.Array, length: int) -> jax.Arr
     return jnp.where(outside, num_segments, found)
 
 
-def _over_rows(function: Callable[..., jax.Array], *arrays: jax.Array, trailing: int = 1) -> jax.Array:
+def _over_rows(
+    function: Callable[..., jax.Array], *arrays: jax.Array, trailing: int = 1
+) -> jax.Array:
     """Maps over the leading dims: they stay batch dims of one gather or scatter."""
     for _ in range(arrays[0].ndim - trailing):
         function = jax.vmap(function)
     return function(*arrays)
 
 
-def _combined(values: jax.Array, segment: jax.Array, num_segments: int, method: str, initial: Any) -> jax.Array:
+def _combined(
+    values: jax.Array, segment: jax.Array, num_segments: int, method: str, initial: Any
+) -> jax.Array:
     """(rows..., length, rest) values combined within the segments: (rows..., segments, rest)."""
     initial = jnp.asarray(initial, values.dtype)
 
@@ -53,7 +57,9 @@ def _combined(values: jax.Array, segment: jax.Array, num_segments: int, method: 
 
 def _of_each(values: jax.Array, segment: jax.Array) -> jax.Array:
     """Each position's segment's value: (rows..., segments, rest) to (rows..., length, rest); 0 for those in none."""
-    return _over_rows(lambda segment, values: values.at[segment].get(mode="fill", fill_value=0), segment, values)
+    return _over_rows(
+        lambda segment, values: values.at[segment].get(mode="fill", fill_value=0), segment, values
+    )
 
 
 def _folded(x: jax.Array, axis: int) -> jax.Array:
@@ -116,16 +122,28 @@ def _segment_reduce_backward(
         # Elements that share the extremum share the gradient; NaN counts as one.
         chosen = (x == _of_each(output, segment)) | jnp.isnan(x)
         shares = _combined(chosen.astype(wide), segment, num_segments, "add", 0)
-        each = jnp.where(chosen, _of_each(grad / jnp.maximum(shares, 1), segment), jnp.zeros((), wide))
+        each = jnp.where(
+            chosen, _of_each(grad / jnp.maximum(shares, 1), segment), jnp.zeros((), wide)
+        )
     else:
         each = _of_each(grad, segment)
     if reduce == "prod":
         # By each element the product of the others: a quotient, save at 0 and NaN, where those are counted and the rest is multiplied.
         start = as_array(1 if initial is None else initial, wide)
         plain = (x != 0) & ~jnp.isnan(x)
-        rest = _of_each(_combined(jnp.where(plain, x, jnp.ones_like(x)), segment, num_segments, "multiply", start), segment)
-        zeros, nans = (_of_each(_combined(y.astype(wide), segment, num_segments, "add", 0), segment) - y for y in (x == 0, jnp.isnan(x)))
+        rest = _of_each(
+            _combined(
+                jnp.where(plain, x, jnp.ones_like(x)), segment, num_segments, "multiply", start
+            ),
+            segment,
+        )
+        zeros, nans = (
+            _of_each(_combined(y.astype(wide), segment, num_segments, "add", 0), segment) - y
+            for y in (x == 0, jnp.isnan(x))
+        )
         others = jnp.where(zeros > 0, rest * 0, rest)
         others = jnp.where(nans > 0, jnp.asarray(jnp.nan, wide), others)
-        each = each * jnp.where(plain, _of_each(output, segment) / jnp.where(plain, x, jnp.ones_like(x)), others)
+        each = each * jnp.where(
+            plain, _of_each(output, segment) / jnp.where(plain, x, jnp.ones_like(x)), others
+        )
     return each.reshape(ctx.shape).astype(ctx.dtype)

@@ -26,16 +26,39 @@ def _axis(dim: int, ndim: int) -> int:
 
 
 @lowering(
-    *("aten.view.default", "aten.view_copy.default", "aten._unsafe_view.default", "aten._reshape_alias.default", "aten._reshape_alias_copy.default"),
-    *("aten._reshape_copy.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze_copy.default"),
-    *("aten.squeeze_copy.dim", "aten.squeeze_copy.dims", "aten.unsqueeze.default", "aten.unsqueeze_copy.default"),
+    *(
+        "aten.view.default",
+        "aten.view_copy.default",
+        "aten._unsafe_view.default",
+        "aten._reshape_alias.default",
+        "aten._reshape_alias_copy.default",
+    ),
+    *(
+        "aten._reshape_copy.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze_copy.default",
+    ),
+    *(
+        "aten.squeeze_copy.dim",
+        "aten.squeeze_copy.dims",
+        "aten.unsqueeze.default",
+        "aten.unsqueeze_copy.default",
+    ),
 )
 def _reshape(ctx: Context, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
     return x.reshape(ctx.shape)
 
 
 @view_write(
-    *("aten.view.default", "aten._reshape_alias.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"),
+    *(
+        "aten.view.default",
+        "aten._reshape_alias.default",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+    ),
     "aten.unsqueeze.default",
 )
 def _reshape_write(base: jax.Array, view: jax.Array, *_: Any) -> jax.Array:
@@ -43,7 +66,12 @@ def _reshape_write(base: jax.Array, view: jax.Array, *_: Any) -> jax.Array:
 
 
 @lowering(
-    *("aten.alias.default", "aten.alias_copy.default", "aten.detach.default", "aten.detach_copy.default"),
+    *(
+        "aten.alias.default",
+        "aten.alias_copy.default",
+        "aten.detach.default",
+        "aten.detach_copy.default",
+    ),
     *("aten.lift.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default"),
 )
 def _alias(ctx: Context, x: jax.Array) -> jax.Array:
@@ -118,14 +146,28 @@ def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple
 
 
 @lowering("aten.slice.Tensor", "aten.slice_copy.Tensor")
-def _slice(ctx: Context, x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> jax.Array:
+def _slice(
+    ctx: Context,
+    x: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
     axis = _axis(dim, x.ndim)
     first, last = _bounds(x.shape[axis], start, end, step)
     return lax.slice_in_dim(x, first, last, step, axis)
 
 
 @view_write("aten.slice.Tensor")
-def _slice_write(base: jax.Array, view: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> jax.Array:
+def _slice_write(
+    base: jax.Array,
+    view: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
     axis = _axis(dim, base.ndim)
     first, last = _bounds(base.shape[axis], start, end, step)
     if view.shape == base.shape:
@@ -145,12 +187,18 @@ def _narrow_copy(ctx: Context, x: jax.Array, dim: int, start: int, length: int) 
 
 @lowering(
     *("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor"),
-    *("aten.split_with_sizes.default", "aten.split_with_sizes_copy.default", "aten.unsafe_split_with_sizes.default"),
+    *(
+        "aten.split_with_sizes.default",
+        "aten.split_with_sizes_copy.default",
+        "aten.unsafe_split_with_sizes.default",
+    ),
 )
 def _split(ctx: Context, x: jax.Array, sizes: Any, dim: int = 0) -> tuple[jax.Array, ...]:
     axis = _axis(dim, x.ndim)
     ends = np.cumsum([out.shape[axis] for out in ctx.outs], dtype=int).tolist()
-    return tuple(lax.slice_in_dim(x, first, last, axis=axis) for first, last in zip([0, *ends], ends))
+    return tuple(
+        lax.slice_in_dim(x, first, last, axis=axis) for first, last in zip([0, *ends], ends)
+    )
 
 
 @lowering("aten.unbind.int", "aten.unbind_copy.int")
@@ -160,17 +208,23 @@ def _unbind(ctx: Context, x: jax.Array, dim: int = 0) -> tuple[jax.Array, ...]:
 
 
 @lowering("aten.diagonal.default", "aten.diagonal_copy.default")
-def _diagonal(ctx: Context, x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+def _diagonal(
+    ctx: Context, x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
     return jnp.diagonal(x, offset, dim1, dim2)
 
 
 @view_write("aten.diagonal.default")
-def _diagonal_write(base: jax.Array, view: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+def _diagonal_write(
+    base: jax.Array, view: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> jax.Array:
     axes = (_axis(dim1, base.ndim), _axis(dim2, base.ndim))
     along = np.arange(view.shape[-1])
     rows, columns = along + max(-offset, 0), along + max(offset, 0)
     matrices = jnp.moveaxis(base, axes, (-2, -1))
-    return jnp.moveaxis(matrices.at[..., rows, columns].set(view, unique_indices=True), (-2, -1), axes)
+    return jnp.moveaxis(
+        matrices.at[..., rows, columns].set(view, unique_indices=True), (-2, -1), axes
+    )
 
 
 # Windows: `unfold` and the general `as_strided`.
@@ -194,13 +248,19 @@ def _unfold(ctx: Context, x: jax.Array, dimension: int, size: int, step: int) ->
         # Windows that do not overlap are blocks: padding, reshaping and slicing partition well, a gather does not.
         pad = [(0, 0, 0)] * x.ndim
         pad[axis] = (0, num * step - length, 0)
-        blocks = lax.pad(x, jnp.zeros((), x.dtype), pad).reshape(*x.shape[:axis], num, step, *x.shape[axis + 1 :])
+        blocks = lax.pad(x, jnp.zeros((), x.dtype), pad).reshape(
+            *x.shape[:axis], num, step, *x.shape[axis + 1 :]
+        )
         return jnp.moveaxis(lax.slice_in_dim(blocks, 0, size, axis=axis + 1), axis + 1, -1)
-    return jnp.moveaxis(jnp.take(x, _windows(length, size, step), axis=axis, mode="clip"), axis + 1, -1)
+    return jnp.moveaxis(
+        jnp.take(x, _windows(length, size, step), axis=axis, mode="clip"), axis + 1, -1
+    )
 
 
 @view_write("aten.unfold.default")
-def _unfold_write(base: jax.Array, view: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
+def _unfold_write(
+    base: jax.Array, view: jax.Array, dimension: int, size: int, step: int
+) -> jax.Array:
     if base.ndim == 0:
         return view.reshape(()) if size else base
     axis = _axis(dimension, base.ndim)
@@ -233,7 +293,9 @@ class _Blocks:
         """The block that starts at `offset`; past the end of the storage it holds zeros, which no element of the view shows."""
         stop = min(offset + self.length, flat.shape[0])
         part = lax.slice_in_dim(flat, offset, stop)
-        return lax.pad(part, jnp.zeros((), flat.dtype), [(0, self.length - (stop - offset), 0)]).reshape(self.shape)
+        return lax.pad(
+            part, jnp.zeros((), flat.dtype), [(0, self.length - (stop - offset), 0)]
+        ).reshape(self.shape)
 
     def read(self, flat: jax.Array, offset: int) -> jax.Array:
         block = self.cut(flat, offset)
@@ -263,7 +325,13 @@ def _positions(size: list[int], stride: list[int], offset: int) -> np.ndarray:
 
 
 @lowering("aten.as_strided.default", "aten.as_strided_copy.default")
-def _as_strided(ctx: Context, x: jax.Array, size: list[int], stride: list[int], storage_offset: int | None = None) -> jax.Array:
+def _as_strided(
+    ctx: Context,
+    x: jax.Array,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int | None = None,
+) -> jax.Array:
     flat, offset = x.reshape(-1), storage_offset or 0
     if 0 in size:
         return jnp.zeros(size, x.dtype)
@@ -275,13 +343,24 @@ def _as_strided(ctx: Context, x: jax.Array, size: list[int], stride: list[int], 
 
 @lowering("aten.as_strided_scatter.default")
 def _as_strided_scatter(
-    ctx: Context, x: jax.Array, src: jax.Array, size: list[int], stride: list[int], storage_offset: int | None = None
+    ctx: Context,
+    x: jax.Array,
+    src: jax.Array,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int | None = None,
 ) -> jax.Array:
     return _as_strided_write(x, src.astype(x.dtype), size, stride, storage_offset)
 
 
 @view_write("aten.as_strided.default")
-def _as_strided_write(base: jax.Array, view: jax.Array, size: list[int], stride: list[int], storage_offset: int | None = None) -> jax.Array:
+def _as_strided_write(
+    base: jax.Array,
+    view: jax.Array,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int | None = None,
+) -> jax.Array:
     flat, offset = base.reshape(-1), storage_offset or 0
     if 0 in size:
         return base
@@ -303,7 +382,11 @@ def _real_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
         ratio = dtype.itemsize // x.dtype.itemsize
         x = x.reshape(*x.shape[:-1], x.shape[-1] // ratio, ratio)
     bits = lax.bitcast_convert_type(x, dtype)
-    return bits.reshape(*x.shape[:-1], -1) if x.dtype.itemsize > dtype.itemsize and x.size else bits.reshape(bits.shape[: x.ndim])
+    return (
+        bits.reshape(*x.shape[:-1], -1)
+        if x.dtype.itemsize > dtype.itemsize and x.size
+        else bits.reshape(bits.shape[: x.ndim])
+    )
 
 
 def _bits(x: jax.Array, dtype: np.dtype) -> jax.Array:

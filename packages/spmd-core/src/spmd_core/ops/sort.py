@@ -15,17 +15,23 @@ def _last(x: jax.Array, dim: int) -> jax.Array:
     return jnp.moveaxis(jnp.atleast_1d(x), dim, -1)
 
 
-def _back(ctx: Context, results: tuple[jax.Array, ...], dim: int, *, keepdim: bool = True) -> tuple[jax.Array, ...]:
+def _back(
+    ctx: Context, results: tuple[jax.Array, ...], dim: int, *, keepdim: bool = True
+) -> tuple[jax.Array, ...]:
     """The results with their last dim moved back to `dim`, or dropped, in the shapes and dtypes that torch says."""
     moved = (jnp.moveaxis(x, -1, dim) if keepdim else x for x in results)
     dtypes = (results[0].dtype, np.dtype(np.int64))
-    return tuple(x.reshape(out.shape).astype(dtype) for x, out, dtype in zip(moved, ctx.outs, dtypes))
+    return tuple(
+        x.reshape(out.shape).astype(dtype) for x, out, dtype in zip(moved, ctx.outs, dtypes)
+    )
 
 
 def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.Array]:
     """Values and their former positions along the last dim."""
     # Positions travel as int32 where they fit: half of the memory that the sort moves.
-    positions = lax.broadcasted_iota(np.int32 if x.shape[-1] < 2**31 else np.int64, x.shape, x.ndim - 1)
+    positions = lax.broadcasted_iota(
+        np.int32 if x.shape[-1] < 2**31 else np.int64, x.shape, x.ndim - 1
+    )
     keys = x.astype(np.uint8) if x.dtype == np.bool_ else x
     if descending:
         # Sorted backwards and read backwards: equal elements keep their order, NaN comes first, and no value needs a negation.
@@ -37,17 +43,23 @@ def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.A
 
 
 @lowering("aten.sort.default")
-def _sort(ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, ...]:
+def _sort(
+    ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, ...]:
     return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
 
 
 @lowering("aten.sort.stable")
-def _sort_stable(ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False) -> tuple[jax.Array, ...]:
+def _sort_stable(
+    ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, ...]:
     return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
 
 
 @lowering("aten.topk.default")
-def _topk(ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[jax.Array, ...]:
+def _topk(
+    ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[jax.Array, ...]:
     rows = _last(x, dim)
     if not largest:
         values, positions = _sorted(rows)
@@ -61,17 +73,27 @@ def _topk(ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = Tru
 # One element by its rank.
 
 
-def _at_rank(ctx: Context, x: jax.Array, rank: Any, dim: int, *, keepdim: bool) -> tuple[jax.Array, ...]:
+def _at_rank(
+    ctx: Context, x: jax.Array, rank: Any, dim: int, *, keepdim: bool
+) -> tuple[jax.Array, ...]:
     """The element of the given rank, an int or one per row, and where it stood."""
     rows, positions = _sorted(x)
     rank = jnp.broadcast_to(rank, x.shape[:-1])[..., None]
     results = tuple(jnp.take_along_axis(y, rank, axis=-1, mode="clip") for y in (rows, positions))
-    return _back(ctx, results, dim, keepdim=True) if keepdim else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+    return (
+        _back(ctx, results, dim, keepdim=True)
+        if keepdim
+        else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+    )
 
 
 def _num_nan(x: jax.Array) -> jax.Array:
     """How many NaN each row holds."""
-    return jnp.isnan(x).sum(-1) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape[:-1], np.int64)
+    return (
+        jnp.isnan(x).sum(-1)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else jnp.zeros(x.shape[:-1], np.int64)
+    )
 
 
 def _median_rank(x: jax.Array) -> jax.Array:
@@ -86,18 +108,24 @@ def _nanmedian_rank(x: jax.Array) -> jax.Array:
 
 
 @lowering("aten.kthvalue.default")
-def _kthvalue(ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, ...]:
+def _kthvalue(
+    ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[jax.Array, ...]:
     return _at_rank(ctx, _last(x, dim), k - 1, dim, keepdim=keepdim)
 
 
 @lowering("aten.median.dim")
-def _median_dim(ctx: Context, x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, ...]:
+def _median_dim(
+    ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
+) -> tuple[jax.Array, ...]:
     rows = _last(x, dim)
     return _at_rank(ctx, rows, _median_rank(rows), dim, keepdim=keepdim)
 
 
 @lowering("aten.nanmedian.dim")
-def _nanmedian_dim(ctx: Context, x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, ...]:
+def _nanmedian_dim(
+    ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
+) -> tuple[jax.Array, ...]:
     rows = _last(x, dim)
     return _at_rank(ctx, rows, _nanmedian_rank(rows), dim, keepdim=keepdim)
 
@@ -129,17 +157,25 @@ def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
 
 
 @lowering("aten.mode.default")
-def _mode(ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, ...]:
+def _mode(
+    ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False
+) -> tuple[jax.Array, ...]:
     """The most frequent value, the smallest of several, and the last place where it stands."""
     rows, positions = _sorted(_last(x, dim))
     axis = rows.ndim - 1
     rank = lax.broadcasted_iota(np.int64, rows.shape, axis)
-    begins = jnp.concatenate([jnp.ones_like(rows[..., :1], bool), rows[..., 1:] != rows[..., :-1]], -1)
+    begins = jnp.concatenate(
+        [jnp.ones_like(rows[..., :1], bool), rows[..., 1:] != rows[..., :-1]], -1
+    )
     # The element that ends the longest run has the most equals before it, counted from where its run began.
     run = rank - lax.cummax(jnp.where(begins, rank, 0), axis=axis)
     end = jnp.argmax(run, axis=-1, keepdims=True)
     results = tuple(jnp.take_along_axis(y, end, axis=-1, mode="clip") for y in (rows, positions))
-    return _back(ctx, results, dim, keepdim=True) if keepdim else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+    return (
+        _back(ctx, results, dim, keepdim=True)
+        if keepdim
+        else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+    )
 
 
 # Binary search.
@@ -165,7 +201,9 @@ def _search(ctx: Context, sequence: jax.Array, x: Any, right: bool) -> jax.Array
         found = jnp.take_along_axis(sequence, middle, axis=-1, mode="clip")
         beyond = ~(found > rows) if right else ~(found >= rows)
         searching = low < high
-        return jnp.where(searching & beyond, middle + 1, low), jnp.where(searching & ~beyond, middle, high)
+        return jnp.where(searching & beyond, middle + 1, low), jnp.where(
+            searching & ~beyond, middle, high
+        )
 
     if length:
         low, _ = lax.fori_loop(0, length.bit_length(), halve, (low, high))
@@ -189,5 +227,12 @@ def _searchsorted(
 
 
 @lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
-def _bucketize(ctx: Context, x: jax.Array | Number, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False) -> jax.Array:
+def _bucketize(
+    ctx: Context,
+    x: jax.Array | Number,
+    boundaries: jax.Array,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+) -> jax.Array:
     return _search(ctx, boundaries, x, right)

@@ -33,9 +33,15 @@ def _erfcx(x: jax.Array) -> jax.Array:
     middle = jnp.clip(size, 1, 8)
     far = jnp.maximum(size, 8)
     # Beyond 1e8 the leading term 1/(x sqrt(pi)) is all that a float64 shows, and the polynomials would overflow.
-    tail = jnp.where(far > 1e8, 1 / (far * math.sqrt(math.pi)), _ratio(jnp.minimum(far, 1e8), cephes.ERFCX_R, cephes.ERFCX_S))
+    tail = jnp.where(
+        far > 1e8,
+        1 / (far * math.sqrt(math.pi)),
+        _ratio(jnp.minimum(far, 1e8), cephes.ERFCX_R, cephes.ERFCX_S),
+    )
     near = jnp.exp(jnp.minimum(size, 1) ** 2) * lax.erfc(size)
-    right = jnp.where(size < 1, near, jnp.where(size < 8, _ratio(middle, cephes.ERFCX_P, cephes.ERFCX_Q), tail))
+    right = jnp.where(
+        size < 1, near, jnp.where(size < 8, _ratio(middle, cephes.ERFCX_P, cephes.ERFCX_Q), tail)
+    )
     return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, 2 * jnp.exp(x * x) - right, right))
 
 
@@ -50,17 +56,27 @@ def _ndtri(p: jax.Array) -> jax.Array:
     upper = p > 1 - edge
     tail = jnp.where(upper, 1 - p, p)
     d = tail - 0.5
-    centre = math.sqrt(2 * math.pi) * (d + d * d * d * _ratio(d * d, cephes.NDTRI_P0, cephes.NDTRI_Q0))
+    centre = math.sqrt(2 * math.pi) * (
+        d + d * d * d * _ratio(d * d, cephes.NDTRI_P0, cephes.NDTRI_Q0)
+    )
     x = jnp.sqrt(-2 * jnp.log(jnp.where(tail > 0, tail, edge)))
     z = 1 / x
-    correction = z * jnp.where(x < 8, _ratio(z, cephes.NDTRI_P1, cephes.NDTRI_Q1), _ratio(z, cephes.NDTRI_P2, cephes.NDTRI_Q2))
+    correction = z * jnp.where(
+        x < 8,
+        _ratio(z, cephes.NDTRI_P1, cephes.NDTRI_Q1),
+        _ratio(z, cephes.NDTRI_P2, cephes.NDTRI_Q2),
+    )
     far = x - jnp.log(x) / x - correction
     value = jnp.where(tail > edge, centre, jnp.where(upper, far, -far))
     value = jnp.where(p == 0, -jnp.inf, jnp.where(p == 1, jnp.inf, value))
     return jnp.where((p >= 0) & (p <= 1), value, jnp.nan)
 
 
-_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {"erfcx": _erfcx, "log_ndtr": _log_ndtr, "ndtri": _ndtri}
+_UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "erfcx": _erfcx,
+    "log_ndtr": _log_ndtr,
+    "ndtri": _ndtri,
+}
 
 
 def _register_unary(name: str, function: Callable[[jax.Array], jax.Array]) -> None:
@@ -88,7 +104,9 @@ def _climb(x: jax.Array, n: jax.Array, first: jax.Array, following: _Recurrence)
     def climbing(k: jax.Array, value: jax.Array) -> jax.Array:
         return (k < n) & ~jnp.isnan(value)
 
-    def step(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def step(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         k, last, now = state
         goes_on = climbing(k, now)
         new = following(k.astype(x.dtype), x, now, last)
@@ -119,7 +137,12 @@ def _chebyshev(kind: str, x: jax.Array, n: jax.Array) -> jax.Array:
     }[kind]
     by_angle = (n > (6 if kind == "t" else 8)) & (jnp.abs(x) < 1)
     at_end = jnp.abs(x) == 1
-    climbed = _climb(x, jnp.where(by_angle | at_end, jnp.minimum(n, 1), n), first, lambda k, x, now, last: 2 * x * now - last)
+    climbed = _climb(
+        x,
+        jnp.where(by_angle | at_end, jnp.minimum(n, 1), n),
+        first,
+        lambda k, x, now, last: 2 * x * now - last,
+    )
     value = jnp.where(by_angle, trigonometric, climbed)
     return jnp.where(n < 0, 0, jnp.where(at_end, jnp.where(x > 0, right, left), value))
 
@@ -133,14 +156,21 @@ def _hermite(factor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def hermite(x: jax.Array, n: jax.Array) -> jax.Array:
         # torch gives nan above these degrees, before it would overflow
         limit = 128 if x.dtype == np.float32 else 512
-        value = _climb(x, jnp.minimum(n, limit), factor * x, lambda k, x, now, last: factor * (x * now - k * last))
+        value = _climb(
+            x,
+            jnp.minimum(n, limit),
+            factor * x,
+            lambda k, x, now, last: factor * (x * now - k * last),
+        )
         return jnp.where(n > limit, jnp.nan, value)
 
     return hermite
 
 
 def _laguerre(x: jax.Array, n: jax.Array) -> jax.Array:
-    value = _climb(x, n, 1 - x, lambda k, x, now, last: ((2 * k + 1 - x) * now - k * last) / (k + 1))
+    value = _climb(
+        x, n, 1 - x, lambda k, x, now, last: ((2 * k + 1 - x) * now - k * last) / (k + 1)
+    )
     return jnp.where((x == 0) & (n >= 0), 1, value)
 
 
@@ -161,10 +191,14 @@ _POLYNOMIALS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _register_polynomial(name: str, function: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
-    @lowering(*(f"aten.special_{name}.{overload}" for overload in ("default", "x_scalar", "n_scalar")))
+    @lowering(
+        *(f"aten.special_{name}.{overload}" for overload in ("default", "x_scalar", "n_scalar"))
+    )
     def lower(ctx: Context, x: Any, n: Any) -> jax.Array:
         dtype = opmath(ctx.dtype)
-        x, n = jnp.broadcast_arrays(as_array(x, dtype), as_array(as_array(n, dtype), np.dtype(np.int64)))
+        x, n = jnp.broadcast_arrays(
+            as_array(x, dtype), as_array(as_array(n, dtype), np.dtype(np.int64))
+        )
         return function(x, n).astype(ctx.dtype)
 
 

@@ -34,7 +34,9 @@ def _qr(ctx: Context, a: Any, mode: str = "reduced") -> tuple[jax.Array, jax.Arr
 def _geqrf_meta(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For torch, which has no meta kernel: LAPACK's columns lie together, as they do in eager mode."""
     if a.dim() < 2:
-        raise RuntimeError(f"torch.geqrf: input must have at least 2 dimensions; got shape {tuple(a.shape)}. Give it a matrix or a batch of them.")
+        raise RuntimeError(
+            f"torch.geqrf: input must have at least 2 dimensions; got shape {tuple(a.shape)}. Give it a matrix or a batch of them."
+        )
     return a.mT.contiguous().mT, a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
 
 
@@ -54,7 +56,9 @@ def _householder_product(ctx: Context, a: Any, tau: Any) -> jax.Array:
 
 
 @lowering("aten.ormqr.default")
-def _ormqr(ctx: Context, a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False) -> jax.Array:
+def _ormqr(
+    ctx: Context, a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False
+) -> jax.Array:
     """The product with the whole Q, which is square: the reflections in `a` complete themselves with columns of the identity."""
     if c.size == 0 or tau.size == 0:
         return c
@@ -70,16 +74,27 @@ def _ormqr(ctx: Context, a: Any, tau: Any, c: Any, left: bool = True, transpose:
 
 @lowering("aten._linalg_svd.default")
 def _svd(
-    ctx: Context, a: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: str | None = None
+    ctx: Context,
+    a: Any,
+    full_matrices: bool = False,
+    compute_uv: bool = True,
+    *,
+    driver: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For a matrix that is not finite, XLA's kernels give nan where eager torch raises LinAlgError: to raise, every call would have to wait."""
     u_shape, s_shape, v_shape = (out.shape for out in ctx.outs)
     real = jnp.finfo(a.dtype).dtype
     if a.size == 0:
-        u, v = (_eye(s, a.dtype) if compute_uv else jnp.zeros(s, a.dtype) for s in (u_shape, v_shape))
+        u, v = (
+            _eye(s, a.dtype) if compute_uv else jnp.zeros(s, a.dtype) for s in (u_shape, v_shape)
+        )
         return u, jnp.zeros(s_shape, real), v
     if not compute_uv:
-        return jnp.zeros(u_shape, a.dtype), lax.linalg.svd(a, full_matrices=False, compute_uv=False), jnp.zeros(v_shape, a.dtype)
+        return (
+            jnp.zeros(u_shape, a.dtype),
+            lax.linalg.svd(a, full_matrices=False, compute_uv=False),
+            jnp.zeros(v_shape, a.dtype),
+        )
     u, s, v = lax.linalg.svd(a, full_matrices=full_matrices)
     return u, s, v
 
@@ -88,14 +103,18 @@ def _svd(
 
 
 @lowering("aten._linalg_eigh.default")
-def _eigh(ctx: Context, a: Any, UPLO: str = "L", compute_v: bool = True) -> tuple[jax.Array, jax.Array]:
+def _eigh(
+    ctx: Context, a: Any, UPLO: str = "L", compute_v: bool = True
+) -> tuple[jax.Array, jax.Array]:
     """Only one triangle is read, and the real part of the diagonal: the rest is made from them, as XLA's kernels differ in what they read."""
     v_shape = ctx.outs[1].shape
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype), jnp.zeros(v_shape, a.dtype)
     half = jnp.tril(a, -1) if UPLO.upper() == "L" else jnp.triu(a, 1)
     diagonal = jnp.real(jnp.diagonal(a, axis1=-2, axis2=-1))[..., None, :].astype(a.dtype)
-    whole = half + jnp.conj(jnp.matrix_transpose(half)) + jnp.eye(a.shape[-1], dtype=a.dtype) * diagonal
+    whole = (
+        half + jnp.conj(jnp.matrix_transpose(half)) + jnp.eye(a.shape[-1], dtype=a.dtype) * diagonal
+    )
     vectors, values = lax.linalg.eigh(whole, symmetrize_input=False)
     return values, vectors if compute_v else jnp.zeros(v_shape, a.dtype)
 

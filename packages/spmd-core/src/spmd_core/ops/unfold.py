@@ -22,16 +22,23 @@ def _num_places(size: int, kernel: int, dilation: int, padding: int, stride: int
 
 
 @lowering("aten.im2col.default")
-def _im2col(ctx: Context, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
+def _im2col(
+    ctx: Context, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+) -> jax.Array:
     # One slice for each element of the window along a dim, and one dim after the other: no index, so no gather.
     forms = [_pair(option) for option in (kernel_size, dilation, padding, stride)]
     places_of = [_num_places(size, *form) for size, form in zip(x.shape[-2:], zip(*forms))]
     out = near_or_whole(ctx, x, places_of, forms[0], forms[1], num_dims=2)
-    for d, (kernel, step, pad, hop) in enumerate(zip(*map(_pair, (kernel_size, dilation, padding, stride)))):
+    for d, (kernel, step, pad, hop) in enumerate(
+        zip(*map(_pair, (kernel_size, dilation, padding, stride)))
+    ):
         axis = x.ndim - 2 + 2 * d  # behind the window and the places of the dim before
         places = _num_places(x.shape[x.ndim - 2 + d], kernel, step, pad, hop)
         out = jnp.pad(out, [(pad, pad) if a == axis else (0, 0) for a in range(out.ndim)])
-        slices = [lax.slice_in_dim(out, k * step, k * step + (places - 1) * hop + 1, hop, axis) for k in range(kernel)]
+        slices = [
+            lax.slice_in_dim(out, k * step, k * step + (places - 1) * hop + 1, hop, axis)
+            for k in range(kernel)
+        ]
         out = jnp.stack(slices, axis=axis)
     # (..., window height, places down, window width, places across)
     out = jnp.swapaxes(out, -3, -2)
@@ -39,7 +46,15 @@ def _im2col(ctx: Context, x: Any, kernel_size: Any, dilation: Any, padding: Any,
 
 
 @lowering("aten.col2im.default")
-def _col2im(ctx: Context, columns: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> jax.Array:
+def _col2im(
+    ctx: Context,
+    columns: Any,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any,
+    padding: Any,
+    stride: Any,
+) -> jax.Array:
     options = list(zip(_pair(output_size), *map(_pair, (kernel_size, dilation, padding, stride))))
     kernels, places = [o[1] for o in options], [_num_places(*o) for o in options]
     wide = np.dtype(np.int32) if columns.dtype == np.bool_ else opmath(columns.dtype)

@@ -19,28 +19,38 @@ def _step(num_in: int, num_out: int, scale: float | None, dtype: np.dtype) -> np
     return dtype.type(1 / scale if scale is not None and scale > 0 else num_in / num_out)
 
 
-def _nearest_taps(num_in: int, num_out: int, scale: float | None, dtype: np.dtype, exact: bool) -> list[Tap]:
+def _nearest_taps(
+    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, exact: bool
+) -> list[Tap]:
     # The index in float32 whatever the tensor's dtype, as torch has it: rounding decides which neighbour is taken.
     position = np.arange(num_out, dtype=np.float32) + np.float32(0.5 if exact else 0)
-    index = np.floor(position * _step(num_in, num_out, scale, np.dtype(np.float32))).astype(np.int64)
+    index = np.floor(position * _step(num_in, num_out, scale, np.dtype(np.float32))).astype(
+        np.int64
+    )
     return [(np.minimum(index, num_in - 1), None)]
 
 
-def _source_positions(num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool) -> np.ndarray:
+def _source_positions(
+    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool
+) -> np.ndarray:
     i = np.arange(num_out, dtype=dtype)
     if align_corners:
         return i * dtype.type((num_in - 1) / (num_out - 1) if num_out > 1 else 0)
     return (i + dtype.type(0.5)) * _step(num_in, num_out, scale, dtype) - dtype.type(0.5)
 
 
-def _linear_taps(num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool) -> list[Tap]:
+def _linear_taps(
+    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool
+) -> list[Tap]:
     position = np.maximum(_source_positions(num_in, num_out, scale, dtype, align_corners), 0)
     index = np.minimum(position.astype(np.int64), num_in - 1)
     weight = np.clip(position - index, 0, 1).astype(dtype)
     return [(index, 1 - weight), (np.minimum(index + 1, num_in - 1), weight)]
 
 
-def _cubic_taps(num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool) -> list[Tap]:
+def _cubic_taps(
+    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool
+) -> list[Tap]:
     """Keys's cubic convolution (1981) with the parameter a = -0.75."""
     position = _source_positions(num_in, num_out, scale, dtype, align_corners)
     index = np.floor(position).astype(np.int64)
@@ -51,7 +61,9 @@ def _cubic_taps(num_in: int, num_out: int, scale: float | None, dtype: np.dtype,
         distance = np.abs(fraction - k)
         near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
         far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
-        taps.append((np.clip(index + k, 0, num_in - 1), np.where(distance <= 1, near, far).astype(dtype)))
+        taps.append(
+            (np.clip(index + k, 0, num_in - 1), np.where(distance <= 1, near, far).astype(dtype))
+        )
     return taps
 
 
@@ -61,7 +73,9 @@ def _take(x: jax.Array, index: np.ndarray, dim: int) -> jax.Array:
     factor = len(index) // num_in
     if np.array_equal(index, np.repeat(np.arange(num_in), factor)):
         shape = (*x.shape[:dim], num_in, factor, *x.shape[dim + 1 :])
-        return jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape).reshape(*x.shape[:dim], len(index), *x.shape[dim + 1 :])
+        return jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape).reshape(
+            *x.shape[:dim], len(index), *x.shape[dim + 1 :]
+        )
     return jnp.take(x, index, axis=dim)
 
 
@@ -72,17 +86,25 @@ def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
             continue
         # All taps in one gather, and so one scatter in the transpose.
         index = np.stack([index for index, _ in taps])
-        weights = np.stack([weight for _, weight in taps if weight is not None]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
+        weights = np.stack([weight for _, weight in taps if weight is not None]).reshape(
+            *index.shape, *(1,) * (x.ndim - dim - 1)
+        )
         x = jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
     return x
 
 
-def _register(op: str, num_dims: int, make_taps: Any, has_align_corners: bool, **fixed: bool) -> None:
-    def taps(dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]) -> list[list[Tap]]:
+def _register(
+    op: str, num_dims: int, make_taps: Any, has_align_corners: bool, **fixed: bool
+) -> None:
+    def taps(
+        dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]
+    ) -> list[list[Tap]]:
         keywords = {"align_corners": options[0]} if has_align_corners else fixed
         scales = list(options[1:] if has_align_corners else options)
         scales += [None] * (num_dims - len(scales))
-        return [make_taps(i, o, s, dtype, **keywords) for i, o, s in zip(in_sizes, out_sizes, scales)]
+        return [
+            make_taps(i, o, s, dtype, **keywords) for i, o, s in zip(in_sizes, out_sizes, scales)
+        ]
 
     def rounds(args: Any, kwargs: Any) -> bool:
         """torch rounds an interpolated integer in its own way."""
@@ -91,13 +113,19 @@ def _register(op: str, num_dims: int, make_taps: Any, has_align_corners: bool, *
     @lowering(f"aten.{op}.default", host_when=rounds)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
         dtype = opmath(x.dtype)
-        return _resampled(x.astype(dtype), taps(dtype, x.shape[2:], output_size, options)).astype(ctx.dtype)
+        return _resampled(x.astype(dtype), taps(dtype, x.shape[2:], output_size, options)).astype(
+            ctx.dtype
+        )
 
     @lowering(f"aten.{op}_backward.default")
-    def backward(ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any) -> jax.Array:
+    def backward(
+        ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any
+    ) -> jax.Array:
         dtype = opmath(grad.dtype)
         chosen = taps(dtype, input_size[2:], output_size, options)
-        transpose = jax.linear_transpose(lambda x: _resampled(x, chosen), jax.ShapeDtypeStruct(tuple(input_size), dtype))
+        transpose = jax.linear_transpose(
+            lambda x: _resampled(x, chosen), jax.ShapeDtypeStruct(tuple(input_size), dtype)
+        )
         return transpose(grad.astype(dtype))[0].astype(ctx.dtype)
 
 
@@ -120,7 +148,11 @@ def _triangle(x: np.ndarray) -> np.ndarray:
 def _keys(x: np.ndarray) -> np.ndarray:
     """Keys's cubic convolution with the parameter a = -0.5, as in Pillow's resize."""
     a, x = -0.5, np.abs(x)
-    return np.where(x < 1, ((a + 2) * x - (a + 3)) * x * x + 1, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
+    return np.where(
+        x < 1,
+        ((a + 2) * x - (a + 3)) * x * x + 1,
+        np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0),
+    )
 
 
 def _lanczos(x: np.ndarray) -> np.ndarray:
@@ -128,7 +160,13 @@ def _lanczos(x: np.ndarray) -> np.ndarray:
 
 
 def _filter_matrix(
-    num_in: int, num_out: int, scale: float | None, dtype: np.dtype, align_corners: bool, kernel: Callable[[np.ndarray], np.ndarray], radius: int
+    num_in: int,
+    num_out: int,
+    scale: float | None,
+    dtype: np.dtype,
+    align_corners: bool,
+    kernel: Callable[[np.ndarray], np.ndarray],
+    radius: int,
 ) -> np.ndarray:
     """(result, source) weights; the ends of each filter are rounded in torch's dtype. A dim that keeps its size is left alone."""
     if num_in == num_out:
@@ -149,23 +187,40 @@ def _filter_matrix(
     return (weights / np.where(total == 0, 1, total)).astype(dtype)
 
 
-def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int, *, since: str = "") -> None:
-    def matrices(dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]) -> list[np.ndarray]:
+def _register_antialiased(
+    op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int, *, since: str = ""
+) -> None:
+    def matrices(
+        dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]
+    ) -> list[np.ndarray]:
         align_corners, *scales = options
         scales += [None] * (2 - len(scales))
-        return [_filter_matrix(i, o, s, dtype, align_corners, kernel, radius) for i, o, s in zip(in_sizes, out_sizes, scales)]
+        return [
+            _filter_matrix(i, o, s, dtype, align_corners, kernel, radius)
+            for i, o, s in zip(in_sizes, out_sizes, scales)
+        ]
 
-    @lowering(f"aten.{op}.default", host_when=lambda args, kwargs: not args[0].dtype.is_floating_point, since=since)
+    @lowering(
+        f"aten.{op}.default",
+        host_when=lambda args, kwargs: not args[0].dtype.is_floating_point,
+        since=since,
+    )
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any, **named: Any) -> jax.Array:
         dtype = opmath(x.dtype)
         rows, columns = matrices(dtype, x.shape[2:], output_size, (*options, *named.values()))
-        return jnp.einsum("nchw,ih,jw->ncij", x.astype(dtype), rows, columns, precision=matmul_precision(dtype)).astype(ctx.dtype)
+        return jnp.einsum(
+            "nchw,ih,jw->ncij", x.astype(dtype), rows, columns, precision=matmul_precision(dtype)
+        ).astype(ctx.dtype)
 
     @lowering(f"aten.{op}_backward.default", since=since)
-    def backward(ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any, **named: Any) -> jax.Array:
+    def backward(
+        ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any, **named: Any
+    ) -> jax.Array:
         dtype = opmath(grad.dtype)
         rows, columns = matrices(dtype, input_size[2:], output_size, (*options, *named.values()))
-        return jnp.einsum("ncij,ih,jw->nchw", grad.astype(dtype), rows, columns, precision=matmul_precision(dtype)).astype(ctx.dtype)
+        return jnp.einsum(
+            "ncij,ih,jw->nchw", grad.astype(dtype), rows, columns, precision=matmul_precision(dtype)
+        ).astype(ctx.dtype)
 
 
 _register_antialiased("_upsample_bilinear2d_aa", _triangle, 1)

@@ -28,13 +28,25 @@ def are_split(ctx: Context, num_dims: int) -> bool:
     return ctx.num_devices > 1 and any(dim >= -num_dims for dim in ctx.split_dims)
 
 
-def stay_near(ctx: Context, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> bool:
+def stay_near(
+    ctx: Context, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> bool:
     """Whether a window over dims of these sizes reaches no further than the next device's elements; the partitioner counts wrongly where it does (a
     kernel of 9 over 4 elements on 8 devices)."""
-    return all(step * (k - 1) <= size // ctx.num_devices for size, k, step in zip(sizes, kernel, dilation))
+    return all(
+        step * (k - 1) <= size // ctx.num_devices for size, k, step in zip(sizes, kernel, dilation)
+    )
 
 
-def near_or_whole(ctx: Context, x: jax.Array, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int], *, num_dims: int) -> jax.Array:
+def near_or_whole(
+    ctx: Context,
+    x: jax.Array,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    *,
+    num_dims: int,
+) -> jax.Array:
     """`x` as it lies where windows over dims of these sizes stay near, else with its last `num_dims` dims whole on each device."""
     is_fine = are_split(ctx, len(sizes)) and stay_near(ctx, sizes, kernel, dilation)
     return x if is_fine else ctx.keep_whole(x, num_dims)
@@ -46,11 +58,23 @@ def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     if max(steps) == 1 or x.size == 0:
         return x
     if not are_split(ctx, len(steps)):
-        return lax.pad(ctx.keep_whole(x, len(steps)), np.zeros((), x.dtype), [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps])
+        return lax.pad(
+            ctx.keep_whole(x, len(steps)),
+            np.zeros((), x.dtype),
+            [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps],
+        )
     for dim, step in enumerate(steps, lead):
         size = x.shape[dim]
-        wide = jnp.pad(jnp.expand_dims(x, dim + 1), [(0, step - 1) if d == dim + 1 else (0, 0) for d in range(x.ndim + 1)])
-        x = lax.slice_in_dim(wide.reshape(*x.shape[:dim], size * step, *x.shape[dim + 1 :]), 0, (size - 1) * step + 1, axis=dim)
+        wide = jnp.pad(
+            jnp.expand_dims(x, dim + 1),
+            [(0, step - 1) if d == dim + 1 else (0, 0) for d in range(x.ndim + 1)],
+        )
+        x = lax.slice_in_dim(
+            wide.reshape(*x.shape[:dim], size * step, *x.shape[dim + 1 :]),
+            0,
+            (size - 1) * step + 1,
+            axis=dim,
+        )
     return x
 
 
@@ -64,7 +88,9 @@ def every(x: jax.Array, steps: Sequence[int]) -> jax.Array:
 def _by_phase(x: jax.Array, dim: int, step: int) -> jax.Array:
     """A dim of n elements as (ceil(n / step), step), zeros behind."""
     num = -(-x.shape[dim] // step)
-    whole = jnp.pad(x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)])
+    whole = jnp.pad(
+        x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)]
+    )
     return whole.reshape(*x.shape[:dim], num, step, *x.shape[dim + 1 :])
 
 
@@ -85,4 +111,6 @@ def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) 
 def cut_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) -> jax.Array:
     """So many elements more before and behind each of the last dims; less where the number is negative."""
     lead = x.ndim - len(edges)
-    return lax.pad(x, np.asarray(value, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges])
+    return lax.pad(
+        x, np.asarray(value, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges]
+    )

@@ -22,5 +22,7 @@ def version() -> int:
     kind = str(spmd.device_attributes()[0]["kind"])
     found = re.search(r"TPU v(\d+)", kind)
     if found is None:
-        raise RuntimeError(f"a TPU generation is asked of a TPU; the devices are {kind!r}. Ask xr.device_type() first.")
+        raise RuntimeError(
+            f"a TPU generation is asked of a TPU; the devices are {kind!r}. Ask xr.device_type() first."
+        )
     return int(found[1])

@@ -10,9 +10,15 @@ class autocast(torch.autocast):
     """`torch.autocast("xla")`, with the device in place of its name."""
 
     def __init__(
-        self, device: torch.device | str = "xla", enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = True
+        self,
+        device: torch.device | str = "xla",
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        cache_enabled: bool | None = True,
     ) -> None:
-        super().__init__(torch.device(device).type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        super().__init__(
+            torch.device(device).type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
 
 
 class GradScaler(_GradScaler):

@@ -20,13 +20,25 @@ def region(value: Any) -> Manual | None:
     return manual.region_of(value) if isinstance(value, XLAShardedTensor) else None
 
 
-def all_reduce(found: Manual, reduce_type: str, value: torch.Tensor, scale: float, groups: Any) -> torch.Tensor:
+def all_reduce(
+    found: Manual, reduce_type: str, value: torch.Tensor, scale: float, groups: Any
+) -> torch.Tensor:
     """The reduction of every device's own value over its group, times `scale`."""
-    result = manual.in_region(found, manual.all_reduce, value, _axes(found, groups), _operation(reduce_type))
+    result = manual.in_region(
+        found, manual.all_reduce, value, _axes(found, groups), _operation(reduce_type)
+    )
     return result if scale == 1.0 else result * scale
 
 
-def reduce_scatter(found: Manual, reduce_type: str, value: torch.Tensor, scale: float, dim: int, count: int, groups: Any) -> torch.Tensor:
+def reduce_scatter(
+    found: Manual,
+    reduce_type: str,
+    value: torch.Tensor,
+    scale: float,
+    dim: int,
+    count: int,
+    groups: Any,
+) -> torch.Tensor:
     """The sum over the group, times `scale`, of which each device keeps its part of `dim`. ValueError for another reduction or count."""
     axes = _axes(found, groups)
     size = _size(found, axes)
@@ -44,7 +56,9 @@ def all_gather(found: Manual, value: torch.Tensor, dim: int, groups: Any) -> tor
     return manual.in_region(found, manual.all_gather, value, _axes(found, groups), dim)
 
 
-def all_to_all(found: Manual, value: torch.Tensor, split_dim: int, concat_dim: int, count: int, groups: Any) -> torch.Tensor:
+def all_to_all(
+    found: Manual, value: torch.Tensor, split_dim: int, concat_dim: int, count: int, groups: Any
+) -> torch.Tensor:
     """Each device's `count` parts of `split_dim`, one to each device of the group, joined along `concat_dim`. ValueError for another count."""
     axes = _axes(found, groups)
     if count != _size(found, axes):
@@ -56,7 +70,9 @@ def all_to_all(found: Manual, value: torch.Tensor, split_dim: int, concat_dim: i
 
 def _operation(reduce_type: str) -> str:
     if reduce_type not in _OPS:
-        raise ValueError(f"in a manual region values are reduced by {', '.join(_OPS)}; got {reduce_type!r}. Gather them and reduce the result.")
+        raise ValueError(
+            f"in a manual region values are reduced by {', '.join(_OPS)}; got {reduce_type!r}. Gather them and reduce the result."
+        )
     return _OPS[reduce_type]
 
 
@@ -73,6 +89,11 @@ def _axes(found: Manual, groups: Any) -> tuple[int, ...]:
     for n in range(len(found.axes) + 1):
         for axes in itertools.combinations(found.axes, n):
             others = [axis for axis in range(ids.ndim) if axis not in axes]
-            if sorted(ids.transpose(*others, *axes).reshape(-1, _size(found, axes)).tolist()) == wanted:
+            if (
+                sorted(ids.transpose(*others, *axes).reshape(-1, _size(found, axes)).tolist())
+                == wanted
+            ):
                 return axes
-    raise ValueError(f"the groups of a collective are the devices along axes of the region's mesh; got {groups} for {found.mesh!r}. {_INSTEAD}")
+    raise ValueError(
+        f"the groups of a collective are the devices along axes of the region's mesh; got {groups} for {found.mesh!r}. {_INSTEAD}"
+    )

@@ -17,7 +17,14 @@ from torch_xla._upstream import refuse
 from torch_xla.core import _replica_groups
 
 XLA_LIB = torch.library.Library("xla", "FRAGMENT")
-REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = "sum", "mul", "and", "or", "min", "max"
+REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
+    "sum",
+    "mul",
+    "and",
+    "or",
+    "min",
+    "max",
+)
 _REDUCTIONS = (REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX)
 
 RateTracker = steps.RateTracker
@@ -38,7 +45,9 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     return spmd.device()
 
 
-def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+def get_xla_supported_devices(
+    devkind: str | None = None, max_devices: int | None = None
+) -> list[str]:
     """The logical devices: `["xla:0"]`."""
     return [str(spmd.device())][:max_devices]
 
@@ -53,7 +62,9 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
     for device in devices or [spmd.device()]:
         name = known[0] if str(device) in ("xla", str(spmd.device())) else str(device)
         if name not in known:
-            raise RuntimeError(f"a device is xla:0 or one of {', '.join(known)}; got {device}. Pass torch_xla.device().")
+            raise RuntimeError(
+                f"a device is xla:0 or one of {', '.join(known)}; got {device}. Pass torch_xla.device()."
+            )
         result.append(name)
     return result
 
@@ -105,7 +116,9 @@ def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
     """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device."""
-    return topology.memory_info(None if device is None or torch.device(device) == spmd.device() else device)
+    return topology.memory_info(
+        None if device is None or torch.device(device) == spmd.device() else device
+    )
 
 
 # Steps.
@@ -126,7 +139,9 @@ def unlazy(tensors: Any) -> None:
     steps.unlazy(tensors)
 
 
-def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
+def add_step_closure(
+    closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False
+) -> None:
     """`spmd_core.add_step_closure`."""
     steps.add_step_closure(closure, args, run_async)
 
@@ -143,13 +158,17 @@ def optimizer_step(
     return steps.optimizer_step(optimizer, barrier=barrier, optimizer_args=optimizer_args)
 
 
-def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
+def reduce_gradients(
+    optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True
+) -> None:
     """Nothing: gradients of the one logical replica are whole already."""
     _world_of_one(groups)
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
@@ -219,7 +238,9 @@ def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
     return structures.to_cpu(data) if convert else data
 
 
-def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+def save(
+    data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False
+) -> None:
     """`torch.save` with device tensors on the CPU; every process must call it.
 
     Args:
@@ -245,7 +266,9 @@ def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
 def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> bytes:
     """Refused: the text is what tools here read."""
     refuse(
-        "get_stablehlo_bytecode", "returns StableHLO in PyTorch/XLA's byte form", "Use get_stablehlo, and stablehlo-translate where bytes are needed."
+        "get_stablehlo_bytecode",
+        "returns StableHLO in PyTorch/XLA's byte form",
+        "Use get_stablehlo, and stablehlo-translate where bytes are needed.",
     )
 
 
@@ -279,10 +302,14 @@ def _world_of_one(groups: Any) -> None:
 
 def _reduction(reduce_type: str) -> None:
     if reduce_type not in _REDUCTIONS:
-        raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; got {reduce_type!r}. Use one of the constants REDUCE_*.")
+        raise ValueError(
+            f"a reduction is one of {', '.join(_REDUCTIONS)}; got {reduce_type!r}. Use one of the constants REDUCE_*."
+        )
 
 
-def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True) -> Any:
+def all_reduce(
+    reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
+) -> Any:
     """The value over all replicas, of which there is one: a copy times `scale`; a list is scaled in place.
 
     In a manual region the replicas are its devices, and `groups` are their numbers: so with all collectives here.
@@ -291,7 +318,9 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = 
     region = _replica_groups.region(inputs)
     if region is not None:
         return _replica_groups.all_reduce(region, reduce_type, inputs, scale, groups)
-    if not isinstance(inputs, torch.Tensor) and any(_replica_groups.region(tensor) is not None for tensor in inputs):
+    if not isinstance(inputs, torch.Tensor) and any(
+        _replica_groups.region(tensor) is not None for tensor in inputs
+    ):
         for tensor in inputs:
             tensor.copy_(all_reduce(reduce_type, tensor, scale, groups))
         return None
@@ -304,7 +333,13 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = 
     return None
 
 
-def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None, output: torch.Tensor | None = None, pin_layout: bool = True) -> torch.Tensor:
+def all_gather(
+    value: torch.Tensor,
+    dim: int = 0,
+    groups: Any = None,
+    output: torch.Tensor | None = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
     """The values of all replicas, joined: the value."""
     region = _replica_groups.region(value)
     if region is not None:
@@ -328,7 +363,9 @@ def reduce_scatter(
     _reduction(reduce_type)
     region = _replica_groups.region(input)
     if region is not None:
-        part = _replica_groups.reduce_scatter(region, reduce_type, input, scale, scatter_dim, shard_count, groups)
+        part = _replica_groups.reduce_scatter(
+            region, reduce_type, input, scale, scatter_dim, shard_count, groups
+        )
         return part if output is None else output.copy_(part)
     _world_of_one(groups)
     if shard_count != 1:
@@ -340,12 +377,19 @@ def reduce_scatter(
 
 
 def all_to_all(
-    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Any = None, pin_layout: bool = True
+    value: torch.Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Any = None,
+    pin_layout: bool = True,
 ) -> torch.Tensor:
     """What the replicas exchange: the value. ValueError for more parts than replicas."""
     region = _replica_groups.region(value)
     if region is not None:
-        return _replica_groups.all_to_all(region, value, split_dimension, concat_dimension, split_count, groups)
+        return _replica_groups.all_to_all(
+            region, value, split_dimension, concat_dimension, split_count, groups
+        )
     _world_of_one(groups)
     if split_count != 1:
         raise ValueError(
@@ -364,11 +408,18 @@ def collective_permute(value: torch.Tensor, pairs: Iterable[tuple[int, int]]) ->
     return value.clone() if given else torch.zeros_like(value)
 
 
-def collective_broadcast(tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Any = None, pin_layout: bool = True) -> None:
+def collective_broadcast(
+    tensors: Sequence[torch.Tensor],
+    root_ordinal: int = 0,
+    groups: Any = None,
+    pin_layout: bool = True,
+) -> None:
     """Gives all replicas the root's values: nothing to do."""
     _world_of_one(groups)
     if root_ordinal != 0:
-        raise ValueError(f"there is one replica in SPMD mode, number 0; got root_ordinal={root_ordinal}. Leave it out.")
+        raise ValueError(
+            f"there is one replica in SPMD mode, number 0; got root_ordinal={root_ordinal}. Leave it out."
+        )
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
@@ -383,17 +434,23 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     every = multihost_utils.process_allgather(padded)
-    return [bytes(row[: int(n)]) for row, n in zip(every.reshape(len(lengths), -1), lengths.reshape(-1))]
+    return [
+        bytes(row[: int(n)]) for row, n in zip(every.reshape(len(lengths), -1), lengths.reshape(-1))
+    ]
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """`reduce_fn` of the values that the processes of all hosts have (pickled on the way, so of your own processes only)."""
     if topology.process_count() == 1:
         return reduce_fn([structures.to_cpu(data)])
-    return reduce_fn([pickle.loads(one) for one in rendezvous(tag, pickle.dumps(structures.to_cpu(data)))])
+    return reduce_fn(
+        [pickle.loads(one) for one in rendezvous(tag, pickle.dumps(structures.to_cpu(data)))]
+    )
 
 
-def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)) -> Any:
+def do_on_ordinals(
+    target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)
+) -> Any:
     """Runs `target(*data)` where the replica is one of `ordinals`."""
     return target(*data) if 0 in ordinals else None
 
@@ -403,4 +460,8 @@ def check_view_sharing(obj: Any) -> None:
 
 
 def _get_all_reduce_token() -> None:
-    refuse("xm._get_all_reduce_token", "orders collectives between replicas", "The compiler orders those of one program.")
+    refuse(
+        "xm._get_all_reduce_token",
+        "orders collectives between replicas",
+        "The compiler orders those of one program.",
+    )

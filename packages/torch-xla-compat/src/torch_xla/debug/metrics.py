@@ -41,7 +41,11 @@ def counter_value(name: str) -> int | None:
 def _metric(name: str) -> tuple[int, float, list[Sample]] | None:
     if name == "CompileTime":
         seconds = _compiled_s()
-        return (len(seconds), sum(seconds) * 1e9, [(0.0, s * 1e9) for s in seconds]) if seconds else None
+        return (
+            (len(seconds), sum(seconds) * 1e9, [(0.0, s * 1e9) for s in seconds])
+            if seconds
+            else None
+        )
     if name == "InputOutputAliasCount":
         donated = [float(len(program.donated)) for program in metrics.programs()]
         return (len(donated), sum(donated), [(0.0, d) for d in donated]) if donated else None
@@ -57,7 +61,14 @@ def _metric(name: str) -> tuple[int, float, list[Sample]] | None:
     return None
 
 
-_METRICS = ("CompileTime", "ExecuteReplicatedTime", "InputOutputAliasCount", "OutboundData", "TransferFromDeviceTime", "TransferToDeviceTime")
+_METRICS = (
+    "CompileTime",
+    "ExecuteReplicatedTime",
+    "InputOutputAliasCount",
+    "OutboundData",
+    "TransferFromDeviceTime",
+    "TransferToDeviceTime",
+)
 
 
 def metric_names() -> list[str]:
@@ -92,12 +103,24 @@ def metrics_report() -> str:
     return "\n".join([*named, metrics.report()])
 
 
-def short_metrics_report(counter_names: list[str] | None = None, metric_names: list[str] | None = None) -> str:
+def short_metrics_report(
+    counter_names: list[str] | None = None, metric_names: list[str] | None = None
+) -> str:
     """The named counters and metrics only; without names, the most telling ones."""
-    counters = ["CachedCompile", "MarkStep", "UncachedCompile"] if counter_names is None else counter_names
+    counters = (
+        ["CachedCompile", "MarkStep", "UncachedCompile"] if counter_names is None else counter_names
+    )
     metrics_ = ["CompileTime", "ExecuteReplicatedTime"] if metric_names is None else metric_names
-    lines = [f"Counter: {name}\n  Value: {value}" for name in counters if (value := counter_value(name)) is not None]
-    lines += [f"Metric: {name}\n  TotalSamples: {data[0]}" for name in metrics_ if (data := _metric(name)) is not None]
+    lines = [
+        f"Counter: {name}\n  Value: {value}"
+        for name in counters
+        if (value := counter_value(name)) is not None
+    ]
+    lines += [
+        f"Metric: {name}\n  TotalSamples: {data[0]}"
+        for name in metrics_
+        if (data := _metric(name)) is not None
+    ]
     return "\n".join(lines)
 
 

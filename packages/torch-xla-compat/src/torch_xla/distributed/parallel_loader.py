@@ -31,7 +31,9 @@ class MpDeviceLoader:
     def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
         unknown = set(kwargs) - _NAMES
         if unknown:
-            raise TypeError(f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; got {', '.join(sorted(unknown))}. Remove what is not in the list.")
+            raise TypeError(
+                f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; got {', '.join(sorted(unknown))}. Remove what is not in the list."
+            )
         self._loader, self._device = loader, device
         # Programs change them between two iterations.
         self._parallel_loader_kwargs: dict[str, Any] = kwargs
@@ -75,9 +77,15 @@ class PerDeviceLoader(Iterator[Any]):
         try:
             batch = next(self._batches)
         except spmd_data.MissingShardingError as error:
-            raise KeyError(f"Keys: {error.missing} are missing from input_sharding. {error}") from error
+            raise KeyError(
+                f"Keys: {error.missing} are missing from input_sharding. {error}"
+            ) from error
         except DataError as error:
-            text = "input batch should be a dict when input sharding is a dict. " if "must be a dict" in str(error) else ""
+            text = (
+                "input batch should be a dict when input sharding is a dict. "
+                if "must be a dict" in str(error)
+                else ""
+            )
             raise ValueError(f"{text}{error}") from error
         if isinstance(self._sharding, Mapping):
             for key, spec in self._sharding.items():
@@ -124,7 +132,9 @@ class ParallelLoader:
     def per_device_loader(self, device: torch.device | str) -> PerDeviceLoader:
         """The iterator over the device's batches. RuntimeError for a device that the loader was not made for."""
         if torch.device(device).type not in {known.type for known in self._devices}:
-            raise RuntimeError(f"a loader serves the devices that it was made for, {self._devices}; got {device}. Pass one of them.")
+            raise RuntimeError(
+                f"a loader serves the devices that it was made for, {self._devices}; got {device}. Pass one of them."
+            )
         return iter(self._loader)
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from spmd_core import topology
 _DEFAULT_PORT = 12355
 
 
-def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any
+) -> Iterator[tuple[Any, int, int]]:
     rank, size = topology.process_index(), topology.process_count()
     host = "127.0.0.1" if size == 1 else topology.get_master_ip()
     port = urlparse(url).port or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))

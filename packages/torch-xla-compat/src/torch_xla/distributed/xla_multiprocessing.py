@@ -22,7 +22,9 @@ def spawn(
     """
     if spmd.is_spmd() or nprocs not in (None, 1):
         refuse(
-            "xmp.spawn", f"starts a process for each device (nprocs={nprocs}), and here one process drives all of them", "Call fn(0, *args) yourself."
+            "xmp.spawn",
+            f"starts a process for each device (nprocs={nprocs}), and here one process drives all of them",
+            "Call fn(0, *args) yourself.",
         )
     return fn(0, *args)
 

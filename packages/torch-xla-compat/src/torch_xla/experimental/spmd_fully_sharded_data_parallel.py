@@ -23,7 +23,11 @@ class SpmdFullyShardedDataParallel(spmd.SpmdFullyShardedDataParallel):
         **kwargs: Any,
     ) -> None:
         chosen = spmd.get_global_mesh() if mesh is None else mesh
-        if extra_data_axis is not None and isinstance(chosen, spmd.Mesh) and extra_data_axis not in (chosen.axis_names or ()):
+        if (
+            extra_data_axis is not None
+            and isinstance(chosen, spmd.Mesh)
+            and extra_data_axis not in (chosen.axis_names or ())
+        ):
             raise ValueError(
                 f"The provided {extra_data_axis} axis is not in the mesh: extra_data_axis is one of its axes; got {chosen!r}. Name one of them."
             )

@@ -6,7 +6,13 @@ from typing import Any
 from torch.utils import checkpoint as torch_checkpoint
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = True, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
     """`torch.utils.checkpoint.checkpoint` in its reentrant form. ValueError for the other form, and for unknown keywords."""
     if kwargs:
         raise ValueError(
@@ -16,7 +22,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
         raise ValueError(
             "torch_xla.utils.checkpoint is reentrant; got use_reentrant=False. Call torch.utils.checkpoint.checkpoint(use_reentrant=False)."
         )
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state)
+    return torch_checkpoint.checkpoint(
+        function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state
+    )
 
 
 CheckpointFunction = torch_checkpoint.CheckpointFunction

@@ -25,7 +25,9 @@ def convert_to_xla_mesh(dt_mesh: DeviceMesh) -> Mesh:
     return Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names)
 
 
-def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Sequence[Any]) -> tuple[Any, ...]:
+def convert_to_xla_partition_spec(
+    tensor: torch.Tensor, placements: Sequence[Any]
+) -> tuple[Any, ...]:
     """The partition spec, in numbers of axes, of `Shard` and `Replicate` placements; ValueError for others."""
     axes = spmd.Mesh(range(1), (1,) * len(placements)) if placements else spmd.Mesh([0], (1,))
     with raising(ValueError, UnsupportedOpError):
@@ -35,7 +37,9 @@ def convert_to_xla_partition_spec(tensor: torch.Tensor, placements: Sequence[Any
             raise ValueError(f"Unsupported placement type: {error}") from error
 
 
-def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> XLAShardedTensor:
+def xla_distribute_tensor(
+    tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
     """`spmd_core.distribute_tensor`; turns SPMD mode on.
 
     Raises:
@@ -43,11 +47,18 @@ def xla_distribute_tensor(tensor: torch.Tensor, device_mesh: DeviceMesh, placeme
         ValueError: a DTensor of another device type, or a placement that is neither Shard nor Replicate.
     """
     spmd.use_spmd()
-    if placements is not None and isinstance(device_mesh, DeviceMesh) and len(placements) != device_mesh.ndim:
+    if (
+        placements is not None
+        and isinstance(device_mesh, DeviceMesh)
+        and len(placements) != device_mesh.ndim
+    ):
         raise AssertionError(
             f"placements must have one entry for each dimension of the mesh, {device_mesh.ndim}; got {len(placements)}. Use Replicate() for the rest."
         )
-    with raising(ValueError, TypeError, UnsupportedOpError), raising(AssertionError, MeshError, PartitionSpecError):
+    with (
+        raising(ValueError, TypeError, UnsupportedOpError),
+        raising(AssertionError, MeshError, PartitionSpecError),
+    ):
         return spmd.distribute_tensor(tensor, device_mesh, placements)
 
 

@@ -8,9 +8,17 @@ from spmd_core import visualize
 from torch_xla import _XLAC
 
 
-def visualize_sharding(sharding: str, use_color: bool = True, scale: float = 1.0, min_width: int = 9, max_width: int = 80) -> Any:
+def visualize_sharding(
+    sharding: str,
+    use_color: bool = True,
+    scale: float = 1.0,
+    min_width: int = 9,
+    max_width: int = 80,
+) -> Any:
     """`spmd_core.visualize_sharding`: prints and returns a table of a sharding's text."""
-    return visualize.visualize_sharding(sharding, use_color=use_color, scale=scale, min_width=min_width, max_width=max_width)
+    return visualize.visualize_sharding(
+        sharding, use_color=use_color, scale=scale, min_width=min_width, max_width=max_width
+    )
 
 
 def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> Any:

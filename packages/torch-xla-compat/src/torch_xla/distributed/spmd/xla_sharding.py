@@ -22,7 +22,12 @@ from torch_xla._upstream import raising
 class Mesh(spmd.Mesh):
     """`spmd_core.Mesh`; what it refuses is an AssertionError."""
 
-    def __init__(self, device_ids: np.ndarray | Sequence[int], mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        device_ids: np.ndarray | Sequence[int],
+        mesh_shape: tuple[int, ...],
+        axis_names: tuple[str, ...] | None = None,
+    ) -> None:
         with raising(AssertionError, MeshError):
             super().__init__(device_ids, mesh_shape, axis_names)
             check_devices(self, runtime.global_runtime_device_count())
@@ -30,16 +35,25 @@ class Mesh(spmd.Mesh):
     def get_axis_name_idx(self, name: str) -> int | None:  # type: ignore[override]
         """The index of an axis, None for a name that the mesh lacks. TypeError for an unnamed mesh."""
         if self.axis_names is None:
-            raise TypeError("an axis has a name only in a mesh with axis_names; this mesh has none. Pass axis_names to Mesh.")
+            raise TypeError(
+                "an axis has a name only in a mesh with axis_names; this mesh has none. Pass axis_names to Mesh."
+            )
         return self.axis_names.index(name) if name in self.axis_names else None
 
     def _validate_translated_partition_spec(self, partition_spec: Sequence[Any]) -> None:
         _check_spec(self, tuple(partition_spec))
 
-    def _get_op_sharding_args(self, partition_spec: PartitionSpec) -> tuple[Sequence[Any], Sequence[Any], Sequence[Sequence[int]], int]:
+    def _get_op_sharding_args(
+        self, partition_spec: PartitionSpec
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Sequence[int]], int]:
         """(tile_assignment, group_assignment, replication_groups, type) as `_XLAC.OpSharding` takes them."""
         found = self.get_op_sharding(partition_spec)
-        return found.tile_assignment, found.group_assignment, found.replication_groups, int(found.type)
+        return (
+            found.tile_assignment,
+            found.group_assignment,
+            found.replication_groups,
+            int(found.type),
+        )
 
     def get_op_sharding(self, partition_spec: PartitionSpec) -> _XLAC.OpSharding:
         """XLA's description of what the spec means over this mesh; made, and counted as `CreateOpSharding`, once for each spec.
@@ -70,11 +84,23 @@ def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
     try:
         validate_spec(mesh, spec)
     except PartitionSpecError as error:
-        axes = [axis for entry in spec for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))]
-        unknown = [axis for axis in axes if isinstance(axis, str) and axis not in (mesh.axis_names or ())]
+        axes = [
+            axis
+            for entry in spec
+            for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))
+        ]
+        unknown = [
+            axis for axis in axes if isinstance(axis, str) and axis not in (mesh.axis_names or ())
+        ]
         if unknown:
-            raise ValueError(f"Axis name {unknown[0]} is not defined in the given mesh: {error}") from error
-        if any(not isinstance(axis, (int, np.integer, str, tuple, list, type(None))) or isinstance(axis, bool) for axis in axes):
+            raise ValueError(
+                f"Axis name {unknown[0]} is not defined in the given mesh: {error}"
+            ) from error
+        if any(
+            not isinstance(axis, (int, np.integer, str, tuple, list, type(None)))
+            or isinstance(axis, bool)
+            for axis in axes
+        ):
             raise
         raise AssertionError(str(error)) from error
 
@@ -95,7 +121,12 @@ class _Device:
     def of(cls, number: int, row: dict[str, Any]) -> "_Device":
         """The device of a row of `xr.global_runtime_device_attributes()`; what is missing in it is what a device without it has."""
         platform = row["name"].split(":")[0].lower()
-        facts = row.get("coords"), row.get("core_on_chip", 0), row.get("slice_index"), row.get("process_index", 0)
+        facts = (
+            row.get("coords"),
+            row.get("core_on_chip", 0),
+            row.get("slice_index"),
+            row.get("process_index", 0),
+        )
         return cls(number, platform, row.get("kind", ""), *facts)
 
 
@@ -115,7 +146,10 @@ class HybridMesh(spmd.HybridMesh, Mesh):
     @staticmethod
     def _devices() -> Sequence[Any]:
         """What `xr.global_runtime_device_attributes()` tells of the devices, by the numbers in their names."""
-        rows = sorted(runtime.global_runtime_device_attributes(), key=lambda row: int(row["name"].split(":")[1]))
+        rows = sorted(
+            runtime.global_runtime_device_attributes(),
+            key=lambda row: int(row["name"].split(":")[1]),
+        )
         return [_Device.of(i, row) for i, row in enumerate(rows)]
 
 
@@ -136,7 +170,11 @@ def get_1d_mesh(axis_name: str | None = None) -> Mesh:
 
 
 def _check_rank(t: Any, partition_spec: Sequence[Any]) -> None:
-    if isinstance(t, torch.Tensor) and isinstance(partition_spec, (tuple, list)) and len(partition_spec) != t.dim():
+    if (
+        isinstance(t, torch.Tensor)
+        and isinstance(partition_spec, (tuple, list))
+        and len(partition_spec) != t.dim()
+    ):
         raise AssertionError(
             f"Partition spec length ({len(partition_spec)}) should be equal to the input rank ({t.dim()}); got {tuple(partition_spec)} for shape "
             f"{tuple(t.shape)}. Write one entry for each dim."
@@ -151,10 +189,14 @@ def _describe(mesh: Any, partition_spec: Any) -> None:
 
 def _require_spmd() -> None:
     if not runtime.is_spmd():
-        raise RuntimeError("Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it is off. Call it before.")
+        raise RuntimeError(
+            "Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it is off. Call it before."
+        )
 
 
-def mark_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+def mark_sharding(
+    t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
+) -> XLAShardedTensor:
     """`spmd_core.mark_sharding`, for a tensor that has no other sharding yet. Data of the host starts to go up. Does not wait.
 
     Raises:
@@ -165,7 +207,12 @@ def mark_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpe
     _require_spmd()
     _check_rank(t, partition_spec)
     _describe(mesh, partition_spec)
-    if isinstance(t, XLAShardedTensor) and t.sharding is not None and not t.sharding.is_replicated and t._handle.storage.value.data is not None:
+    if (
+        isinstance(t, XLAShardedTensor)
+        and t.sharding is not None
+        and not t.sharding.is_replicated
+        and t._handle.storage.value.data is not None
+    ):
         wanted = Sharding.of(mesh, partition_spec, t.dim())
         if wanted != t.sharding:
             raise RuntimeError(
@@ -175,7 +222,9 @@ def mark_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpe
     return spmd.start_upload(spmd.mark_sharding(t, mesh, partition_spec))
 
 
-def annotate_custom_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+def annotate_custom_sharding(
+    t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
+) -> XLAShardedTensor:
     """`spmd_core.annotate`: constrains the present value, over an existing sharding too."""
     _require_spmd()
     _check_rank(t, partition_spec)
@@ -183,7 +232,9 @@ def annotate_custom_sharding(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: P
     return spmd.annotate(t, mesh, partition_spec)
 
 
-def mark_sharding_with_gradients(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
+def mark_sharding_with_gradients(
+    t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
+) -> torch.Tensor:
     """`spmd_core.mark_sharding_with_gradients`."""
     _require_spmd()
     _check_rank(t, partition_spec)
@@ -209,21 +260,31 @@ def clear_sharding(t: torch.Tensor) -> torch.Tensor:
 def _region_mesh(mesh: spmd.Mesh | None) -> spmd.Mesh:
     chosen = get_global_mesh() if mesh is None else mesh
     if chosen is None:
-        raise AttributeError("a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh).")
+        raise AttributeError(
+            "a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh)."
+        )
     return chosen
 
 
-def enable_manual_sharding(t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: spmd.Mesh | None = None) -> XLAShardedTensor:
+def enable_manual_sharding(
+    t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: spmd.Mesh | None = None
+) -> XLAShardedTensor:
     """`spmd_core.enable_manual_sharding`, over the global mesh where none is given."""
     return spmd.enable_manual_sharding(t, partition_spec, mesh=_region_mesh(mesh))
 
 
 def disable_manual_sharding(
-    t: torch.Tensor, partition_spec: PartitionSpec, full_shape: Sequence[int], *, mesh: spmd.Mesh | None = None
+    t: torch.Tensor,
+    partition_spec: PartitionSpec,
+    full_shape: Sequence[int],
+    *,
+    mesh: spmd.Mesh | None = None,
 ) -> XLAShardedTensor:
     """`spmd_core.disable_manual_sharding`, over the global mesh where none is given. RuntimeError for a tensor that is not a block."""
     if isinstance(t, XLAShardedTensor) and not manual.is_local(t):
-        raise RuntimeError("Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first.")
+        raise RuntimeError(
+            "Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first."
+        )
     return spmd.disable_manual_sharding(t, partition_spec, full_shape, mesh=_region_mesh(mesh))
 
 
@@ -237,7 +298,9 @@ def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def wrap_as_sharded_tensor(
-    t: torch.Tensor, mesh_shape: tuple[int, ...] | None = None, partition_spec: PartitionSpec | None = None
+    t: torch.Tensor,
+    mesh_shape: tuple[int, ...] | None = None,
+    partition_spec: PartitionSpec | None = None,
 ) -> XLAShardedTensor:
     """The tensor: every tensor on the device is an XLAShardedTensor already. With a shape and a spec it is marked."""
     return XLAShardedTensor(t, mesh_shape, partition_spec)
@@ -263,12 +326,18 @@ class ShardingSpec(spmd.ShardingSpec):
 
     def xla_spec(self, t: torch.Tensor) -> _XLAC.XlaShardingSpec | None:
         """The spec for this tensor, None where it cannot apply."""
-        return _XLAC.XlaShardingSpec(t, self.mesh.get_op_sharding(self.partition_spec), self.minibatch) if self.can_apply(t) else None
+        return (
+            _XLAC.XlaShardingSpec(t, self.mesh.get_op_sharding(self.partition_spec), self.minibatch)
+            if self.can_apply(t)
+            else None
+        )
 
     def apply(self, t: torch.Tensor) -> None:
         """Marks a tensor on device `xla`."""
         if t.device.type != "xla":
-            raise AssertionError(f"the tensor to shard must be on device 'xla'; got one on {t.device}. Move it first: t = t.to('xla').")
+            raise AssertionError(
+                f"the tensor to shard must be on device 'xla'; got one on {t.device}. Move it first: t = t.to('xla')."
+            )
         mark_sharding(t, self.mesh, self.partition_spec)
 
 
@@ -290,7 +359,9 @@ class XLAPatchedLinear:
     """A contraction of the last dim, as `apply(input, weight, bias)`."""
 
     @staticmethod
-    def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The linear layer of the arguments."""
         result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, weight, bias)
         return result
@@ -307,7 +378,11 @@ def _get_sharding_type(partition_spec: Sequence[Any], num_devices: int) -> Shard
         return ShardingType.MAXIMAL
     if all(entry is None for entry in partition_spec):
         return ShardingType.REPLICATED
-    return ShardingType.PARTIAL if any(entry is None for entry in partition_spec) else ShardingType.TILED
+    return (
+        ShardingType.PARTIAL
+        if any(entry is None for entry in partition_spec)
+        else ShardingType.TILED
+    )
 
 
 # The operators `torch.ops.xla.*` are there with spmd_core.
