@@ -9,15 +9,16 @@ import pytest
 import spmd_core as spmd
 
 MODULES = (
+    "spmd_core",
     *(module.name for module in pkgutil.walk_packages(spmd.__path__, "spmd_core.")),
     "spmd_data.loader",
     "spmd_data.placement",
-    "examples.gpt2.mfu",
     "examples.gpt2.presets",
     "examples.gpt2.shardings",
     "examples.gpt2.text",
-    "examples.gpt2.timing",
     "examples.gpt2.train",
+    "examples.training.mfu",
+    "examples.training.timing",
     "benchmarks.report",
 )
 

@@ -62,6 +62,7 @@ from spmd_core.marking import shard_as as shard_as
 from spmd_core.marking import start_upload as start_upload
 from spmd_core.marking import sync as sync
 from spmd_core.mesh import Mesh as Mesh
+from spmd_core.mesh import _rebuild_mesh as _rebuild_mesh
 from spmd_core.mesh import get_global_mesh as get_global_mesh
 from spmd_core.mesh import parse_mesh as parse_mesh
 from spmd_core.mesh import set_global_mesh as set_global_mesh
@@ -69,6 +70,9 @@ from spmd_core.random_state import fork_rng as fork_rng
 from spmd_core.random_state import get_rng_state as get_rng_state
 from spmd_core.random_state import manual_seed as manual_seed
 from spmd_core.random_state import set_rng_state as set_rng_state
+from spmd_core.recomputation import (  # noqa: F401 - pickles name it here
+    CheckpointedForward as _CheckpointedForward,
+)
 from spmd_core.recomputation import checkpoint_module as checkpoint_module
 from spmd_core.runtime import device_attributes as device_attributes
 from spmd_core.runtime import global_runtime_device_count as global_runtime_device_count
@@ -102,6 +106,7 @@ from spmd_core.structures import save as save
 from spmd_core.structures import send_to_device as send_to_device
 from spmd_core.structures import to_cpu as to_cpu
 from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor
+from spmd_core.tensor import _rebuild_parameter as _rebuild_parameter
 from spmd_core.topology import addressable_runtime_device_count as addressable_runtime_device_count
 from spmd_core.topology import get_1d_mesh as get_1d_mesh
 from spmd_core.topology import get_master_ip as get_master_ip

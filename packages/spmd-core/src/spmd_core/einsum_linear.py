@@ -125,6 +125,8 @@ torch.library.register_fake("xla::einsum_linear_backward", _meta_backward, lib=_
 class EinsumLinear(nn.Linear):
     """`nn.Linear` through `xla::einsum_linear_forward`: `(..., in_features)` to `(..., out_features)`."""
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, self.weight, self.bias)
         return result

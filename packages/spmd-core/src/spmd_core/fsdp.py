@@ -132,6 +132,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     Example:
         >>> from functools import partial
+        >>> from torch import nn
         >>> from spmd_core.wrap_policies import transformer_auto_wrap_policy
         >>> mesh = Mesh(range(8), (8,), ("fsdp",))
         >>> model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -141,6 +142,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         ... ].weight.partition_spec
         ('fsdp', None)
     """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
     is_sharded_wrapper = True
 

@@ -38,6 +38,8 @@ class HybridMesh(Mesh):
         {'data': 2, 'fsdp': 4, 'tensor': 1}
     """
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     ici_mesh_shape: tuple[int, ...]
     dcn_mesh_shape: tuple[int, ...]
 

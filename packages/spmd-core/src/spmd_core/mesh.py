@@ -45,6 +45,8 @@ class Mesh:
         array([2, 3])
     """
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     device_ids: np.ndarray
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
@@ -186,7 +188,7 @@ class Mesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not the instance's dict: numpy forgets the read-only flag in a pickle, and a str's hash differs between processes.
-        return _rebuild, (type(self), self.device_ids.tolist(), self.mesh_shape, self.axis_names)
+        return _rebuild_mesh, (type(self), self.device_ids.tolist(), self.mesh_shape, self.axis_names)
 
 
 _global_mesh: Mesh | None = None
@@ -284,7 +286,7 @@ def _fitting_mesh(axes: dict[str, int | None], num_devices: int) -> str:
     return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
-def _rebuild(
+def _rebuild_mesh(
     cls: type[Mesh],
     device_ids: list[int],
     mesh_shape: tuple[int, ...],
@@ -294,6 +296,9 @@ def _rebuild(
     mesh = cls.__new__(cls)
     Mesh.__init__(mesh, device_ids, mesh_shape, axis_names)
     return mesh
+
+
+_rebuild_mesh.__module__ = "spmd_core"  # as Mesh's
 
 
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:

@@ -63,6 +63,9 @@ class CheckpointedForward:
         inner: what computes the module's result: an earlier stand-in of `forward`, or None for the method of the module's class.
     """
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+    __qualname__ = "_CheckpointedForward"
+
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
         self.module, self.inner = module, inner
 

@@ -26,6 +26,8 @@ Shape: TypeAlias = tuple[int, ...]
 class ShardingType(IntEnum):
     """How a tensor lies on its mesh; the numbers are XLA's."""
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     REPLICATED = 0
     MAXIMAL = 1
     TUPLE = 2
@@ -45,6 +47,8 @@ class OpSharding:
         tile_assignment_devices: device ids in the order of the blocks.
         replicate_on_last_tile_dim: whether that last entry is there.
     """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
     type: ShardingType
     tile_assignment_dimensions: tuple[int, ...]
@@ -69,6 +73,8 @@ class ShardingSpec:
         >>> spec.can_apply(2), spec.can_apply(3)
         (True, False)
     """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
     mesh: Mesh
     partition_spec: PartitionSpec
@@ -122,6 +128,8 @@ class Sharding:
         >>> sharding.padded_shape((5, 3)), sharding.shard_shape((5, 3))
         ((6, 3), (3, 3))
     """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
     mesh: Mesh
     dims: tuple[tuple[int, ...], ...]

@@ -28,6 +28,8 @@ class ShardingReport:
         ambiguous: for each name that rules with different specs are for, those rules; the first was applied.
     """
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     marked: dict[str, PartitionSpec] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     unmatched_names: tuple[str, ...] = ()

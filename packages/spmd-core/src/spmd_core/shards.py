@@ -25,6 +25,8 @@ class XLAShard:
         replica_id: the block's number among the devices that hold the same block.
     """
 
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
     data: torch.Tensor
     indices: list[slice] | EllipsisType
     shard_device: str

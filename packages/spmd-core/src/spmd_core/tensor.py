@@ -412,6 +412,10 @@ def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Para
     return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 
+# Before torch lists it: a pickle names the public package, wherever this file lies.
+_rebuild_parameter.__module__ = "spmd_core"
+
+
 torch.serialization.add_safe_globals([_rebuild_parameter])
 
 

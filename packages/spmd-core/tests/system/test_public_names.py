@@ -1,0 +1,42 @@
+"""Every public name of the three packages imports, `data/public_names.txt` lists them."""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+
+import spmd_core as spmd
+import spmd_data
+import torch_xla
+
+LISTED = (Path(__file__).parents[1] / "data" / "public_names.txt").read_text().split()
+# What users reach as attributes of the package: `spmd.debugging.collectives`.
+MODULES = ("autocast", "custom_ops", "debugging", "metrics", "profiler")
+
+
+def public_names(module, name):
+    """`name.x` for what a user finds in a module: no private names, no modules."""
+    return {
+        f"{name}.{attribute}"
+        for attribute, value in vars(module).items()
+        if not attribute.startswith("_") and not isinstance(value, ModuleType)
+    }
+
+
+def found():
+    names = {f"spmd_core.{name}" for name in MODULES}
+    for name in MODULES:
+        names |= public_names(getattr(spmd, name), f"spmd_core.{name}")
+    for info in pkgutil.walk_packages(torch_xla.__path__, "torch_xla."):
+        names |= {info.name, *public_names(importlib.import_module(info.name), info.name)}
+    names |= public_names(torch_xla, "torch_xla")
+    return names | public_names(spmd, "spmd_core") | public_names(spmd_data, "spmd_data")
+
+
+def test_every_listed_name_is_there():
+    assert sorted(set(LISTED) - found()) == []
+
+
+def test_no_name_comes_unnoticed():
+    names = public_names(spmd, "spmd_core") | public_names(spmd_data, "spmd_data")
+    assert sorted(names - set(LISTED)) == []
