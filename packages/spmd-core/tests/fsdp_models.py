@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import spmd_core as spmd
 from spmd_core import metrics
-from spmd_core.fsdp import fully_shard
+from spmd_core.modules.fully_shard import fully_shard
 
 D = 32
 

@@ -1,4 +1,4 @@
-"""Eight emulated devices (or SPMD_TEST_DEVICES of them) in SPMD mode."""
+"""Configures the tests: SPMD mode on eight emulated devices, or SPMD_TEST_DEVICES of them."""
 
 import os
 

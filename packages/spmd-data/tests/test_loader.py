@@ -1,4 +1,4 @@
-"""The loader's order, ends, exceptions and threads, on eager torch; then the same batches sharded over 8 devices."""
+"""Tests `MpDeviceLoader` in eager torch: order, end of data, exceptions, threads, arguments."""
 
 import gc
 import inspect
@@ -31,7 +31,7 @@ def wait_until(condition: Any, seconds: float = 10.0) -> bool:
 
 
 class Endless:
-    """Tensors 0, 1, 2, ...; counts how many were asked for, and remembers that its generator was closed."""
+    """Yields 0, 1, 2, ... as tensors; counts them and records that its generator was closed."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.fail_at, self.num_given, self.is_closed = fail_at, 0, False
@@ -81,7 +81,7 @@ def test_works_ahead_but_no_further_than_prefetch() -> None:
     with MpDeviceLoader(source, "cpu", prefetch=3) as loader:
         batches = iter(loader)
         assert next(batches) == 0
-        # One was taken, three wait, and the thread holds the fifth until there is room.
+        # One was consumed, three are queued, and the thread holds the fifth until there is room.
         assert wait_until(lambda: source.num_given == 5)
         time.sleep(0.05)
         assert source.num_given == 5
@@ -168,7 +168,7 @@ def test_an_exception_of_the_transfer_arrives_whatever_its_type(
 
 
 class Stateful(Endless):
-    """Tells how far it is, as torchdata's StatefulDataLoader does."""
+    """Reports its position in `state_dict`, as torchdata's StatefulDataLoader does."""
 
     def state_dict(self) -> dict[str, int]:
         return {"num_given": self.num_given}
@@ -196,7 +196,8 @@ def test_a_loader_with_a_state_is_closed_by_the_next_iteration() -> None:
     assert source.is_closed and int(next(second)) == 0
     with pytest.raises(
         RuntimeError,
-        match=r"an iteration ends when its loader is closed or iterated again.*Use the newest iterator",
+        match=r"an iteration ends when its loader is closed or iterated again"
+        r".*Use the newest iterator",
     ):
         next(first)
     source.is_closed = False
@@ -234,7 +235,8 @@ def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.Monkey
 def test_counts_are_checked(name: str, value: Any) -> None:
     with pytest.raises(
         DataError,
-        match=rf"{name} must be a whole number of batches, at least 1; got {value!r}\. Pass for instance {name}=2\.",
+        match=rf"{name} must be a whole number of batches, at least 1; got {value!r}\. "
+        rf"Pass for instance {name}=2\.",
     ):
         MpDeviceLoader([], "cpu", **{name: value})
     MpDeviceLoader([], "cpu", **{name: 2})

@@ -1,4 +1,4 @@
-"""One batch: structures rebuilt as they were, specs fitted to ranks, and the errors of a wrong input_sharding."""
+"""Tests the placement of one batch: structures, specs by rank, errors of input_sharding."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import DataError, SpmdError
-from spmd_core.structures import map_tensors
+from spmd_core.steps.structures import map_tensors
 from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec
 
 XLA = torch.device("xla:0")
@@ -27,7 +27,7 @@ class Record:
 
 
 class Encoding(collections.UserDict):
-    """A mapping with more than its items, like transformers' BatchEncoding."""
+    """A mapping with an attribute beside its items, like transformers' BatchEncoding."""
 
     source = "unset"
 
@@ -81,7 +81,8 @@ def test_a_sharding_needs_the_xla_device() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
     with pytest.raises(
         DataError,
-        match=r"only tensors on the xla device can be sharded; got .* device 'cpu'\. Pass device='xla'",
+        match=r"only tensors on the xla device can be sharded; got .* device 'cpu'\. "
+        r"Pass device='xla'",
     ):
         Placement(torch.device("cpu"), spec, UnevenBatch.KEEP)
     Placement(torch.device("cpu"), None, UnevenBatch.KEEP)  # the other half of the advice
@@ -91,7 +92,8 @@ def test_a_dict_sharding_needs_dict_batches() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
     with pytest.raises(
         DataError,
-        match=r"the input batch must be a dict when input_sharding is a dict; got a batch of type tuple for the keys \['x'\]",
+        match=r"the input batch must be a dict when input_sharding is a dict; "
+        r"got a batch of type tuple for the keys \['x'\]",
     ):
         placement({"x": spec}).place((torch.zeros(8),))
 
@@ -100,7 +102,8 @@ def test_a_key_without_a_sharding_is_named() -> None:
     spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
     with pytest.raises(
         MissingShardingError,
-        match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, got \['x'\]\. Add them",
+        match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, "
+        r"got \['x'\]\. Add them",
     ) as caught:
         placement({"x": spec}).place({"x": torch.zeros(8), "y": torch.zeros(8), "z": 1})
     assert isinstance(caught.value, KeyError) and caught.value.missing == ["y", "z"]

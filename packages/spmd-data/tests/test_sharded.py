@@ -1,4 +1,4 @@
-"""Batches on the xla device: shards of every tensor by its rank, one program for each batch, and the README's sample."""
+"""Tests `MpDeviceLoader` on the xla device: shards, programs per batch, the README's sample."""
 
 import re
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_every_batch_is_a_program_of_its_own(
     assert [total.item() for total in sums] == [
         float(part.sum() * 2) for part in torch.arange(96.0).split(16)
     ]
-    assert executions() - before == expected  # reading found everything computed
+    assert executions() - before == expected  # reading the values executed nothing
 
 
 def test_a_step_that_is_left_early_stays_pending(mesh: spmd.Mesh) -> None:
@@ -113,7 +113,7 @@ def test_a_last_batch_that_does_not_divide(
 
 
 def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
-    """A hundred batches with work between them: neither thread disturbs the other's tensors."""
+    """Computes between a hundred batches: neither thread corrupts the other's tensors."""
     host = [torch.full((16, 4), float(index)) for index in range(100)]
     weight = spmd.mark_sharding(torch.ones(4, device="xla"), mesh, (None,))
     sums = []

@@ -1,4 +1,4 @@
-"""Eight emulated devices (or SPMD_TEST_DEVICES of them) in SPMD mode, and no programs on disk."""
+"""Configures the tests: SPMD mode, eight emulated devices or SPMD_TEST_DEVICES, no disk cache."""
 
 import os
 
@@ -22,13 +22,13 @@ def num_devices() -> int:
 
 @pytest.fixture
 def row() -> xs.Mesh:
-    """All devices along the second of two axes, `x` and `y`, as PyTorch/XLA's tests have them."""
+    """All devices along the second of two axes, `x` and `y`, as in PyTorch/XLA's tests."""
     return xs.Mesh(range(NUM_DEVICES), (1, NUM_DEVICES), ("x", "y"))
 
 
 @pytest.fixture
 def ids() -> str:
-    """The numbers of all devices, as a sharding's text has them."""
+    """The ids of all devices, as in the text of a sharding."""
     return ",".join(map(str, range(NUM_DEVICES)))
 
 

@@ -1,4 +1,4 @@
-"""torch_xla.distributed.spmd.api: DTensor's functions on an xla mesh."""
+"""Tests torch_xla.distributed.spmd.api: DTensor's functions on an xla mesh."""
 
 import pytest
 import torch

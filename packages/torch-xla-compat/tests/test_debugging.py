@@ -1,4 +1,4 @@
-"""torch_xla.distributed.spmd.debugging: tables, rendered as text."""
+"""Tests torch_xla.distributed.spmd.debugging: tables of shardings, rendered as text."""
 
 import pytest
 import torch

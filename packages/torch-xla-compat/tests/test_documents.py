@@ -1,6 +1,8 @@
-"""Every snippet of PyTorch/XLA SPMD's documents runs: unchanged but for placeholders under torch_xla, and with other imports under spmd_core.
+"""Runs every snippet of PyTorch/XLA's documents on SPMD, under torch_xla and under spmd_core.
 
-A snippet is one string; where a document leaves a placeholder (a model's class, a loader), the test puts something small before it.
+Under torch_xla snippets are unchanged except for placeholders; under spmd_core imports are replaced
+as well. A snippet is one string. For a placeholder in a document (a model's class, a loader) the
+test defines a small substitute.
 """
 
 import re
@@ -14,31 +16,42 @@ pytestmark = pytest.mark.skipif(
     spmd.global_runtime_device_count() != 8, reason="the documents have eight devices"
 )
 
-# What a line of the documents becomes where only imports are changed. The names behind them stay as they are.
+# Replacement of each import line of the documents. The imported names stay the same.
 _IMPORTS = {
     "import torch_xla.runtime as xr": "import spmd_core as xr",
-    "import torch_xla.core.xla_model as xm": "import spmd_core as xm\nxm.xla_device, xm.mark_step = xm.device, xm.sync",
+    "import torch_xla.core.xla_model as xm": (
+        "import spmd_core as xm\nxm.xla_device, xm.mark_step = xm.device, xm.sync"
+    ),
     "import torch_xla.experimental.xla_sharding as xs": "import spmd_core as xs",
     "import torch_xla.distributed.spmd as xs": "import spmd_core as xs",
     "import torch_xla.distributed.parallel_loader as pl": "import spmd_data as pl",
     "from torch_xla.experimental.xla_sharding import Mesh": "from spmd_core import Mesh",
-    "from torch_xla.experimental.xla_sharded_tensor import XLAShardedTensor": "from spmd_core import XLAShardedTensor",
+    "from torch_xla.experimental.xla_sharded_tensor import XLAShardedTensor": (
+        "from spmd_core import XLAShardedTensor"
+    ),
     "from torch_xla.distributed.spmd import HybridMesh": "from spmd_core import HybridMesh",
-    "from torch_xla.distributed.spmd.debugging import visualize_tensor_sharding": "from spmd_core import visualize_tensor_sharding",
-    "from torch_xla.distributed.spmd.debugging import visualize_sharding": "from spmd_core import visualize_sharding",
-    "from torch.distributed.tensor import distribute_tensor": "from spmd_core import distribute_tensor",
+    "from torch_xla.distributed.spmd.debugging import visualize_tensor_sharding": (
+        "from spmd_core import visualize_tensor_sharding"
+    ),
+    "from torch_xla.distributed.spmd.debugging import visualize_sharding": (
+        "from spmd_core import visualize_sharding"
+    ),
+    "from torch.distributed.tensor import distribute_tensor": (
+        "from spmd_core import distribute_tensor"
+    ),
     "import torch_xla.debug.profiler as xp": "from spmd_core import profiler as xp",
 }
 
 
 @pytest.fixture(params=["torch_xla", "spmd_core"])
 def run(request, monkeypatch):
-    """Runs a snippet after `given` names; returns all names."""
+    """A function that runs a snippet with `given` names defined, and returns all names."""
 
     def execute(snippet: str, **given: object) -> dict[str, object]:
         if request.param == "spmd_core":
             for line in re.findall(
-                r"^(?:import|from) .*torch_xla.*$|^from torch\.distributed\.tensor import distribute_tensor$",
+                r"^(?:import|from) .*torch_xla.*$|"
+                r"^from torch\.distributed\.tensor import distribute_tensor$",
                 snippet,
                 re.M,
             ):
@@ -48,7 +61,7 @@ def run(request, monkeypatch):
         exec(compile(snippet, "<document>", "exec"), names)
         return names
 
-    # The documents call these on xm; spmd_core calls them device and sync.
+    # The documents call these functions on xm; in spmd_core they are named device and sync.
     for name in ("xla_device", "mark_step"):
         monkeypatch.setattr(spmd, name, None, raising=False)
     return execute
@@ -70,7 +83,7 @@ mesh = Mesh(device_ids, mesh_shape, ('x', 'y'))
 
 
 class SimpleLinear(torch.nn.Module):
-    """The documents' placeholder."""
+    """Substitute for the documents' placeholder of the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +99,10 @@ class SimpleLinear(torch.nn.Module):
 
 def test_switching_spmd_on(run):
     run(
-        "import torch_xla.runtime as xr\n# Enable PyTorch/XLA SPMD execution mode.\nxr.use_spmd()\nassert xr.is_spmd() == True\n"
+        "import torch_xla.runtime as xr\n"
+        "# Enable PyTorch/XLA SPMD execution mode.\n"
+        "xr.use_spmd()\n"
+        "assert xr.is_spmd() == True\n"
     )
 
 
@@ -163,7 +179,8 @@ from torch_xla.experimental.xla_sharding import Mesh
 # Enable XLA SPMD execution mode.
 xr.use_spmd()
 
-# Device mesh, this and partition spec as well as the input tensor shape define the individual shard shape.
+# Device mesh, this and partition spec as well as the input tensor shape define the individual
+# shard shape.
 num_devices = xr.global_runtime_device_count()
 mesh_shape = (2, num_devices // 2)  # 2x4 on v3-8, 2x2 on v4-8
 device_ids = np.array(range(num_devices))
@@ -324,7 +341,8 @@ device_ids = [i for i in range(num_devices)] # List[int]
 mesh_shape = [num_devices//2, 2] # List[int]
 axis_names = "('data', 'model')" # string version of axis_names
 partition_spec = "('data', 'model')" # string version of partition spec
-output = torch.ops.xla.dynamo_mark_sharding(output, device_ids, mesh_shape, axis_names, partition_spec)
+output = torch.ops.xla.dynamo_mark_sharding(
+    output, device_ids, mesh_shape, axis_names, partition_spec)
 """
     )
     assert names["output"].sharding_spec == "{devices=[4,2]0,1,2,3,4,5,6,7}"

@@ -1,4 +1,4 @@
-"""torch_xla.experimental.eager_mode."""
+"""Tests torch_xla.experimental.eager_mode."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Environment variables: what has an effect, what is refused, what is warned of."""
+"""Tests environment variables: those with an effect, refused ones, those with a warning."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""FSDPv2, its policies, gradient checkpointing; FSDPv1 refuses."""
+"""Tests FSDPv2, wrap policies, gradient checkpointing, and the refusal of FSDPv1."""
 
 import copy
 import functools
@@ -160,7 +160,8 @@ def test_policies_are_the_same_at_both_paths():
 def test_the_first_fsdp_refuses():
     with pytest.raises(
         NotImplementedError,
-        match=r"XlaFullyShardedDataParallel shards one process's replica.*SpmdFullyShardedDataParallel",
+        match=r"XlaFullyShardedDataParallel shards one process's replica.*"
+        r"SpmdFullyShardedDataParallel",
     ):
         fsdp.XlaFullyShardedDataParallel(nn.Linear(2, 2))
     with pytest.raises(

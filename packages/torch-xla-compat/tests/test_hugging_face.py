@@ -1,4 +1,7 @@
-"""Hugging Face's Accelerate and Trainer, by their own branches for torch_xla; the oracle is the same training in eager torch on the CPU."""
+"""Tests Hugging Face's Accelerate and Trainer, which use their own code paths for torch_xla.
+
+The reference is the same training in eager torch on the CPU.
+"""
 
 import copy
 import os
@@ -23,7 +26,7 @@ STEPS, BATCH, LENGTH, VOCABULARY = 6, 8, 12, 64
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Accelerate keeps its state for the process, and Trainer puts another function in place of `xm.optimizer_step`."""
+    """Resets Accelerate's state of the process, and `xm.optimizer_step`, which Trainer replaces."""
     monkeypatch.setattr(xm, "optimizer_step", xm.optimizer_step)
     met.clear_all()
     yield
@@ -48,7 +51,7 @@ def parts(model: nn.Module):
 
 
 def eager_losses(model, loader, *, accumulate=1, dtype=None):
-    """Losses of each batch. The last batches are a step too, where they are fewer than `accumulate`."""
+    """The loss of each batch. Fewer than `accumulate` batches at the end are also a step."""
     optimizer, scheduler = parts(model)
     losses = []
     for i, (x, y) in enumerate(loader, 1):
@@ -100,13 +103,13 @@ def test_the_loop_of_accelerates_documents(precision, accumulate):
         atol=1e-5 if dtype is None else 2e-2,
         rtol=0,
     )
-    # The last batch is smaller; before it, two rounds of accumulation meet every program.
+    # Two rounds of accumulation compile every program, except for the last batch, which is smaller.
     assert met.executed_fallback_ops() == [] and compiles[2 * accumulate] == compiles[-2]
 
 
 def test_metrics_see_every_row_once():
     accelerator = accelerate.Accelerator()
-    rows = 84  # more batches than the loader would read ahead, and a smaller last one
+    rows = 84  # more batches than the loader prefetches, and a smaller last one
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(rows)), batch_size=BATCH))
     seen, at_end = [], []
     for (x,) in loader:
@@ -194,7 +197,7 @@ def test_scaled_gradients():
 
 
 class Tokens(Dataset):
-    """Rows of random tokens, which are their own labels."""
+    """Rows of random tokens, which are also the labels."""
 
     def __init__(self, rows: int) -> None:
         self.x = torch.randint(
@@ -231,7 +234,10 @@ def gpt2():
 
 
 def trainer_losses(model, accumulate):
-    """What Trainer does by default, in eager torch: AdamW, a linear schedule, gradients clipped to norm 1."""
+    """Losses of Trainer's defaults in eager torch.
+
+    They are AdamW, a linear schedule and gradients clipped to norm 1.
+    """
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0
     )
@@ -250,7 +256,7 @@ def trainer_losses(model, accumulate):
 
 
 class Compiles(transformers.TrainerCallback):
-    """The number of programs after each step."""
+    """Records the number of compiled programs after each step."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -323,7 +329,8 @@ def test_trainer_trains_evaluates_saves_and_predicts(tmp_path):
 
 @pytest.mark.slow
 def test_trainer_resumes_where_it_was(tmp_path):
-    # GPT-2 has dropout and tied weights: the random state is restored too, and what is tied is saved once.
+    # GPT-2 has dropout and tied weights: the random state must be restored, and tied weights are
+    # saved once.
     whole = make_trainer(gpt2(), tmp_path, save_steps=3)
     whole.train()
     resumed = make_trainer(gpt2(), tmp_path)
@@ -334,7 +341,10 @@ def test_trainer_resumes_where_it_was(tmp_path):
 
 
 class OptimizerBeforeSchedule(transformers.Trainer):
-    """Trainer 5.23 with FSDP on torch_xla leaves out the call of `create_optimizer`, and stops there on any torch_xla. This makes it."""
+    """A Trainer that calls `create_optimizer`.
+
+    Trainer 5.23 with FSDP on torch_xla omits the call, and therefore fails on any torch_xla.
+    """
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if self.optimizer is None:
@@ -399,12 +409,18 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 loss = model(torch.ones(8, 4, device=accelerator.device)).square().mean()
 accelerator.backward(loss)
 optimizer.step()
-accelerator.print(accelerator.distributed_type.value, accelerator.device, xr.global_runtime_device_count(), bool(loss.isfinite()))
+accelerator.print(
+    accelerator.distributed_type.value,
+    accelerator.device,
+    xr.global_runtime_device_count(),
+    bool(loss.isfinite()),
+)
 """
 
 
 def test_a_program_of_its_own(num_devices):
-    # Where the devices are not a TPU's, Accelerate learns from LOCAL_RANK that this process is the one that prints; its launcher sets it.
+    # Except on a TPU, Accelerate reads from LOCAL_RANK whether this process prints; its launcher
+    # sets the variable.
     given = {
         "CPU_NUM_DEVICES": str(num_devices),
         "JAX_PLATFORMS": "cpu",

@@ -1,4 +1,4 @@
-"""torch_xla.debug.metrics: the counters and metrics that programs read."""
+"""Tests torch_xla.debug.metrics: the counters and metrics that programs read."""
 
 import warnings
 
@@ -74,7 +74,7 @@ def test_an_operation_on_the_host():
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # said once in a process, and another test may have been first
+        )  # issued once in a process: another test may have caused it already
         torch.ops.aten._add_relu(torch.ones(3, device="xla"), torch.ones(3, device="xla"))
     assert (
         met.executed_fallback_ops() == ["aten::_add_relu"]

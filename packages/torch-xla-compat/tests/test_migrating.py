@@ -1,4 +1,4 @@
-"""docs/migrating.md: its samples run, each in a process of its own, and its tables name what exists."""
+"""Tests docs/migrating.md: its samples run, each in its own process; names in its tables exist."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ MODULES = {
 def test_samples():
     samples = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(samples) == 4
-    # One process after another, as each may choose its devices.
+    # Each in its own process, because a sample may choose its devices.
     for code in samples:
         variables = {
             **os.environ,
@@ -88,7 +88,7 @@ def test_names_are_where_the_page_says(section, names, state):
         ):
             continue
         if name.count(".") and not name.startswith("torch") and section == "torch_xla":
-            module = f"torch_xla.{name.rpartition('.')[0]}"  # the names after it stand beside it
+            module = f"torch_xla.{name.rpartition('.')[0]}"  # the next names are in this module
             found.append(exists("torch_xla", name))
         else:
             beside = (

@@ -1,4 +1,7 @@
-"""Small modules: amp, xla_builder, xla_env_vars, the TPU's facts, sample generators, multiprocessing, the process group's rendezvous."""
+"""Tests small modules.
+
+They are amp, xla_builder, xla_env_vars, tpu, utils, xla_multiprocessing and xla_backend.
+"""
 
 import jax.numpy as jnp
 import pytest

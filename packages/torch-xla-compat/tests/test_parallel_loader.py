@@ -1,4 +1,4 @@
-"""The loader: batches on the device, sharded; steps between them; errors of torch_xla's types."""
+"""Tests the loaders: sharded batches on the device, steps between batches, types of errors."""
 
 import copy
 
@@ -74,7 +74,8 @@ def test_a_mini_batch_that_does_not_divide_is_a_runtime_error_from_next(mesh):
     for batch, specs in ((rows, spec), ({"x": rows}, {"x": spec})):
         with pytest.raises(
             RuntimeError,
-            match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)",
+            match=rf"must be divisible by local runtime device count. "
+            rf"Per host input data shape is \({N + 1}, 2\)",
         ):
             next(iter(batches(batch, specs)))
     label, row = torch.ones(N + 1), torch.ones(N, 2)
@@ -93,7 +94,8 @@ def test_a_batch_that_is_no_dict_is_a_value_error_from_next(mesh):
     iterator = iter(batches(BATCH["x"], {"x": xs.ShardingSpec(mesh, ("data", None))}))
     with pytest.raises(
         ValueError,
-        match=r"input batch should be a dict when input sharding is a dict\..*got a batch of type Tensor",
+        match=r"input batch should be a dict when input sharding is a dict\..*"
+        r"got a batch of type Tensor",
     ):
         next(iterator)
 
@@ -153,7 +155,8 @@ def test_parallel_loader(mesh):
 def test_unknown_arguments_are_refused():
     with pytest.raises(
         TypeError,
-        match=r"MpDeviceLoader takes .*input_sharding.*; got prefetch\. Remove what is not in the list",
+        match=r"MpDeviceLoader takes .*input_sharding.*; got prefetch\. "
+        r"Remove what is not in the list",
     ):
         pl.MpDeviceLoader([], "xla", prefetch=1)
 
@@ -177,4 +180,4 @@ def test_public_attributes_are_the_wrapped_loaders():
     with pytest.raises(
         AttributeError, match="'MpDeviceLoader' object has no attribute '_index_sampler'"
     ):
-        _ = loader._index_sampler  # a DataLoader has it: private names are not asked of it
+        _ = loader._index_sampler  # exists on a DataLoader, but private names are not delegated

@@ -1,4 +1,4 @@
-"""torch_xla.debug.profiler."""
+"""Tests torch_xla.debug.profiler."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
-"""Whole training programs in the manner of PyTorch/XLA's examples, small. The oracle is the same program in eager torch on the CPU.
+"""Trains small programs in the style of PyTorch/XLA's examples and compares them with eager torch.
 
-Importing `torch_xla` and marking a few tensors must change nothing but where it runs: losses agree step by step.
+The reference is the same program in eager torch on the CPU. Importing `torch_xla` and sharding a
+few tensors must change only where the program runs: losses agree step by step.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
 )
 
 N = xr.global_runtime_device_count()
-TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}  # sums of float32 in another order, over a few steps
+# float32 sums in another order, over a few steps.
+TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 VOCABULARY, WIDTH, LENGTH = 64, 32, 8
 
 
@@ -85,7 +87,7 @@ def decoder_on_host(model, ids, steps):
 
 
 class DecoderTrainer:
-    """One device or, by what a subclass does to model and loader, many."""
+    """Trains the decoder on one device; a subclass shards the model and the loader over many."""
 
     def __init__(self, model, ids, steps):
         self.device = torch_xla.device()
@@ -127,7 +129,7 @@ class DecoderTrainer:
 
 
 class FsdpTrainer(DecoderTrainer):
-    """The mesh comes from the global mesh; blocks are units."""
+    """Trains with FSDP over the global mesh; each block is a unit."""
 
     def loader_arguments(self):
         xs.set_global_mesh(xs.Mesh(np.arange(N), (N, 1), ("fsdp", "model")))
@@ -150,7 +152,7 @@ def test_a_decoder(trainer, capsys):
     training = trainer(model, ids, steps=4)
     met.clear_all()
     np.testing.assert_allclose(training.train(), right, **TOLERANCE)
-    # The step's program settles with the second step, when the optimizer has its state.
+    # Programs repeat from the second step on, when the optimizer has its state.
     assert met.counter_value("UncachedCompile") <= 4 and met.counter_value("ExecuteReplicated") >= 4
     if trainer is FsdpTrainer and N > 1:
         shards = {

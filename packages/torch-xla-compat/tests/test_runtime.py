@@ -1,11 +1,11 @@
-"""xr: devices, processes, SPMD mode."""
+"""Tests torch_xla.runtime: devices, processes, SPMD mode."""
 
 import os
 
 import pytest
 import torch
 
-import spmd_core.runtime
+import spmd_core.runtime.devices
 import torch_xla.runtime as xr
 
 
@@ -55,7 +55,7 @@ def test_spmd_mode_is_told_to_child_processes(monkeypatch):
 
 
 def test_spmd_mode_by_the_variable_alone(monkeypatch):
-    monkeypatch.setattr(spmd_core.runtime._state, "spmd", False)
+    monkeypatch.setattr(spmd_core.runtime.devices._state, "spmd", False)
     monkeypatch.delenv("XLA_USE_SPMD", raising=False)
     assert not xr.is_spmd()
     monkeypatch.setenv("XLA_USE_SPMD", "1")
@@ -65,7 +65,8 @@ def test_spmd_mode_by_the_variable_alone(monkeypatch):
 def test_automatic_sharding_is_refused():
     with pytest.raises(
         NotImplementedError,
-        match=r"use_spmd\(auto=True\) asks for shardings that are found automatically.*mark_sharding",
+        match=r"use_spmd\(auto=True\) asks for shardings that are found automatically.*"
+        r"mark_sharding",
     ):
         xr.use_spmd(auto=True)
 

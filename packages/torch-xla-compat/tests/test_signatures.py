@@ -1,4 +1,7 @@
-"""Each name is at its path, with torch_xla 2.9's parameters: names, order, defaults, and which are keyword-only."""
+"""Tests that each name is at its path and has torch_xla 2.9's parameters.
+
+Compared are names, order, defaults, and which are keyword-only.
+"""
 
 import importlib
 import inspect
@@ -17,7 +20,10 @@ SIGNATURES = {
         "device_count": "()",
         "sync": "(wait=False, reset_scope=True)",
         "step": "()",
-        "compile": "(f=None, full_graph=False, name=None, max_different_graphs=None, custom_compile_options=None)",
+        "compile": (
+            "(f=None, full_graph=False, name=None, max_different_graphs=None, "
+            "custom_compile_options=None)"
+        ),
         "set_custom_compile_options": "(options)",
         "manual_seed": "(seed, device=None)",
         "launch": "(fn, args=(), start_method='spawn', debug_single_process=False)",
@@ -47,7 +53,9 @@ SIGNATURES = {
         "convert_to_xla_mesh": "(dt_mesh)",
         "convert_to_xla_partition_spec": "(tensor, placements)",
         "xla_distribute_tensor": "(tensor, device_mesh, placements=None)",
-        "xla_distribute_module": "(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)",
+        "xla_distribute_module": (
+            "(module, device_mesh=None, partition_fn=None, input_fn=None, output_fn=None)"
+        ),
     },
     "torch_xla.distributed.spmd.debugging": {
         "visualize_sharding": "(sharding, use_color=True, scale=1.0, min_width=9, max_width=80)",
@@ -96,10 +104,15 @@ SIGNATURES = {
         "optimization_barrier_": "(tensors)",
         "all_reduce": "(reduce_type, inputs, scale=1.0, groups=None, pin_layout=True)",
         "all_gather": "(value, dim=0, groups=None, output=None, pin_layout=True)",
-        "all_to_all": "(value, split_dimension, concat_dimension, split_count, groups=None, pin_layout=True)",
+        "all_to_all": (
+            "(value, split_dimension, concat_dimension, split_count, groups=None, pin_layout=True)"
+        ),
         "collective_permute": "(value, pairs)",
         "collective_broadcast": "(tensors, root_ordinal=0, groups=None, pin_layout=True)",
-        "reduce_scatter": "(reduce_type, input, scale, scatter_dim, shard_count, groups=None, output=None, pin_layout=True)",
+        "reduce_scatter": (
+            "(reduce_type, input, scale, scatter_dim, shard_count, groups=None, output=None, "
+            "pin_layout=True)"
+        ),
         "mesh_reduce": "(tag, data, reduce_fn)",
         "rendezvous": "(tag, payload=b'', replicas=())",
         "do_on_ordinals": "(target, data=(), ordinals=(0,))",
@@ -113,8 +126,8 @@ SIGNATURES = {
     "torch_xla.distributed.parallel_loader": {
         "MpDeviceLoader": "(loader, device, **kwargs)",
         "ParallelLoader": (
-            "(cpu_loader, devices, batchdim=0, batches_per_execution=1, loader_prefetch_size=16, device_prefetch_size=8, "
-            "host_to_device_transfer_threads=1, input_sharding=None)"
+            "(cpu_loader, devices, batchdim=0, batches_per_execution=1, loader_prefetch_size=16, "
+            "device_prefetch_size=8, host_to_device_transfer_threads=1, input_sharding=None)"
         ),
     },
     "torch_xla.utils.checkpoint": {
@@ -141,8 +154,8 @@ SIGNATURES = {
     "torch_xla.debug.profiler": {
         "start_server": "(port, only_on_master=True)",
         "trace": (
-            "(service_addr, logdir, duration_ms=1000, num_tracing_attempts=3, host_tracer_level=2, device_tracer_level=1, delay_ms=0, "
-            "timeout_s=120, interactive=False)"
+            "(service_addr, logdir, duration_ms=1000, num_tracing_attempts=3, host_tracer_level=2, "
+            "device_tracer_level=1, delay_ms=0, timeout_s=120, interactive=False)"
         ),
         "stop_trace": "()",
     },
@@ -151,7 +164,7 @@ SIGNATURES = {
 
 
 def signature(function):
-    """The text of a signature without annotations."""
+    """The text of a function's signature without annotations."""
     found = inspect.signature(function)
     bare = [
         parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()
@@ -172,7 +185,8 @@ def test_mesh_of_slices_and_fsdp_take_their_arguments_also_by_position():
         == "(ici_mesh_shape, dcn_mesh_shape=None, axis_names=None, *, num_slices=None)"
     )
     assert signature(SpmdFullyShardedDataParallel) == (
-        "(module, mesh=None, *, shard_output=None, auto_wrap_policy=None, auto_wrapper_callable=None, extra_data_axis=None, **kwargs)"
+        "(module, mesh=None, *, shard_output=None, auto_wrap_policy=None, "
+        "auto_wrapper_callable=None, extra_data_axis=None, **kwargs)"
     )
 
 

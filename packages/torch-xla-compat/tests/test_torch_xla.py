@@ -1,4 +1,4 @@
-"""The top level: devices, steps, compile, seeds, launching."""
+"""Tests the top level of torch_xla: devices, steps, compile, seeds, launching."""
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ def test_one_logical_device_and_all_physical_ones(num_devices):
 def test_another_device_is_an_index_error(index):
     with pytest.raises(
         IndexError,
-        match=rf"there is one logical device, with index 0; got {index}\. Call torch_xla\.device\(\)",
+        match=rf"there is one logical device, with index 0; got {index}\. "
+        r"Call torch_xla\.device\(\)",
     ):
         torch_xla.device(index)
 

@@ -1,4 +1,4 @@
-"""xm: devices, steps, data, random state, and the collectives of one replica and of a manual region."""
+"""Tests torch_xla.core.xla_model: devices, steps, data, random state, collectives."""
 
 import collections
 
@@ -154,7 +154,8 @@ def test_a_mini_batch_divides_by_the_devices():
     spec = xs.ShardingSpec(xs.get_1d_mesh("data"), ("data", None), minibatch=True)
     with pytest.raises(
         RuntimeError,
-        match=rf"must be divisible by local runtime device count. Per host input data shape is \({N + 1}, 2\)",
+        match=rf"must be divisible by local runtime device count. "
+        rf"Per host input data shape is \({N + 1}, 2\)",
     ):
         xm.send_cpu_data_to_device(torch.ones(N + 1, 2), torch_xla.device(), spec)
 
@@ -174,7 +175,8 @@ def test_stablehlo():
     )
     with pytest.raises(
         NotImplementedError,
-        match=r"get_stablehlo_bytecode returns StableHLO in PyTorch/XLA's byte form.*Use get_stablehlo",
+        match=r"get_stablehlo_bytecode returns StableHLO in PyTorch/XLA's byte form.*"
+        r"Use get_stablehlo",
     ):
         xm.get_stablehlo_bytecode([x])
 
@@ -257,7 +259,7 @@ def test_other_replicas_do_not_exist(call, message):
 
 @pytest.fixture
 def block():
-    """A tensor of ones, whole on each device of a manual region."""
+    """A tensor of ones that each device of a manual region holds in full."""
     xs.set_global_mesh(xs.Mesh(IDS, (1, N)))
     return xs.enable_manual_sharding(torch.ones(8, 8, device="xla"), (None, None))
 
@@ -324,7 +326,8 @@ def test_groups_along_an_axis_of_a_region():
 def test_what_collectives_of_a_region_refuse(block):
     with pytest.raises(
         ValueError,
-        match=f"reduce_scatter sums over a group and gives each of its {N} devices a part; got 'sum' and shard_count=3",
+        match=f"reduce_scatter sums over a group and gives each of its {N} devices a part; "
+        "got 'sum' and shard_count=3",
     ):
         xm.reduce_scatter(xm.REDUCE_SUM, block, 1.0, 0, 3)
     with pytest.raises(

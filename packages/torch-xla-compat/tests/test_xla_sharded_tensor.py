@@ -1,4 +1,4 @@
-"""XLAShard and XLAShardedTensor."""
+"""Tests XLAShard and XLAShardedTensor."""
 
 import math
 

@@ -1,4 +1,7 @@
-"""torch_xla.distributed.spmd: meshes, marks, manual regions, linear layers. Exact texts of shardings, exact types of errors."""
+"""Tests torch_xla.distributed.spmd: meshes, sharding, manual regions, linear layers.
+
+Shardings are compared as exact texts, errors by their exact types.
+"""
 
 import collections
 import copy
@@ -148,7 +151,7 @@ def test_a_mesh_of_slices_in_one_slice():
 
 @pytest.fixture
 def two_slices(monkeypatch):
-    """Two slices of four chips each, as a TPU would tell of them."""
+    """Two slices of four chips each, with the device attributes of a TPU."""
     rows = [
         {
             "name": f"TPU:{4 * s + 2 * y + x}",

@@ -1,4 +1,4 @@
-"""torch_xla._XLAC: the private functions that documents and tests of PyTorch/XLA call."""
+"""Tests torch_xla._XLAC: the private functions that PyTorch/XLA's documents and tests call."""
 
 import pytest
 import torch

@@ -1,9 +1,12 @@
-"""Batches for sharded programs: moved to the device in the background, sharded on the way, one program per batch."""
+"""Data loading for SPMD programs: moves batches to the device in the background and shards them.
 
-from spmd_core import source as _source
+By default each batch is one program: see `MpDeviceLoader`.
+"""
+
+from spmd_core import source_lines
 from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
 from spmd_data.placement import InputSharding as InputSharding
 from spmd_data.placement import MissingShardingError as MissingShardingError
 from spmd_data.placement import UnevenBatch as UnevenBatch
 
-_source.hide_package_of(__file__)
+source_lines.hide_package_of(__file__)

@@ -1,6 +1,9 @@
-"""The loader: any iterable of host batches in, device batches out, in the same order. One thread works ahead, but not of a loader with a state.
+"""`MpDeviceLoader`: iterates over host batches and yields them on the device, in the same order.
 
-Invariant: whatever happens in the thread (an end, an exception, a close) reaches the consumer's `next()`; nobody waits for ever.
+One background thread prefetches, except from a loader with a `state_dict`.
+
+Invariant: whatever happens in the thread (end of the data, exception, close) reaches the consumer's
+`next()`, so neither side waits forever.
 """
 
 import inspect
@@ -21,31 +24,41 @@ _JOIN_TIMEOUT_S = 30.0
 
 
 class MpDeviceLoader:
-    """Wraps an iterable of batches; iterating gives the same batches on the device, sharded, with the next ones already on their way.
+    """Wraps an iterable of batches and yields them on the device, sharded, prefetching the next.
 
-    One batch is one step: everything recorded for a batch is sent to the device (`spmd.sync()`, which does not wait for it) before the
-    next batch is handed over, and after the last one. The training loop needs no sync of its own.
+    One batch is one step: `spmd.sync()` sends everything recorded for a batch to the device before
+    the next batch is yielded, and after the last one. It does not wait for the device. The training
+    loop needs no sync of its own.
 
-    Each `iter()` starts the wrapped loader afresh and ends the thread of the iteration before it. A loop that is left early ends its
-    thread too; it does not sync.
+    Each `iter()` restarts the wrapped loader and ends the thread of the previous iteration. Leaving
+    the loop early also ends its thread; it does not sync.
 
-    A loader with a `state_dict` (torchdata's stateful loaders, and those of trainers) tells how far it is, and its user asks between two batches. So
-    it is read when a batch is asked for, in the caller's thread, and never ahead: its state is that of the batch at hand.
+    A loader with a `state_dict` (torchdata's stateful loaders, and those of trainers) reports its
+    position, and its user asks for the position between two batches. Such a loader is read in the
+    caller's thread when a batch is requested, never ahead, so its state is that of the current
+    batch.
 
     Args:
-        loader: iterable of batches: a tensor, or tuples, lists, dicts, named tuples and dataclasses of them, nested in any way. What is
-            not a tensor passes through. Under several processes each one loads its own part: see `ShardingSpec.minibatch`.
-        device: where the tensors go. On "cpu" nothing is sharded or synced, so that the same loop runs in eager torch.
-        input_sharding: one `ShardingSpec` for every tensor, or a dict with one (or None) for each key of a dict batch; keys that the
-            batch lacks are ignored. A tensor with fewer dims than the spec takes its first entries, so that 1-D labels beside 4-D images
-            are split like the images' batch dim; one with more dims is not split along the others.
-        prefetch: number of batches that may wait on the device, at least 1. Without effect on a loader with a `state_dict`.
-        batches_per_execution: number of batches whose steps are sent to the device as one program, at least 1.
-        uneven_batch: what to do with a batch whose sharded dims do not divide by their number of shards: an `UnevenBatch` or its value.
+        loader: iterable of batches. A batch is a tensor, or tuples, lists, dicts, named tuples and
+            dataclasses of tensors, nested in any way. Values that are not tensors pass through.
+            Under several processes each one loads its own part: see `ShardingSpec.minibatch`.
+        device: target device of the tensors. On "cpu" nothing is sharded or synced, so the same
+            loop runs in eager torch.
+        input_sharding: one `ShardingSpec` for every tensor, or a dict with one (or None) for each
+            key of a dict batch; keys that the batch lacks are ignored. A tensor with fewer dims
+            than the spec uses the spec's first entries, so 1-D labels beside 4-D images are split
+            like the images' batch dim. A tensor with more dims is not split along the extra ones.
+        prefetch: number of batches that may wait on the device, at least 1. Has no effect on a
+            loader with a `state_dict`.
+        batches_per_execution: number of batches whose steps are sent to the device as one program,
+            at least 1.
+        uneven_batch: what to do with a batch in which the size of a sharded dim is not divisible by
+            its number of shards: an `UnevenBatch` or its value.
 
     Raises:
-        DataError: an argument breaks one of the rules above. (Exceptions of the wrapped loader, and of the transfer, are raised by the
-            `next()` whose batch they stopped, with their own traceback.)
+        DataError: an argument breaks one of the rules above. (An exception of the wrapped loader or
+            of the transfer is raised by the `next()` whose batch it prevented, with its own
+            traceback.)
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -74,12 +87,14 @@ class MpDeviceLoader:
         self._running: _InStep | tuple[_Channel, threading.Thread] | None = None
 
     def __len__(self) -> int:
-        """Number of batches of the wrapped loader (those that `uneven_batch="drop"` will leave out included)."""
-        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length raises the TypeError that it should
+        """Number of batches of the wrapped loader, including any that `uneven_batch` drops."""
+        # A loader without a length raises TypeError, as len() should.
+        return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
-        # In this thread, so that a shuffling DataLoader draws its seed from torch's generator at a place that does not depend on timing.
+        # In this thread: a shuffling DataLoader draws its seed from torch's generator, and the
+        # order of the draws must not depend on timing.
         source = iter(self._loader)
         num_unsynced = (
             self._batches_per_execution if is_spmd_device(self._placement.device) else None
@@ -99,9 +114,10 @@ class MpDeviceLoader:
         return _DeviceBatches(channel, num_unsynced)
 
     def close(self) -> None:
-        """Ends the running iteration, if there is one, and waits for its thread; batches that wait on the device are dropped.
+        """Ends the running iteration, if any: waits for its thread, drops prefetched batches.
 
-        The thread stops between two batches. When the wrapped loader does not return one within 30 s, a RuntimeWarning says so.
+        The thread stops between two batches. A RuntimeWarning is issued if the wrapped loader does
+        not return its next batch within 30 s.
         """
         if self._running is None:
             return
@@ -114,7 +130,8 @@ class MpDeviceLoader:
         thread.join(_JOIN_TIMEOUT_S)
         if thread.is_alive():
             warnings.warn(
-                f"a loader should return its next batch in reasonable time; got none within {_JOIN_TIMEOUT_S:g} s of closing the iteration. "
+                "a loader should return its next batch in reasonable time; got none within "
+                f"{_JOIN_TIMEOUT_S:g} s of closing the iteration. "
                 "Its thread ends with that batch; look at what the wrapped loader waits for.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -130,19 +147,19 @@ class MpDeviceLoader:
 class _DeviceBatches(Iterator[Any]):
     """The consumer's end of one iteration.
 
-    Only the consumer's loop holds it (the thread and the loader hold the source), so leaving the loop collects it and ends the thread.
+    Only the consumer's loop references this object (the thread and the loader reference the
+    source), so leaving the loop collects the object, which ends the thread.
     """
 
     def __init__(self, source: "_Channel | _InStep", batches_per_execution: int | None) -> None:
         self._source = source
-        self._batches_per_execution = (
-            batches_per_execution  # None: the device is eager, there is nothing to sync
-        )
+        # None: the device is eager, there is nothing to sync.
+        self._batches_per_execution = batches_per_execution
         self._num_unsynced = 0
         weakref.finalize(self, source.close)
 
     def __next__(self) -> Any:
-        # Before waiting for data: the device should not idle meanwhile.
+        # Sync before waiting for data, so that the device does not idle meanwhile.
         if self._num_unsynced == self._batches_per_execution:
             self._sync()
         try:
@@ -156,13 +173,13 @@ class _DeviceBatches(Iterator[Any]):
 
     def _sync(self) -> None:
         self._num_unsynced = 0
-        # A `StepTrace` around the step has ended it already.
+        # A `StepTrace` around the step has already synced at its end.
         if not spmd.profiler.take_step_mark():
             spmd.sync()
 
 
 class _Channel:
-    """A bounded queue between the thread and the consumer that also carries the end, an exception and a close."""
+    """A bounded queue from the thread to the consumer; also signals end, exception and close."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -170,11 +187,12 @@ class _Channel:
         self._has_ended = False
         self._is_closed = False
         self._error: BaseException | None = None
-        # Its lock is reentrant, which it has to be: close() may run from the garbage collector while this thread holds the lock.
+        # The condition's lock must be reentrant (the default is): the garbage collector may call
+        # close() while this thread holds the lock.
         self._changed = threading.Condition()
 
     def put(self, batch: Any) -> bool:
-        """Waits for room; False once the channel is closed."""
+        """Waits for room and appends the batch; returns False once the channel is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or len(self._batches) < self._capacity)
             if self._is_closed:
@@ -184,13 +202,17 @@ class _Channel:
             return True
 
     def end(self, error: BaseException | None) -> None:
-        """No batch follows; `error` is why, when it is not the loader's own end."""
+        """Signals that no batch follows; `error` is the cause, None for an exhausted loader."""
         with self._changed:
             self._has_ended, self._error = True, error
             self._changed.notify_all()
 
     def get(self) -> Any:
-        """Waits for the next batch; raises the thread's exception (once) in its place, then StopIteration."""
+        """Waits for the next batch.
+
+        After the last batch, raises the thread's exception once, then StopIteration. RuntimeError
+        after a close.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._has_ended or self._batches)
             if self._is_closed:
@@ -205,7 +227,7 @@ class _Channel:
         raise StopIteration
 
     def close(self) -> None:
-        """Drops the batches that wait and makes `put` and `get` return at once."""
+        """Drops the waiting batches and makes `put` and `get` return at once."""
         with self._changed:
             self._is_closed = True
             self._batches.clear()
@@ -213,20 +235,20 @@ class _Channel:
 
 
 class _InStep:
-    """The batches of a loader that is read in step with its consumer."""
+    """The batches of a loader that is read one batch per request, without prefetching."""
 
     def __init__(self, source: Iterator[Any], placement: Placement) -> None:
         self._source, self._batches = source, _placed(source, placement)
         self._is_closed = False
 
     def get(self) -> Any:
-        """The next batch; raises what the loader raises, and StopIteration at its end."""
+        """Returns the next batch; raises what the loader raises, and StopIteration at its end."""
         if self._is_closed:
             raise _closed_error()
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the iteration; a generator's clean-up runs now."""
+        """Ends the iteration and closes a generator, so that its clean-up code runs now."""
         self._is_closed = True
         self._batches.close()
         if inspect.isgenerator(self._source):
@@ -235,13 +257,14 @@ class _InStep:
 
 def _closed_error() -> RuntimeError:
     return RuntimeError(
-        "an iteration ends when its loader is closed or iterated again; got next() on one that has ended so. "
+        "an iteration ends when its loader is closed or iterated again; got next() on one that has "
+        "ended so. "
         "Use the newest iterator of the loader, or wrap the dataset in a second MpDeviceLoader."
     )
 
 
 def _placed(source: Iterator[Any], placement: Placement) -> Generator[Any, None, None]:
-    """The batches of `source` on the device, without those that the placement drops."""
+    """Yields the batches of `source` on the device, without those that the placement drops."""
     for batch in source:
         try:
             placed = placement.place(batch)
@@ -254,18 +277,21 @@ def _placed(source: Iterator[Any], placement: Placement) -> Generator[Any, None,
 
 
 def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) -> None:
-    """The background thread: batches from `source` to `channel`, in order, until the end, an exception or a close."""
+    """Body of the background thread: moves batches from `source` to `channel`, in order.
+
+    Returns at the end of the data, after an exception (which goes to the channel) or a close.
+    """
     error: BaseException | None = None
     try:
         for batch in _placed(source, placement):
             if not channel.put(batch):
                 break
-    except BaseException as raised:  # also SystemExit: the consumer would wait for ever
+    except BaseException as raised:  # SystemExit too, or the consumer would wait forever
         error = raised
     finally:
         try:
             if inspect.isgenerator(source):
-                source.close()  # its clean-up runs now, not when it is collected
+                source.close()  # runs the clean-up code now, not at garbage collection
         except BaseException as raised:
             error = error or raised
         channel.end(error)
@@ -274,7 +300,8 @@ def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) ->
 def _checked_count(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DataError(
-            f"{name} must be a whole number of batches, at least 1; got {value!r}. Pass for instance {name}=2."
+            f"{name} must be a whole number of batches, at least 1; got {value!r}. "
+            f"Pass for instance {name}=2."
         )
     return value
 

@@ -1,4 +1,4 @@
-"""One batch: host tensors in, the same structure of device tensors out, sharded as the user asked. Knows nothing of threads."""
+"""Moves one batch to the device, keeping its structure, and shards its tensors. Uses no threads."""
 
 import dataclasses
 import enum
@@ -10,17 +10,22 @@ from typing import Any, TypeAlias
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError, structures
+from spmd_core import DataError
+from spmd_core.steps import structures
 
 InputSharding: TypeAlias = spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | None] | None
-"""One spec for every tensor of a batch, or one (or None: not sharded) for each key of a batch that is a dict, or None for no sharding."""
+"""How to shard a batch: one spec for all of its tensors, a dict of specs by key, or None.
+
+A dict has an entry for each key of a dict batch; its value None means not sharded. None in place of
+the whole means no sharding.
+"""
 
 
 class MissingShardingError(DataError, KeyError):
-    """A dict batch has keys for which the dict of shardings says nothing. (Also a KeyError, which is what torch_xla raises.)
+    """A dict batch has keys that the dict of shardings lacks. (Also a KeyError, as in torch_xla.)
 
     Attributes:
-        missing: the keys.
+        missing: those keys.
     """
 
     def __init__(self, message: str, missing: Sequence[Any]) -> None:
@@ -31,10 +36,12 @@ class MissingShardingError(DataError, KeyError):
 
 
 class UnevenBatch(enum.StrEnum):
-    """What to do with a batch whose sharded dims do not divide by their number of shards, as the last one of an epoch often does not.
+    """What to do with a batch that has a sharded dim not divisible by its number of shards.
 
-    `KEEP` runs it: the device pads its blocks, results are exact, and the new shape compiles one more program. `DROP` leaves the batch out.
-    `ERROR` raises. Where every epoch should have one shape, `torch.utils.data.DataLoader(..., drop_last=True)` is the simplest.
+    The last batch of an epoch is often such a batch. `KEEP` runs it: the device pads its blocks,
+    results are exact, and the new shape compiles one more program. `DROP` leaves the batch out.
+    `ERROR` raises. To have a single shape in every epoch,
+    `torch.utils.data.DataLoader(..., drop_last=True)` is the simplest way.
     """
 
     KEEP = "keep"
@@ -47,9 +54,10 @@ class Placement:
     """Moves batches to one device and shards them there.
 
     Args:
-        device: where the tensors go.
-        input_sharding: see `InputSharding`. The spec is fitted to each tensor's rank: a tensor with fewer dims takes the first entries
-            (1-D labels beside 4-D images take the entry of the batch dim), one with more dims is replicated along the others.
+        device: target device of the tensors.
+        input_sharding: see `InputSharding`. The spec is fitted to each tensor's rank: a tensor with
+            fewer dims uses the first entries (1-D labels beside 4-D images use the entry of the
+            batch dim), one with more dims is replicated along the extra ones.
         uneven_batch: see `UnevenBatch`.
 
     Raises:
@@ -63,15 +71,18 @@ class Placement:
     def __post_init__(self) -> None:
         if self.input_sharding is not None and not is_spmd_device(self.device):
             raise DataError(
-                f"only tensors on the xla device can be sharded; got input_sharding together with the device {str(self.device)!r}. "
-                "Pass device='xla', or leave input_sharding out."
+                "only tensors on the xla device can be sharded; got input_sharding together with "
+                f"the device {str(self.device)!r}. Pass device='xla', or leave input_sharding out."
             )
 
     def place(self, batch: Any) -> Any:
-        """The same structure with its tensors on the device and sharded; does not wait for the device. None in place of a dropped batch.
+        """Returns the same structure with its tensors on the device and sharded; does not wait.
+
+        Returns None in place of a dropped batch.
 
         Raises:
-            DataError: `input_sharding` is a dict and the batch is not, or the batch is uneven and the policy is to raise.
+            DataError: `input_sharding` is a dict and the batch is not, or the batch is uneven and
+                the policy is `ERROR`.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
         """
         specs = self._specs(batch)
@@ -85,8 +96,10 @@ class Placement:
                 return None
             if uneven:
                 raise DataError(
-                    f"every sharded dim must divide by its number of shards under uneven_batch='error'; got {', '.join(uneven)}. "
-                    "Let the DataLoader drop the last batch (drop_last=True), or pass uneven_batch='keep' or 'drop'."
+                    "every sharded dim must divide by its number of shards under "
+                    f"uneven_batch='error'; got {', '.join(uneven)}. "
+                    "Let the DataLoader drop the last batch (drop_last=True), or pass "
+                    "uneven_batch='keep' or 'drop'."
                 )
         if isinstance(self.input_sharding, Mapping):
             return structures.with_values(
@@ -99,19 +112,21 @@ class Placement:
         return structures.map_tensors(batch, partial(self._place_tensor, self.input_sharding))
 
     def _specs(self, batch: Any) -> dict[Any, tuple[Any, Any]]:
-        """For each part of the batch, the part and its spec: the keys of a dict sharding, or the whole batch under the key None."""
+        """(value, spec) by key of the batch; the whole batch under None without a dict of specs."""
         if not isinstance(self.input_sharding, Mapping):
             return {None: (batch, self.input_sharding)}
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"the input batch must be a dict when input_sharding is a dict; got a batch of type {type(batch).__name__} "
-                f"for the keys {sorted(map(str, self.input_sharding))}. Return dicts from the dataset, or pass one ShardingSpec for all tensors."
+                "the input batch must be a dict when input_sharding is a dict; got a batch of type "
+                f"{type(batch).__name__} for the keys {sorted(map(str, self.input_sharding))}. "
+                "Return dicts from the dataset, or pass one ShardingSpec for all tensors."
             )
         missing = [key for key in batch if key not in self.input_sharding]
         if missing:
             raise MissingShardingError(
-                f"input_sharding must have an entry for every key of the batch; the keys {missing} are missing from it, "
-                f"got {list(self.input_sharding)}. Add them, with None for a tensor that should not be sharded.",
+                "input_sharding must have an entry for every key of the batch; the keys "
+                f"{missing} are missing from it, got {list(self.input_sharding)}. "
+                "Add them, with None for a tensor that should not be sharded.",
                 missing,
             )
         return {key: (value, self.input_sharding[key]) for key, value in batch.items()}
@@ -123,7 +138,8 @@ class Placement:
         marked = spmd.apply_sharding(
             moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim))
         )
-        # Its layout is final, so it may go up while the step before it computes. What is not marked waits: the loop may still mark it.
+        # The layout is final, so the upload may overlap with the previous step's computation. A
+        # tensor without a sharding is uploaded later: the loop may still mark it.
         return spmd.start_upload(marked)
 
 
@@ -133,13 +149,13 @@ def is_spmd_device(device: torch.device) -> bool:
 
 
 def fitted_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
-    """The partition spec for a tensor of rank `ndim`: cut after `ndim` entries, or filled with None."""
+    """The partition spec for a tensor of rank `ndim`: truncated, or padded with None, to `ndim`."""
     entries = tuple(spec.partition_spec)[:ndim]
     return entries + (None,) * (ndim - len(entries))
 
 
 def _uneven_dims(value: Any, spec: Any, key: Any) -> list[str]:
-    """A line for each dim of each tensor in `value` that does not divide by its number of shards."""
+    """Describes each dim of each tensor in `value` that its number of shards does not divide."""
     found: list[str] = []
     if spec is None:
         return found
@@ -157,6 +173,6 @@ def _uneven_dims(value: Any, spec: Any, key: Any) -> list[str]:
 
 
 def _num_shards(mesh: Any, entry: Any) -> int:
-    """Number of blocks that one entry of a partition spec makes of its dim."""
+    """Number of blocks into which one entry of a partition spec splits its dim."""
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(mesh.mesh_shape[mesh.axis_index(axis)] for axis in axes)

@@ -1,4 +1,4 @@
-"""The private functions of torch_xla's C++ module that its documents and users rely on."""
+"""Private functions of torch_xla's C++ module that its documentation and its users rely on."""
 
 import itertools
 import math
@@ -9,16 +9,23 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import debugging, dtypes, manual, sharding, shards, storage
+from spmd_core import debugging, dtypes
 from spmd_core import metrics as _metrics
 from spmd_core.errors import PartitionSpecError
-from spmd_core.sharding import ShardingType
-from spmd_core.tensor import XLAShardedTensor
+from spmd_core.graph import storage
+from spmd_core.manual.region import is_local, region_of
+from spmd_core.sharding import partition_spec, sharding
+from spmd_core.sharding.sharding import ShardingType
+from spmd_core.tensor import shards
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from torch_xla._upstream import raising
 
 
 class OpSharding:
-    """XLA's description of a sharding, from upstream's four arguments; its text is that of `_get_xla_sharding_spec`."""
+    """XLA's description of a sharding, built from upstream's four arguments.
+
+    `str()` gives the same text as `_get_xla_sharding_spec`.
+    """
 
     def __init__(
         self,
@@ -36,7 +43,7 @@ class OpSharding:
 
     @classmethod
     def of(cls, found: sharding.Sharding) -> "OpSharding":
-        """The description of a canonical sharding."""
+        """Returns the description of a `spmd_core` sharding."""
         tiles = found.tile_assignment
         if found.type is ShardingType.PARTIAL:
             groups = np.arange(found.num_shards).reshape(found.tiles).tolist()
@@ -64,9 +71,15 @@ class OpSharding:
                 return "{replicated}"
             order = _flat(self.group_assignment)
             ids = [i for group in order for i in groups[group]]
-            return f"{{devices=[{','.join(map(str, (*shape, len(groups[0]))))}]{','.join(map(str, ids))} last_tile_dim_replicate}}"
+            return (
+                f"{{devices=[{','.join(map(str, (*shape, len(groups[0]))))}]"
+                f"{','.join(map(str, ids))} last_tile_dim_replicate}}"
+            )
         shape = _shape_of(self.tile_assignment)
-        return f"{{devices=[{','.join(map(str, shape))}]{','.join(map(str, _flat(self.tile_assignment)))}}}"
+        return (
+            f"{{devices=[{','.join(map(str, shape))}]"
+            f"{','.join(map(str, _flat(self.tile_assignment)))}}}"
+        )
 
     def __repr__(self) -> str:
         return f"OpSharding({self})"
@@ -79,7 +92,7 @@ class OpSharding:
 
 
 class XlaShardingSpec:
-    """A tensor's sharding as the loader hands it down."""
+    """A tensor's global shape and sharding, as torch_xla's loader passes them to its C++ code."""
 
     def __init__(self, tensor: torch.Tensor, op_sharding: Any, minibatch: bool = False) -> None:
         self.global_shape, self.sharding, self.minibatch = (
@@ -104,15 +117,16 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
 def _own(t: torch.Tensor) -> XLAShardedTensor:
     if not isinstance(t, XLAShardedTensor):
         raise RuntimeError(
-            f"a tensor on device 'xla' is needed; got one on {t.device}. Move it first: t = t.to('xla')."
+            f"a tensor on device 'xla' is needed; got one on {t.device}. "
+            "Move it first: t = t.to('xla')."
         )
     return t
 
 
 def _get_xla_sharding_spec(t: torch.Tensor) -> str:
-    """XLA's text of a tensor's sharding, '' where it has none."""
+    """XLA's text of a tensor's sharding; '' for a tensor without one."""
     tensor = _own(t)
-    if manual.is_local(tensor):
+    if is_local(tensor):
         return "{manual}"
     return (
         ""
@@ -122,15 +136,15 @@ def _get_xla_sharding_spec(t: torch.Tensor) -> str:
 
 
 def _get_xla_sharding_type(t: torch.Tensor) -> ShardingType | None:
-    """The kind of a tensor's sharding, None where it has none."""
+    """The type of a tensor's sharding; None for a tensor without one."""
     tensor = _own(t)
-    if manual.is_local(tensor):
+    if is_local(tensor):
         return ShardingType.MANUAL
     return None if tensor.sharding is None else tensor.sharding_type
 
 
 def _get_xla_op_sharding(t: torch.Tensor) -> OpSharding | None:
-    """A tensor's sharding as an object, None where it has none."""
+    """A tensor's sharding as an object; None for a tensor without one."""
     tensor = _own(t)
     return None if tensor.sharding is None else OpSharding.of(tensor.sharding)
 
@@ -140,17 +154,20 @@ def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """The HLO, before partitioning, of the program that would compute the tensors."""
+    """HLO, before partitioning, of the program that would compute the tensors."""
     return debugging.hlo(*map(_own, tensors), stage="before")
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
-    """The recorded operations that would compute the tensors, one a line."""
+    """The recorded operations that would compute the tensors, one per line."""
     return debugging.operations(*map(_own, tensors))
 
 
 def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
-    """Device, shape, sharding, and where the value is: on the host, on the devices, or still to be computed."""
+    """Text with a tensor's device, shape, sharding, and state of its value.
+
+    The value is on the host, on the devices, or not yet computed.
+    """
     tensor = _own(t)
     value = storage.read(tensor._handle)
     on_host = value.data is not None and value.placement.jax_sharding is None
@@ -182,7 +199,7 @@ def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
 
 
 def _shape_text(t: torch.Tensor) -> str:
-    """XLA's text of a shape: `f32[4,2]{1,0}`."""
+    """XLA's text of a shape, such as `f32[4,2]{1,0}`."""
     name = np.dtype(dtypes.to_jax(t.dtype)).name
     for ours, short in (
         ("bool", "pred"),
@@ -201,17 +218,20 @@ def _shape_text(t: torch.Tensor) -> str:
 
 
 def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
-    """A hash of the program that would compute the tensors: equal for programs that are compiled once."""
+    """Hash of the program that would compute the tensors.
+
+    Programs with equal hashes are compiled once.
+    """
     return debugging.graph_hash(*map(_own, tensors))
 
 
 def _xla_get_tensor_id(t: torch.Tensor) -> int:
-    """A number that a tensor shares with those of the same storage and place."""
+    """A number equal for tensors with the same storage and storage offset."""
     return _own(t).data_ptr()
 
 
 def _xla_get_auto_sharding() -> bool:
-    """Whether shardings are found automatically: they never are."""
+    """Whether shardings are found automatically; always False."""
     return False
 
 
@@ -223,19 +243,27 @@ def _xla_metrics_report() -> str:
 def _global_tensor_from_cpu_shards(
     blocks: Sequence[torch.Tensor], op_sharding: Any, global_shape: Sequence[int] | None = None
 ) -> XLAShardedTensor:
-    """The tensor whose blocks, in the order of the local devices, are given, padding included; `global_shape` None: there is no padding.
+    """Builds a sharded tensor from its blocks on the host.
+
+    Args:
+        blocks: one block for each device, in the order of the local devices, padding included.
+        op_sharding: the sharding of the result.
+        global_shape: shape of the result; None means that the blocks have no padding.
 
     Raises:
-        RuntimeError: not one block for each device, blocks of different shapes, or a shape that they do not make.
+        RuntimeError: not one block for each device, blocks of different shapes, or blocks that do
+            not make a tensor of `global_shape`.
     """
     devices = spmd.global_runtime_device_count()
     if len(blocks) != devices:
         raise RuntimeError(
-            f"there must be one shard for each device; got {len(blocks)} for {devices} devices. Pass one for each."
+            f"there must be one shard for each device; got {len(blocks)} for {devices} devices. "
+            "Pass one for each."
         )
     if any(block.shape != blocks[0].shape for block in blocks):
         raise RuntimeError(
-            f"shards have one shape, padding included; got {sorted({tuple(block.shape) for block in blocks})}. Pad the smaller ones."
+            "shards have one shape, padding included; got "
+            f"{sorted({tuple(block.shape) for block in blocks})}. Pad the smaller ones."
         )
     with raising(RuntimeError, PartitionSpecError):
         found = sharding.from_text(str(op_sharding), blocks[0].dim())
@@ -246,13 +274,15 @@ def _global_tensor_from_cpu_shards(
     )
     if len(shape) != found.ndim or found.shard_shape(shape) != blocks[0].shape:
         raise RuntimeError(
-            f"the shards must make a tensor of the global shape; got shards of shape {tuple(blocks[0].shape)} under {found.text} for {shape}. "
+            "the shards must make a tensor of the global shape; got shards of shape "
+            f"{tuple(blocks[0].shape)} under {found.text} for {shape}. "
             "Leave global_shape out where nothing is padded."
         )
     if found.is_replicated:
         if any(not torch.equal(block, blocks[0]) for block in blocks):
             raise RuntimeError(
-                "every device holds the whole of a replicated tensor; got shards that differ. Give the same one for each device."
+                "every device holds the whole of a replicated tensor; got shards that differ. "
+                "Give the same one for each device."
             )
         return spmd.mark_sharding(blocks[0].to("xla"), spmd.Mesh(range(devices), (devices,)), ())
     t = spmd.mark_sharding(
@@ -270,21 +300,24 @@ def _global_tensor_from_cpu_shards(
 
 
 def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
-    """The tensor where it is local to its device already, as everything is that is computed from such a one.
+    """Returns the tensor as a device-local one, inside a manual region.
 
-    Else it enters a region, over the global mesh or over all devices, in which each device has the whole of it as its own. The tensor that is
-    passed stays as it is: go on with the one that is returned.
+    A tensor that is already local, or is computed from local tensors, is returned as it is. Any
+    other tensor enters a region over the global mesh, or over all devices without one; there each
+    device holds the whole tensor as its own local value. The argument is not changed: use the
+    returned tensor.
 
     Raises:
-        RuntimeError: the tensor is data, of which every device would hold its own.
+        RuntimeError: the tensor is data rather than the result of an operation; each device would
+            hold its own copy of it.
     """
     tensor = _own(t)
-    if manual.is_local(tensor):
+    if is_local(tensor):
         return tensor
     if storage.read(tensor._handle).data is not None:
         raise RuntimeError(
-            f"Marking any data tensors as manual is not supported: only what is computed can be; got data of shape {tuple(t.shape)}. "
-            "Call enable_manual_sharding on it."
+            "Marking any data tensors as manual is not supported: only what is computed can be; "
+            f"got data of shape {tuple(t.shape)}. Call enable_manual_sharding on it."
         )
     return spmd.enable_manual_sharding(
         tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or spmd.get_1d_mesh()
@@ -292,11 +325,12 @@ def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
 
 
 def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
-    """Each device's own block of a sharded tensor."""
+    """Enters a manual region: returns each device's own block of a sharded tensor."""
     tensor = _own(t)
     if tensor.sharding is None:
         raise RuntimeError(
-            "Input tensor is not sharded; a block of it is not defined. Call mark_sharding on it first."
+            "Input tensor is not sharded; a block of it is not defined. "
+            "Call mark_sharding on it first."
         )
     return tensor.to_local()
 
@@ -304,11 +338,12 @@ def _spmd_full_to_shard_shape(t: torch.Tensor) -> torch.Tensor:
 def _spmd_shard_to_full_shape(
     t: torch.Tensor, op_sharding: Any, full_shape: Sequence[int], dtype: Any = None
 ) -> torch.Tensor:
-    """The whole tensor of the blocks that `_spmd_full_to_shard_shape` made."""
-    region = manual.region_of(_own(t))
+    """Leaves a manual region: joins the blocks of `_spmd_full_to_shard_shape` into one tensor."""
+    region = region_of(_own(t))
     if region is None:
         raise RuntimeError(
-            "Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first."
+            "Input tensor is not manual sharded; only blocks make a whole. "
+            "Call enable_manual_sharding first."
         )
     spec = _spec_over(region.mesh, str(op_sharding), t.dim())
     return spmd.mark_sharding(
@@ -316,8 +351,8 @@ def _spmd_shard_to_full_shape(
     )
 
 
-def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> sharding.PartitionSpec:
-    """The partition spec over a mesh that has this text. RuntimeError where none has."""
+def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> partition_spec.PartitionSpec:
+    """The partition spec whose sharding over `mesh` has this text. RuntimeError without one."""
     axes = range(len(mesh.mesh_shape))
     entries = [order for n in range(len(axes) + 1) for order in itertools.permutations(axes, n)]
     for spec in itertools.product(entries, repeat=ndim):
@@ -325,17 +360,18 @@ def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> sharding.PartitionSpec:
         if len(used) == len(set(used)) and sharding.Sharding.of(mesh, spec, ndim).text == text:
             return spec
     raise RuntimeError(
-        f"blocks make a whole over the mesh of their region; got {text} for {mesh!r}. Pass mesh.get_op_sharding(partition_spec)."
+        f"blocks make a whole over the mesh of their region; got {text} for {mesh!r}. "
+        "Pass mesh.get_op_sharding(partition_spec)."
     )
 
 
 def _set_allow_execution(allow: bool) -> None:
-    """Whether a program may be executed; with False, what would execute one raises."""
+    """Allows or forbids execution of programs; while forbidden, what would execute one raises."""
     spmd.allow_execution(allow)
 
 
 def _get_xla_tensor_dimension_size(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """The size of a dim as a tensor on the device. Sizes are static here, so it is a constant."""
+    """The size of a dim as an int32 scalar on the device; a constant, because sizes are static."""
     return torch.tensor(_own(t).shape[dim], dtype=torch.int32, device="xla")
 
 

@@ -1,20 +1,26 @@
-"""PyTorch/XLA's import name over `spmd_core`: programs written for torch_xla's SPMD mode run unchanged on stock torch and jaxlib."""
+"""PyTorch/XLA's import name over `spmd_core`, for programs written for torch_xla's SPMD mode.
+
+They run unchanged on stock torch and jaxlib.
+"""
 
 from importlib import metadata as _metadata
 
-from spmd_core import source as _source
+from spmd_core import source_lines
 from torch_xla._environment import apply as _apply_environment
 
-# The version of PyTorch/XLA whose names these are: programs ask for it to learn what they may call.
+# The PyTorch/XLA version whose names this package provides: programs read it to find out which
+# functions they may call.
 __version__ = "2.9.0"
 
 if any(_metadata.distributions(name="torch_xla")):
     raise ImportError(
-        "one distribution must own the import name torch_xla; both PyTorch/XLA (torch_xla) and torch-xla-compat are installed. "
-        "Remove the first and install the second again: pip uninstall torch_xla, then pip install --force-reinstall --no-deps torch-xla-compat."
+        "one distribution must own the import name torch_xla; both PyTorch/XLA (torch_xla) and "
+        "torch-xla-compat are installed. "
+        "Remove the first and install the second again: pip uninstall torch_xla, then "
+        "pip install --force-reinstall --no-deps torch-xla-compat."
     )
 _apply_environment()
-_source.hide_package_of(__file__)
+source_lines.hide_package_of(__file__)
 
 from torch_xla import _XLAC as _XLAC  # noqa: E402
 from torch_xla import _internal as _internal  # noqa: E402

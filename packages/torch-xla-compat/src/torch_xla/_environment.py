@@ -1,14 +1,18 @@
-"""The environment variables of PyTorch/XLA, applied once, at the first import; `docs/migrating.md` lists them."""
+"""Applies PyTorch/XLA's environment variables, once, at the first import.
+
+`docs/migrating.md` lists them.
+"""
 
 import os
 import warnings
 
 import spmd_core as spmd
-from spmd_core import eager, startup
 from spmd_core.config import config
+from spmd_core.dispatch import eager
+from spmd_core.runtime import startup
 from torch_xla._upstream import refuse
 
-# What asks for something that is not done here, and what to use in its place.
+# Variables that ask for something that this package does not do, and what to use instead.
 _WITHOUT_EFFECT = {
     "XLA_USE_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
     "XLA_DOWNCAST_BF16": "Use torch.autocast, or model.to(torch.bfloat16).",
@@ -33,11 +37,11 @@ def is_set(name: str) -> bool:
 
 
 def apply() -> None:
-    """Does what the variables ask for, and warns of those that ask for what is not done here. Automatic sharding is refused.
+    """Applies the variables, and warns of those that have no effect.
 
     Raises:
-        NotImplementedError: XLA_AUTO_SPMD is on.
-        ValueError: CPU_NUM_DEVICES is no positive number.
+        NotImplementedError: XLA_AUTO_SPMD is on; automatic sharding does not exist here.
+        ValueError: CPU_NUM_DEVICES is not a positive number.
     """
     if is_set("XLA_AUTO_SPMD"):
         refuse(
@@ -49,7 +53,8 @@ def apply() -> None:
     if num_devices is not None and os.environ.get("PJRT_DEVICE", "CPU").upper() == "CPU":
         if not num_devices.isdigit() or int(num_devices) < 1:
             raise ValueError(
-                f"CPU_NUM_DEVICES is a positive number of emulated devices; got {num_devices!r}. Write for instance CPU_NUM_DEVICES=8."
+                "CPU_NUM_DEVICES is a positive number of emulated devices; "
+                f"got {num_devices!r}. Write for instance CPU_NUM_DEVICES=8."
             )
         spmd.simulate(int(num_devices))
     if is_set("XLA_USE_SPMD"):
@@ -70,6 +75,7 @@ def _warn_of_ignored() -> None:
     for name, instead in _WITHOUT_EFFECT.items():
         if os.environ.get(name, "0").strip().lower() not in ("", "0", "false"):
             warnings.warn(
-                f"{name} has no effect in this torch_xla, which runs on spmd_core; got {os.environ[name]!r}. {instead}",
+                f"{name} has no effect in this torch_xla, which runs on spmd_core; "
+                f"got {os.environ[name]!r}. {instead}",
                 stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""What every module here shares: upstream's exception types in place of ours, and names that mean nothing in this system."""
+"""Helpers for all modules: upstream's exception types, and refusal of names without a meaning."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 @contextmanager
 def raising(kind: type[Exception], *ours: type[Exception]) -> Iterator[None]:
-    """Inside, an exception of ours becomes one of `kind`, with the same words."""
+    """Context in which an exception of a type in `ours` becomes one of `kind`, same message."""
     try:
         yield
     except ours as error:
@@ -17,14 +17,15 @@ def raising(kind: type[Exception], *ours: type[Exception]) -> Iterator[None]:
 
 
 def refuse(name: str, reason: str, instead: str) -> NoReturn:
-    """Raises NotImplementedError for a name of torch_xla's that means nothing here."""
+    """Raises NotImplementedError for a torch_xla name that has no meaning here."""
     raise NotImplementedError(
-        f"{name} {reason}; it is not available in this torch_xla, which runs on spmd_core. {instead}"
+        f"{name} {reason}; it is not available in this torch_xla, which runs on spmd_core. "
+        f"{instead}"
     )
 
 
 def refused(name: str, reason: str, instead: str) -> Callable[..., Any]:
-    """A function that refuses, and can be imported."""
+    """Returns a function that can be imported and raises NotImplementedError when called."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         refuse(name, reason, instead)

@@ -1,4 +1,7 @@
-"""Devices, processes and SPMD mode ("xr"). In SPMD mode there is one logical device; the physical ones are the *runtime* devices."""
+"""torch_xla.runtime ("xr"): devices, processes and SPMD mode.
+
+In SPMD mode there is one logical device; the physical devices are called *runtime* devices.
+"""
 
 import os
 from typing import Any
@@ -6,14 +9,15 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core import compile_cache, startup, topology
 from spmd_core.errors import SpmdError
+from spmd_core.program import compile_cache
+from spmd_core.runtime import processes, startup
 from torch_xla._environment import is_set
 from torch_xla._upstream import raising, refuse
 
 
 def set_device_type(pjrt_device: str) -> None:
-    """Chooses the platform before the first use. RuntimeError when another is in use."""
+    """Chooses the platform before its first use. RuntimeError if another is already in use."""
     with raising(RuntimeError, SpmdError):
         startup.set_device_type(pjrt_device)
 
@@ -25,72 +29,73 @@ def device_type() -> str | None:
 
 def is_bf16_supported() -> bool:
     """Whether the devices compute in bfloat16."""
-    return topology.is_bf16_supported()
+    return processes.is_bf16_supported()
 
 
 def local_process_count() -> int:
-    """Processes on this host."""
-    return topology.local_process_count()
+    """Number of processes on this host."""
+    return processes.local_process_count()
 
 
 def global_device_count() -> int:
-    """Logical devices: 1."""
+    """Number of logical devices: 1."""
     return 1
 
 
 def world_size() -> int:
-    """Logical replicas: 1, also with several hosts."""
+    """Number of logical replicas: 1, also with several hosts."""
     return 1
 
 
 def local_device_count() -> int:
-    """Logical devices of this host: 1."""
+    """Number of logical devices of this host: 1."""
     return 1
 
 
 def addressable_device_count() -> int:
-    """Logical devices of this process: 1."""
+    """Number of logical devices of this process: 1."""
     return 1
 
 
 def global_ordinal() -> int:
-    """The logical replica's number: 0."""
+    """Index of the logical replica: 0."""
     return 0
 
 
 def local_ordinal() -> int:
-    """The logical replica's number on this host: 0."""
+    """Index of the logical replica on this host: 0."""
     return 0
 
 
 def process_index() -> int:
-    """This process's number among all processes."""
-    return topology.process_index()
+    """Index of this process among all processes."""
+    return processes.process_index()
 
 
 def process_count() -> int:
     """Number of processes of all hosts."""
-    return topology.process_count()
+    return processes.process_count()
 
 
 def host_index() -> int:
-    """This host's number."""
-    return topology.host_index()
+    """Index of this host."""
+    return processes.host_index()
 
 
 def runtime_device_attributes(device: str) -> dict[str, Any]:
-    """What is known of a physical device, such as `CPU:0`. RuntimeError for one that does not exist."""
+    """Attributes of a physical device, such as `CPU:0`. RuntimeError for an unknown device."""
     for attributes in spmd.device_attributes():
         if attributes["name"] == device:
             return attributes
     names = [attributes["name"] for attributes in spmd.device_attributes()]
     raise RuntimeError(
-        f"a device is named as in real_devices(), {', '.join(names[:8])}; got {device!r}. Use one of them."
+        f"a device is named as in real_devices(), {', '.join(names[:8])}; got {device!r}. "
+        "Use one of them."
     )
 
 
 def global_runtime_device_attributes() -> list[dict[str, Any]]:
-    """What is known of each physical device of all hosts."""
+    """Attributes of every physical device of all hosts."""
     return spmd.device_attributes()
 
 
@@ -101,13 +106,16 @@ def global_runtime_device_count() -> int:
 
 def addressable_runtime_device_count() -> int:
     """Number of physical devices of this process."""
-    return topology.addressable_runtime_device_count()
+    return processes.addressable_runtime_device_count()
 
 
 def use_spmd(auto: bool = False) -> None:
-    """Turns SPMD mode on, here and (by `XLA_USE_SPMD=1`) in processes started from this one; tensors made before stay valid.
+    """Turns SPMD mode on; tensors created before stay valid.
 
-    Automatic sharding is refused.
+    Also sets `XLA_USE_SPMD=1`, which turns it on in processes started from this one.
+
+    Raises:
+        NotImplementedError: `auto` is True; automatic sharding does not exist here.
     """
     if auto:
         refuse(
@@ -120,20 +128,20 @@ def use_spmd(auto: bool = False) -> None:
 
 
 def is_spmd() -> bool:
-    """Whether SPMD mode is on. `XLA_USE_SPMD=1` turns it on at any time."""
+    """Whether SPMD mode is on. Setting `XLA_USE_SPMD=1` turns it on at any time."""
     if not spmd.is_spmd() and is_set("XLA_USE_SPMD"):
         spmd.use_spmd()
     return spmd.is_spmd()
 
 
 def get_master_ip() -> str:
-    """The address of the first process's host. RuntimeError where nobody told."""
+    """IP address of the first process's host. RuntimeError if it is not known."""
     with raising(RuntimeError, SpmdError):
-        return topology.get_master_ip()
+        return processes.get_master_ip()
 
 
 def initialize_cache(path: str, readonly: bool = False) -> None:
-    """Keeps compiled programs in a folder. AssertionError after the first one was compiled."""
+    """Caches compiled programs in a folder. AssertionError once a program has been compiled."""
     with raising(AssertionError, SpmdError):
         startup.initialize_cache(path, readonly)
 

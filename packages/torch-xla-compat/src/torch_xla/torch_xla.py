@@ -1,4 +1,4 @@
-"""The functions of the package itself: devices, steps, compiled functions, seeds."""
+"""Top-level functions of the package: devices, steps, compiled functions, seeds."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core import random_state, step_program
+from spmd_core.torch_backend import random_state
 from torch_xla._upstream import refuse
 
 
 def device(index: int | None = None) -> torch.device:
-    """The one logical device, `xla:0`. IndexError for another index."""
+    """The one logical device, `xla:0`. IndexError for any other index."""
     if index not in (None, 0):
         raise IndexError(
             f"there is one logical device, with index 0; got {index}. Call torch_xla.device()."
@@ -43,9 +43,9 @@ def sync(wait: bool = False, reset_scope: bool = True) -> None:
 
 @contextmanager
 def step() -> Iterator[None]:
-    """A step as a context: a sync before it and after it, also where an exception leaves it."""
+    """Context of one step: syncs on entry and on exit, also when an exception leaves it."""
     try:
-        with step_program.step():
+        with spmd.step():
             yield
     except Exception:
         spmd.sync()
@@ -59,21 +59,27 @@ def compile(
     max_different_graphs: int | None = None,
     custom_compile_options: dict[str, Any] | None = None,
 ) -> Any:
-    """`spmd_core.compile`: the function (or the block, as a context) becomes one program. Compiler options hold from here on, for all programs."""
+    """`spmd_core.compile`: runs a function, or as a context a block, as one program.
+
+    `custom_compile_options` apply to all programs from now on.
+    """
     if custom_compile_options is not None:
         set_custom_compile_options(custom_compile_options)
-    return step_program.compile(
+    return spmd.compile(
         f, full_graph=bool(full_graph), name=name, max_different_graphs=max_different_graphs
     )
 
 
 def set_custom_compile_options(options: dict[str, Any]) -> None:
-    """XLA's own options for all programs from here on, `spmd_core.config.compiler_options`; the empty dict clears them."""
+    """Sets XLA's own compiler options for all programs from now on; an empty dict clears them.
+
+    They are stored in `spmd_core.config.compiler_options`.
+    """
     spmd.config.compiler_options = dict(options)
 
 
 def manual_seed(seed: int, device: torch.device | None = None) -> None:
-    """Seeds torch's generator, which randomness on the device follows."""
+    """Seeds torch's generator, from which the device's random numbers derive."""
     random_state.manual_seed(seed)
 
 
@@ -83,7 +89,11 @@ def launch(
     start_method: str = "spawn",
     debug_single_process: bool = False,
 ) -> None:
-    """Runs `fn(0, *args)` here. NotImplementedError in SPMD mode, where one process drives all devices."""
+    """Runs `fn(0, *args)` in this process.
+
+    Raises:
+        NotImplementedError: SPMD mode is on; there one process drives all devices.
+    """
     if spmd.is_spmd():
         refuse(
             "torch_xla.launch",

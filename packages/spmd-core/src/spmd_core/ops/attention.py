@@ -21,8 +21,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_core.ops import flash
-from spmd_core.ops.precision import is_sixteen_bit, opmath
+from spmd_core.ops.kernels import flash
+from spmd_core.ops.kernels.precision import is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, lowering
 
 # The seed is a Scalar, so that it is an input of the program; the rest is static.

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd_core.ops import cephes
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels import cephes
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
 _Table = tuple[float, ...]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops import windows
-from spmd_core.ops.precision import matmul_precision, opmath
+from spmd_core.ops.kernels import windows
+from spmd_core.ops.kernels.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.windows import each
 from spmd_core.ops.registry import Context, lowering
-from spmd_core.ops.windows import each
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> j
     )
 
 
-def _is_integer(args: Any, kwargs: Any) -> bool:
+def _is_integer(args: Any, kwargs: Any, platform: str) -> bool:
     """The result depends on the last bit before truncation, in which torch's own kernels differ."""
     dtype = kwargs.get("dtype")
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)

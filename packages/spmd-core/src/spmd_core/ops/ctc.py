@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
 _INT64 = np.dtype(np.int64)

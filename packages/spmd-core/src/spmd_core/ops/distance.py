@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
 # Torch's numbers for `compute_mode`, and the number of points above which it lets a matrix product compute the distances.

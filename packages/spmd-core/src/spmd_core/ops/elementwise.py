@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.precision import is_inexact, is_sixteen_bit, opmath
+from spmd_core.ops.kernels.precision import is_inexact, is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
 
@@ -144,7 +144,7 @@ def _signbit(ctx: Context, x: Any) -> jax.Array:
     return jnp.signbit(x) if is_inexact(x.dtype) else (x < jnp.zeros_like(x))
 
 
-def _rounds_integers(args: Any, kwargs: Any) -> bool:
+def _rounds_integers(args: Any, kwargs: Any, platform: str) -> bool:
     return kwargs["decimals"] < 0 and not (
         args[0].dtype.is_floating_point or args[0].dtype.is_complex
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
 # torch's numbers for the `reduction` argument

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 _DOT = (((0,), (0,)), ((), ()))

@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from spmd_core import dtypes
-from spmd_core.ops.precision import opmath, reduced_dims
+from spmd_core.ops.kernels.precision import opmath, reduced_dims
 from spmd_core.ops.registry import Context, as_array, lowering
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, lowering
 
 _ADAM_NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")

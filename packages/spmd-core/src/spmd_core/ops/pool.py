@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops import windows
-from spmd_core.ops.precision import is_inexact, opmath
+from spmd_core.ops.kernels import windows
+from spmd_core.ops.kernels.precision import is_inexact, opmath
+from spmd_core.ops.kernels.windows import cut_or_pad, each
 from spmd_core.ops.registry import Context, lowering
-from spmd_core.ops.windows import cut_or_pad, each
 
 _INT64 = np.dtype(np.int64)
 

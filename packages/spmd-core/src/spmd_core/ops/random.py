@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.precision import is_inexact, opmath, reduced_dims
+from spmd_core.ops.kernels.precision import is_inexact, opmath, reduced_dims
 from spmd_core.ops.registry import Context, as_array, lowering
 
 _BOOL = np.dtype(np.bool_)

@@ -11,8 +11,10 @@ The results must have exactly the shapes and dtypes of `ctx.outs`, which come fr
 Lowerings only ever see functional overloads: in-place, `out=` and foreach forms are derived from the schema.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -75,12 +77,10 @@ class Lowering:
     function: Callable[..., Any]
     static: frozenset[str] = field(default_factory=frozenset)
     random: bool = False
-    host_when: Callable[[Any, Any], bool] | None = (
-        None  # (args, kwargs) -> whether this call must run on the host
-    )
-    meta: Callable[..., Any] | None = (
-        None  # in place of torch's meta kernel: the overload over meta tensors
-    )
+    # (args, kwargs, platform) -> whether this call must run on the host
+    host_when: Callable[[Any, Any, str], bool] | None = None
+    # in place of torch's meta kernel: the overload over meta tensors
+    meta: Callable[..., Any] | None = None
     numbers: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -109,7 +109,7 @@ def lowering(
     *names: str,
     static: tuple[str, ...] = (),
     random: bool = False,
-    host_when: Callable[[Any, Any], bool] | None = None,
+    host_when: Callable[[Any, Any, str], bool] | None = None,
     meta: Callable[..., Any] | None = None,
     numbers: tuple[str, ...] = (),
     since: str = "",
@@ -118,7 +118,8 @@ def lowering(
 
     `numbers` names keyword arguments of schema type `float` that arrive as `Number` too, where they change from call to call.
 
-    `host_when(args, kwargs)`, over the recorded call's tensors, says which calls the function declines: those run on the host, counted.
+    `host_when(args, kwargs, platform)` says which of the recorded calls the function declines on a
+    platform ("cpu", "gpu" or "tpu"): those run on the host, counted.
     `since` is the version of torch that brought the overloads, where we support older ones: there the function is not registered.
     `meta` gives the results' shapes and dtypes as meta tensors, where torch has no meta kernel or one that asks what only CUDA's kernel needs.
     """
@@ -206,3 +207,9 @@ def result_dtype(*operands: Any) -> np.dtype:
     return dtypes.to_jax(
         folded.dtype if isinstance(folded, torch.Tensor) else torch.result_type(folded, folded)
     )
+
+
+def load_all() -> None:
+    """Imports every family, so that each registers its lowerings. The families import this module."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        importlib.import_module(f"{__package__}.{path.stem}")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 # (base, values, method) -> base with the values written; the method is that of jax's `.at[...]`: set, add, multiply, max or min.

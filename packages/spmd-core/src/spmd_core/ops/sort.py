@@ -134,7 +134,7 @@ def _middle(flat: jax.Array, rank: jax.Array) -> jax.Array:
     return jnp.take(lax.sort(flat), rank, mode="clip")
 
 
-def _has_no_middle(args: Any, kwargs: Any) -> bool:
+def _has_no_middle(args: Any, kwargs: Any, platform: str) -> bool:
     """NaN is the median of nothing, which an integer dtype cannot say; the value that torch gives instead is its own."""
     return args[0].numel() == 0 and not args[0].dtype.is_floating_point
 

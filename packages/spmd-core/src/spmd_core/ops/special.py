@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops import cephes
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels import cephes
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
 # ---- error integral ----------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.precision import opmath
+from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.windows import cut_or_pad, near_or_whole, spread
 from spmd_core.ops.registry import Context, lowering
-from spmd_core.ops.windows import cut_or_pad, near_or_whole, spread
 
 
 def _pair(value: Sequence[int]) -> tuple[int, int]:

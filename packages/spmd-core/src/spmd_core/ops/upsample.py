@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd_core.ops.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
 # One dim's result is the sum of its taps: the source index of every element, and its weight (None for 1).
@@ -106,7 +106,7 @@ def _register(
             make_taps(i, o, s, dtype, **keywords) for i, o, s in zip(in_sizes, out_sizes, scales)
         ]
 
-    def rounds(args: Any, kwargs: Any) -> bool:
+    def rounds(args: Any, kwargs: Any, platform: str) -> bool:
         """torch rounds an interpolated integer in its own way."""
         return has_align_corners and not args[0].dtype.is_floating_point
 
@@ -202,7 +202,7 @@ def _register_antialiased(
 
     @lowering(
         f"aten.{op}.default",
-        host_when=lambda args, kwargs: not args[0].dtype.is_floating_point,
+        host_when=lambda args, kwargs, platform: not args[0].dtype.is_floating_point,
         since=since,
     )
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any, **named: Any) -> jax.Array:

@@ -1,1 +1,1 @@
-"""Private modules that test programs import."""
+"""Private modules of torch_xla that test programs import."""

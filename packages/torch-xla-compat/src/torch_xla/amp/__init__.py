@@ -1,4 +1,4 @@
-"""Automatic mixed precision on the device: torch's own."""
+"""Automatic mixed precision on the device, by torch's own autocast and scaler."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.amp import GradScaler as _GradScaler
 
 
 class autocast(torch.autocast):
-    """`torch.autocast("xla")`, with the device in place of its name."""
+    """`torch.autocast("xla")` that also takes a device in place of the device type."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class autocast(torch.autocast):
 
 
 class GradScaler(_GradScaler):
-    """torch's scaler for device type xla."""
+    """torch's gradient scaler for device type xla."""
 
     def __init__(
         self,

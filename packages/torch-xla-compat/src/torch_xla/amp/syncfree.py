@@ -1,4 +1,4 @@
-"""Optimizers that never wait for the device to learn whether a gradient is finite: on this device torch's own do not."""
+"""Optimizers that do not wait for the device to check gradients: on this device torch's own."""
 
 from torch.optim import SGD as SGD
 from torch.optim import Adam as Adam

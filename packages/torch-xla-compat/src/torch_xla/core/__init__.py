@@ -1,1 +1,1 @@
-"""The device's functions."""
+"""Functions of the device: `xla_model`, `xla_builder`, names of environment variables."""

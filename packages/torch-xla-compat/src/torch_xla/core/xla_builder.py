@@ -1,4 +1,4 @@
-"""jax functions as operations of a program."""
+"""torch_xla.core.xla_builder: jax functions as operations of a program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,10 @@ def call_jax(
     name: str | None = None,
     override_hash: str | None = None,
 ) -> Any:
-    """`spmd_core.call_jax(jax_func, *args, **kwargs)`; differentiable. `name` and `override_hash` are accepted: the function itself is the key."""
+    """`spmd_core.call_jax(jax_func, *args, **kwargs)`; differentiable.
+
+    `name` and `override_hash` are accepted and unused: the function itself is the cache key.
+    """
     return spmd.call_jax(jax_func, *args, **(kwargs or {}))
 
 

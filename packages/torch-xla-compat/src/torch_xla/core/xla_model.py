@@ -1,4 +1,4 @@
-"""The logical device: steps, saving, random state, and the collectives of a world of one replica ("xm")."""
+"""torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, collectives."""
 
 import os
 import pickle
@@ -11,8 +11,11 @@ import torch
 from jax.experimental import multihost_utils
 
 import spmd_core as spmd
-from spmd_core import barrier, debugging, random_state, steps, structures, topology
-from spmd_core.tensor import XLAShardedTensor
+from spmd_core import debugging
+from spmd_core.runtime import processes
+from spmd_core.steps import closures, loop, structures
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.torch_backend import random_state
 from torch_xla._upstream import refuse
 from torch_xla.core import _replica_groups
 
@@ -27,7 +30,7 @@ REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
 )
 _REDUCTIONS = (REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX)
 
-RateTracker = steps.RateTracker
+RateTracker = loop.RateTracker
 
 
 # Devices.
@@ -39,7 +42,7 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
-    """The one logical device."""
+    """The one logical device, `xla:0`. IndexError for any other index."""
     if n not in (None, 0):
         raise IndexError(f"there is one logical device, with index 0; got {n}. Call xla_device().")
     return spmd.device()
@@ -53,9 +56,13 @@ def get_xla_supported_devices(
 
 
 def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
-    """The first physical device, such as `CPU:0`, for the logical one, which is the default; a physical one for itself.
+    """Names the physical device of each given device; the default is the logical device.
 
-    All of them are `torch_xla.real_devices()`. RuntimeError for a device that is neither.
+    The logical device gives the first physical one, such as `CPU:0`; a physical device gives
+    itself. `torch_xla.real_devices()` has all of them.
+
+    Raises:
+        RuntimeError: a device is neither the logical device nor a physical one.
     """
     known = spmd.real_devices()
     result = []
@@ -63,7 +70,8 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
         name = known[0] if str(device) in ("xla", str(spmd.device())) else str(device)
         if name not in known:
             raise RuntimeError(
-                f"a device is xla:0 or one of {', '.join(known)}; got {device}. Pass torch_xla.device()."
+                f"a device is xla:0 or one of {', '.join(known)}; got {device}. "
+                "Pass torch_xla.device()."
             )
         result.append(name)
     return result
@@ -75,7 +83,7 @@ def xla_device_hw(device: Any) -> str:
 
 
 def xla_device_kind(device: Any = None) -> str:
-    """The hardware's own name, such as `TPU v4`."""
+    """The vendor's name of the hardware, such as `TPU v4`."""
     return str(spmd.device_attributes()[0]["kind"])
 
 
@@ -85,16 +93,16 @@ def xla_replication_devices(local_devices: Sequence[Any]) -> list[str]:
 
 
 def set_replication(device: Any, devices: Sequence[Any] | None) -> None:
-    """Nothing: there is one replica."""
+    """Does nothing: there is one replica."""
 
 
 def get_ordinal() -> int:
-    """The replica's number: 0."""
+    """Index of the replica: 0."""
     return 0
 
 
 def get_local_ordinal() -> int:
-    """The replica's number on this host: 0."""
+    """Index of the replica on this host: 0."""
     return 0
 
 
@@ -104,19 +112,22 @@ def xrt_world_size() -> int:
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Whether this process is the one that writes: the first, of this host or (`local=False`) of all."""
-    return topology.is_master(local=local)
+    """Whether this process is the first of this host, or with `local=False` of all hosts.
+
+    The first process is the one that writes files.
+    """
+    return processes.is_master(local=local)
 
 
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
-    """`print` in the master process only, to `fd`; None is the standard output of the time of the call."""
+    """`print` in the master process only, to `fd`; None is `sys.stdout` at the time of the call."""
     if is_master_ordinal(local=local):
         print(*args, file=fd, flush=flush)
 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
-    """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device."""
-    return topology.memory_info(
+    """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device, in bytes."""
+    return processes.memory_info(
         None if device is None or torch.device(device) == spmd.device() else device
     )
 
@@ -130,20 +141,20 @@ def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
-    """Waits until the devices have done what was sent to them."""
-    steps.wait_device_ops()
+    """Waits until the devices have finished every program that was started."""
+    loop.wait_device_ops()
 
 
 def unlazy(tensors: Any) -> None:
-    """Computes the tensors now."""
-    steps.unlazy(tensors)
+    """Computes the tensors now, and waits for them."""
+    loop.unlazy(tensors)
 
 
 def add_step_closure(
     closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False
 ) -> None:
     """`spmd_core.add_step_closure`."""
-    steps.add_step_closure(closure, args, run_async)
+    closures.add_step_closure(closure, args, run_async)
 
 
 def optimizer_step(
@@ -153,15 +164,18 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """`optimizer.step(**optimizer_args)`; with `barrier` the step ends. There is one replica, so no gradients are reduced."""
+    """`optimizer.step(**optimizer_args)`; with `barrier`, also ends the step.
+
+    There is one replica, so gradients are not reduced.
+    """
     _world_of_one(groups)
-    return steps.optimizer_step(optimizer, barrier=barrier, optimizer_args=optimizer_args)
+    return loop.optimizer_step(optimizer, barrier=barrier, optimizer_args=optimizer_args)
 
 
 def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True
 ) -> None:
-    """Nothing: gradients of the one logical replica are whole already."""
+    """Does nothing: there is one logical replica, so gradients are already complete."""
     _world_of_one(groups)
 
 
@@ -173,32 +187,41 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
     """`spmd_core.optimization_barrier_`."""
-    barrier.optimization_barrier_(tensors)
+    spmd.optimization_barrier_(tensors)
 
 
 # Data.
 
 
 def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None) -> Any:
-    """The same structure on the device, its tuples as lists, sharded where a ShardingSpec can apply, else replicated. Does not wait.
+    """Moves a nested structure of tensors to the device; tuples become lists. Does not wait.
+
+    A tensor is sharded if `input_sharding` can apply to it, else replicated.
 
     Raises:
-        RuntimeError: `minibatch` of a batch that does not divide by the devices of this host.
+        RuntimeError: with `minibatch`, the batch size is not divisible by the number of devices of
+            this host.
     """
     _check_minibatch(datas, input_sharding)
     return _lists(structures.map_tensors(datas, lambda t: _sent(t, input_sharding)))
 
 
 def _check_minibatch(datas: Any, input_sharding: Any) -> None:
-    """RuntimeError where a ShardingSpec with `minibatch` applies to a tensor whose rows do not divide by the devices of this host."""
+    """Checks, for a ShardingSpec with `minibatch`, that the local devices divide the batch size.
+
+    Raises:
+        RuntimeError: they do not divide the rows of a tensor to which the spec applies.
+    """
     if input_sharding is None or not input_sharding.minibatch:
         return
-    local = topology.addressable_runtime_device_count()
+    local = processes.addressable_runtime_device_count()
     for tensor in _tensors(datas):
         if tensor.dim() and tensor.shape[0] % local and input_sharding.can_apply(tensor):
             raise RuntimeError(
-                "When minibatch is configured, the per-host batch size must be divisible by local runtime device count. "
-                f"Per host input data shape is {tuple(tensor.shape)}, for {local} devices. Use another batch size."
+                "When minibatch is configured, the per-host batch size must be divisible by local "
+                "runtime device count. "
+                f"Per host input data shape is {tuple(tensor.shape)}, for {local} devices. "
+                "Use another batch size."
             )
 
 
@@ -210,7 +233,10 @@ def _sent(t: torch.Tensor, input_sharding: Any) -> torch.Tensor:
 
 
 def _replicated(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, marked as replicated where it has no mark. It goes up when it is used, as a program may mark it before."""
+    """Marks a tensor without a sharding as replicated, and returns it.
+
+    Its upload waits until the tensor is used, because the program may mark it before that.
+    """
     if isinstance(t, XLAShardedTensor) and t.sharding is None and spmd.is_spmd():
         spmd.mark_sharding(t, spmd.get_1d_mesh(), ())
     return t
@@ -228,7 +254,7 @@ def _tensors(data: Any) -> list[torch.Tensor]:
 
 
 def _lists(data: Any) -> Any:
-    """Upstream gives tuples back as lists."""
+    """Turns tuples into lists, as upstream does."""
     if type(data) in (list, tuple):
         return [_lists(part) for part in data]
     return {key: _lists(part) for key, part in data.items()} if type(data) is dict else data
@@ -241,15 +267,16 @@ def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
 def save(
     data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False
 ) -> None:
-    """`torch.save` with device tensors on the CPU; every process must call it.
+    """`torch.save` with device tensors moved to the CPU; every process must call it.
 
     Args:
         data: any nested structure.
-        file_or_path: as `torch.save` takes it.
-        master_only: one process writes; else each does.
-        global_master: with `master_only`: one of all hosts, and not one of each host.
+        file_or_path: as for `torch.save`.
+        master_only: whether one process writes rather than each.
+        global_master: with `master_only`, whether one process of all hosts writes rather than one
+            of each host.
     """
-    if master_only and not global_master and topology.process_count() > 1:
+    if master_only and not global_master and processes.process_count() > 1:
         whole = structures.to_cpu(data)
         if is_master_ordinal(local=True):
             torch.save(whole, file_or_path)
@@ -259,12 +286,12 @@ def save(
 
 
 def get_stablehlo(tensors: Sequence[torch.Tensor] | None = None) -> str:
-    """The StableHLO of the program that would compute the tensors, or all that is pending."""
+    """StableHLO of the program that would compute the tensors; by default all that is pending."""
     return debugging.stablehlo(*(tensors or ()))
 
 
 def get_stablehlo_bytecode(tensors: Sequence[torch.Tensor] | None = None) -> bytes:
-    """Refused: the text is what tools here read."""
+    """Refused with NotImplementedError: tools here read StableHLO as text."""
     refuse(
         "get_stablehlo_bytecode",
         "returns StableHLO in PyTorch/XLA's byte form",
@@ -281,38 +308,41 @@ def set_rng_state(seed: int, device: Any = None) -> None:
 
 
 def get_rng_state(device: Any = None) -> int:
-    """The random state as a number. Restoring it gives the same numbers again."""
+    """The random state as a number. Restoring it repeats the random numbers drawn since."""
     return random_state.as_seed()
 
 
 def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager[None]:
-    """Inside, randomness may be used without a trace outside."""
+    """Context that restores the random state on exit."""
     return random_state.fork_rng(enabled=enabled)
 
 
-# The collectives of replicas: in SPMD mode there is one, whose values are whole.
+# Collectives between replicas. In SPMD mode there is one replica, which holds complete values.
 
 
 def _world_of_one(groups: Any) -> None:
     if groups and any(list(group) != [0] for group in groups):
         raise ValueError(
-            f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. Leave groups out, or enter a manual region first."
+            f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. "
+            "Leave groups out, or enter a manual region first."
         )
 
 
 def _reduction(reduce_type: str) -> None:
     if reduce_type not in _REDUCTIONS:
         raise ValueError(
-            f"a reduction is one of {', '.join(_REDUCTIONS)}; got {reduce_type!r}. Use one of the constants REDUCE_*."
+            f"a reduction is one of {', '.join(_REDUCTIONS)}; got {reduce_type!r}. "
+            "Use one of the constants REDUCE_*."
         )
 
 
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
 ) -> Any:
-    """The value over all replicas, of which there is one: a copy times `scale`; a list is scaled in place.
+    """Reduces over all replicas: with one, a copy times `scale`; a list is scaled in place.
 
-    In a manual region the replicas are its devices, and `groups` are their numbers: so with all collectives here.
+    In a manual region the replicas are the region's devices, and `groups` contains their numbers.
+    This holds for all collectives of this module.
     """
     _reduction(reduce_type)
     region = _replica_groups.region(inputs)
@@ -340,7 +370,7 @@ def all_gather(
     output: torch.Tensor | None = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """The values of all replicas, joined: the value."""
+    """Concatenates the values of all replicas: with one replica, returns the value."""
     region = _replica_groups.region(value)
     if region is not None:
         gathered = _replica_groups.all_gather(region, value, dim, groups)
@@ -359,7 +389,11 @@ def reduce_scatter(
     output: torch.Tensor | None = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """The replica's part of the sum over all: the value times `scale`. ValueError for more parts than replicas."""
+    """Returns a replica's part of the sum over replicas: with one, the value times `scale`.
+
+    Raises:
+        ValueError: `shard_count` is not the number of replicas.
+    """
     _reduction(reduce_type)
     region = _replica_groups.region(input)
     if region is not None:
@@ -370,7 +404,8 @@ def reduce_scatter(
     _world_of_one(groups)
     if shard_count != 1:
         raise ValueError(
-            f"there is one replica in SPMD mode; got shard_count={shard_count}. Use spmd_core.shard_map and reduce_scatter along a mesh axis."
+            f"there is one replica in SPMD mode; got shard_count={shard_count}. "
+            "Use spmd_core.shard_map and reduce_scatter along a mesh axis."
         )
     result = input * scale
     return result if output is None else output.copy_(result)
@@ -384,7 +419,11 @@ def all_to_all(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """What the replicas exchange: the value. ValueError for more parts than replicas."""
+    """Exchanges parts between replicas: with one replica, returns the value.
+
+    Raises:
+        ValueError: `split_count` is not the number of replicas.
+    """
     region = _replica_groups.region(value)
     if region is not None:
         return _replica_groups.all_to_all(
@@ -393,17 +432,23 @@ def all_to_all(
     _world_of_one(groups)
     if split_count != 1:
         raise ValueError(
-            f"there is one replica in SPMD mode; got split_count={split_count}. Use spmd_core.shard_map and all_to_all along a mesh axis."
+            f"there is one replica in SPMD mode; got split_count={split_count}. "
+            "Use spmd_core.shard_map and all_to_all along a mesh axis."
         )
     return value
 
 
 def collective_permute(value: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """What another replica has: the value for the pair (0, 0), zeros without it."""
+    """Sends values between (source, target) pairs of replicas.
+
+    With one replica: a copy of the value for the pair (0, 0), zeros without it. ValueError for any
+    other pair.
+    """
     given = [tuple(pair) for pair in pairs]
     if any(pair != (0, 0) for pair in given):
         raise ValueError(
-            f"there is one replica in SPMD mode, number 0; got {given}. Use spmd_core.shard_map and collective_permute along a mesh axis."
+            f"there is one replica in SPMD mode, number 0; got {given}. "
+            "Use spmd_core.shard_map and collective_permute along a mesh axis."
         )
     return value.clone() if given else torch.zeros_like(value)
 
@@ -414,21 +459,22 @@ def collective_broadcast(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> None:
-    """Gives all replicas the root's values: nothing to do."""
+    """Broadcasts the root's values: does nothing, as there is one replica, which is the root."""
     _world_of_one(groups)
     if root_ordinal != 0:
         raise ValueError(
-            f"there is one replica in SPMD mode, number 0; got root_ordinal={root_ordinal}. Leave it out."
+            f"there is one replica in SPMD mode, number 0; got root_ordinal={root_ordinal}. "
+            "Leave it out."
         )
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Gives all replicas the first one's parameters: nothing to do."""
+    """Broadcasts the first replica's parameters: does nothing, as there is one replica."""
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Waits for the processes of all hosts; returns their payloads, by process."""
-    if topology.process_count() == 1:
+    """Waits for the processes of all hosts; returns their payloads, in the order of processes."""
+    if processes.process_count() == 1:
         return [payload]
     lengths = multihost_utils.process_allgather(np.array([len(payload)]))
     padded = np.zeros(int(lengths.max()), np.uint8)
@@ -440,8 +486,11 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """`reduce_fn` of the values that the processes of all hosts have (pickled on the way, so of your own processes only)."""
-    if topology.process_count() == 1:
+    """Applies `reduce_fn` to the list of the values of all processes of all hosts.
+
+    The values are exchanged as pickles: use it between trusted processes only.
+    """
+    if processes.process_count() == 1:
         return reduce_fn([structures.to_cpu(data)])
     return reduce_fn(
         [pickle.loads(one) for one in rendezvous(tag, pickle.dumps(structures.to_cpu(data)))]
@@ -451,12 +500,12 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 def do_on_ordinals(
     target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)
 ) -> Any:
-    """Runs `target(*data)` where the replica is one of `ordinals`."""
+    """Runs `target(*data)` if replica 0, the only one, is in `ordinals`; else returns None."""
     return target(*data) if 0 in ordinals else None
 
 
 def check_view_sharing(obj: Any) -> None:
-    """Nothing: views share storage here in every case."""
+    """Does nothing: views always share storage here."""
 
 
 def _get_all_reduce_token() -> None:

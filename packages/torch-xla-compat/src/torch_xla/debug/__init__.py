@@ -1,1 +1,1 @@
-"""Counters and profiles."""
+"""torch_xla.debug: counters and profiles."""

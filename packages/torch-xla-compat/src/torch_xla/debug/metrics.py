@@ -12,7 +12,7 @@ def _compiled_s() -> list[float]:
     return [program.compile_s for program in metrics.programs()]
 
 
-# What torch_xla counts, and where it is counted here.
+# torch_xla's counters, and how each is read from spmd_core's.
 _COUNTERS: dict[str, Callable[[], int]] = {
     "MarkStep": lambda: metrics.counter("steps"),
     "UncachedCompile": lambda: metrics.counter("compiles"),
@@ -27,12 +27,15 @@ _FALLBACK = "aten::"
 
 
 def counter_names() -> list[str]:
-    """The counters that have counted something. One of an operation that ran on the host begins with `aten::`."""
+    """Names of the counters that are not zero.
+
+    The counter of an operation that ran on the host begins with `aten::`.
+    """
     return [name for name, read in _COUNTERS.items() if read()] + executed_fallback_ops()
 
 
 def counter_value(name: str) -> int | None:
-    """A counter's value, None where it never counted."""
+    """A counter's value; None if it is zero or unknown."""
     if name.startswith(_FALLBACK):
         return sum(f.count for f in metrics.host_fallbacks() if _operation(f.op) == name) or None
     return (_COUNTERS[name]() or None) if name in _COUNTERS else None
@@ -72,12 +75,16 @@ _METRICS = (
 
 
 def metric_names() -> list[str]:
-    """The metrics that have samples."""
+    """Names of the metrics that have samples."""
     return [name for name in _METRICS if _metric(name) is not None]
 
 
 def metric_data(name: str) -> tuple[int, float, list[Any]] | None:
-    """(count, sum, samples as (time, value)), None where there is none. Times of executions are not measured, as nobody waits for them: sum 0."""
+    """(count, sum, samples as (time, value)) of a metric; None for one without samples.
+
+    Times are in ns, sizes in bytes. Execution times are not measured, as nothing waits for the end
+    of an execution: their sum is 0 and their list of samples is empty.
+    """
     return _metric(name)
 
 
@@ -87,17 +94,17 @@ def clear_counters() -> None:
 
 
 def clear_metrics() -> None:
-    """Forgets the metrics; here they are read from the counters, which are set to zero."""
+    """Clears the metrics. They are read from the counters, so the counters become zero too."""
     metrics.reset()
 
 
 def clear_all() -> None:
-    """Sets everything to zero."""
+    """Sets all counters and metrics to zero."""
     metrics.reset()
 
 
 def metrics_report() -> str:
-    """A table of everything."""
+    """Text with all counters and metrics."""
     named = [f"Counter: {name}\n  Value: {counter_value(name)}" for name in counter_names()]
     named += [f"Metric: {name}\n  TotalSamples: {_metric(name)[0]}" for name in metric_names()]  # type: ignore[index]
     return "\n".join([*named, metrics.report()])
@@ -106,7 +113,7 @@ def metrics_report() -> str:
 def short_metrics_report(
     counter_names: list[str] | None = None, metric_names: list[str] | None = None
 ) -> str:
-    """The named counters and metrics only; without names, the most telling ones."""
+    """Text with the named counters and metrics; by default the most important ones."""
     counters = (
         ["CachedCompile", "MarkStep", "UncachedCompile"] if counter_names is None else counter_names
     )
@@ -125,7 +132,7 @@ def short_metrics_report(
 
 
 def executed_fallback_ops() -> list[str]:
-    """The operations that ran on the host, such as `aten::_add_relu`."""
+    """Names of the operations that ran on the host, such as `aten::_add_relu`."""
     return list(dict.fromkeys(_operation(fallback.op) for fallback in metrics.host_fallbacks()))
 
 

@@ -1,27 +1,31 @@
-"""Profiles of host and devices, written for TensorBoard's profile plugin."""
+"""Records profiles of host and devices for TensorBoard's profile plugin."""
 
-from spmd_core import profiler
+from spmd_core.debugging import profiler
+from spmd_core.debugging.profiler import StepTrace as StepTrace
+from spmd_core.debugging.profiler import Trace as Trace
+from spmd_core.debugging.profiler import trace_me as trace_me
 from spmd_core.errors import SpmdError
-from spmd_core.profiler import StepTrace as StepTrace
-from spmd_core.profiler import Trace as Trace
-from spmd_core.profiler import trace_me as trace_me
 from torch_xla._upstream import raising
 
 
 def start_trace(log_dir: str) -> None:
-    """Records until `stop_trace`. RuntimeError while another trace is recorded."""
+    """Records a trace until `stop_trace`. RuntimeError while another one is recorded."""
     with raising(RuntimeError, SpmdError):
         profiler.start_trace(log_dir)
 
 
 def stop_trace() -> None:
-    """Writes what was recorded. RuntimeError where nothing is."""
+    """Ends the recording and writes the trace. RuntimeError if none is recorded."""
     with raising(RuntimeError, SpmdError):
         profiler.stop_trace()
 
 
 def start_server(port: int, only_on_master: bool = True) -> None:
-    """Listens for tools that ask for a profile. RuntimeError where it listens already, or cannot."""
+    """Starts a server for tools that request profiles.
+
+    Raises:
+        RuntimeError: the server runs already, or cannot start.
+    """
     with raising(RuntimeError, SpmdError):
         profiler.start_server(port, only_on_master=only_on_master)
 
@@ -37,10 +41,10 @@ def trace(
     timeout_s: int = 120,
     interactive: bool = False,
 ) -> None:
-    """Asks a profiler server for a profile: see `spmd_core.profiler.trace_remote`."""
+    """Refused with NotImplementedError: see `spmd_core.profiler.trace_remote`."""
     profiler.trace_remote(service_addr, logdir, duration_ms)
 
 
 def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **kwargs: int) -> None:
-    """`trace`."""
+    """Refused like `trace`."""
     profiler.trace_remote(service_addr, logdir, duration_ms)

@@ -1,1 +1,1 @@
-"""Marks, loaders and FSDP."""
+"""torch_xla.distributed: sharding, data loaders, FSDP, process groups."""

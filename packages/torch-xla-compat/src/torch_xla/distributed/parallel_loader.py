@@ -1,4 +1,4 @@
-"""The loader, under torch_xla's names and arguments; what it does is `spmd_data`'s."""
+"""Data loaders with torch_xla's names, arguments and exceptions, over `spmd_data`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -6,36 +6,41 @@ from typing import Any
 import torch
 
 import spmd_data
-from spmd_core import structures
 from spmd_core.errors import DataError
+from spmd_core.steps import structures
 from torch_xla.core import xla_model
 
 _PREFETCH = 8
 
 
 class MpDeviceLoader:
-    """Wraps a loader: iterating it gives its batches on the device, sharded, with the next ones on their way, and ends a step before each.
+    """Wraps a loader and yields its batches on the device, sharded, prefetching the next.
 
-    A loader with a `state_dict` is read in step, never ahead (`spmd_data.MpDeviceLoader`). Public attributes that this class lacks are the loader's,
+    Ends a step before each batch. A loader with a `state_dict` is never read ahead (see
+    `spmd_data.MpDeviceLoader`). Public attributes that this class lacks are read from the loader,
     such as `dataset` and `batch_size`.
 
     Args:
         loader: any iterable of batches.
         device: a device, such as `torch_xla.device()`.
-        input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch; without one a tensor is replicated.
-        batches_per_execution: batches whose steps are sent to the device as one program.
-        loader_prefetch_size, device_prefetch_size: batches that may wait; the second is what bounds them here.
-        batchdim, host_to_device_transfer_threads: accepted; there is one thread, which keeps the order.
+        input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch. A
+            tensor without a spec is replicated.
+        batches_per_execution: number of batches whose steps are sent to the device as one program.
+        device_prefetch_size: number of batches that may wait on the device.
+        loader_prefetch_size: accepted; `device_prefetch_size` is the only bound here.
+        batchdim, host_to_device_transfer_threads: accepted; one thread transfers the batches, which
+            keeps their order.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
         unknown = set(kwargs) - _NAMES
         if unknown:
             raise TypeError(
-                f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; got {', '.join(sorted(unknown))}. Remove what is not in the list."
+                f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; "
+                f"got {', '.join(sorted(unknown))}. Remove what is not in the list."
             )
         self._loader, self._device = loader, device
-        # Programs change them between two iterations.
+        # Programs change these arguments between two iterations.
         self._parallel_loader_kwargs: dict[str, Any] = kwargs
         self._current: spmd_data.MpDeviceLoader | None = None
 
@@ -55,20 +60,20 @@ class MpDeviceLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        # Private names, by which copying and pickling ask for their protocols, are never the loader's.
+        # Private names are never read from the loader: copy and pickle look up their protocols.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._loader, name)
 
     def close(self) -> None:
-        """Ends the running iteration, if there is one."""
+        """Ends the running iteration, if any."""
         if self._current is not None:
             self._current.close()
             self._current = None
 
 
 class PerDeviceLoader(Iterator[Any]):
-    """One iteration over the device's batches; what it raises is what torch_xla raises: see `next`."""
+    """Iterator over the batches on the device, with torch_xla's exception types: see `next`."""
 
     def __init__(self, batches: Iterator[Any], input_sharding: Any = None) -> None:
         self._batches, self._sharding = batches, input_sharding
@@ -95,19 +100,20 @@ class PerDeviceLoader(Iterator[Any]):
         return structures.map_tensors(batch, xla_model._replicated)
 
     def next(self) -> Any:
-        """The next batch; ends the step before it.
+        """Ends the step and returns the next batch.
 
         Raises:
-            StopIteration: there is none.
-            KeyError: a dict batch has keys for which the dict of shardings says nothing.
+            StopIteration: there is no further batch.
+            KeyError: a dict batch has keys that the dict of shardings lacks.
             ValueError: the shardings are a dict, and the batch is not.
-            RuntimeError: a sharding has `minibatch`, and the rows do not divide by the devices of this host.
+            RuntimeError: a sharding has `minibatch`, and the number of rows is not divisible by the
+                number of devices of this host.
         """
         return next(self)
 
 
 class ParallelLoader:
-    """A loader for one iteration over one device (there is one logical device): `per_device_loader(device)` is its iterator."""
+    """A loader for one iteration on the one logical device: see `per_device_loader`."""
 
     def __init__(
         self,
@@ -130,10 +136,15 @@ class ParallelLoader:
         )
 
     def per_device_loader(self, device: torch.device | str) -> PerDeviceLoader:
-        """The iterator over the device's batches. RuntimeError for a device that the loader was not made for."""
+        """Returns the iterator over the device's batches.
+
+        Raises:
+            RuntimeError: the loader was not created for a device of this type.
+        """
         if torch.device(device).type not in {known.type for known in self._devices}:
             raise RuntimeError(
-                f"a loader serves the devices that it was made for, {self._devices}; got {device}. Pass one of them."
+                f"a loader serves the devices that it was made for, {self._devices}; got {device}. "
+                "Pass one of them."
             )
         return iter(self._loader)
 

@@ -1,4 +1,7 @@
-"""Starting processes: under SPMD there is one for each host, started by hand or by a launcher."""
+"""torch_xla's functions that start processes; refused in SPMD mode.
+
+In SPMD mode there is one process for each host, which the user or a launcher starts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,34 +18,36 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> Any:
-    """Runs `fn(0, *args)` here for `nprocs=1`. NotImplementedError under SPMD, and for several processes.
+    """Runs `fn(0, *args)` in this process, with `nprocs` 1 or None.
 
     Raises:
-        NotImplementedError: SPMD mode is on, where one process drives all devices, or more than one process is asked for.
+        NotImplementedError: SPMD mode is on, in which one process drives all devices, or `nprocs`
+            is neither 1 nor None.
     """
     if spmd.is_spmd() or nprocs not in (None, 1):
         refuse(
             "xmp.spawn",
-            f"starts a process for each device (nprocs={nprocs}), and here one process drives all of them",
+            f"starts a process for each device (nprocs={nprocs}), and here one process drives all "
+            "of them",
             "Call fn(0, *args) yourself.",
         )
     return fn(0, *args)
 
 
 class MpModelWrapper:
-    """Holds a module for functions that `spawn` runs; `to` moves it to the device."""
+    """Holds a module for the functions that `spawn` runs; `to` moves it to the device."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def to(self, device: Any) -> Any:
-        """The module on the device."""
+        """Moves the module to the device and returns it."""
         return self._model.to(device)
 
 
 class MpSerialExecutor:
-    """Runs functions one process after another: here, at once."""
+    """Runs a function in one process after another: here in the only process, immediately."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """`fn()`."""
+        """Returns `fn()`."""
         return fn()

@@ -1,8 +1,8 @@
-"""Eager mode: each operation runs when it is called."""
+"""Eager mode: each operation runs as soon as it is called."""
 
 from contextlib import AbstractContextManager
 
-from spmd_core import eager
+from spmd_core.dispatch import eager
 
 
 def eager_mode(enable: bool) -> None:
@@ -16,5 +16,5 @@ def is_eager_mode() -> bool:
 
 
 def eager_mode_context(enable: bool) -> AbstractContextManager[None]:
-    """Eager mode on or off inside."""
+    """Context in which eager mode is on or off."""
     return eager.eager_mode_context(enable)

@@ -1,4 +1,4 @@
-"""FSDP by annotation ("FSDPv2")."""
+"""FSDP by sharding annotations ("FSDPv2")."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,10 @@ import spmd_core as spmd
 
 
 class SpmdFullyShardedDataParallel(spmd.SpmdFullyShardedDataParallel):
-    """`spmd_core.SpmdFullyShardedDataParallel`; modules inside that a policy names become units of this class."""
+    """`spmd_core.SpmdFullyShardedDataParallel` with torch_xla's arguments.
+
+    Submodules that the policy selects become units of this class.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,8 @@ class SpmdFullyShardedDataParallel(spmd.SpmdFullyShardedDataParallel):
             and extra_data_axis not in (chosen.axis_names or ())
         ):
             raise ValueError(
-                f"The provided {extra_data_axis} axis is not in the mesh: extra_data_axis is one of its axes; got {chosen!r}. Name one of them."
+                f"The provided {extra_data_axis} axis is not in the mesh: extra_data_axis is one "
+                f"of its axes; got {chosen!r}. Name one of them."
             )
         super().__init__(
             module,

@@ -1,4 +1,4 @@
-"""The place where the first documents found the sharded tensor."""
+"""Older path of `torch_xla.distributed.spmd.xla_sharded_tensor`, which early documents use."""
 
 from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShard as XLAShard
 from torch_xla.distributed.spmd.xla_sharded_tensor import XLAShardedTensor as XLAShardedTensor

@@ -1,1 +1,1 @@
-"""Checkpointing and small helpers."""
+"""torch_xla.utils: gradient checkpointing and small helpers."""

@@ -1,4 +1,7 @@
-"""Gradient checkpointing: torch's own works on the device, with randomness replayed."""
+"""Gradient checkpointing with torch's own function, which works on the device.
+
+Recomputation repeats the same random numbers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +16,20 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint` in its reentrant form. ValueError for the other form, and for unknown keywords."""
+    """`torch.utils.checkpoint.checkpoint` in its reentrant form.
+
+    Raises:
+        ValueError: `use_reentrant` is False, or there are keyword arguments for the function.
+    """
     if kwargs:
         raise ValueError(
-            f"checkpoint passes positional arguments to the function; got the keywords {', '.join(kwargs)}. Bind them with functools.partial."
+            "checkpoint passes positional arguments to the function; got the keywords "
+            f"{', '.join(kwargs)}. Bind them with functools.partial."
         )
     if not use_reentrant:
         raise ValueError(
-            "torch_xla.utils.checkpoint is reentrant; got use_reentrant=False. Call torch.utils.checkpoint.checkpoint(use_reentrant=False)."
+            "torch_xla.utils.checkpoint is reentrant; got use_reentrant=False. "
+            "Call torch.utils.checkpoint.checkpoint(use_reentrant=False)."
         )
     return torch_checkpoint.checkpoint(
         function, *args, use_reentrant=True, preserve_rng_state=preserve_rng_state

@@ -1,4 +1,4 @@
-"""Small helpers of training scripts ("xu")."""
+"""torch_xla.utils.utils ("xu"): small helpers for training scripts."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class SampleGenerator:
-    """An iterable that gives the same data `sample_count` times: a loader for benchmarks."""
+    """An iterable that yields the same data `sample_count` times: a loader for benchmarks."""
 
     def __init__(self, data: Any, sample_count: int) -> None:
         self._data, self._sample_count = data, sample_count
@@ -19,7 +19,10 @@ class SampleGenerator:
 
 
 def getenv_as(name: str, type: Any, defval: Any = None) -> Any:
-    """An environment variable as a value of `type`; booleans are 'true' or a positive number."""
+    """Environment variable `name` as a value of `type`, or `defval` if it is not set.
+
+    A bool is True for 'true' and for a positive number.
+    """
     value = os.environ.get(name)
     if value is None:
         return defval

@@ -1,4 +1,8 @@
-"""FSDP's helpers. FSDP itself is in `torch_xla.experimental.spmd_fully_sharded_data_parallel`; its first form, over processes, is not here."""
+"""Helpers for FSDP: wrap policies and gradient checkpointing.
+
+FSDP itself is in `torch_xla.experimental.spmd_fully_sharded_data_parallel`. The older FSDP over
+several processes is not available.
+"""
 
 from typing import Any
 
@@ -21,7 +25,7 @@ _INSTEAD = (
 
 
 class XlaFullyShardedDataParallel:
-    """Not available: it can be imported, and refuses to be constructed."""
+    """Not available: the name can be imported; the constructor raises NotImplementedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse("XlaFullyShardedDataParallel", _REASON, _INSTEAD)

@@ -1,3 +1,3 @@
-"""Gradient checkpointing of a module, to be applied before it is wrapped."""
+"""Gradient checkpointing of a module; apply it before wrapping the module with FSDP."""
 
-from spmd_core.recomputation import checkpoint_module as checkpoint_module
+from spmd_core.modules.checkpointing import checkpoint_module as checkpoint_module

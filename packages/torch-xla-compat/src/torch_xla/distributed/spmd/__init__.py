@@ -1,4 +1,4 @@
-"""PyTorch/XLA SPMD's public names."""
+"""The public names of `torch_xla.distributed.spmd`: meshes, shardings, manual regions."""
 
 from torch_xla.distributed.spmd.api import auto_policy as auto_policy
 from torch_xla.distributed.spmd.api import convert_to_xla_mesh as convert_to_xla_mesh

@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import spmd_core as spmd
-from spmd_core import dtensor
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
-from spmd_core.tensor import XLAShardedTensor
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from torch_xla._upstream import raising
 from torch_xla.distributed.spmd.xla_sharding import Mesh
 
@@ -18,7 +17,11 @@ auto_policy = spmd.auto_policy
 
 
 def convert_to_xla_mesh(dt_mesh: DeviceMesh) -> Mesh:
-    """The mesh of the same devices, shape and names; turns SPMD mode on. AssertionError for a mesh of another device type."""
+    """Returns the mesh with the same devices, shape and names; turns SPMD mode on.
+
+    Raises:
+        AssertionError: a mesh of another device type.
+    """
     spmd.use_spmd()
     with raising(AssertionError, MeshError):
         mesh = spmd.from_device_mesh(dt_mesh).mesh
@@ -28,11 +31,15 @@ def convert_to_xla_mesh(dt_mesh: DeviceMesh) -> Mesh:
 def convert_to_xla_partition_spec(
     tensor: torch.Tensor, placements: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The partition spec, in numbers of axes, of `Shard` and `Replicate` placements; ValueError for others."""
+    """Converts `Shard` and `Replicate` placements to a partition spec with indices of axes.
+
+    Raises:
+        ValueError: a placement of another type.
+    """
     axes = spmd.Mesh(range(1), (1,) * len(placements)) if placements else spmd.Mesh([0], (1,))
     with raising(ValueError, UnsupportedOpError):
         try:
-            return tuple(dtensor.partition_spec_of(axes, placements, tensor.dim())[1])
+            return tuple(spmd.partition_spec_of(axes, placements, tensor.dim())[1])
         except UnsupportedOpError as error:
             raise ValueError(f"Unsupported placement type: {error}") from error
 
@@ -43,8 +50,10 @@ def xla_distribute_tensor(
     """`spmd_core.distribute_tensor`; turns SPMD mode on.
 
     Raises:
-        AssertionError: a mesh of another device type, not one placement for each of its dimensions, or a tensor that is sharded already.
-        ValueError: a DTensor of another device type, or a placement that is neither Shard nor Replicate.
+        AssertionError: a mesh of another device type, not one placement for each of its dimensions,
+            or a tensor that is sharded already.
+        ValueError: a DTensor of another device type, or a placement that is neither Shard nor
+            Replicate.
     """
     spmd.use_spmd()
     if (
@@ -53,7 +62,8 @@ def xla_distribute_tensor(
         and len(placements) != device_mesh.ndim
     ):
         raise AssertionError(
-            f"placements must have one entry for each dimension of the mesh, {device_mesh.ndim}; got {len(placements)}. Use Replicate() for the rest."
+            f"placements must have one entry for each dimension of the mesh, {device_mesh.ndim}; "
+            f"got {len(placements)}. Use Replicate() for the rest."
         )
     with (
         raising(ValueError, TypeError, UnsupportedOpError),

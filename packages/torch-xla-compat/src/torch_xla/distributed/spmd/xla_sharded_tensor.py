@@ -1,4 +1,4 @@
-"""The sharded tensor and its shards."""
+"""`XLAShardedTensor`, the sharded tensor, and `XLAShard`, its shards."""
 
-from spmd_core.shards import XLAShard as XLAShard
-from spmd_core.tensor import XLAShardedTensor as XLAShardedTensor
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor as XLAShardedTensor
+from spmd_core.tensor.shards import XLAShard as XLAShard

@@ -1,4 +1,4 @@
-"""Meshes, marks and manual regions under torch_xla's names, signatures and exception types; what they do is `spmd_core`'s."""
+"""Meshes, sharding and manual regions with torch_xla's names and exceptions, over `spmd_core`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,23 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import barrier, custom_ops, einsum_linear, manual, metrics
+from spmd_core import metrics
 from spmd_core.errors import MeshError, PartitionSpecError
-from spmd_core.mesh import check_devices
-from spmd_core.sharding import PartitionSpec as PartitionSpec
-from spmd_core.sharding import Sharding, validate_spec
-from spmd_core.sharding import ShardingType as ShardingType
-from spmd_core.tensor import XLAShardedTensor
+from spmd_core.manual import region
+from spmd_core.marks import custom_ops
+from spmd_core.modules import barrier, einsum_linear
+from spmd_core.sharding.mesh import check_devices
+from spmd_core.sharding.partition_spec import PartitionSpec as PartitionSpec
+from spmd_core.sharding.partition_spec import validate_spec
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.sharding.sharding import ShardingType as ShardingType
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from torch_xla import _XLAC, runtime
 from torch_xla._upstream import raising
 
 
 class Mesh(spmd.Mesh):
-    """`spmd_core.Mesh`; what it refuses is an AssertionError."""
+    """`spmd_core.Mesh` that raises AssertionError for invalid arguments."""
 
     def __init__(
         self,
@@ -33,10 +37,11 @@ class Mesh(spmd.Mesh):
             check_devices(self, runtime.global_runtime_device_count())
 
     def get_axis_name_idx(self, name: str) -> int | None:  # type: ignore[override]
-        """The index of an axis, None for a name that the mesh lacks. TypeError for an unnamed mesh."""
+        """Index of an axis; None for an unknown name. TypeError for a mesh without axis names."""
         if self.axis_names is None:
             raise TypeError(
-                "an axis has a name only in a mesh with axis_names; this mesh has none. Pass axis_names to Mesh."
+                "an axis has a name only in a mesh with axis_names; this mesh has none. "
+                "Pass axis_names to Mesh."
             )
         return self.axis_names.index(name) if name in self.axis_names else None
 
@@ -46,7 +51,10 @@ class Mesh(spmd.Mesh):
     def _get_op_sharding_args(
         self, partition_spec: PartitionSpec
     ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Sequence[int]], int]:
-        """(tile_assignment, group_assignment, replication_groups, type) as `_XLAC.OpSharding` takes them."""
+        """Returns `_XLAC.OpSharding`'s arguments.
+
+        They are tile_assignment, group_assignment, replication_groups and type.
+        """
         found = self.get_op_sharding(partition_spec)
         return (
             found.tile_assignment,
@@ -56,11 +64,14 @@ class Mesh(spmd.Mesh):
         )
 
     def get_op_sharding(self, partition_spec: PartitionSpec) -> _XLAC.OpSharding:
-        """XLA's description of what the spec means over this mesh; made, and counted as `CreateOpSharding`, once for each spec.
+        """XLA's description of the sharding that the spec gives over this mesh.
+
+        It is created once for each spec; the metrics count it as `CreateOpSharding`.
 
         Raises:
-            AssertionError: an axis that the mesh lacks by its number, one that is named twice, or nested tuples.
-            ValueError: an axis that the mesh lacks by its name, or an entry of another type.
+            AssertionError: an axis index that the mesh lacks, an axis that is used twice, or nested
+                tuples.
+            ValueError: an axis name that the mesh lacks, or an entry of another type.
         """
         known: dict[Any, _XLAC.OpSharding] = self.__dict__.setdefault("_op_shardings", {})
         key = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in partition_spec)
@@ -74,13 +85,18 @@ class Mesh(spmd.Mesh):
 
     @staticmethod
     def from_str(mesh_str: str) -> "Mesh":
-        """The mesh that `str(mesh)` was taken from. ValueError for anything else."""
+        """Parses the text that `str(mesh)` gives. ValueError for any other text."""
         mesh = spmd.Mesh.from_str(mesh_str)
         return Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names)
 
 
 def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
-    """Raises what torch_xla raises: ValueError for a name that the mesh lacks and for another type of entry, AssertionError for the rest."""
+    """Validates a partition spec with torch_xla's exception types.
+
+    Raises:
+        ValueError: an axis name that the mesh lacks, or an entry of another type.
+        AssertionError: any other invalid spec.
+    """
     try:
         validate_spec(mesh, spec)
     except PartitionSpecError as error:
@@ -107,7 +123,7 @@ def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
 
 @dataclass(frozen=True)
 class _Device:
-    """A device as jax's mesh utilities look at one."""
+    """A device with the attributes that jax's mesh utilities read."""
 
     id: int
     platform: str
@@ -119,7 +135,10 @@ class _Device:
 
     @classmethod
     def of(cls, number: int, row: dict[str, Any]) -> "_Device":
-        """The device of a row of `xr.global_runtime_device_attributes()`; what is missing in it is what a device without it has."""
+        """Creates a device from a row of `xr.global_runtime_device_attributes()`.
+
+        Missing attributes get the value that they have on a device without them.
+        """
         platform = row["name"].split(":")[0].lower()
         facts = (
             row.get("coords"),
@@ -131,7 +150,7 @@ class _Device:
 
 
 class HybridMesh(spmd.HybridMesh, Mesh):
-    """`spmd_core.HybridMesh`, also by position. What it refuses is a ValueError, as with torch_xla."""
+    """`spmd_core.HybridMesh`, also by position; raises ValueError, as torch_xla does."""
 
     def __init__(
         self,
@@ -145,7 +164,7 @@ class HybridMesh(spmd.HybridMesh, Mesh):
 
     @staticmethod
     def _devices() -> Sequence[Any]:
-        """What `xr.global_runtime_device_attributes()` tells of the devices, by the numbers in their names."""
+        """Devices by `xr.global_runtime_device_attributes()`, ordered by the number in the name."""
         rows = sorted(
             runtime.global_runtime_device_attributes(),
             key=lambda row: int(row["name"].split(":")[1]),
@@ -154,7 +173,7 @@ class HybridMesh(spmd.HybridMesh, Mesh):
 
 
 def set_global_mesh(mesh: spmd.Mesh | None) -> None:
-    """Makes `mesh` the one that is used where a call names none."""
+    """Makes `mesh` the default mesh of calls without one; None removes it."""
     spmd.set_global_mesh(mesh)
 
 
@@ -164,7 +183,7 @@ def get_global_mesh() -> Any:
 
 
 def get_1d_mesh(axis_name: str | None = None) -> Mesh:
-    """All devices on one axis."""
+    """Returns a mesh with all devices along one axis."""
     count = spmd.global_runtime_device_count()
     return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
 
@@ -176,13 +195,14 @@ def _check_rank(t: Any, partition_spec: Sequence[Any]) -> None:
         and len(partition_spec) != t.dim()
     ):
         raise AssertionError(
-            f"Partition spec length ({len(partition_spec)}) should be equal to the input rank ({t.dim()}); got {tuple(partition_spec)} for shape "
+            f"Partition spec length ({len(partition_spec)}) should be equal to the input rank "
+            f"({t.dim()}); got {tuple(partition_spec)} for shape "
             f"{tuple(t.shape)}. Write one entry for each dim."
         )
 
 
 def _describe(mesh: Any, partition_spec: Any) -> None:
-    """Checks the spec as torch_xla does, by making its description (once for each mesh and spec)."""
+    """Validates the spec as torch_xla does: creates its description, once per mesh and spec."""
     if isinstance(mesh, Mesh) and isinstance(partition_spec, (tuple, list)):
         mesh.get_op_sharding(tuple(partition_spec))
 
@@ -190,19 +210,22 @@ def _describe(mesh: Any, partition_spec: Any) -> None:
 def _require_spmd() -> None:
     if not runtime.is_spmd():
         raise RuntimeError(
-            "Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it is off. Call it before."
+            "Please enable SPMD via `torch_xla.runtime.use_spmd()`: marks need SPMD mode, and it "
+            "is off. Call it before."
         )
 
 
 def mark_sharding(
     t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
 ) -> XLAShardedTensor:
-    """`spmd_core.mark_sharding`, for a tensor that has no other sharding yet. Data of the host starts to go up. Does not wait.
+    """`spmd_core.mark_sharding` for a tensor that has no other sharding yet. Does not wait.
+
+    Starts the upload of data on the host.
 
     Raises:
-        AssertionError: not one entry for each dim, or a spec that `Mesh.get_op_sharding` refuses so.
-        ValueError: a spec that `Mesh.get_op_sharding` refuses so.
-        RuntimeError: SPMD mode is off, or data on the device was sharded otherwise.
+        AssertionError: not one entry for each dim, or `Mesh.get_op_sharding` raises it.
+        ValueError: `Mesh.get_op_sharding` raises it.
+        RuntimeError: SPMD mode is off, or the tensor is data with another sharding.
     """
     _require_spmd()
     _check_rank(t, partition_spec)
@@ -216,7 +239,8 @@ def mark_sharding(
         wanted = Sharding.of(mesh, partition_spec, t.dim())
         if wanted != t.sharding:
             raise RuntimeError(
-                f"Existing annotation must be cleared first: the tensor has {t.sharding.text} and was to get {wanted.text}. "
+                "Existing annotation must be cleared first: the tensor has "
+                f"{t.sharding.text} and was to get {wanted.text}. "
                 "Call clear_sharding(t) before."
             )
     return spmd.start_upload(spmd.mark_sharding(t, mesh, partition_spec))
@@ -225,7 +249,7 @@ def mark_sharding(
 def annotate_custom_sharding(
     t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
 ) -> XLAShardedTensor:
-    """`spmd_core.annotate`: constrains the present value, over an existing sharding too."""
+    """`spmd_core.annotate`: constrains the current value, also of a tensor with a sharding."""
     _require_spmd()
     _check_rank(t, partition_spec)
     _describe(mesh, partition_spec)
@@ -243,17 +267,20 @@ def mark_sharding_with_gradients(
 
 
 class MarkShardingFunction:
-    """`mark_sharding_with_gradients` as `apply`, through `torch.ops.xla.aot_mark_sharding`, so that a trace keeps it."""
+    """`mark_sharding_with_gradients`, called as torch_xla's autograd function of this name.
+
+    It calls the operator `torch.ops.xla.aot_mark_sharding`, which torch's tracers record.
+    """
 
     @staticmethod
     def apply(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
-        """A new tensor, marked; its gradient too."""
+        """Returns a new tensor with the sharding; its gradient gets the same one."""
         result: torch.Tensor = torch.ops.xla.aot_mark_sharding(t, str(mesh), str(partition_spec))
         return result
 
 
 def clear_sharding(t: torch.Tensor) -> torch.Tensor:
-    """Takes a mark back; returns the tensor."""
+    """Removes a tensor's sharding; returns the tensor."""
     return spmd.clear_sharding(t)
 
 
@@ -261,7 +288,8 @@ def _region_mesh(mesh: spmd.Mesh | None) -> spmd.Mesh:
     chosen = get_global_mesh() if mesh is None else mesh
     if chosen is None:
         raise AttributeError(
-            "a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh)."
+            "a manual region needs a mesh; got None, and no global mesh is set. "
+            "Pass mesh=, or call set_global_mesh(mesh)."
         )
     return chosen
 
@@ -269,7 +297,7 @@ def _region_mesh(mesh: spmd.Mesh | None) -> spmd.Mesh:
 def enable_manual_sharding(
     t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: spmd.Mesh | None = None
 ) -> XLAShardedTensor:
-    """`spmd_core.enable_manual_sharding`, over the global mesh where none is given."""
+    """`spmd_core.enable_manual_sharding`, by default over the global mesh."""
     return spmd.enable_manual_sharding(t, partition_spec, mesh=_region_mesh(mesh))
 
 
@@ -280,10 +308,15 @@ def disable_manual_sharding(
     *,
     mesh: spmd.Mesh | None = None,
 ) -> XLAShardedTensor:
-    """`spmd_core.disable_manual_sharding`, over the global mesh where none is given. RuntimeError for a tensor that is not a block."""
-    if isinstance(t, XLAShardedTensor) and not manual.is_local(t):
+    """`spmd_core.disable_manual_sharding`, by default over the global mesh.
+
+    Raises:
+        RuntimeError: the tensor is not local to a manual region.
+    """
+    if isinstance(t, XLAShardedTensor) and not region.is_local(t):
         raise RuntimeError(
-            "Input tensor is not manual sharded; only blocks make a whole. Call enable_manual_sharding first."
+            "Input tensor is not manual sharded; only blocks make a whole. "
+            "Call enable_manual_sharding first."
         )
     return spmd.disable_manual_sharding(t, partition_spec, full_shape, mesh=_region_mesh(mesh))
 
@@ -292,7 +325,7 @@ _mark_manual_sharding = _XLAC._mark_manual_sharding
 
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
-    """`spmd_core.shard_as`. AssertionError where the structures differ."""
+    """`spmd_core.shard_as`. AssertionError if the structures differ."""
     with raising(AssertionError, ValueError):
         return spmd.shard_as(a, b)
 
@@ -302,17 +335,20 @@ def wrap_as_sharded_tensor(
     mesh_shape: tuple[int, ...] | None = None,
     partition_spec: PartitionSpec | None = None,
 ) -> XLAShardedTensor:
-    """The tensor: every tensor on the device is an XLAShardedTensor already. With a shape and a spec it is marked."""
+    """Returns the tensor: every tensor on the device is already an XLAShardedTensor.
+
+    With a mesh shape and a partition spec, shards it.
+    """
     return XLAShardedTensor(t, mesh_shape, partition_spec)
 
 
 def unwrap_sharded_tensor(t: Any) -> Any:
-    """The tensor: there is nothing around it."""
+    """Returns its argument: tensors have no wrapper here."""
     return t
 
 
 def wrap_if_sharded(x: Any) -> Any:
-    """The tensor: there is nothing to put around it."""
+    """Returns its argument: sharded tensors need no wrapper here."""
     return x
 
 
@@ -321,11 +357,11 @@ class ShardingSpec(spmd.ShardingSpec):
     """`spmd_core.ShardingSpec` with torch_xla's methods."""
 
     def can_apply(self, t: Any) -> bool:
-        """Whether the tensor's rank is the spec's length."""
+        """Whether the tensor's rank equals the length of the spec."""
         return super().can_apply(t)
 
     def xla_spec(self, t: torch.Tensor) -> _XLAC.XlaShardingSpec | None:
-        """The spec for this tensor, None where it cannot apply."""
+        """XLA's form of the spec for this tensor; None if it cannot apply."""
         return (
             _XLAC.XlaShardingSpec(t, self.mesh.get_op_sharding(self.partition_spec), self.minibatch)
             if self.can_apply(t)
@@ -333,10 +369,11 @@ class ShardingSpec(spmd.ShardingSpec):
         )
 
     def apply(self, t: torch.Tensor) -> None:
-        """Marks a tensor on device `xla`."""
+        """Shards a tensor on device `xla` with `mark_sharding`."""
         if t.device.type != "xla":
             raise AssertionError(
-                f"the tensor to shard must be on device 'xla'; got one on {t.device}. Move it first: t = t.to('xla')."
+                f"the tensor to shard must be on device 'xla'; got one on {t.device}. "
+                "Move it first: t = t.to('xla')."
             )
         mark_sharding(t, self.mesh, self.partition_spec)
 
@@ -345,35 +382,38 @@ EinsumLinear = einsum_linear.EinsumLinear
 
 
 def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
-    """`spmd_core.einsum_linear.apply_einsum_linear`: children that are Linear layers contract their last dim in place of a flattened product."""
+    """`spmd_core.apply_einsum_linear`: Linear layers contract their last dim.
+
+    torch's own Linear flattens the leading dims of its input instead.
+    """
     return einsum_linear.apply_einsum_linear(module)
 
 
 def xla_patched_nn_linear_forward(m: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """A Linear layer's forward as one contraction."""
+    """A Linear layer's forward as one contraction of the last dim."""
     result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, m.weight, m.bias)
     return result
 
 
 class XLAPatchedLinear:
-    """A contraction of the last dim, as `apply(input, weight, bias)`."""
+    """A linear layer as one contraction, called as torch_xla's autograd function of this name."""
 
     @staticmethod
     def apply(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The linear layer of the arguments."""
+        """Contracts the last dim of `input` with `weight` and adds `bias`."""
         result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, weight, bias)
         return result
 
 
 def apply_backward_optimization_barrier(m: torch.nn.Module) -> torch.nn.Module:
-    """`spmd_core.barrier.apply_backward_optimization_barrier`."""
+    """`spmd_core.apply_backward_optimization_barrier`."""
     return barrier.apply_backward_optimization_barrier(m)
 
 
 def _get_sharding_type(partition_spec: Sequence[Any], num_devices: int) -> ShardingType:
-    """The kind of a spec that names every axis of its mesh or none."""
+    """The sharding type of a spec that uses every axis of its mesh, or none."""
     if num_devices == 1:
         return ShardingType.MAXIMAL
     if all(entry is None for entry in partition_spec):
@@ -385,5 +425,5 @@ def _get_sharding_type(partition_spec: Sequence[Any], num_devices: int) -> Shard
     )
 
 
-# The operators `torch.ops.xla.*` are there with spmd_core.
+# Importing this module of spmd_core registers the operators `torch.ops.xla.*`.
 _operators = custom_ops

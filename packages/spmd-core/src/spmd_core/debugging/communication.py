@@ -1,0 +1,236 @@
+"""The collectives of a compiled program: what moves, how much, over which mesh axes, for which torch operation and line of the user's program."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd_core.debugging import hlo_text
+from spmd_core.program.program import Program
+from spmd_core.program.program_graph import Graph
+from spmd_core.runtime.placement import jax_axis_names
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.source_lines import Origin
+
+# What `lowering` names an operation: with source lines on, also the node's number.
+_OPERATION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)(?:#(?P<node>\d+))?")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A torch operation, such as `aten::mm`, and where the user called it: None where the program was compiled without source lines."""
+
+    op: str
+    origin: Origin | None
+
+    def __str__(self) -> str:
+        if self.origin is None:
+            return self.op
+        module = f"{self.origin.module} " if self.origin.module else ""
+        return f"{module}{self.op} at {self.origin}"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`, `collective-permute` or `collective-broadcast`.
+        result_bytes: bytes of its result on each device, at each execution; of an all-gather the whole, of a reduce-scatter the part.
+        operand_bytes: bytes that each device puts in.
+        axes: the mesh axes along which devices take part; of a permute, those along which data travels. None where they match no mesh of the program.
+        is_part: the groups are a part of these axes only.
+        groups: the device ids of each group; of a permute the (source, target) pairs. None where XLA's text of them is not known.
+        executions: in one run of the program; None where that depends on data.
+        causes: the torch operations that it serves, several where XLA joined several collectives.
+        name: of the instruction in `debugging.hlo`.
+    """
+
+    kind: str
+    result_bytes: int
+    operand_bytes: int
+    axes: tuple[str, ...] | None
+    is_part: bool
+    groups: hlo_text.Groups | None
+    executions: int | None
+    causes: tuple[Cause, ...]
+    name: str
+
+    @property
+    def line(self) -> str | None:
+        """`file:line` of the first cause whose line is known."""
+        return next(
+            (
+                f"{cause.origin.file}:{cause.origin.line}"
+                for cause in self.causes
+                if cause.origin is not None
+            ),
+            None,
+        )
+
+
+class Collectives(tuple[Collective, ...]):
+    """The collectives of one program, in the compiler's order; prints as a table, those that move most first, and the sums by kind and axes.
+
+    Attributes:
+        program: the program's name.
+    """
+
+    program: str
+
+    @staticmethod
+    def of(collectives: Iterable[Collective], program: str) -> "Collectives":
+        """The collectives of the program of that name."""
+        made = Collectives(collectives)
+        made.program = program
+        return made
+
+    def where(self, *, kind: str | None = None, axis: str | None = None) -> "Collectives":
+        """Those of one kind, along one mesh axis."""
+        chosen = (
+            c for c in self if kind in (None, c.kind) and (axis is None or axis in (c.axes or ()))
+        )
+        return Collectives.of(chosen, self.program)
+
+    @property
+    def result_bytes(self) -> int:
+        """Of one run of the program, on each device. What depends on data counts once."""
+        return sum(_total(c) for c in self)
+
+    def __str__(self) -> str:
+        if not self:
+            return f"{self.program}: no collectives"
+        rows = [("kind", "axes", "bytes per device", "times", "cause")]
+        for c in sorted(self, key=_total, reverse=True):
+            first, *others = [str(cause) for cause in c.causes] or ["not known"]
+            rows.append(
+                (
+                    c.kind,
+                    _axes_text(c),
+                    f"{c.result_bytes:,}",
+                    "?" if c.executions is None else str(c.executions),
+                    first,
+                )
+            )
+            rows += [("", "", "", "", other) for other in others]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            f"{kind:<{widths[0]}}  {axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}"
+            for kind, axes, size, times, cause in rows
+        ]
+        sums: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
+        for c in self:
+            what = f"{c.kind} over {_axes_text(c)}"
+            sums[what] += _total(c)
+            numbers[what] += 1
+        lines += [
+            "",
+            *(f"{size:,} bytes in {numbers[what]} x {what}" for what, size in sums.most_common()),
+        ]
+        total = f"{self.program}: {len(self)} collectives, {self.result_bytes:,} bytes of results per device"
+        if not any(cause.origin for c in self for cause in c.causes):
+            total += "\nFor the lines that cause them, record and compile with SPMD_SOURCE_LINES=1 or inside debugging.source_lines()."
+        return "\n".join([*lines, total])
+
+    __repr__ = __str__
+
+
+def _total(c: Collective) -> int:
+    return c.result_bytes * (1 if c.executions is None else c.executions)
+
+
+def _axes_text(c: Collective) -> str:
+    if c.axes is None:
+        return "?" if c.groups is None else f"groups of {len(c.groups[0])}"
+    return ", ".join(c.axes) + (" (part)" if c.is_part else "") or "none"
+
+
+def of_program(program: Program) -> Collectives:
+    """The collectives of a compiled program."""
+    meshes = _meshes(program.graph)
+    ids = program.device_ids
+    found = hlo_text.collectives(program.compiled_text(), len(ids))
+    return Collectives.of(
+        (_collective(c, program.graph, meshes, ids) for c in found), program.record.name
+    )
+
+
+def _collective(
+    c: hlo_text.CollectiveInstruction, graph: Graph, meshes: list[Mesh], ids: tuple[int, ...]
+) -> Collective:
+    groups = (
+        None
+        if c.groups is None
+        else tuple(tuple(ids[position] for position in group) for group in c.groups)
+    )
+    axes, is_part = (
+        (None, False)
+        if groups is None
+        else match_axes(groups, meshes, is_permute=c.kind == "collective-permute")
+    )
+    causes = tuple(
+        dict.fromkeys(
+            _cause(found, graph) for name in c.op_names for found in _OPERATION.finditer(name)
+        )
+    )
+    return Collective(
+        c.kind, c.result_bytes, c.operand_bytes, axes, is_part, groups, c.executions, causes, c.name
+    )
+
+
+def _cause(found: re.Match[str], graph: Graph) -> Cause:
+    node = None if found["node"] is None else graph.nodes[int(found["node"])]
+    return Cause(found["op"], None if node is None else node.origin)
+
+
+def _meshes(graph: Graph) -> list[Mesh]:
+    """The meshes of a program's marks and regions, the most frequent first."""
+    marks = [leaf.placement.sharding for leaf in graph.leaves] + [
+        output.sharding for output in graph.outputs
+    ]
+    marks += [node.entry.sharding for node in graph.nodes]
+    found = Counter(mark.mesh for mark in marks if mark is not None)
+    found.update(
+        node.entry.border.manual.mesh for node in graph.nodes if node.entry.border is not None
+    )
+    found.update(
+        leaf.placement.manual.mesh for leaf in graph.leaves if leaf.placement.manual is not None
+    )
+    return [mesh for mesh, _ in found.most_common()]
+
+
+def match_axes(
+    groups: hlo_text.Groups, meshes: list[Mesh], *, is_permute: bool = False
+) -> tuple[tuple[str, ...] | None, bool]:
+    """The axes of the first mesh whose subgrids along them are just these groups of device ids; else of the first that has them as parts.
+
+    Returns:
+        The names of the axes, or None; and whether the groups are parts.
+
+    Example:
+        >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
+        >>> (
+        ...     match_axes(((0, 2, 4, 6), (1, 3, 5, 7)), [mesh]),
+        ...     match_axes(((0, 2), (4, 6), (1, 3), (5, 7)), [mesh]),
+        ... )
+        ((('data',), False), (('data',), True))
+    """
+    parts: tuple[str, ...] | None = None
+    for mesh in meshes:
+        position = {device: i for i, device in enumerate(mesh.ids)}
+        if any(device not in position for group in groups for device in group):
+            continue
+        grids = [
+            np.array(np.unravel_index([position[d] for d in group], mesh.mesh_shape))
+            for group in groups
+        ]
+        varies = np.any([np.ptp(grid, axis=1) > 0 for grid in grids], axis=0)
+        size = int(np.prod([n for n, v in zip(mesh.mesh_shape, varies) if v]))
+        names = tuple(str(name) for name, v in zip(jax_axis_names(mesh), varies) if v)
+        if is_permute or all(len(group) == size for group in groups):
+            return names, False
+        parts = parts or names
+    return parts, parts is not None

@@ -1,0 +1,305 @@
+"""XLA's texts read: a compiled module's instructions, its collectives with their bytes, groups and executions, and lists of devices.
+
+What enters is text that XLA printed, what leaves are plain values: no devices, and nothing of a program of ours.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from spmd_core.sharding.xla_text import ints, iota
+
+Groups = tuple[tuple[int, ...], ...]
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-start")}
+# These begin with what they read: (operands, results, ...). The others' type is that of the results.
+_STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
+_HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
+_ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
+_CALLED = re.compile(
+    r"\b(?P<how>to_apply|calls|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_IOTA = re.compile(r"\[(?P<dims>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\])?(?:T\((?P<order>[\d,]+)\))?")
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? \{(?P<over>[^}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+)|:\((?P<before>\d+)\)(?P<part>\d+))?")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a module: `attributes` is what follows the operands."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @cached_property
+    def op_name(self) -> str:
+        """The name in its metadata: for our programs the torch operation, its scope and jax's primitive. May be empty."""
+        found = re.search(r'metadata=\{[^}]*op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return "" if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class CollectiveInstruction:
+    """One collective of a compiled module.
+
+    Attributes:
+        name: of the instruction.
+        kind: one of `KINDS`; a start form has the kind of what it starts.
+        result_bytes: of the result on each device (of all results, for a tuple).
+        operand_bytes: of the operands on each device.
+        groups: the positions of the devices that take part together, by group; for a permute the (source, target) pairs. None where the text has
+            a form that is not known; `groups_text` has it.
+        executions: how often each run of the program executes it; None where that depends on data.
+        op_names: the names of the operation that it came from; where it has none itself, those of what reads it, else of what it reads.
+    """
+
+    name: str
+    kind: str
+    result_bytes: int
+    operand_bytes: int
+    groups: Groups | None
+    groups_text: str
+    executions: int | None
+    op_names: tuple[str, ...]
+
+
+def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
+    """The computations of a module, each as its instructions by name in order, and the entry computation's name."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        header = None if line.startswith(" ") else _HEADER.match(line)
+        if header is not None:
+            current = computations[header["name"]] = {}
+            entry = header["name"] if header["entry"] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            instruction = _instruction(line)
+            if instruction is not None:
+                current[instruction.name] = instruction
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    found = _INSTRUCTION.match(line)
+    if found is None:
+        return None
+    rest = found["rest"]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opened = rest.index("(", end)
+    closed = _closing(rest, opened)
+    operands = tuple(part.split(" ")[-1].lstrip("%") for part in split(rest[opened + 1 : closed]))
+    return Instruction(
+        found["name"], rest[:end], rest[end:opened].strip(), operands, rest[closed + 1 :]
+    )
+
+
+def _closing(text: str, opened: int) -> int:
+    """Where the bracket that opens at `opened` closes."""
+    depth = 0
+    for i in range(opened, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def split(text: str) -> list[str]:
+    """The parts between the commas that stand outside of all brackets, without XLA's comments."""
+    parts, depth, start = [], 0, 0
+    text = re.sub(r"/\*.*?\*/", "", text)
+    for i, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return [part for part in [*parts, text[start:].strip()] if part]
+
+
+def num_bytes(type_text: str) -> int:
+    """The bytes of all arrays in a type such as `f32[8,4]{1,0}` or `(f32[], bf16[2])`; tokens have none."""
+    return sum(_array_bytes(found["dtype"], found["dims"]) for found in _ARRAY.finditer(type_text))
+
+
+def _array_bytes(dtype: str, dims: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.ceil(math.prod(int(n.lstrip("<=")) for n in dims.split(",") if n) * bits / 8)
+
+
+def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...]:
+    """The collectives of a compiled module, in the order of the text, asynchronous ones once (at their start)."""
+    computations, entry = parse(text)
+    counts = executions(computations, entry)
+    return tuple(
+        _collective(instruction, instructions, counts[name], num_devices)
+        for name, instructions in computations.items()
+        for instruction in instructions.values()
+        if instruction.opcode in _OPCODES and counts[name] != 0
+    )
+
+
+def _collective(
+    instruction: Instruction, around: dict[str, Instruction], count: int | None, num_devices: int
+) -> CollectiveInstruction:
+    result = instruction.type
+    if instruction.opcode in _STARTS_WITH_OPERANDS:
+        result = split(result[1:-1])[1]
+    kind = _OPCODES[instruction.opcode]
+    groups, groups_text = (
+        _pairs(instruction.attributes)
+        if kind == "collective-permute"
+        else replica_groups(instruction.attributes, num_devices)
+    )
+    operand_bytes = sum(
+        num_bytes(around[name].type) for name in instruction.operands if name in around
+    )
+    return CollectiveInstruction(
+        instruction.name,
+        kind,
+        num_bytes(result),
+        operand_bytes,
+        groups,
+        groups_text,
+        count,
+        tuple(_op_names(instruction, around)),
+    )
+
+
+def _op_names(instruction: Instruction, around: dict[str, Instruction]) -> Iterator[str]:
+    """A name without `::` is an argument's or the compiler's own, and says nothing of an operation."""
+    readers = [other for other in around.values() if instruction.name in other.operands]
+    read = [around[name] for name in instruction.operands if name in around]
+    for candidates in ([instruction], readers, read):
+        names = list(dict.fromkeys(c.op_name for c in candidates if "::" in c.op_name))
+        if names:
+            yield from names
+            return
+
+
+def executions(
+    computations: dict[str, dict[str, Instruction]], entry: str
+) -> dict[str, int | None]:
+    """How often one run of the module executes each computation; None where that depends on data (a branch, a loop of unknown length)."""
+    counts: dict[str, int | None] = defaultdict(int, {entry: 1})
+    # XLA prints what is called before its callers.
+    for name in reversed(computations):
+        for instruction in computations[name].values():
+            for how, called in _calls(instruction.attributes):
+                times = _times(how, instruction.attributes)
+                before, own = counts[called], counts[name]
+                counts[called] = (
+                    None if before is None or own is None or times is None else before + own * times
+                )
+    return counts
+
+
+def _calls(attributes: str) -> Iterator[tuple[str, str]]:
+    for found in _CALLED.finditer(attributes):
+        rest = attributes[found.end() :]
+        names = (
+            rest[1 : rest.index("}")]
+            if rest.startswith("{")
+            else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        )
+        for name in names.split(","):
+            yield found["how"], name.strip().lstrip("%")
+
+
+def _times(how: str, attributes: str) -> int | None:
+    if how in ("true_computation", "false_computation", "branch_computations"):
+        return None
+    if how not in ("body", "condition"):
+        return 1
+    trips = _TRIP_COUNT.search(attributes)
+    if trips is None:
+        return None
+    return int(trips[1]) + (how == "condition")
+
+
+def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, str]:
+    """The groups of a collective, from XLA's list form, its iota form or its mesh form; and their text."""
+    at = attributes.find("replica_groups=")
+    if at < 0:
+        return (tuple(range(num_devices)),), ""
+    rest = attributes[at + len("replica_groups=") :]
+    if rest.startswith("{"):
+        inner = rest[: _closing(rest, 0) + 1]
+        groups = tuple(ints(group) for group in re.findall(r"\{([\d,\s]+)\}", inner[1:-1]))
+        return groups or (tuple(range(num_devices)),), inner
+    by_mesh = _MESH.match(attributes, at)
+    if by_mesh is not None:
+        return _groups_of_mesh(by_mesh), by_mesh[0].removeprefix("replica_groups=")
+    by_iota = _IOTA.match(rest)
+    if by_iota is None or by_iota["reshape"] is None:
+        return None, split(rest)[0]
+    table = iota(
+        ints(by_iota["dims"]),
+        ints(by_iota["reshape"]),
+        ints(by_iota["order"]) if by_iota["order"] else None,
+    )
+    return tuple(tuple(row) for row in table.tolist()), by_iota[0]
+
+
+def _groups_of_mesh(found: re.Match[str]) -> Groups | None:
+    """Groups along axes, or parts of axes (`'x':(2)4` is the part of size 4 behind one of size 2), of a mesh that XLA made for itself."""
+    sizes = {axis["name"]: int(axis["size"]) for axis in _MESH_AXIS.finditer(found["axes"])}
+    numbers = np.arange(math.prod(sizes.values()))
+    if found["ids"]:
+        by_iota = _IOTA.match(found["ids"])
+        dims = ints(by_iota["dims"]) if by_iota is not None else ()
+        order = ints(by_iota["order"]) if by_iota is not None and by_iota["order"] else None
+        numbers = (
+            iota((numbers.size,), dims, order)
+            if by_iota is not None
+            else np.array(ints(found["ids"].rstrip(")")))
+        )
+    shape: list[int] = []
+    along: list[int] = []
+    over = {axis["name"]: axis for axis in _MESH_AXIS.finditer(found["over"])}
+    if len(over) != len(_MESH_AXIS.findall(found["over"])):
+        return None  # two parts of one axis
+    for name, size in sizes.items():
+        part = over.get(name)
+        if part is not None and part["part"]:
+            before, own = int(part["before"]), int(part["part"])
+            shape += [before, own, size // before // own]
+            along.append(len(shape) - 2)
+        else:
+            shape.append(size)
+            along += [len(shape) - 1] if part is not None else []
+    rest = [dim for dim in range(len(shape)) if dim not in along]
+    grid = (
+        numbers.reshape(shape)
+        .transpose(*rest, *along)
+        .reshape(-1, math.prod(shape[dim] for dim in along))
+    )
+    return tuple(tuple(row) for row in grid.tolist())
+
+
+def _pairs(attributes: str) -> tuple[Groups | None, str]:
+    found = re.search(r"source_target_pairs=(\{(?:\{\d+,\d+\},?)*\})", attributes)
+    if found is None:
+        return None, ""
+    return tuple(ints(pair) for pair in re.findall(r"\{(\d+,\d+)\}", found[1])), found[1]

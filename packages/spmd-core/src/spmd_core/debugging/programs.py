@@ -1,0 +1,182 @@
+"""The programs of pending tensors and compiled ones, as text: StableHLO, HLO, operations, collectives."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Literal
+
+import torch
+
+from spmd_core.config import config
+from spmd_core.debugging import communication
+from spmd_core.debugging.communication import Collectives as Collectives
+from spmd_core.errors import DeviceMismatchError, SpmdError
+from spmd_core.graph.storage import Storage, lock, read, take_pending
+from spmd_core.graph.values import Spec
+from spmd_core.program import compile_cache, execution
+from spmd_core.program.lowering import Traced
+from spmd_core.program.program import Program
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+
+def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
+    """The StableHLO, with its `sdy` shardings, of the program that computes pending tensors; without arguments, of everything that is pending.
+
+    Traces, and neither compiles nor runs. With source lines on, the locations name the user's lines and modules.
+
+    Args:
+        tensors: pending tensors on device `xla`.
+        program: instead of tensors, a compiled program: one of `compile_cache.programs()`.
+
+    Raises:
+        SpmdError: nothing is pending, or a tensor is not.
+        DeviceMismatchError: not a tensor on device `xla`.
+
+    Example:
+        >>> print(stablehlo(torch.ones(4, device="cpu").to("xla") + 1).splitlines()[0][:30])
+        module @jit_spmd_1ops_1in attr
+    """
+    with lock:
+        traced = program or _traced(tensors, "stablehlo")
+        return traced.lowered.as_text(
+            debug_info=any(node.origin is not None for node in traced.graph.nodes)
+        )
+
+
+def hlo(
+    *tensors: torch.Tensor,
+    program: Program | None = None,
+    stage: Literal["before", "after"] = "after",
+) -> str:
+    """XLA's HLO of the same program: `before` partitioning, or `after` it, which is the optimised module that each device runs.
+
+    `after` compiles the program and does not run it; the cut that needs the same program finds it compiled. `metadata` names each torch operation,
+    with source lines on also its module and the user's line.
+
+    Raises:
+        ValueError: another stage.
+        SpmdError, DeviceMismatchError: as `stablehlo`.
+    """
+    if stage not in ("before", "after"):
+        raise ValueError(
+            f"hlo shows the module 'before' or 'after' partitioning; got stage={stage!r}. Pass one of the two."
+        )
+    with lock:
+        if stage == "after":
+            return (program or _planned(tensors, "hlo").program()).compiled_text()
+        traced = program or _traced(tensors, "hlo")
+        computation = traced.lowered.compiler_ir("hlo")
+        assert computation is not None
+        text: str = computation.get_hlo_module().to_string()
+        return text
+
+
+def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Collectives:
+    """What a program moves between devices: a tuple of `Collective` that prints as a table.
+
+    Args:
+        tensors: pending tensors, whose program is compiled and not run.
+        program: instead of tensors, a compiled program; without either, the one that ran last.
+
+    Raises:
+        SpmdError: no program was compiled yet, or a tensor is not pending.
+        DeviceMismatchError: not a tensor on device `xla`.
+
+    Example:
+        >>> from spmd_core import Mesh, mark_sharding
+        >>> x = mark_sharding(
+        ...     torch.ones(16, 8, device="cpu").to("xla"),
+        ...     Mesh(range(8), (8,), ("data",)),
+        ...     ("data",),
+        ... )
+        >>> for c in collectives(x.sum()):
+        ...     print(c.kind, c.axes, c.result_bytes, c.causes[0].op)
+        all-reduce ('data',) 4 aten::sum
+    """
+    if tensors:
+        with lock:
+            program = _planned(tensors, "collectives").program()
+    program = program or compile_cache.newest()
+    if program is None:
+        raise SpmdError(
+            "collectives reads a compiled program; none was compiled yet. Call it after sync(), or with pending tensors: collectives(loss)."
+        )
+    return communication.of_program(program)
+
+
+def operations(*tensors: torch.Tensor) -> str:
+    """What is recorded for pending tensors (without arguments: everything), one operation a line, with the lines where they are known.
+
+    Raises:
+        SpmdError, DeviceMismatchError: as `stablehlo`.
+
+    Example:
+        >>> print(operations(torch.ones(4, device="cpu").to("xla") + 1))
+        input 0: float32[4]
+        0: aten::add.Tensor(input 0) -> float32[4]
+    """
+    with lock:
+        graph = _planned(tensors, "operations").graph()
+    first = [0, *accumulate(len(node.entry.outs) for node in graph.nodes)]
+    lines = [f"input {i}: {leaf.spec!r}" for i, leaf in enumerate(graph.leaves)]
+    for number, node in zip(first, graph.nodes):
+        inputs = ", ".join(f"input {-i - 1}" if i < 0 else str(i) for i in node.inputs)
+        where = "" if node.origin is None else f"  # {node.origin}"
+        lines.append(
+            f"{number}: {node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}"
+        )
+    return "\n".join(lines)
+
+
+def graph_hash(*tensors: torch.Tensor) -> bytes:
+    """32 bytes that two pending programs share if they are the same program, in any process: the SHA-256 of `stablehlo`, whose errors it has."""
+    return hashlib.sha256(stablehlo(*tensors).encode()).digest()
+
+
+@contextmanager
+def source_lines(enabled: bool = True) -> Iterator[None]:
+    """Inside, recorded operations keep the line of the user's program and the module they come from; programs compiled from them name both.
+
+    A switch, as it costs tens of microseconds for each operation, and programs of their own. `SPMD_SOURCE_LINES=1` turns it on for the whole process.
+    """
+    before, config.record_source_lines = config.record_source_lines, enabled
+    try:
+        yield
+    finally:
+        config.record_source_lines = before
+
+
+def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:
+    planned = _planned(tensors, what)
+    return Traced(planned.graph(), planned.name)
+
+
+def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
+    """The program that the next cut of these tensors would run."""
+    if tensors:
+        return execution.plan([_pending(t, what) for t in tensors])
+    live = take_pending()
+    for storage in live:
+        storage.request()
+    if not live:
+        raise SpmdError(
+            f"{what} shows the program of what is pending; nothing is. Call it before sync(), or give it a program: {what}(program=...)."
+        )
+    return execution.plan(live)
+
+
+def _pending(t: torch.Tensor, what: str) -> Storage:
+    if not isinstance(t, XLAShardedTensor):
+        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise DeviceMismatchError(
+            f"{what} takes tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
+    handle = t._handle
+    if not isinstance(handle, Storage):
+        return Storage(read(handle), Spec.contiguous(handle.spec.shape, handle.spec.dtype))
+    if handle.value.data is not None:
+        raise SpmdError(
+            f"{what} takes tensors that are pending; got one of shape {tuple(t.shape)} that is computed. Call it before sync() or a read."
+        )
+    return handle

@@ -1,0 +1,187 @@
+"""Why a program was compiled: the nearest program before it, and which ingredients of its key changed from what to what, in a user's words."""
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spmd_core import metrics
+from spmd_core.config import config
+from spmd_core.debugging import arguments
+from spmd_core.debugging.graph_difference import Change, Difference
+from spmd_core.errors import SpmdError
+from spmd_core.program import compile_cache
+from spmd_core.program.compile_cache import Compiled, Key
+
+_MAX_CHANGES = 12
+_MAKES_STATE = ("aten::zeros", "aten::empty", "aten::full", "aten::ones", "aten::_to_copy")
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """Why a program was compiled; prints as a report.
+
+    Attributes:
+        program: its name.
+        source: `file:line` of the user's call that had it compiled: a `sync()`, or a read.
+        seconds: what it took, tracing included.
+        nearest: the name of the program before it that is most like it; None where none is.
+        nearest_source: the line that had that one compiled.
+        ingredients: the fields of `compile_cache.Key` in which the two differ.
+        changes: the causes, without what follows from them.
+        note: what the whole says, where that is a common case.
+    """
+
+    program: str
+    source: str
+    seconds: float
+    nearest: str | None
+    nearest_source: str
+    ingredients: tuple[str, ...]
+    changes: tuple[Change, ...]
+    note: str
+
+    def __str__(self) -> str:
+        head = f"{self.program} was compiled in {self.seconds:.2f} s for {self.source}"
+        if self.nearest is None:
+            return f"{head}. {self.note}"
+        lines = [
+            f"{head}; the nearest program before it is {self.nearest}, for {self.nearest_source}. What changed:"
+        ]
+        for change in self.changes[:_MAX_CHANGES]:
+            lines.append(f"  - {change.text}")
+        if len(self.changes) > _MAX_CHANGES:
+            lines.append(f"  - and {len(self.changes) - _MAX_CHANGES} more")
+        advice = dict.fromkeys(change.advice for change in self.changes if change.advice)
+        lines += [f"  {text}" for text in (self.note, *([] if self.note else advice)) if text]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain_recompile(last: int = 1) -> Recompile:
+    """Why the newest program was compiled; with `last=2` the one before it, and so on. Does not wait for the device.
+
+    Compares the program's key with those of all programs compiled before it that are still known (those in memory, and the newest 64).
+
+    Raises:
+        ValueError: `last` is not a positive int.
+        SpmdError: so many programs were not compiled, or are not known any more.
+
+    Example:
+        >>> import torch, spmd_core as spmd
+        >>> def batch(size):
+        ...     return torch.ones(size, 8, device="cpu").to("xla").sum().item()
+        >>> batch(16), batch(17)
+        (128.0, 136.0)
+        >>> explain_recompile().changes[0].text
+        'leaf 0 (data, read by operation 0, aten::sum): float32[16, 8] -> float32[17, 8]'
+    """
+    if not isinstance(last, int) or isinstance(last, bool) or last < 1:
+        raise ValueError(
+            f"explain_recompile counts back from the newest program, which is 1; got {last!r}. Pass 1 or more."
+        )
+    known = tuple(compile_cache.history)
+    if last > len(known):
+        raise SpmdError(
+            f"explain_recompile knows {len(known)} compiled programs, of the newest {compile_cache.history.maxlen} in this process; got last={last}. "
+            "Call it after the sync() or the read that had the program compiled."
+        )
+    return explain(known[-last], _before(known[: len(known) - last], known))
+
+
+def _before(earlier: Sequence[Compiled], known: Sequence[Compiled]) -> list[Compiled]:
+    """What was compiled before: in the history, and in memory only (older than all of the history)."""
+    recent = {compiled.key for compiled in known}
+    old = [
+        Compiled(k, p.graph, p.record)
+        for k, p in zip(compile_cache.keys(), compile_cache.programs())
+        if k not in recent
+    ]
+    return [*old, *earlier]
+
+
+def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
+    """The report on one compilation."""
+    r = new.record
+    seconds = r.trace_s + r.compile_s
+    old = min(reversed(before), key=lambda other: _distance(new.key, other.key), default=None)
+    if old is None or (_names(new.key) & _names(old.key)).total() * 2 < len(new.graph.nodes):
+        return Recompile(
+            r.name,
+            r.source,
+            seconds,
+            None,
+            "",
+            (),
+            (),
+            "No program before it had operations like these: it is the first of its kind.",
+        )
+    if old.key == new.key:
+        note = (
+            f"The same program was compiled before and dropped from memory since, as more than {config.max_programs} were in use. "
+            "Raise config.max_programs, or find out why there are so many."
+        )
+        return Recompile(r.name, r.source, seconds, None, "", (), (), note)
+    difference = Difference(old, new, arguments.Arguments())
+    ingredients = compile_cache.changed(new.key, old.key)
+    # Whatever differs is named, also where nothing above has words for it.
+    changes = difference.changes() or tuple(
+        Change(name, f"{name} of the key differs from the nearest program's")
+        for name in ingredients
+    )
+    return Recompile(
+        r.name,
+        r.source,
+        seconds,
+        old.record.name,
+        old.record.source,
+        ingredients,
+        changes,
+        _note(old, new, difference),
+    )
+
+
+def _names(key: Key) -> Counter[str]:
+    return Counter(part.name for part in key.structure if not isinstance(part, int))
+
+
+def _num_other_operations(a: Key, b: Key) -> int:
+    ours, theirs = _names(a), _names(b)
+    return max((ours - theirs).total(), (theirs - ours).total())
+
+
+def _distance(a: Key, b: Key) -> tuple[int, int, int]:
+    """Operations of other names; then ingredients that differ; then the size of what differs in them."""
+    size = 0
+    for name in Key._fields:
+        ours, theirs = getattr(a, name), getattr(b, name)
+        size += abs(len(ours) - len(theirs)) + sum(x != y for x, y in zip(ours, theirs))
+    return _num_other_operations(a, b), len(compile_cache.changed(a, b)), size
+
+
+def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
+    """The common difference between a first step and the second."""
+    if old.record.executions > 1:
+        return ""
+    made = [name for name in difference.operations_gone if name.startswith(_MAKES_STATE)]
+    if made and not difference.operations_new:
+        return "This is normal once: the first step makes state, such as the optimizer's, and the next ones find it made."
+    moved = {change.ingredient for change in difference.changes()}
+    if (
+        moved
+        and moved <= {"leaves", "donated"}
+        and all(change.is_settling for change in difference.changes())
+    ):
+        return "This is normal once: from the second step on, what the first one computed lies where it left it, and its buffers can be donated."
+    return ""
+
+
+def _say(compiled: Compiled) -> None:
+    after = config.explain_recompiles_after
+    if after is not None and metrics.counter("compiles") > after:
+        known = tuple(compile_cache.history)
+        print(explain(compiled, _before(known[:-1], known)), file=sys.stderr)
+
+
+compile_cache.observers.append(_say)

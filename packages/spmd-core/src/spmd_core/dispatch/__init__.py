@@ -1,0 +1,1 @@
+"""Which way each overload goes: recorded, composed, read on the host, or refused."""

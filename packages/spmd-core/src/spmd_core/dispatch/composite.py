@@ -1,0 +1,274 @@
+"""Composite operations that are recorded whole: kernels above autograd, for what torch would otherwise take apart before we see it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from spmd_core.dispatch.router import out_handler
+from spmd_core.ops import registry
+from spmd_core.recording import random_stream
+from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
+from spmd_core.recording.views import conjugated
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+aten = torch.ops.aten
+
+
+def _recorder(name: str) -> Handler:
+    lowering = registry.find(registry.resolve(name))
+    assert lowering is not None, f"{name} has no lowering"
+    return functional_handler(lowering)
+
+
+_record_layer_norm = _recorder("aten.layer_norm.default")
+_record_attention = _recorder("spmd.attention.default")
+_record_attention_lse = _recorder("spmd.attention.lse")
+_record_attention_backward = _recorder("spmd.attention_backward.default")
+_record_attention_kept = _recorder("spmd.attention_kept.default")
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> torch.Tensor:
+    """`aten::layer_norm`. Its parts return the statistics that a backward needs, as two more tensors; without one they only cost."""
+    if torch.is_grad_enabled() or not isinstance(x, XLAShardedTensor):
+        return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)[0]
+    return _record_layer_norm((x, normalized_shape, weight, bias, eps), NO_KWARGS)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`aten::scaled_dot_product_attention`: one recorded operation, and one for its backward.
+
+    torch's own composition runs where `torch.nn.attention.sdpa_kernel` leaves the math backend alone, in forward-mode AD, and under torch.func's
+    transforms, whose tensors are wrapped.
+    """
+    if (
+        query.__class__ is not XLAShardedTensor
+        or key.__class__ is not XLAShardedTensor
+        or value.__class__ is not XLAShardedTensor
+        or not (_flash_enabled() or _fused_enabled())
+        or forward_ad._current_level >= 0
+    ):
+        return aten.scaled_dot_product_attention.default.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    leading = query.shape[:-2]
+    if key.shape[:-2] != leading or value.shape[:-2] != leading:
+        query, key, value, enable_gqa = _aligned(query, key, value, enable_gqa)
+    else:
+        enable_gqa = False
+    seed = None
+    if dropout_p != 0:
+        if not 0 <= dropout_p <= 1:
+            raise RuntimeError(
+                f"dropout probability has to be between 0 and 1, but got {dropout_p}. Pass a probability."
+            )
+        seed = random_stream.draw()
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+    ):
+        return _Attention.apply(
+            query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa
+        )
+    return _record_attention(
+        (query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa), NO_KWARGS
+    )
+
+
+_flash_enabled = torch._C._get_flash_sdp_enabled
+
+
+def _fused_enabled() -> bool:
+    """Whether the user left any backend but math; with none at all torch's own composition says so."""
+    return (
+        torch._C._get_mem_efficient_sdp_enabled()
+        or torch._C._get_cudnn_sdp_enabled()
+        or torch._C._get_overrideable_sdp_enabled()
+    )
+
+
+def _aligned(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
+    """Equal leading dims, by views: only grouped heads stay apart, also where one kv head serves all without `enable_gqa`."""
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        grouped = False
+    else:
+        heads, of_key, of_value = query.shape[-3], key.shape[-3], value.shape[-3]
+        grouped = enable_gqa or of_key == of_value == 1
+        if (
+            grouped
+            and of_key != of_value
+            and of_key
+            and of_value
+            and heads % of_key == 0
+            and heads % of_value == 0
+        ):
+            key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    kept = -3 if grouped else -2
+    leading = torch.broadcast_shapes(*(x.shape[:kept] for x in (query, key, value)))
+    query, key, value = (
+        x if x.shape[:kept] == leading else x.expand(*leading, *x.shape[kept:])
+        for x in (query, key, value)
+    )
+    return query, key, value, grouped and query.shape[-3] != key.shape[-3]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the result and the log of the sum of exponents; the backward computes the probabilities, and what dropout took, again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        seed: int | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        options = (seed, dropout_p, is_causal, scale, enable_gqa)
+        out, lse = _record_attention_lse((query, key, value, attn_mask, *options), NO_KWARGS)
+        ctx.save_for_backward(query, key, value, attn_mask, out, lse)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        query, key, value, attn_mask, out, lse = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:4])
+        if torch.is_grad_enabled():  # create_graph=True
+            return (
+                *_differentiable_backward(
+                    grads[0], (query, key, value, attn_mask), wanted, *ctx.options
+                ),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
+        found = _record_attention_backward(
+            (grads[0], query, key, value, attn_mask, out, lse, *ctx.options, wanted), NO_KWARGS
+        )
+        return (*found, None, None, None, None, None)
+
+
+def _differentiable_backward(
+    grad: torch.Tensor,
+    inputs: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+    seed: int | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> list[torch.Tensor | None]:
+    """The gradients through torch's own composition of attention, which autograd can differentiate again; with the forward's dropout."""
+    # Views, so that one tensor that is query, key and value at once gets three gradients.
+    query, key, value, attn_mask = (None if x is None else x.view_as(x) for x in inputs)
+    assert query is not None and key is not None and value is not None
+    out, weights = aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if seed is not None:
+        kept = _record_attention_kept((query, key, seed, dropout_p, is_causal), NO_KWARGS)
+        each = (
+            value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if enable_gqa else value
+        )
+        out = (weights * kept * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ each
+    of = [x for x, yes in zip((query, key, value, attn_mask), wanted) if x is not None and yes]
+    found = iter(torch.autograd.grad(out, of, grad, create_graph=True))
+    return [next(found) if yes else None for yes in wanted]
+
+
+def resolve_conj(x: torch.Tensor) -> torch.Tensor:
+    """`aten::resolve_conj`: a copy where torch would make one. The device has no conjugates that wait, but a write to the result must not reach x."""
+    return x.clone() if conjugated(x) else x
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor | Sequence[int],
+    target_lengths: torch.Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """`aten::ctc_loss`. Lengths may be lists or on the CPU; as tensors of the device they are inputs of the program: others compile nothing."""
+    lengths = [torch.as_tensor(x).to(log_probs.device) for x in (input_lengths, target_lengths)]
+    return aten.ctc_loss.Tensor.decompose(
+        log_probs, targets, *lengths, blank, reduction, zero_infinity
+    )
+
+
+def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """An `out=` form that torch composes by writing through reshaped results, which it takes for the memory of `out`: computed, then copied."""
+    handler = out_handler(overload)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+        ):
+            raise RuntimeError(
+                f"{overload._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic differentiation, "
+                "but one of the arguments requires grad."
+            )
+        return handler(args, kwargs)
+
+    return kernel
+
+
+# Operations whose derivative torch knows, but which it takes apart above a backend without a kernel of its own for them. `linear` in parts merges
+# the dims of its input, and rounds a sum of 16 bits twice.
+_KEPT_WHOLE = ("linear", "mish_backward", "silu_backward")
+
+
+def _beneath(name: str) -> Callable[..., Any]:
+    """A backend's kernel. That it is there is what torch looks for: our tensors are recorded before it is called."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"aten::{name} reached the backend without being recorded")
+
+    return kernel
+
+
+def install() -> torch.library.Library:
+    """Registers the kernels; they live as long as the library that is returned."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("layer_norm", layer_norm, "AutogradXLA")
+    library.impl("resolve_conj", resolve_conj, "AutogradXLA")
+    library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
+    for overload in (aten.kron.out, aten.matmul.out):
+        library.impl(
+            f"{overload._schema.name.removeprefix('aten::')}.out",
+            _written_out(overload),
+            "AutogradXLA",
+        )
+    library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")
+    library.impl("ctc_loss.IntList", ctc_loss, "AutogradXLA")
+    for name in _KEPT_WHOLE:
+        library.impl(name, _beneath(name), "XLA")
+    return library

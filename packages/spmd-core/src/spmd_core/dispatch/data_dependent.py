@@ -1,0 +1,484 @@
+"""Operations whose result's shape depends on the data: the positions or the count are read on the host, the values stay on the device.
+
+Each read cuts the program and waits, is counted in the metrics as `data_dependent_reads`, and is warned about once for each operation, with
+the static alternative. It is no host fallback: nothing is computed on the host but positions, so strict mode allows it. Gradients flow, as
+the values are gathered on the device.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from spmd_core import metrics
+from spmd_core.dispatch.transfer import to_host
+from spmd_core.graph.storage import Storage
+from spmd_core.ops import registry
+from spmd_core.recording import inference, schema
+from spmd_core.recording.calls import Handler, from_host, functional_handler
+from spmd_core.recording.in_place import in_place_handler
+from spmd_core.source_lines import user_frame
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+aten = torch.ops.aten
+_warned: set[str] = set()
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _read(tensor: torch.Tensor, what: str, alternative: str) -> torch.Tensor:
+    """The tensor on the host, counted; says so the first time."""
+    metrics.count("data_dependent_reads")
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(
+            f"the shape of the result of {what} depends on the data, so the host reads a tensor of shape {tuple(tensor.shape)}, which cuts the "
+            f"program and waits for it. {alternative} Counted in the metrics as data_dependent_reads.",
+            stacklevel=user_frame()[2],
+        )
+    return to_host(tensor) if isinstance(tensor, XLAShardedTensor) else tensor
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Where a 1-d host mask is True, on the device."""
+    return from_host(mask.nonzero().reshape(-1))
+
+
+# Positions of non-zeros.
+
+
+def nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x.nonzero()`: int64 of shape (number of non-zeros, x.dim())."""
+    x = args[0]
+    mask = x if x.dtype is torch.bool else x != 0
+    return from_host(
+        _read(
+            mask,
+            "nonzero",
+            "torch.nonzero_static(x, size=n) and torch.where(condition, x, y) stay on the device.",
+        ).nonzero()
+    )
+
+
+def masked_select(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`x.masked_select(mask)`: the elements of x, broadcast with the mask, where the mask is True."""
+    x, mask = args
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(
+            f"masked_select: expected BoolTensor for mask; got a mask of {mask.dtype}. Write mask != 0."
+        )
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    host = _read(mask, "masked_select", "torch.where(mask, x, 0) stays on the device.")
+    return aten.index.Tensor(
+        x.expand(shape).reshape(-1), [_positions(host.expand(shape).reshape(-1))]
+    )
+
+
+# Indexing.
+
+
+def indexing(func: torch._ops.OpOverload) -> Handler:
+    """`index`, `index_put`: a boolean mask selects a number of elements that only the data knows, so its positions are read on the host."""
+    reads = func is aten.index.Tensor
+    lowering = registry.find(func if reads else aten.index_put.default)
+    assert lowering is not None
+    record = (
+        functional_handler(lowering)
+        if lowering.overload is func
+        else in_place_handler(func, lowering)
+    )
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x, indices = args[0], list(args[1])
+        if any(i is not None and i.dtype in _MASKS for i in indices):
+            _check_masks(x, indices)
+            if reads or not _fills(x, indices, args[2]):
+                indices = _without_masks(indices, "x[mask]" if reads else "x[mask] = values")
+        dim = 0
+        for position, i in enumerate(indices):
+            if i is not None and i.dtype not in _MASKS:
+                if dim < x.dim():
+                    check_range(i, x.shape[dim], dim)
+                if i.__class__ is not XLAShardedTensor:
+                    indices[position] = from_host(i)
+            dim += i.dim() if i is not None and i.dtype in _MASKS else 1
+        indices = [
+            from_host(i) if i is not None and i.__class__ is not XLAShardedTensor else i
+            for i in indices
+        ]
+        if not reads and not any(i is not None and i.dtype in _MASKS for i in indices):
+            _check_values(
+                tuple(x.shape),
+                tuple(None if i is None else tuple(i.shape) for i in indices),
+                tuple(args[2].shape),
+            )
+        return record((x, indices, *args[2:]), kwargs)
+
+    return handler
+
+
+@lru_cache(maxsize=1024)
+def _check_values(
+    shape: tuple[int, ...], indices: tuple[tuple[int, ...] | None, ...], values: tuple[int, ...]
+) -> None:
+    """Raises torch's error for values that do not fit where they go; the meta kernel of `index_put` does not look."""
+    metas = [
+        None if i is None else torch.empty(i, dtype=torch.int64, device="meta") for i in indices
+    ]
+    region = aten.index.Tensor(torch.empty(shape, device="meta"), metas).shape
+    if len(values) > len(region) or any(
+        n not in (1, m) for n, m in zip(reversed(values), reversed(region))
+    ):
+        raise RuntimeError(
+            f"shape mismatch: value tensor of shape {list(values)} cannot be broadcast to indexing result of shape {list(region)}. Give values of "
+            "that shape."
+        )
+
+
+def _check_masks(x: torch.Tensor, indices: list[Any]) -> None:
+    dim = 0
+    for position, i in enumerate(indices):
+        if i is None or i.dtype not in _MASKS:
+            dim += 1
+            continue
+        if tuple(i.shape) != tuple(x.shape[dim : dim + i.dim()]):
+            raise IndexError(
+                f"The shape of the mask {list(i.shape)} at index {position} does not match the shape of the indexed tensor {list(x.shape)} at index "
+                f"{dim}. Give a mask of the shape of the dims that it selects from."
+            )
+        dim += i.dim()
+
+
+def _without_masks(indices: list[Any], what: str) -> list[Any]:
+    chosen: list[Any] = []
+    for i in indices:
+        if i is None or i.dtype not in _MASKS:
+            chosen.append(i)
+        else:
+            host = _read(
+                i,
+                what,
+                "torch.where(mask, x, y), masked_fill and x[mask] = one value stay on the device.",
+            )
+            chosen.extend(from_host(p) for p in host.nonzero(as_tuple=True))
+    return chosen
+
+
+def _fills(x: torch.Tensor, indices: list[Any], values: torch.Tensor) -> bool:
+    """Whether `x[mask] = values` writes the same at every True, so that no count is needed."""
+    given = [i for i in indices if i is not None]
+    if len(given) != 1 or given[0].dtype is not torch.bool:
+        return False
+    leading, mask = next(d for d, i in enumerate(indices) if i is not None), given[0]
+    region = (*x.shape[:leading], 1, *x.shape[leading + mask.dim() :])
+    shape = tuple(values.shape)
+    return len(shape) <= len(region) and all(
+        n in (1, m) for n, m in zip(reversed(shape), reversed(region))
+    )
+
+
+def check_range(
+    index: torch.Tensor,
+    size: int,
+    dim: int,
+    *,
+    wraps: bool = True,
+    error: type[Exception] = IndexError,
+) -> None:
+    """Raises torch's error for an index outside its dim, where its values are still on the host; on the device it is clamped or dropped."""
+    if index.__class__ is XLAShardedTensor:
+        handle = index._handle
+        if handle.__class__ is not Storage or not isinstance(handle.value.data, torch.Tensor):
+            return
+        index = handle.value.data
+    if index.numel() == 0:
+        return
+    low, high = (int(v) for v in torch.aminmax(index))
+    least = -size if wraps else 0
+    if low < least or high >= size:
+        raise error(
+            f"index {low if low < least else high} is out of bounds for dimension {dim} with size {size}"
+        )
+
+
+def in_range(
+    func: torch._ops.OpOverload, *, wraps: bool = False, error: type[Exception] = IndexError
+) -> Handler:
+    """Reads and writes at an index tensor, in functional form or in place: indices that are still on the host are checked."""
+    form = schema.functional(func) if schema.of(func).written else func
+    lowering = None if form is None else registry.find(form)
+    assert lowering is not None and lowering.host_when is None
+    record = (
+        functional_handler(lowering)
+        if lowering.overload is func
+        else in_place_handler(func, lowering)
+    )
+    along_dim = schema.of(func).names[1] == "dim"
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        x = args[0]
+        try:
+            if not along_dim:
+                # `take` counts through the whole tensor, an embedding its rows.
+                check_range(
+                    args[1],
+                    x.numel() if func is aten.take.default or not x.dim() else x.shape[0],
+                    0,
+                    wraps=wraps,
+                    error=error,
+                )
+            elif len(args) > 2 and -x.dim() <= args[1] < x.dim():
+                check_range(args[2], x.shape[args[1]], args[1] % x.dim(), wraps=wraps, error=error)
+        except error:
+            inference.infer(
+                func, args, kwargs, spec_of
+            )  # of two mistakes, eager torch names the one in the shapes
+            raise
+        return record(args, kwargs)
+
+    return handler
+
+
+# Distinct elements. A sort brings equals together; the host learns where each group starts, and that alone.
+
+_UNIQUE = "There is no unique of static shape; sort() with a comparison of neighbours stays on the device."
+_NOTHING = (0,)
+
+
+def _groups(first: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a mask over sorted elements that is True where a group begins: where the groups begin, and how long each is."""
+    starts = _read(first, what, _UNIQUE).nonzero().reshape(-1)
+    ends = (
+        torch.cat([starts[1:], starts.new_full((1,), first.numel())]) if starts.numel() else starts
+    )
+    return from_host(starts), from_host(ends - starts)
+
+
+def _begins(rows: torch.Tensor) -> torch.Tensor:
+    """Where a row of (n, m) differs from the one before; the first always does."""
+    differs = (rows[1:] != rows[:-1]).any(1)
+    return torch.cat([differs.new_ones((min(rows.shape[0], 1),)), differs])
+
+
+def _ranks(order: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The number of each element's group, from the sorted order and the groups' beginnings, along dim 0."""
+    return torch.zeros_like(order).scatter(0, order, first.long().cumsum(0) - 1)
+
+
+def _distinct(
+    x: torch.Tensor,
+    dim: int,
+    order: torch.Tensor | None,
+    first: torch.Tensor,
+    what: str,
+    shape: Sequence[int],
+) -> Any:
+    starts, counts = _groups(first, what)
+    chosen = starts if order is None else order.index_select(0, starts)
+    inverse = first.long().cumsum(0) - 1 if order is None else _ranks(order, first)
+    return x.index_select(dim, chosen), inverse.reshape(shape), counts
+
+
+def _asked(result: Any, *, inverse: bool, counts: bool) -> Any:
+    values, positions, lengths = result
+    nothing = positions.new_empty(_NOTHING)
+    return values, positions if inverse else nothing, lengths if counts else nothing
+
+
+def unique2(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`_unique2(x, sorted, return_inverse, return_counts)`: always sorted, as torch's on the CPU."""
+    x, _, inverse, counts = _defaults(
+        args, kwargs, sorted=True, return_inverse=False, return_counts=False
+    )
+    values, order = x.reshape(-1).sort(stable=True)
+    result = _distinct(x.reshape(-1), 0, order, _begins(values.unsqueeze(1)), "unique", x.shape)
+    return _asked(result, inverse=inverse, counts=counts)
+
+
+def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`_unique(x, sorted, return_inverse)`: the older form."""
+    x, is_sorted, inverse = _defaults(args, kwargs, sorted=True, return_inverse=False)
+    return unique2((x, is_sorted, inverse, False), {})[:2]
+
+
+def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`unique_consecutive(x, return_inverse, return_counts, dim)`: one of each run of equals."""
+    x, inverse, counts, dim = _defaults(
+        args, kwargs, return_inverse=False, return_counts=False, dim=None
+    )
+    if dim is not None:
+        return unique_dim_consecutive((x, dim, inverse, counts), {})
+    flat = x.reshape(-1)
+    return _asked(
+        _distinct(flat, 0, None, _begins(flat.unsqueeze(1)), "unique_consecutive", x.shape),
+        inverse=inverse,
+        counts=counts,
+    )
+
+
+def unique_dim_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`unique_dim_consecutive(x, dim, return_inverse, return_counts)`: one of each run of equal slices."""
+    x, dim, inverse, counts = _defaults(
+        args, kwargs, dim=0, return_inverse=False, return_counts=False
+    )
+    rows = _rows(x, dim)
+    result = _distinct(x, dim, None, _begins(rows), "unique_consecutive", (x.shape[dim],))
+    return _asked(result, inverse=inverse, counts=counts)
+
+
+def unique_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`unique_dim(x, dim, sorted, return_inverse, return_counts)`: the distinct slices, in lexicographic order.
+
+    Slices are ranked by pairs of columns, then pairs of pairs: as many sorts as the logarithm of a slice's length.
+    """
+    x, dim, _, inverse, counts = _defaults(
+        args, kwargs, dim=0, sorted=True, return_inverse=False, return_counts=False
+    )
+    rows = _rows(x, dim)
+    keys = _dense_ranks(rows)
+    while keys.shape[1] > 1:
+        even, odd = keys[:, 0:-1:2], keys[:, 1::2]
+        paired = _dense_ranks(even * rows.shape[0] + odd)
+        keys = torch.cat([paired, keys[:, -1:]], 1) if keys.shape[1] % 2 else paired
+    values, order = keys[:, 0].sort(stable=True)
+    result = _distinct(x, dim, order, _begins(values.unsqueeze(1)), "unique", (x.shape[dim],))
+    return _asked(result, inverse=inverse, counts=counts)
+
+
+def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The slices along `dim` as rows."""
+    if x.dim() == 0 or (x.numel() == 0 and (x.shape[dim] != 0 or list(x.shape).count(0) > 1)):
+        raise RuntimeError(
+            f"unique along a dim needs slices with elements; got shape {tuple(x.shape)} and dim {dim}. Give a tensor without other dims of size 0."
+        )
+    slices = x.movedim(dim, 0)
+    return slices.reshape(x.shape[dim], slices[0].numel() if x.numel() else 1)
+
+
+def _dense_ranks(columns: torch.Tensor) -> torch.Tensor:
+    """Each element's rank among the distinct ones of its column, of (n, m)."""
+    values, order = columns.sort(dim=0, stable=True)
+    first = torch.cat([torch.ones_like(values[:1], dtype=torch.bool), values[1:] != values[:-1]])
+    return _ranks(order, first)
+
+
+def _defaults(args: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
+    """The first argument, then those of `defaults` in order, given or not."""
+    values = {**defaults, **dict(zip(defaults, args[1:])), **kwargs}
+    return [args[0], *values.values()]
+
+
+# Counts.
+
+
+def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`bincount(x, weights, minlength)`: the largest element, one number, is read; the counting stays on the device."""
+    x, weights, minlength = _defaults(args, kwargs, weights=None, minlength=0)
+    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
+        raise NotImplementedError(
+            f"bincount only supports integral inputs; got {x.dtype}. Convert it with .long()."
+        )
+    if x.dim() != 1:
+        raise RuntimeError(
+            f"bincount only supports 1-d non-negative integral inputs; got shape {tuple(x.shape)}. Flatten it."
+        )
+    if minlength < 0:
+        raise RuntimeError(
+            f"minlength should be >= 0; got {minlength}. Leave it out, or give the least length."
+        )
+    if weights is not None and (weights.dim() != 1 or weights.shape != x.shape):
+        raise RuntimeError(
+            f"weights should be 1-d and have the same length as input; got {tuple(weights.shape)} for {tuple(x.shape)}."
+        )
+    length = minlength
+    if x.numel():
+        bounds = _read(
+            torch.stack(x.aminmax()),
+            "bincount",
+            "torch.zeros(n).scatter_add_(0, x, ones) has a static length.",
+        )
+        if int(bounds[0]) < 0:
+            raise RuntimeError(
+                f"bincount only supports 1-d non-negative integral inputs; got the element {int(bounds[0])}. Shift the elements to 0."
+            )
+        length = max(length, int(bounds[1]) + 1)
+    if not x.numel():
+        return x.new_zeros((length,), dtype=torch.int64)
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.int64)
+    elif weights.dtype is not torch.float32:
+        weights = weights.double()
+    return weights.new_zeros((length,)).scatter_add(0, x.long(), weights)
+
+
+def repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`repeat_interleave(repeats)`: without `output_size`, the sum of the repeats is read."""
+    repeats = args[0]
+    if kwargs.get("output_size") is None:
+        if repeats.dim() != 1:
+            raise RuntimeError(
+                f"repeat_interleave only accept 1D vector as repeat; got shape {tuple(repeats.shape)}. Flatten it."
+            )
+        total = 0
+        if repeats.numel():
+            bounds = torch.stack([repeats.sum(), repeats.min().long()])
+            host = _read(
+                bounds,
+                "repeat_interleave",
+                "repeat_interleave(..., output_size=n) stays on the device.",
+            )
+            if int(host[1]) < 0:
+                raise RuntimeError(
+                    f"repeats can not be negative; got {int(host[1])}. Give counts of at least 0."
+                )
+            total = int(host[0])
+        kwargs = {**kwargs, "output_size": total}
+    return _record_repeat_interleave(args, kwargs)
+
+
+def equal(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """`torch.equal(a, b)`: compared on the device; one bool is read."""
+    a, b = args
+    return a.shape == b.shape and bool((a == b).all())
+
+
+_lowering = registry.find(aten.repeat_interleave.Tensor)
+assert _lowering is not None
+_record_repeat_interleave = functional_handler(_lowering)
+
+# torch raises a RuntimeError for the one kind and an IndexError for the other.
+_AT_ELEMENTS = [
+    aten.gather.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+]
+_AT_ELEMENTS += [aten.scatter_add.default, aten.scatter_add_.default]
+_AT_SLICES = [
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.index_copy.default,
+    aten.index_copy_.default,
+]
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.nonzero.default: nonzero,
+    aten.masked_select.default: masked_select,
+    aten.index.Tensor: indexing(aten.index.Tensor),
+    aten.index_put.default: indexing(aten.index_put.default),
+    aten.index_put_.default: indexing(aten.index_put_.default),
+    **{func: in_range(func, error=RuntimeError) for func in _AT_ELEMENTS},
+    **{func: in_range(func) for func in (aten.index_select.default, *_AT_SLICES)},
+    aten.take.default: in_range(aten.take.default, wraps=True),
+    aten.embedding.default: in_range(aten.embedding.default),
+    aten._unique2.default: unique2,
+    aten._unique.default: unique,
+    aten.unique_consecutive.default: unique_consecutive,
+    aten.unique_dim.default: unique_dim,
+    aten.unique_dim_consecutive.default: unique_dim_consecutive,
+    aten.bincount.default: bincount,
+    aten.repeat_interleave.Tensor: repeat_interleave,
+    aten.equal.default: equal,
+}

@@ -1,0 +1,262 @@
+"""The one router: every operation on the device comes here, below autograd, and is recorded, derived, decomposed, run on the host, or refused.
+
+Each overload gets a handler the first time that it is met:
+
+- a view becomes a link of a chain over the shared storage (`aliasing`);
+- an operation with a lowering becomes a value of the graph (`recording`);
+- an in-place or `out=` form is derived from the schema: the functional form computes, the storage is written;
+- anything else goes through torch's own composite kernels and decompositions, then to the CPU, counted and warned about once (`fallback`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+
+from spmd_core import source_lines
+from spmd_core.config import config
+from spmd_core.dispatch import data_dependent, linalg_checks, set_resize, special
+from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
+from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
+from spmd_core.ops import registry
+from spmd_core.recording import inference, schema
+from spmd_core.recording.calls import NO_KWARGS, Handler, entries, functional_handler
+from spmd_core.recording.in_place import in_place_handler, several_written_handler
+from spmd_core.recording.views import alias, as_strided, pieces_handler, view_handler
+from spmd_core.runtime import devices
+from spmd_core.tensor.sharded_tensor import become, spec_of
+
+aten = torch.ops.aten
+# By identity: torch keeps one object for an overload, and hashes it in Python, which costs as much as all of the lookup.
+_handlers: dict[int, Handler] = {}
+
+
+class How(StrEnum):
+    """How the calls of an overload are carried out."""
+
+    LOWERED = "lowered"
+    VIEW = "a view of shared storage"
+    SPECIAL = "its own handler"
+    IN_PLACE = "in place, derived from the functional form"
+    OUT = "out=, derived from the functional form"
+    COMPOSED = "torch's composition"
+    DECOMPOSED = "torch's decomposition"
+    HOST = "on the host"
+
+
+def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """`XLAShardedTensor.__torch_dispatch__`."""
+    handler = _handlers.get(id(func))
+    if handler is None:
+        handler = _handlers[id(func)] = _make_handler(func)
+    if config.record_source_lines:
+        source_lines.note_forward(args, kwargs or NO_KWARGS)
+    return handler(args, kwargs or NO_KWARGS)
+
+
+def forget() -> None:
+    """Forgets every inferred result, as in a new process: what is recorded next fills `recording.entries` anew. Programs stay compiled."""
+    _handlers.clear()
+    entries.clear()
+
+
+def _make_handler(func: Any) -> Handler:
+    own = _SPECIAL.get(func)
+    return _ordinary_handler(func) if own is None else own
+
+
+def how(func: torch._ops.OpOverload) -> How:
+    """How calls of an overload are carried out, save for those that a lowering or a decomposition declines."""
+    return How.SPECIAL if func in _SPECIAL else _choose(func)[0]
+
+
+def _ordinary_handler(func: Any) -> Handler:
+    return _choose(func)[1]()
+
+
+def _choose(func: Any) -> tuple[How, Callable[[], Handler]]:
+    facts = schema.of(func)
+    lowering = registry.find(func)
+    if lowering is not None:
+        return (
+            (How.VIEW, partial(view_handler, lowering))
+            if facts.is_view
+            else (How.LOWERED, partial(_computed, lowering))
+        )
+    if facts.written:
+        form = schema.functional(func)
+        if form is not None and torch.Tag.inplace_view in func.tags:
+            return How.IN_PLACE, partial(_in_place_view, form)
+        writes_lists = any(
+            "[]" in str(a.type) or "List" in str(a.type)
+            for a in func._schema.arguments
+            if a.name in facts.written
+        )
+        if form is not None and facts.out_names:
+            return How.OUT, partial(_derived_out, func, form)
+        several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
+        computed = None if form is None else registry.find(form)
+        if several and computed is not None:
+            return How.IN_PLACE, partial(several_written_handler, func, computed)
+        if form is not None and facts.written == facts.names[:1] and not writes_lists:
+            return How.IN_PLACE, partial(
+                _derived_in_place, func, form
+            ) if computed is None else partial(in_place_handler, func, computed)
+    if schema.has_kernel(func, "CompositeImplicitAutograd"):
+        return How.COMPOSED, lambda: lambda args, kwargs: func.decompose(*args, **kwargs)
+    if schema.has_kernel(func, "CompositeExplicitAutograd"):
+        return How.COMPOSED, partial(composite_explicit, func)
+    function = decomposition_table.get(func)
+    return (
+        (How.HOST, partial(on_host, func))
+        if function is None
+        else (How.DECOMPOSED, partial(decomposition, func, function))
+    )
+
+
+def _computed(lowering: registry.Lowering) -> Handler:
+    """Records the overload, save for the calls that its lowering declines."""
+    record = (
+        like_handler(lowering) if makes_like(lowering.overload) else functional_handler(lowering)
+    )
+    declines = lowering.host_when
+    if declines is None:
+        return record
+    host = on_host(lowering.overload)
+    return lambda args, kwargs: (
+        host(args, kwargs) if declines(args, kwargs, devices.platform()) else record(args, kwargs)
+    )
+
+
+def _in_place_view(form: torch._ops.OpOverload) -> Handler:
+    """`t_`, `squeeze_` and their kin change what the tensor itself shows of its storage."""
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        become(args[0], form(*args, **kwargs)._handle)
+        return args[0]
+
+    return handler
+
+
+def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
+    """`x.op_(...)` where the functional form is itself decomposed: compute, then copy into place."""
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inference.infer(func, args, kwargs, spec_of)
+        return store(args[0], form(*args, **kwargs))
+
+    return handler
+
+
+def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
+    """`op(..., out=x)`: compute, check as torch does, resize where torch would, and copy into place."""
+    names = schema.of(func).out_names
+    # What has a handler of its own, `linalg_inv_ex` for instance, has it here too.
+    lowering = None if form in _SPECIAL else registry.find(form)
+    compute = form if lowering is None else _call_of(_computed(lowering))
+    # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
+    required = {
+        a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()
+    }
+    takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(
+        a.name == "dtype" for a in func._schema.arguments
+    )
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        given = [kwargs[name] for name in names]
+        outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
+        # For its errors, and its warning where it gives `out` another shape. What has no meta kernel is checked in its pieces.
+        with suppress(NotImplementedError):
+            inference.infer(func, args, kwargs, spec_of)
+        rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
+        if takes_dtype:
+            rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
+        results = compute(*args, **rest)
+        results = (results,) if isinstance(results, torch.Tensor) else results
+        if len(results) != len(outs):
+            raise RuntimeError(
+                f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. Give one tensor for each result."
+            )
+        for out, result in zip(outs, results):
+            if not torch.can_cast(result.dtype, out.dtype):
+                raise RuntimeError(
+                    f"result type {result.dtype} can't be cast to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
+                )
+            if out.shape != result.shape:
+                set_resize.resize_((out, result.shape), NO_KWARGS)
+            store(out, result)
+        if not func._schema.returns:
+            return None
+        return given[0] if len(given) == 1 else tuple(given)
+
+    return handler
+
+
+def out_handler(func: torch._ops.OpOverload) -> Handler:
+    """A handler for an `out=` overload that torch would compose."""
+    form = schema.functional(func)
+    assert form is not None, f"{func} has no functional form"
+    return _derived_out(func, form)
+
+
+def _call_of(handler: Handler) -> Callable[..., Any]:
+    return lambda *args, **kwargs: handler(args, kwargs)
+
+
+def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
+    """A number that is written into integers must fit them: as it is an input of the program, only the recording can refuse it."""
+    inner: list[Handler] = []
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not inner:
+            inner.append(_ordinary_handler(func))
+        dtype = kwargs.get("dtype") or args[0].dtype
+        if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
+            standin, chosen = (
+                torch.zeros((), dtype=dtype),
+                [torch.zeros((), dtype=torch.bool)] if position == 2 else [],
+            )
+            getattr(standin, "masked_fill_" if chosen else "fill_")(
+                *chosen, args[position]
+            )  # raises what eager torch raises
+        return inner[0](args, kwargs)
+
+    return handler
+
+
+_SPECIAL: dict[Any, Handler] = {
+    aten.detach.default: alias,
+    aten.alias.default: alias,
+    aten.lift_fresh.default: alias,
+    aten.copy_.default: copy_,
+    aten.as_strided.default: as_strided,
+    aten.split.Tensor: pieces_handler(aten.split.Tensor),
+    aten.split_with_sizes.default: pieces_handler(aten.split_with_sizes.default),
+    aten.unbind.int: pieces_handler(aten.unbind.int),
+    aten._local_scalar_dense.default: item,
+    **data_dependent.HANDLERS,
+    **linalg_checks.HANDLERS,
+    aten._index_put_impl_.default: lambda args, kwargs: route(
+        None, aten.index_put_.default, (), args[:4]
+    ),
+    **special.HANDLERS,
+    # A question of TransformerEncoder's, whether it may go on with nested tensors, which this device does not have; answering it would read the mask.
+    aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
+    aten.resize_as_.default: lambda args, kwargs: set_resize.resize_(
+        (args[0], args[1].shape), kwargs
+    ),
+    aten.fill_.Scalar: _checked(aten.fill_.Scalar, 1),
+    aten.fill.Scalar: _checked(aten.fill.Scalar, 1),
+    aten.full_like.default: _checked(aten.full_like.default, 1),
+    aten.masked_fill_.Scalar: _checked(aten.masked_fill_.Scalar, 2),
+    aten.masked_fill.Scalar: _checked(aten.masked_fill.Scalar, 2),
+    aten.resize_.default: set_resize.resize_,
+    aten.is_set_to.default: set_resize.is_set_to,
+    **{getattr(aten.set_, name): set_resize.refuse_storage for name in aten.set_.overloads()},
+    aten.set_.default: set_resize.set_to_nothing,
+    aten.set_.source_Tensor: set_resize.set_to_tensor,
+}

@@ -1,0 +1,61 @@
+"""Handlers of single ATen overloads that neither a lowering nor torch's composition carries out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd_core.dispatch import set_resize
+from spmd_core.dispatch.transfer import store
+from spmd_core.recording import schema
+from spmd_core.recording.calls import NO_KWARGS
+
+aten = torch.ops.aten
+
+
+def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`native_batch_norm` moves the running statistics, which its schema does not say: the functional form, then two writes."""
+    x, weight, bias, mean, var, training, momentum, eps = args
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    out, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(
+        x, weight, bias, mean, var, training, momentum, eps
+    )
+    store(mean, new_mean)
+    store(var, new_var)
+    return out, save_mean, save_var
+
+
+def _native_batch_norm_out(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    outs = [kwargs[name] for name in ("out", "save_mean", "save_invstd")]
+    for out, result in zip(outs, _native_batch_norm(args, NO_KWARGS)):
+        if out.shape != result.shape:
+            set_resize.resize_((out, result.shape), NO_KWARGS)
+        store(out, result)
+    return tuple(outs)
+
+
+def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Writes the slopes that it drew into `noise`. Without training it draws none, so that torch's generator stays where it is."""
+    given = {**dict(zip(schema.of(aten.rrelu_with_noise.default).names, args)), **kwargs}
+    lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
+    if not given.get("training", False):
+        return aten.leaky_relu(given["self"], (lower + upper) / 2)
+    result, noise = aten.rrelu_with_noise_functional(
+        given["self"], given["noise"], lower, upper, True, given.get("generator")
+    )
+    store(given["noise"], noise)
+    return result
+
+
+HANDLERS = {
+    aten.native_batch_norm.default: _native_batch_norm,
+    aten._native_batch_norm_legit.default: _native_batch_norm,
+    aten._native_batch_norm_legit.out: _native_batch_norm_out,
+    aten.rrelu_with_noise.default: _rrelu_with_noise,
+    aten.rrelu_with_noise_.default: lambda args, kwargs: store(
+        args[0], _rrelu_with_noise(args, kwargs)
+    ),
+}

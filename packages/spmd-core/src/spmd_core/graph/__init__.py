@@ -1,0 +1,1 @@
+"""What was recorded: specs, entries, values, and the storages that hold them."""

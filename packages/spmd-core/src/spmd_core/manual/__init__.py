@@ -1,0 +1,1 @@
+"""Code that is one device's own: manual regions and their collectives."""

@@ -1,0 +1,1 @@
+"""Every way to say where a tensor's blocks shall live."""

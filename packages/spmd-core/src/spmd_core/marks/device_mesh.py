@@ -1,0 +1,210 @@
+"""torch's `DeviceMesh` of type xla: to our meshes and back, and completed with slices and ranks."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed
+from torch.distributed import device_mesh as torch_device_mesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+
+from spmd_core.errors import MeshError
+from spmd_core.runtime import devices
+from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh
+
+AnyMesh: TypeAlias = DeviceMesh | Mesh
+
+
+@dataclass(frozen=True)
+class AxesOf:
+    """A DeviceMesh as axes of a `Mesh`.
+
+    Attributes:
+        mesh: over all devices of the DeviceMesh, or, for a slice such as `mesh["tp"]`, of the mesh that it was cut from.
+        axes: for each dimension of the DeviceMesh the axes of `mesh` that it is, major first: one, or several for a flattened dimension.
+    """
+
+    mesh: Mesh
+    axes: tuple[tuple[int, ...], ...]
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+) -> DeviceMesh:
+    """torch's `init_device_mesh` for device type "xla": the devices in order, and no process group. Slicing it by name works: `mesh["tp"]`.
+
+    Raises:
+        MeshError: another device type, or a shape that does not multiply to the number of devices.
+    """
+    if device_type != "xla":
+        raise MeshError(
+            f"init_device_mesh makes meshes of device type 'xla'; got {device_type!r}. For others use torch.distributed.init_device_mesh."
+        )
+    shape, count = tuple(mesh_shape), devices.global_runtime_device_count()
+    if math.prod(shape) != count:
+        raise MeshError(
+            f"the product of mesh_shape must be the number of devices; got {shape} with product {math.prod(shape)} for {count} devices. "
+            f"Write for instance ({count},), or build DeviceMesh('xla', ids) over some of them."
+        )
+    return torch_device_mesh.init_device_mesh(
+        "xla", shape, mesh_dim_names=None if mesh_dim_names is None else tuple(mesh_dim_names)
+    )
+
+
+def to_device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh of device type "xla" with the same devices, shape and names."""
+    ids = torch.from_numpy(mesh.get_logical_mesh().copy())
+    return DeviceMesh("xla", ids, mesh_dim_names=mesh.axis_names)
+
+
+def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
+    """What a DeviceMesh of device type "xla" is in terms of our meshes; a `Mesh` stands for itself, None for the global mesh.
+
+    A slice of a mesh keeps to the whole of it: in the global view, to shard over `mesh["tp"]` is to shard over that axis and replicate over the
+    others.
+
+    Raises:
+        MeshError: another device type, devices that do not exist, or no global mesh.
+    """
+    if device_mesh is None:
+        device_mesh = get_global_mesh()
+        if device_mesh is None:
+            raise MeshError(
+                "a mesh is needed where no global mesh is set; got None. Pass a DeviceMesh or a Mesh, or call set_global_mesh(mesh)."
+            )
+    if isinstance(device_mesh, Mesh):
+        return AxesOf(device_mesh, tuple((axis,) for axis in range(len(device_mesh.mesh_shape))))
+    if not isinstance(device_mesh, DeviceMesh) or device_mesh.device_type != "xla":
+        got = (
+            f"device type {device_mesh.device_type!r}"
+            if isinstance(device_mesh, DeviceMesh)
+            else type(device_mesh).__name__
+        )
+        raise MeshError(
+            f"a mesh of device type 'xla' is needed; got {got}. Build one: init_device_mesh('xla', shape, mesh_dim_names=names)."
+        )
+    root = device_mesh._get_root_mesh()
+    names = root.mesh_dim_names
+    mesh = Mesh(root.mesh.reshape(-1).tolist(), tuple(root.mesh.shape), names)
+    check_devices(mesh, devices.global_runtime_device_count())
+    if device_mesh is root:
+        return AxesOf(mesh, tuple((axis,) for axis in range(root.ndim)))
+    assert names is not None and device_mesh.mesh_dim_names is not None
+    return AxesOf(
+        mesh, tuple(_axes_of_dimension(device_mesh, root, dim) for dim in range(device_mesh.ndim))
+    )
+
+
+def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> tuple[int, ...]:
+    """The root's axes that make one dimension of a slice: those whose devices are as far apart as the dimension's own."""
+    names, root_names = device_mesh.mesh_dim_names, root.mesh_dim_names
+    assert names is not None and root_names is not None
+    if names[dim] in root_names:
+        return (root_names.index(names[dim]),)
+    # A flattened dimension: its layout is the layouts of its parts, each a size and a stride in the order of the devices.
+    layout = device_mesh._layout[dim]
+    parts = list(
+        zip(
+            *(
+                part if isinstance(part, tuple) else (part,)
+                for part in (layout.shape, layout.stride)
+            )
+        )
+    )
+    axes: list[int] = []
+    for size, stride in parts:
+        run = _axes_with(root, size, stride)
+        if run is None:
+            raise MeshError(
+                f"a flattened dimension must be whole axes of its mesh; got {names[dim]!r} of size {size} and stride {stride} in {root}. "
+                "Build the Mesh yourself and pass that."
+            )
+        axes.extend(run)
+    return tuple(axes)
+
+
+def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | None:
+    """Consecutive axes of the root whose product is `size` and the last of which has stride `stride`."""
+    shape = tuple(root.mesh.shape)
+    for last in range(len(shape)):
+        if math.prod(shape[last + 1 :]) != stride:
+            continue
+        for first in range(last, -1, -1):
+            if math.prod(shape[first : last + 1]) == size:
+                return tuple(range(first, last + 1))
+    return None
+
+
+# torch makes a mesh of this type without process groups, and then leaves out what it would have learnt from them: `mesh["tp"]`, `get_rank()` and
+# `get_coordinate()` fail. All of this ends when torch sets it for every type.
+_mesh_tensor = DeviceMesh._get_mesh_tensor_from_full_mesh
+_rank, _local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
+
+
+def own_rank() -> int:
+    """Where this process stands in a mesh of device type "xla": its first device."""
+    return devices.first_local_device()
+
+
+def _mesh_tensor_without_group(
+    full_mesh: torch.Tensor, current_rank: int | None = None
+) -> torch.Tensor:
+    if current_rank is None and not distributed.is_initialized():
+        current_rank = own_rank()
+    return _mesh_tensor(full_mesh, current_rank)
+
+
+def _rank_of(self: DeviceMesh) -> int:
+    return own_rank() if self.device_type == "xla" else _rank(self)
+
+
+def _local_rank_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
+    if self.device_type != "xla":
+        return _local_rank(self, mesh_dim)
+    if mesh_dim is None and self.ndim > 1:
+        raise RuntimeError(
+            f"a mesh of several dimensions has a local rank in each; got get_local_rank() on {self}. Name one: get_local_rank(mesh_dim=0)."
+        )
+    names = self.mesh_dim_names or ()
+    if isinstance(mesh_dim, str) and mesh_dim not in names:
+        raise KeyError(
+            f"mesh_dim must be one of the mesh's names, {names}; got {mesh_dim!r}. Use one of them."
+        )
+    dim = (
+        0 if mesh_dim is None else names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+    )
+    coordinate = _coordinate(self)
+    if coordinate is None:
+        raise RuntimeError(
+            f"only a device of the mesh has a rank in it; device {own_rank()}, the first of this process, is not one of {self}'s."
+        )
+    return coordinate[dim]
+
+
+def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
+    where = (mesh.mesh == own_rank()).nonzero()
+    return tuple(where[0].tolist()) if len(where) else None
+
+
+class _Default:
+    """A value for meshes to which torch has given none of their own."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def __get__(self, mesh: DeviceMesh | None, owner: Any = None) -> Any:
+        if mesh is not None and mesh.device_type == "xla":
+            return self._value(mesh)
+        raise AttributeError(
+            f"{'DeviceMesh' if mesh is None else mesh} has no attribute {self._name!r}"
+        )
+
+
+DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(_mesh_tensor_without_group)  # type: ignore[method-assign]
+DeviceMesh.get_rank = _rank_of  # type: ignore[method-assign]
+DeviceMesh.get_local_rank = _local_rank_of  # type: ignore[method-assign]
+DeviceMesh._dim_group_names = _Default("_dim_group_names", lambda mesh: [])  # type: ignore[assignment]
+DeviceMesh._coordinate_on_dim = _Default("_coordinate_on_dim", _coordinate)  # type: ignore[assignment]
+DeviceMesh._rank = _Default("_rank", lambda mesh: own_rank())  # type: ignore[assignment]

@@ -1,0 +1,294 @@
+"""DTensor's words for our shardings: `DeviceMesh` and placements to `Mesh` and partition spec and back, and DTensor's methods on our tensors."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd_core.errors import PartitionSpecError, ShardError, UnsupportedOpError
+from spmd_core.manual import collectives, region, shard_map
+from spmd_core.marks import marking
+from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh, to_device_mesh
+from spmd_core.marks.placements import partition_spec_of, placement_types, placements_of
+from spmd_core.runtime import devices
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+# Distributing.
+
+
+def auto_policy(name: str, module: nn.Module, device_mesh: Any) -> None:
+    """Stands for a sharding that is found automatically, which is not available: `distribute_module` refuses it."""
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Any] | None = None,
+) -> XLAShardedTensor:
+    """A tensor on device `xla`, marked as the placements say; torch's `distribute_tensor` for a mesh of device type "xla". Does not wait.
+
+    Args:
+        tensor: a leaf, on the host (it goes up sharded) or on device `xla` (it is marked in place, and returned). Requires grad as before.
+        device_mesh: a DeviceMesh of device type "xla", or a slice of one, or a Mesh; None: the global mesh.
+        placements: one for each dimension of the mesh; None: replicated.
+
+    Raises:
+        MeshError, ValueError, UnsupportedOpError, IndexError: see `from_device_mesh` and `partition_spec_of`.
+        PartitionSpecError: the tensor is sharded otherwise already (use `redistribute`).
+        TypeError: a DTensor of another device type.
+        RuntimeError: the tensor is not a leaf.
+    """
+    over = from_device_mesh(device_mesh)
+    given = [placement_types().Replicate()] * len(over.axes) if placements is None else placements
+    mesh, spec = partition_spec_of(
+        over.mesh if device_mesh is None else device_mesh, given, tensor.dim()
+    )
+    if not isinstance(tensor, XLAShardedTensor) and hasattr(tensor, "_local_tensor"):
+        raise TypeError(
+            f"distribute_tensor takes a plain tensor; got a DTensor over {tensor.device_mesh}. Pass tensor.full_tensor()."  # type: ignore[attr-defined]
+        )
+    if not tensor.is_leaf:
+        raise RuntimeError(
+            "distribute_tensor takes a leaf of autograd; got a tensor that was computed. Distribute its inputs, or use redistribute."
+        )
+    if isinstance(tensor, XLAShardedTensor):
+        if tensor.sharding is not None and tensor.sharding != Sharding.of(mesh, spec, tensor.dim()):
+            raise PartitionSpecError(
+                f"distribute_tensor marks a tensor once; got one with the sharding {tensor.partition_spec} for placements {tuple(given)}. "
+                "Use tensor.redistribute(device_mesh, placements)."
+            )
+        return marking.mark_sharding(tensor, mesh, spec)
+    moved = marking.mark_sharding(tensor.detach().to("xla"), mesh, spec)
+    return moved.requires_grad_() if tensor.requires_grad else moved
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: AnyMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """The module with its parameters and buffers on device `xla` and marked, in place; torch's `distribute_module` for device type "xla".
+
+    Args:
+        module: not distributed before.
+        device_mesh: see `distribute_tensor`.
+        partition_fn: called as `(name, submodule, device_mesh)` for each submodule, on device `xla` by then; may mark or replace its parameters.
+            What it leaves alone is replicated. None: everything is.
+        input_fn: called as `(module, inputs, device_mesh)` before each forward; a result replaces the inputs.
+        output_fn: called as `(module, outputs, device_mesh)` after each forward; a result replaces the outputs.
+
+    Raises:
+        RuntimeError: the module was distributed before.
+        ValueError: `input_fn` or `output_fn` takes another number of arguments than three (two, without the module, are accepted with a warning).
+        UnsupportedOpError: `partition_fn` is `auto_policy`.
+        MeshError: see `from_device_mesh`.
+    """
+    devices.require_spmd("distribute_module")
+    mesh = from_device_mesh(device_mesh).mesh
+    if partition_fn is auto_policy:
+        raise UnsupportedOpError(
+            "auto_policy asks for shardings that are found automatically, which is not available. Pass a partition_fn that marks the parameters, "
+            "or call shard_module(module, rules)."
+        )
+    num_for_input, num_for_output = (
+        _num_arguments(input_fn, "input_fn"),
+        _num_arguments(output_fn, "output_fn"),
+    )
+    if getattr(module, "_spmd_distributed", False):
+        raise RuntimeError(
+            "distribute_module takes a module once; this one was distributed before. Call it on the outermost module only."
+        )
+    # First, so that a partition_fn may mark in place; host data goes up when it is used.
+    module.to("xla")
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, device_mesh if device_mesh is not None else mesh)
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, XLAShardedTensor) and tensor.sharding is None:
+            marking.mark_sharding(tensor, mesh, ())
+    given = mesh if device_mesh is None else device_mesh
+    if input_fn is not None:
+        module.register_forward_pre_hook(_hook(input_fn, num_for_input, given))
+    if output_fn is not None:
+        module.register_forward_hook(_hook(output_fn, num_for_output, given))
+    module._spmd_distributed = True  # type: ignore[assignment]
+    return module
+
+
+def _hook(fn: Callable[..., Any], count: int, device_mesh: Any) -> Callable[..., Any]:
+    def hook(module: nn.Module, *inputs_and_outputs: Any) -> Any:
+        last = inputs_and_outputs[-1]
+        return fn(last, device_mesh) if count == 2 else fn(module, last, device_mesh)
+
+    return hook
+
+
+def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
+    if fn is None:
+        return 3
+    count = len(inspect.signature(fn).parameters)
+    if count == 2:
+        warnings.warn(
+            f"{what} takes (module, {what[:-3]}s, device_mesh); two arguments are deprecated in torch.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    elif count != 3:
+        raise ValueError(
+            f"{what} takes three arguments, (module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three."
+        )
+    return count
+
+
+# DTensor's methods.
+
+
+def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
+    sharding = tensor.sharding
+    if sharding is None:
+        raise ShardError(
+            f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Mark it first."
+        )
+    return sharding
+
+
+def _device_mesh(self: XLAShardedTensor) -> DeviceMesh:
+    """The DeviceMesh that the tensor is sharded over. Raises ShardError where it has no sharding."""
+    return to_device_mesh(_own_sharding(self, "device_mesh").mesh)
+
+
+def _placements(self: XLAShardedTensor) -> tuple[Any, ...]:
+    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`. Raises ShardError where the tensor has no sharding."""
+    return placements_of(_own_sharding(self, "placements"))
+
+
+def _spec(self: XLAShardedTensor) -> Any:
+    """torch's DTensorSpec of the tensor: mesh, placements, shape, strides and dtype. The same object until the sharding changes.
+
+    A tensor without a sharding is described as what it is to a program, one value: replicated over one dimension of all devices.
+    """
+    from torch.distributed.tensor import _dtensor_spec  # noqa: PLC0415 - see `placement_types`
+
+    sharding = self.sharding
+    key = (sharding, self.shape, self.stride(), self.dtype)
+    cached = self.__dict__.get("_cached_spec")
+    if cached is None or cached[0] != key:
+        count = devices.global_runtime_device_count()
+        over = (
+            Sharding.of(Mesh(range(count), (count,)), (), self.dim())
+            if sharding is None
+            else sharding
+        )
+        meta = _dtensor_spec.TensorMeta(*key[1:])
+        cached = self.__dict__["_cached_spec"] = (
+            key,
+            _dtensor_spec.DTensorSpec(to_device_mesh(over.mesh), placements_of(over), meta),
+        )
+    return cached[1]
+
+
+def _invalidate_spec_cache(self: XLAShardedTensor) -> None:
+    """Forgets the DTensorSpec; the next `_spec` makes another. Never needed: a new sharding makes one by itself."""
+    self.__dict__.pop("_cached_spec", None)
+
+
+def _redistribute(
+    self: XLAShardedTensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence[Any] | None = None,
+    *,
+    async_op: bool = False,
+) -> XLAShardedTensor:
+    """A tensor of the same values, laid out as the placements say; its gradient is laid out likewise. Does not wait.
+
+    Args:
+        device_mesh: None: the tensor's own mesh.
+        placements: one for each dimension of the mesh.
+        async_op: accepted; every operation is asynchronous.
+
+    Raises:
+        ValueError, UnsupportedOpError, IndexError, MeshError: see `partition_spec_of`.
+    """
+    if placements is None:
+        raise ValueError(
+            "redistribute needs placements; got None. Pass one for each dimension of the mesh, such as [Shard(0), Replicate()]."
+        )
+    target = (
+        _own_sharding(self, "redistribute without a mesh").mesh
+        if device_mesh is None
+        else device_mesh
+    )
+    mesh, spec = partition_spec_of(target, placements, self.dim())
+    return marking.mark_sharding_with_gradients(self, mesh, spec)
+
+
+def _full_tensor(
+    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
+    """A tensor of the same values that every device holds whole. `grad_placements` is accepted: gradients are whole values here."""
+    return marking.mark_sharding_with_gradients(self, _own_sharding(self, "full_tensor").mesh, ())
+
+
+def _to_local(
+    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
+    """Each device's own block, as a tensor that is local to its device: of the block's shape, to be computed with, not read on the host.
+
+    It is what a function inside `shard_map` sees; `from_local` is the way back. Differentiable. For the blocks' values on the host
+    use `local_shards`. Raises PartitionSpecError where the blocks are uneven, ShardError where the tensor has no sharding.
+    """
+    sharding = _own_sharding(self, "to_local")
+    return shard_map.enable_manual_sharding(self, sharding.partition_spec, mesh=sharding.mesh)
+
+
+def from_local(
+    local: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None
+) -> XLAShardedTensor:
+    """The global tensor whose block on each device is a local tensor (`to_local`); marked as the placements say. Differentiable.
+
+    `Partial()` along a dimension sums the blocks of its devices ("avg", "max" and "min" likewise).
+
+    Args:
+        local: local to each device of the whole mesh.
+        device_mesh: see `distribute_tensor`.
+        placements: one for each dimension of the mesh; None: replicated, where every device must have the same values.
+    """
+    types, over = placement_types(), from_device_mesh(device_mesh)
+    given = list(placements) if placements is not None else [types.Replicate()] * len(over.axes)
+    whole: Any = local
+    reduced: dict[str, list[int]] = {}
+    for i, placement in enumerate(given):
+        if isinstance(placement, types.Partial):
+            reduced.setdefault(
+                {"avg": "mean"}.get(placement.reduce_op, placement.reduce_op), []
+            ).extend(over.axes[i] if i < len(over.axes) else ())
+            given[i] = types.Replicate()
+    mesh, spec = partition_spec_of(
+        over.mesh if device_mesh is None else device_mesh, given, local.dim()
+    )
+    for op, axes in reduced.items():
+        whole = collectives.in_region(
+            region.manual_axes(mesh), collectives.all_reduce, whole, tuple(axes), op
+        )
+    sizes = Sharding.of(mesh, spec, local.dim()).tiles
+    full_shape = tuple(n * tiles for n, tiles in zip(local.shape, sizes))
+    return marking.mark_sharding(
+        shard_map.disable_manual_sharding(whole, spec, full_shape, mesh=mesh), mesh, spec
+    )
+
+
+XLAShardedTensor.device_mesh = property(_device_mesh)
+XLAShardedTensor.placements = property(_placements)
+XLAShardedTensor._spec = property(_spec)
+XLAShardedTensor.invalidate_spec_cache = _invalidate_spec_cache
+XLAShardedTensor.redistribute = _redistribute
+XLAShardedTensor.full_tensor = _full_tensor
+XLAShardedTensor.to_local = _to_local
+XLAShardedTensor.from_local = staticmethod(from_local)

@@ -1,0 +1,285 @@
+"""Marks: `mark_sharding` says where a tensor's blocks live, `clear_sharding` takes that back, `sync` ends a step. Most users' whole API."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jax.experimental.shard_alike import shard_alike
+from torch.utils import _pytree as pytree
+
+from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError, UnsupportedOpError
+from spmd_core.graph.storage import Handle, Storage, lock, read
+from spmd_core.graph.values import Entry, Value
+from spmd_core.program import execution, leaves
+from spmd_core.recording.calls import entries, remember
+from spmd_core.recording.jax_calls import call_jax
+from spmd_core.runtime import devices
+from spmd_core.sharding.mesh import Mesh, check_devices
+from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor.sharded_tensor import Followed, XLAShardedTensor, wrap
+
+
+def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+    """Shards a tensor over a mesh, in place; returns the same tensor.
+
+    The mark is visible at once. Host data goes up sharded when the first program needs it; data on the device is laid out anew; a pending
+    value gets a constraint in the program. Marking again reshards. From then on an in-place update keeps the sharding, the gradient of a
+    leaf follows it, and tensors made by `zeros_like` and its kin (so an optimizer's state) inherit it. Does not wait for the device.
+
+    Args:
+        t: a tensor on device `xla`, of any shape and dtype.
+        mesh: the devices and the axes.
+        partition_spec: for each dim of `t` the mesh axis (a name or an index) that shards it, a tuple of axes (major first), or None; a spec
+            shorter than the rank replicates the remaining dims.
+
+    Raises:
+        NotInSpmdModeError: `use_spmd()` was not called.
+        DeviceMismatchError: the tensor is not on device `xla`.
+        MeshError: the mesh names a device that does not exist, or is not a Mesh.
+        PartitionSpecError: the spec does not fit the mesh or the tensor.
+
+    Example:
+        >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
+        >>> w = mark_sharding(torch.randn(8, 4, device="xla"), mesh, ("data", "model"))
+        >>> w.sharding_spec
+        '{devices=[4,2]0,1,2,3,4,5,6,7}'
+    """
+    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding")
+    with lock:
+        _mark(tensor._handle, sharding)
+    if tensor.requires_grad:
+        _follow_gradients(tensor)
+    return tensor
+
+
+def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+    """Constrains a tensor's present value, in place; returns the same tensor. A hint to the partitioner at one place of the program.
+
+    Unlike `mark_sharding` it does not stay with the tensor: `t.sharding`, later in-place updates, gradients and `zeros_like` are as before.
+    Data on the device moves when the next program that reads the tensor runs. Arguments and errors are those of `mark_sharding`.
+    """
+    tensor, sharding = _checked(t, mesh, partition_spec, "annotate")
+    handle = tensor._handle
+    with lock:
+        value = _constrained(read(handle), sharding)
+        if isinstance(handle, Storage):
+            handle.write(value)
+        else:
+            handle.value = value
+    return tensor
+
+
+def mark_sharding_with_gradients(
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec
+) -> XLAShardedTensor:
+    """A new tensor of the same values, marked; what autograd sends back through it is constrained to the same sharding.
+
+    Not in place: `t` keeps its own sharding, and so does its gradient where it has one. Can be differentiated any number of times. Arguments and
+    errors are those of `mark_sharding`.
+    """
+    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding_with_gradients")
+    return MarkSharding.apply(tensor, sharding)
+
+
+class MarkSharding(torch.autograd.Function):
+    """The same values, marked with a `Sharding`; it is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+        ctx.sharding = sharding
+        return _marked_copy(x, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return MarkSharding.apply(grads[0], ctx.sharding), None
+
+
+def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
+    """Two nested structures of tensors whose leaves, in pairs, get one sharding; returns new tensors in the same structures.
+
+    A leaf with a sharding lends it to the other. Where neither has one, the partitioner chooses one for both. Gradients flow through.
+
+    Args:
+        a: a tensor, or nested lists, tuples and dicts of tensors. A leaf that is None or no tensor stays as it is.
+        b: a structure of the same form, with tensors of the same shapes.
+
+    Raises:
+        ValueError: the structures differ.
+        PartitionSpecError: the two leaves of a pair differ in shape, or were marked with different shardings.
+    """
+    devices.require_spmd("shard_as")
+    leaves_a, form_a = pytree.tree_flatten(a)
+    leaves_b, form_b = pytree.tree_flatten(b)
+    if form_a != form_b or any(
+        isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor)
+        for x, y in zip(leaves_a, leaves_b)
+    ):
+        raise ValueError(
+            f"shard_as pairs the leaves of two structures of one form; got {form_a} and {form_b} with leaves of types "
+            f"{[type(x).__name__ for x in leaves_a]} and {[type(x).__name__ for x in leaves_b]}. Give both tensors in the same places."
+        )
+    pairs = [
+        _alike(x, y) if isinstance(x, torch.Tensor) else (x, y) for x, y in zip(leaves_a, leaves_b)
+    ]
+    return pytree.tree_unflatten([x for x, _ in pairs], form_a), pytree.tree_unflatten(
+        [y for _, y in pairs], form_b
+    )
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = device_tensor(a, "shard_as"), device_tensor(b, "shard_as")
+    if x.shape != y.shape:
+        raise PartitionSpecError(
+            f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. Pair tensors of the same shape."
+        )
+    given = {sharding for sharding in (x.sharding, y.sharding) if sharding is not None}
+    if len(given) == 2:
+        raise PartitionSpecError(
+            f"shard_as gives two tensors one sharding; got two that were marked with different ones, {x.sharding!r} and {y.sharding!r}. "
+            "Call clear_sharding on the one that should follow."
+        )
+    if given:
+        (sharding,) = given
+        return MarkSharding.apply(x, sharding), MarkSharding.apply(y, sharding)
+    paired: tuple[torch.Tensor, torch.Tensor] = call_jax(shard_alike, x, y)
+    return paired
+
+
+def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
+    """Takes a mark back: the partitioner may choose again; data on the device is gathered (without waiting). Returns the same tensor."""
+    tensor = device_tensor(t, "clear_sharding")
+    handle = tensor._handle
+    with lock:
+        if isinstance(handle, Storage):
+            leaves.set_sharding(handle, None)
+        else:
+            handle.sharding = None
+    if tensor._followed is not None:
+        tensor._followed.take(handle)
+    return tensor
+
+
+def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
+    """`mark_sharding` with a `ShardingSpec`.
+
+    Raises:
+        UnsupportedOpError: `spec.minibatch` under several processes, where each process would hold its own part of the batch.
+    """
+    if spec.minibatch and devices.num_processes() > 1:
+        raise UnsupportedOpError(
+            f"minibatch=True joins the batches of several processes into one global tensor, which is not available yet; "
+            f"got {devices.num_processes()} processes. Give every process the whole batch and minibatch=False."
+        )
+    return mark_sharding(t, spec.mesh, spec.partition_spec)
+
+
+def start_upload(t: torch.Tensor) -> XLAShardedTensor:
+    """Sends a tensor's host data to the devices now, sharded as it is marked, instead of when the first program needs it. Returns the tensor.
+
+    For a thread that works ahead of the training loop. Does not wait, and does nothing for data that is not on the host.
+    """
+    tensor = device_tensor(t, "start_upload")
+    execution.upload(tensor._handle.storage)
+    return tensor
+
+
+def sync(*, wait: bool = False) -> None:
+    """Ends a step: computes everything pending and held in one program, then runs the step's closures (`add_step_closure`).
+
+    Returns when the program was started, so that Python records the next step meanwhile; `wait=True` blocks until the devices are done.
+    """
+    execution.end_step(wait=wait)
+
+
+def device_tensor(t: Any, what: str) -> XLAShardedTensor:
+    """The tensor, if it is one on device `xla`; `what` is who asks. Raises DeviceMismatchError."""
+    if not isinstance(t, XLAShardedTensor):
+        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise DeviceMismatchError(
+            f"{what} needs a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla')."
+        )
+    return t
+
+
+def _checked(
+    t: Any, mesh: Mesh, partition_spec: PartitionSpec, what: str
+) -> tuple[XLAShardedTensor, Sharding]:
+    """The tensor and the sharding that the arguments of a marking function mean."""
+    devices.require_spmd(what)
+    tensor = device_tensor(t, what)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{what} needs a Mesh; got {type(mesh).__name__}. Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
+        )
+    check_devices(mesh, devices.global_runtime_device_count())
+    return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
+
+
+def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+    """A tensor of its own over the same value, constrained."""
+    with lock:
+        storage = Storage(_constrained(read(x._handle), sharding), x._handle.spec)
+        storage.sharding = sharding
+    return wrap(storage)
+
+
+def _constrained(value: Value, sharding: Sharding) -> Value:
+    key = ("mark_sharding", value.spec, sharding)
+    entry = entries.get(key)
+    if entry is None:
+        entry = Entry(
+            "spmd::mark_sharding",
+            lambda context, inputs, numbers: inputs,
+            (value.spec,),
+            sharding=sharding,
+        )
+        remember(key, entry)
+    return Value(entry, (value,), ())
+
+
+def _mark(handle: Handle, sharding: Sharding) -> None:
+    if handle.sharding == sharding:
+        return
+    value = read(handle)
+    if not isinstance(handle, Storage):
+        # The view's value from here on; its storage keeps its own layout.
+        handle.value, handle.sharding = _constrained(value, sharding), sharding
+        return
+    if value.data is None:
+        handle.sharding = sharding
+        handle.write(_constrained(value, sharding))
+    else:
+        leaves.set_sharding(handle, sharding)
+
+
+def _follow_gradients(tensor: XLAShardedTensor) -> None:
+    """Constrains what autograd sends to a marked leaf (or intermediate) to the sharding that it has at that time."""
+    if tensor._followed is not None:
+        tensor._followed.take(tensor._handle)
+        return
+    # Not the tensor, which its own hook would keep alive; `tensor.data = other` puts the new handle in.
+    followed = tensor._followed = Followed(tensor._handle)
+
+    def follow(gradient: torch.Tensor) -> torch.Tensor | None:
+        sharding = followed.sharding
+        if (
+            sharding is None
+            or not isinstance(gradient, XLAShardedTensor)
+            or gradient.shape != followed.shape
+        ):
+            return None
+        return _marked_copy(gradient, sharding)
+
+    tensor.register_hook(follow)
+
+
+def _mark_over(
+    tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpec
+) -> None:
+    mark_sharding(tensor, Mesh(range(math.prod(mesh_shape)), mesh_shape), partition_spec)
+
+
+XLAShardedTensor._on_requires_grad = staticmethod(_follow_gradients)
+XLAShardedTensor._mark_over = staticmethod(_mark_over)

@@ -1,0 +1,93 @@
+"""DTensor's placements as partition specs, and back."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_core.errors import PartitionSpecError, UnsupportedOpError
+from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.sharding import Sharding
+
+
+def placement_types() -> Any:
+    # A second of import that only programs with placements should pay.
+    from torch.distributed.tensor import placement_types  # noqa: PLC0415
+
+    return placement_types
+
+
+# Placements.
+
+
+def partition_spec_of(
+    device_mesh: AnyMesh, placements: Sequence[Any], ndim: int
+) -> tuple[Mesh, PartitionSpec]:
+    """The mesh and the partition spec that placements mean for tensors of rank `ndim`.
+
+    Several dimensions of the mesh may shard one dim: they split it in their order, `_StridedShard` in the order that its `split_factor` says.
+
+    Raises:
+        ValueError: not one placement for each dimension of the mesh.
+        UnsupportedOpError: `Partial`, which no stored tensor has: its sum is taken when somebody reads it. Or a placement that we do not know.
+        IndexError: a `Shard` of a dim that the tensor does not have.
+    """
+    types = placement_types()
+    over = from_device_mesh(device_mesh)
+    if len(placements) != len(over.axes):
+        raise ValueError(
+            f"there must be one placement for each dimension of the mesh; got {len(placements)} placements {tuple(placements)} for "
+            f"{len(over.axes)} dimensions. Write Replicate() for a dimension that does not shard."
+        )
+    sharded = getattr(types, "_StridedShard", ())
+    factors: dict[int, list[tuple[tuple[int, ...], int]]] = {}
+    for axes, placement in zip(over.axes, placements):
+        if isinstance(placement, types.Replicate):
+            continue
+        if not isinstance(placement, (types.Shard, sharded)):
+            raise UnsupportedOpError(
+                f"a tensor of the global view is sharded or replicated along each axis; got {placement!r}. "
+                "Use Shard(dim) or Replicate(); sums over devices are pending inside shard_map only."
+            )
+        if not -ndim <= placement.dim < ndim:
+            raise IndexError(
+                f"Shard names a dim of the tensor; got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}."
+            )
+        factors.setdefault(placement.dim % ndim, []).append(
+            (axes, getattr(placement, "split_factor", 1))
+        )
+    dims = [_in_order(over.mesh, factors.get(dim, [])) for dim in range(ndim)]
+    return over.mesh, Sharding.of(over.mesh, tuple(dims), ndim).partition_spec
+
+
+def _in_order(mesh: Mesh, sharding: list[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
+    """Axes that shard one dim, the major one first. The factor of each is the number of pieces that those after it in the mesh make before it."""
+    order: list[tuple[int, ...]] = []
+    for axes, factor in reversed(sharding):
+        pieces = [
+            math.prod(mesh.mesh_shape[a] for before in order[:place] for a in before)
+            for place in range(len(order) + 1)
+        ]
+        if factor not in pieces:
+            raise PartitionSpecError(
+                f"the split_factor of a strided shard must be the number of pieces that later dimensions of the mesh make first, one of "
+                f"{sorted(set(pieces))}; got {factor}. Use Shard(dim), or correct the factor."
+            )
+        order.insert(pieces.index(factor), axes)
+    return tuple(axis for axes in order for axis in axes)
+
+
+def placements_of(sharding: Sharding) -> tuple[Any, ...]:
+    """For each axis of the sharding's mesh `Shard(dim)` or `Replicate()`; `_StridedShard` where a later axis splits the dim before it."""
+    types = placement_types()
+    placements = [types.Replicate()] * len(sharding.mesh.mesh_shape)
+    for dim, axes in enumerate(sharding.dims):
+        for place, axis in enumerate(axes):
+            first = math.prod(
+                sharding.mesh.mesh_shape[other] for other in axes[:place] if other > axis
+            )
+            placements[axis] = (
+                types.Shard(dim) if first == 1 else types._StridedShard(dim, split_factor=first)
+            )
+    return tuple(placements)

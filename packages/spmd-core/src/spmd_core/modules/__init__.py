@@ -1,0 +1,1 @@
+"""What takes an `nn.Module` and gives it back changed: FSDP, checkpointing."""

@@ -1,0 +1,1 @@
+"""Code that several families of operations share; it registers no overload."""

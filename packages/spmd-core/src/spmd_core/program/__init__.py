@@ -1,0 +1,1 @@
+"""From pending storages to one started XLA program."""

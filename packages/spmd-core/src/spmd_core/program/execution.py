@@ -1,0 +1,386 @@
+"""The cut: collect what is live and pending, find or compile its program, hand over donated buffers, and start it."""
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import torch
+
+from spmd_core import metrics, source_lines
+from spmd_core.config import config
+from spmd_core.graph.storage import Storage, lock, take_pending
+from spmd_core.graph.values import Part, Value, origin_of
+from spmd_core.program import compile_cache
+from spmd_core.program.leaves import (
+    convert,
+    home,
+    move,
+    own_placement,
+    refuse_local,
+    target_placement,
+)
+from spmd_core.program.program import Program
+from spmd_core.program.program_graph import Graph, Leaf, Node, Output, padded_shape
+from spmd_core.runtime import buffers
+from spmd_core.runtime.placement import Placement, default_device_ids, device_ids_of
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
+
+_by_serial = operator.attrgetter("serial")
+
+# Entered before the cut that ends a step and left after it, also where it fails: how a module above takes part in every step.
+around_step: list[Callable[[], AbstractContextManager[None]]] = []
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a region of the program asks of the cuts inside it.
+
+    Attributes:
+        label: with which the names of programs compiled inside begin.
+        before_cut: called where something would be computed; when it raises, everything stays pending.
+        before_program: called with the program's key, before it is found or compiled; when it raises, the cut has failed.
+    """
+
+    label: str
+    before_cut: Callable[[], None]
+    before_program: Callable[[compile_cache.Key], None]
+
+
+# Set and reset by the region (`step_program`), None outside of any.
+watch: Watch | None = None
+
+
+def cut(*, wait: bool = False) -> None:
+    """Computes every pending tensor that is still held, in one program. Does not wait for the devices unless `wait`.
+
+    Raises:
+        DeviceMemoryError, ProgramError: the program could not be compiled or run. Every tensor that it would have updated in place is
+            back at its value of the last cut; the others stay pending, and reading one raises again.
+    """
+    with lock:
+        live = take_pending()
+        if live and watch is not None:
+            try:
+                watch.before_cut()
+            except BaseException:
+                _restore(live, roll_back=False)
+                raise
+        if live:
+            metrics.count("cuts")
+            try:
+                _execute(live)
+            except BaseException as error:
+                _restore(live, roll_back=isinstance(error, Exception))
+                raise
+    if wait:
+        buffers.in_flight.wait_all()
+
+
+def end_step(*, wait: bool = False) -> None:
+    """The cut that ends a step: `cut`, with what `around_step` lists around it."""
+    metrics.count("steps")
+    with ExitStack() as stack:
+        for enter in around_step:
+            stack.enter_context(enter())
+        cut(wait=wait)
+
+
+def _restore(live: list[Storage], *, roll_back: bool) -> None:
+    """After a failed program: back to the last committed values; after an interruption: pending as before, so nothing is lost."""
+    for storage in live:
+        before = storage.committed
+        if (
+            roll_back
+            and before is not None
+            and not (isinstance(before.data, jax.Array) and before.data.is_deleted())
+        ):
+            storage.write(before)
+        elif not roll_back:
+            storage.request()
+
+
+def materialize(storage: Storage) -> Value:
+    """The storage's value as a leaf, after a cut if it is pending."""
+    with lock:
+        if storage.value.data is None:
+            storage.request()
+            cut()
+        return storage.value
+
+
+def to_host(storage: Storage) -> torch.Tensor:
+    """The storage's logical value as a new CPU tensor. Cuts if it is pending, and waits for the device."""
+    value = materialize(storage)
+    if value.placement.jax_sharding is None:
+        return value.data.clone()
+    refuse_local(value)
+    return buffers.download(value.data, value.spec.shape)
+
+
+def upload(storage: Storage) -> None:
+    """Starts the transfer of data that is still on the host; does nothing for other data. Recording may go on in other threads meanwhile."""
+    value = storage.value
+    if value.data is None or value.placement.jax_sharding is not None:
+        return
+    host, placement = value.data, value.placement
+    target = home(placement.sharding)
+    array = buffers.upload(host, target.jax_sharding, padded_shape(value.spec, target.sharding))
+    with lock:
+        if (
+            value.placement is placement
+        ):  # not marked again, and not sent by a program, in the meantime
+            value.data, value.placement = array, target
+
+
+def place(storage: Storage) -> jax.Array:
+    """The storage's device array, uploaded now if its data is still on the host."""
+    value = materialize(storage)
+    if value.placement.jax_sharding is None:
+        with lock:
+            convert(value, home(value.placement.sharding))
+    refuse_local(value)
+    return value.data
+
+
+def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
+    """The devices of a program: those of every mesh in it, in a mesh's own order where one mesh has them all."""
+    meshes = frozenset(s.mesh for s in shardings)
+    if meshes:
+        return _union(meshes)
+    lain = {
+        device_ids_of(p.jax_sharding)
+        for p in {v.placement for v in leaves}
+        if p.jax_sharding is not None
+    }
+    return lain.pop() if len(lain) == 1 else default_device_ids()
+
+
+@lru_cache(maxsize=1024)
+def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
+    orders = {mesh.ids for mesh in meshes}
+    union = {i for ids in orders for i in ids}
+    whole = sorted(ids for ids in orders if len(ids) == len(union))
+    return whole[0] if whole else tuple(sorted(union))
+
+
+def _collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
+    """The pending nodes that the storages need, in the order of recording, and the leaves in the order of first use."""
+    nodes: list[Value] = []
+    seen: set[Value] = set()
+    stack = [s.value for s in live]
+    while stack:
+        value = stack.pop()
+        if value in seen or value.data is not None:
+            continue
+        seen.add(value)
+        if value.parent is not None:
+            stack.append(value.parent)
+        else:
+            nodes.append(value)
+            stack.extend(value.inputs)
+    nodes.sort(key=_by_serial)
+    leaves = list(dict.fromkeys(x for node in nodes for x in node.inputs if x.data is not None))
+    return nodes, leaves
+
+
+@dataclass
+class Plan:
+    """What a cut is about to run: the program's key, its graph (made where the program is not there yet), and what it runs on.
+
+    Nothing has happened yet, and nothing needs to: `debugging` shows plans that it does not run.
+    """
+
+    key: compile_cache.Key
+    live: list[Storage]
+    nodes: list[Value]
+    node_inputs: list[list[int]]
+    leaves: list[Value]
+    targets: tuple[Placement, ...]
+    numbers: list[Any]
+
+    def graph(self) -> Graph:
+        """What the lowering needs."""
+        key = self.key
+        origins = key.origins or (None,) * len(self.nodes)
+        return Graph(
+            tuple(
+                Leaf(leaf.spec, target, origin_of(leaf))
+                for leaf, target in zip(self.leaves, self.targets)
+            ),
+            tuple(
+                Node(node.entry, tuple(inputs), origin)
+                for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)
+            ),
+            tuple(
+                Output(number, s.spec, placement)
+                for s, (number, _, placement) in zip(self.live, key.outputs)
+            ),
+            key.donated,
+            key.device_ids,
+            key.options,
+        )
+
+    @property
+    def name(self) -> str:
+        """The program's."""
+        return (
+            f"{'spmd' if watch is None else watch.label}_{len(self.nodes)}ops_{len(self.leaves)}in"
+        )
+
+    def program(self) -> Program:
+        """From the cache, or compiled."""
+        return compile_cache.get(self.key, lambda: Program(self.graph(), self.name))
+
+
+def _origins(nodes: list[Value]) -> tuple[source_lines.Origin | None, ...]:
+    origins = tuple(origin_of(node) for node in nodes)
+    return origins if any(origins) else ()
+
+
+def plan(live: list[Storage]) -> Plan:
+    """The program that computes these pending storages."""
+    nodes, leaves = _collect(live)
+    number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
+    structure: list[Any] = []
+    node_inputs: list[list[int]] = []
+    numbers: list[Any] = []
+    marks: set[Sharding] = {s.sharding for s in live if s.sharding is not None}
+    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
+    count = 0
+    for node in nodes:
+        entry = node.entry
+        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
+        number_of[node] = count
+        count += len(entry.outs)
+        structure.append(entry)
+        structure.extend(inputs)
+        node_inputs.append(inputs)
+        if node.numbers:
+            numbers.extend(node.numbers)
+        if entry.sharding is not None:
+            marks.add(entry.sharding)
+        if entry.border is not None:
+            marks.add(entry.border.sharding)
+    device_ids = _program_devices(marks, leaves)
+    targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
+
+    out_placements = [_output_placement(s, device_ids) for s in live]
+    donated = _donated(live, leaves, targets, out_placements)
+    # jax gives the donated buffers, in their order, to the results of equal shape and dtype, in theirs. A buffer that went to another result than
+    # the one that replaces it would be overwritten while it is still read, and XLA would copy it first.
+    order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
+    live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
+    out_numbers = [_number(s.value, number_of) for s in live]
+    key = compile_cache.Key(
+        tuple(structure),
+        tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
+        tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
+        tuple(donated),
+        device_ids,
+        _origins(nodes) if source_lines.is_used() else (),
+        tuple(sorted(config.compiler_options.items())),
+    )
+    return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
+
+
+def _execute(live: list[Storage]) -> None:
+    planned = plan(live)
+    live = planned.live
+    leaves, targets, numbers, donated = (
+        planned.leaves,
+        planned.targets,
+        planned.numbers,
+        planned.key.donated,
+    )
+    if watch is not None:
+        watch.before_program(planned.key)
+    program = planned.program()
+    arrays = [
+        leaf.data if leaf.placement is target else convert(leaf, target)
+        for leaf, target in zip(leaves, targets)
+    ]
+    floats = [x for x in numbers if x.__class__ is float]
+    ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
+    complexes = [x for x in numbers if x.__class__ is complex]
+    results = program.run(floats, ints, complexes, arrays)
+    metrics.count("executions")
+    if donated:
+        metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
+    for storage, array, placement in zip(live, results, program.out_placements):
+        _commit(storage, array, placement)
+
+
+def _number(value: Value, number_of: dict[Value, int]) -> int:
+    return (
+        number_of[value]
+        if not isinstance(value, Part) or value.parent is None
+        else number_of[value.parent] + value.index
+    )
+
+
+def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
+    sharding = storage.sharding
+    value = storage.value
+    value.settle(array, placement, None)
+    if (
+        sharding is not None
+        and placement.manual is None
+        and placement is not own_placement(sharding)
+    ):
+        move(value, own_placement(sharding))
+    storage.write(value)
+
+
+def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placement | None:
+    if storage.sharding is not None:
+        return target_placement(own_placement(storage.sharding), device_ids)
+    before = storage.committed
+    if before is not None:
+        # An unmarked tensor that is updated in place stays where it is: the next step then meets the same program, and can donate it.
+        return (
+            target_placement(before.placement, device_ids)
+            if before.placement.sharding is None
+            else None
+        )
+    return None
+
+
+def _donated(
+    live: list[Storage],
+    leaves: list[Value],
+    targets: tuple[Placement, ...],
+    out_placements: list[Placement | None],
+) -> dict[int, int]:
+    """By position, the leaves whose last reader is this program, each with the result that takes over its buffer: what replaces it, else another one
+    that is stored alike."""
+    free = {
+        s: (s.spec.shape, s.spec.dtype, placement)
+        for s, placement in zip(live, out_placements)
+        if placement is not None
+    }
+    number = {s: i for i, s in enumerate(live)}
+    donated: dict[int, int] = {}
+    others: list[tuple[int, Any]] = []
+    for position, (leaf, target) in enumerate(zip(leaves, targets)):
+        owner = leaf.owner() if leaf.owner is not None else None
+        if owner is not None and owner.value is leaf:
+            continue
+        slot = (leaf.spec.shape, leaf.spec.dtype, target)
+        if owner is not None and free.get(owner) == slot:
+            donated[position] = number[owner]
+            del free[owner]
+        else:
+            others.append((position, slot))
+    if others and free:
+        by_slot: dict[Any, list[int]] = {}
+        for s, slot in free.items():
+            by_slot.setdefault(slot, []).append(number[s])
+        for position, slot in others:
+            if by_slot.get(slot):
+                donated[position] = by_slot[slot].pop(0)
+    return dict(sorted(donated.items()))

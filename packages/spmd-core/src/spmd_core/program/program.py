@@ -1,0 +1,128 @@
+"""A compiled program: compilation, its memory and cost, and running it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from spmd_core import metrics
+from spmd_core.errors import DeviceMemoryError, ProgramError
+from spmd_core.program.lowering import Traced
+from spmd_core.program.program_graph import Graph
+from spmd_core.runtime import buffers
+from spmd_core.runtime.placement import Placement
+
+
+class Program(Traced):
+    """A compiled graph. `run` starts it and returns without waiting."""
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        super().__init__(graph, name)
+        self._compile()
+        metrics.record_program(self.record)
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        options = {
+            name: value if isinstance(value, bool) else str(value)
+            for name, value in self.graph.options
+        } or None
+        try:
+            with jax.enable_x64(True), _own_place_on_disk(self.graph):
+                self.compiled = self.lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            raise _explain(error, self) from error
+        self.record.compile_s = time.perf_counter() - start
+        self.out_placements = [
+            Placement.of(chosen, None) if placement is None else placement
+            for placement, chosen in zip(self.out_placements, self.compiled.output_shardings[0])
+        ]
+        self._analyse()
+
+    def compiled_text(self) -> str:
+        """The HLO of the optimised module that each device runs."""
+        text = self.compiled.as_text()
+        assert text is not None
+        return text
+
+    def _analyse(self) -> None:
+        r = self.record
+        memory = self.compiled.memory_analysis()
+        if memory is not None:
+            r.argument_bytes, r.output_bytes = (
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
+            )
+            r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+            r.peak_bytes = max(
+                getattr(memory, "peak_memory_in_bytes", 0),
+                r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes,
+            )
+        cost = self.compiled.cost_analysis()
+        r.flops = float((cost or {}).get("flops", 0.0)) * r.num_devices
+
+    def run(
+        self,
+        floats: list[float],
+        ints: list[int],
+        complexes: list[complex],
+        leaves: list[jax.Array],
+    ) -> list[jax.Array]:
+        """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
+        numbers = []
+        if floats:
+            numbers.append(np.array(floats, np.float64))
+        if ints:
+            numbers.append(np.array(ints, np.int64))
+        if complexes:
+            numbers.append(np.array(complexes, np.complex128))
+        try:
+            with jax.enable_x64(True):
+                results, token = self.compiled(numbers, *leaves)
+        except jax.errors.JaxRuntimeError as error:
+            raise _explain(error, self) from error
+        self.record.executions += 1
+        buffers.in_flight.add(token)
+        return results
+
+
+@contextmanager
+def _own_place_on_disk(graph: Graph) -> Iterator[None]:
+    """jax's cache on disk does not tell programs apart that differ in names and lines alone; a program with origins must not get another's."""
+    flag = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[flag]
+    if before or all(node.origin is None for node in graph.nodes):
+        yield
+        return
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, before)
+
+
+def _explain(error: Exception, program: Traced) -> Exception:
+    """jax's error as ours: out of memory names the program and its largest buffers."""
+    text = str(error)
+    record, graph = program.record, program.graph
+    if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        options = f" under config.compiler_options {dict(graph.options)}" if graph.options else ""
+        return ProgramError(
+            f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed{options}: {text}"
+        )
+    sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
+    sized += [
+        (spec.num_bytes, f"{node.entry.name} {spec!r}")
+        for node in graph.nodes
+        for spec in node.entry.outs
+    ]
+    largest = "\n".join(
+        f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8]
+    )
+    return DeviceMemoryError(
+        f"a program and its arguments must fit the device's memory; {record.name} ({record.num_ops} ops on {record.num_devices} devices, "
+        f"{record.argument_bytes / 1e6:.1f} MB of arguments and {record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
+        f"Shard more, lower the batch, or checkpoint activations. Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
+    )

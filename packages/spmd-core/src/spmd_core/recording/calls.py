@@ -1,0 +1,294 @@
+"""Recording: a call becomes a value of the graph, and its inferred result is memoised on (overload, specs, static arguments).
+
+The hot path of the system. What it costs for each operation is measured by `benchmarks/op_overhead.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd_core import dtypes, metrics
+from spmd_core.config import config
+from spmd_core.errors import DeviceMismatchError
+from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.ops import registry
+from spmd_core.program import leaves
+from spmd_core.recording import inference, random_stream, schema
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
+
+Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
+
+# Entries by key; for views their links, and what `aliasing` knows of positions that move.
+entries: dict[Any, Any] = {}
+NUMBERS = frozenset({float, int, bool, complex})
+NO_KWARGS: dict[str, Any] = {}
+_default_dtype = torch.get_default_dtype
+_TENSOR, _NUMBER = object(), object()
+
+registry.load_all()
+
+
+class Call:
+    """How the calls of one overload are looked up: which arguments are numbers, and how a new entry is made."""
+
+    __slots__ = ("func", "infer", "numbers", "static_when_int")
+
+    def __init__(
+        self,
+        func: Any,
+        static: frozenset[str],
+        make_entry: Callable[..., Entry],
+        numbers: frozenset[str] = frozenset(),
+    ) -> None:
+        facts = schema.of(func, static)
+        self.func, self.infer = func, make_entry
+        # Both by position and by name, as an argument may come either way.
+        self.numbers = frozenset(facts.number_positions) | facts.number_names | numbers
+        self.static_when_int = (
+            frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
+        )
+
+
+def look_up(
+    call: Call, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Entry, list[Value], list[Any]]:
+    """The call's entry, its input values and its numbers. The hot path: a few bytecodes per argument, and one lookup."""
+    key: list[Any] = [call, _default_dtype()]
+    inputs: list[Value] = []
+    numbers: list[Any] = []
+    for a in args:
+        kind = a.__class__
+        if kind is XLAShardedTensor:
+            handle = a._handle
+            key.append(handle.spec)
+            inputs.append(handle.value if handle.__class__ is Storage else handle.current())
+        elif kind in NUMBERS:
+            position = len(key) - 2
+            if position in call.numbers and not (kind is int and position in call.static_when_int):
+                key.append(kind)
+                numbers.append(a)
+            else:
+                key.append(a)
+        elif kind is list or kind is tuple:
+            key.append(tuple(a) if a and a[0].__class__ is int else _look_up_list(call, a, inputs))
+        elif isinstance(a, torch.Tensor):
+            key.append(_host_scalar(call, a, inputs))
+        else:
+            key.append(a)
+    if kwargs:
+        _look_up_keywords(call, kwargs, key, inputs, numbers)
+    whole = tuple(key)
+    entry = entries.get(whole)
+    if entry is None:
+        entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
+        remember(whole, entry)
+    return entry, inputs, numbers
+
+
+def _look_up_keywords(
+    call: Call, kwargs: dict[str, Any], key: list[Any], inputs: list[Value], numbers: list[Any]
+) -> None:
+    for name, a in kwargs.items():
+        kind = a.__class__
+        if kind is XLAShardedTensor:
+            key.append((name, a._handle.spec))
+            inputs.append(read(a._handle))
+        elif (
+            kind in NUMBERS
+            and name in call.numbers
+            and not (kind is int and name in call.static_when_int)
+        ):
+            key.append((name, kind))
+            numbers.append(a)
+        elif kind is list or kind is tuple:
+            key.append((name, _look_up_list(call, a, inputs)))
+        elif isinstance(a, torch.Tensor):
+            key.append((name, _host_scalar(call, a, inputs)))
+        elif kind is not torch.Generator:
+            key.append((name, a))
+
+
+def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
+    key: list[Any] = ["["]
+    for a in items:
+        if a.__class__ is XLAShardedTensor:
+            key.append(a._handle.spec)
+            inputs.append(read(a._handle))
+        elif isinstance(a, torch.Tensor):
+            key.append(_host_scalar(call, a, inputs))
+        else:
+            key.append((a.__class__, a))
+    return tuple(key)
+
+
+def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
+    """A CPU tensor among the arguments: a 0-dim one goes up as it does for any device, others are the user's mistake."""
+    if a.dim() != 0 or a.device.type != "cpu":
+        raise DeviceMismatchError(
+            f"all tensors of an operation must be on one device; {call.func} got a {a.dtype} tensor of shape {tuple(a.shape)} on {a.device} "
+            "beside tensors on xla:0. Move it with .to('xla')."
+        )
+    inputs.append(host_leaf(a).value)
+    return Spec.from_tensor(a)
+
+
+def remember(key: Any, entry: Any) -> None:
+    """Keeps an entry under its key; the oldest quarter goes when there are too many."""
+    if len(entries) >= config.max_op_entries:
+        oldest = list(entries)[: config.max_op_entries // 4]
+        for old in oldest:
+            del entries[old]
+        metrics.count("op_entries_dropped", len(oldest))
+    entries[key] = entry
+
+
+def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
+    """A storage over a private copy of a CPU tensor."""
+    data = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return Storage.of_leaf(
+        spec or Spec.contiguous(tuple(data.shape), data.dtype), data, leaves.host_placement()
+    )
+
+
+def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
+    """A CPU tensor's values as a tensor on the device; they go up when the first program needs them."""
+    dtypes.to_jax(tensor.dtype)
+    return wrap(host_leaf(tensor))
+
+
+def new_entry(
+    lowering: registry.Lowering,
+    result: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kinds: tuple[type, ...],
+    into: Spec | None = None,
+) -> Entry:
+    """A new entry: the lowering with every static argument bound; with `into`, its result is converted to that spec's dtype."""
+    outs, structure, as_list = inference.flatten(result)
+    return Entry(
+        lowering.overload.name(),
+        _kernel(lowering, args, kwargs, outs, into),
+        outs if into is None else (into,),
+        structure=None if into is not None else structure,
+        as_list=as_list,
+        number_kinds=(*kinds, int) if lowering.random else kinds,
+        random=lowering.random,
+    )
+
+
+def _bind(
+    facts: schema.Schema, lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with a placeholder for each tensor and each number."""
+
+    def place(name: str, a: Any, *, in_list: bool = False) -> Any:
+        if isinstance(a, torch.Tensor):
+            return _TENSOR
+        if isinstance(a, (list, tuple)):
+            return [place(name, x, in_list=True) for x in a]
+        may_be_number = name in lowering.numbers or (
+            name in facts.number_names and name not in lowering.static
+        )
+        is_number = may_be_number and not in_list and a.__class__ in NUMBERS
+        return (
+            _NUMBER
+            if is_number and not (a.__class__ is int and name in facts.static_when_int)
+            else a
+        )
+
+    plan = [place(name, a) for name, a in zip(facts.names, args)]
+    return plan, {name: place(name, a) for name, a in inference.without_placement(kwargs).items()}
+
+
+def _fill(plan: Any, inputs: Any, numbers: Any) -> Any:
+    if plan is _TENSOR:
+        return next(inputs)
+    if plan is _NUMBER:
+        return next(numbers)
+    return [_fill(x, inputs, numbers) for x in plan] if isinstance(plan, list) else plan
+
+
+def _kernel(
+    lowering: registry.Lowering,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outs: tuple[Spec, ...],
+    into: Spec | None,
+) -> Callable[..., list[Any]]:
+    plan, keywords = _bind(schema.of(lowering.overload, lowering.static), lowering, args, kwargs)
+    contexts = tuple(registry.Out(s.shape, s.dtype) for s in outs)
+
+    def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+        arrays, scalars = iter(inputs), iter(numbers)
+        context.outs = contexts
+        filled = [_fill(p, arrays, scalars) for p in plan]
+        result = lowering.function(
+            context, *filled, **{name: _fill(p, arrays, scalars) for name, p in keywords.items()}
+        )
+        results = (
+            [x for x in result if x is not None] if isinstance(result, (tuple, list)) else [result]
+        )
+        return (
+            results
+            if into is None
+            else [jnp.broadcast_to(results[0].astype(dtypes.to_jax(into.dtype)), into.shape)]
+        )
+
+    return kernel
+
+
+def _structured(entry: Entry, node: Value) -> Any:
+    assert entry.structure is not None
+    results = [
+        None if i is None else wrap(Storage(Part(node, i), entry.outs[i])) for i in entry.structure
+    ]
+    return results if entry.as_list else tuple(results)
+
+
+def functional_handler(lowering: registry.Lowering) -> Handler:
+    """Records an operation whose results are new tensors."""
+    func = lowering.overload
+    call = Call(
+        func,
+        lowering.static,
+        lambda args, kwargs, kinds: new_entry(
+            lowering,
+            inference.infer(func, args, kwargs, spec_of, meta=lowering.meta),
+            args,
+            kwargs,
+            kinds,
+        ),
+    )
+
+    def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with lock:
+            entry, inputs, numbers = look_up(call, args, kwargs)
+            node = Value(entry, inputs, numbers)
+            if entry.structure is not None:
+                return _structured(entry, node)
+            return wrap(Storage(node, entry.spec))
+
+    def record_random(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with lock:
+            entry, inputs, numbers = look_up(call, args, kwargs)
+            numbers.append(random_stream.draw(kwargs.get("generator")))
+            node = Value(entry, inputs, numbers)
+            return (
+                _structured(entry, node)
+                if entry.structure is not None
+                else wrap(Storage(node, entry.spec))
+            )
+
+    return record_random if lowering.random else record
+
+
+def inherit(result: XLAShardedTensor, source: Any) -> None:
+    """Gives a result its source's sharding, where their shapes agree."""
+    if source.__class__ is XLAShardedTensor:
+        sharding = source._handle.sharding
+        if sharding is not None and result._handle.spec.shape == source._handle.spec.shape:
+            result._handle.sharding = sharding

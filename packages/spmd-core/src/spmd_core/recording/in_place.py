@@ -1,0 +1,110 @@
+"""In-place operations: the functional form is recorded, and its results are written through the tensors' views."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd_core.errors import DeviceMismatchError
+from spmd_core.graph.storage import Storage, View, lock
+from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.ops import registry
+from spmd_core.recording import inference, random_stream, schema
+from spmd_core.recording.calls import Call, Handler, look_up, new_entry
+from spmd_core.recording.writes import refuse_partial_overlap, write
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+
+def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
+    """`x.op_(...)` where the functional form has a lowering: one recorded operation, then a write."""
+
+    def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
+        inference.infer(
+            func, args, kwargs, spec_of
+        )  # raises what torch raises for a result that does not fit
+        result = inference.infer(lowering.overload, args, kwargs, spec_of)
+        into = spec_of(args[0])
+        return new_entry(
+            lowering, result, args, kwargs, kinds, into=Spec.contiguous(into.shape, into.dtype)
+        )
+
+    call = Call(func, lowering.static, make)
+    random = lowering.random
+    # An argument that may be left out here but not in the functional form: `bernoulli_()` is `bernoulli(p=0.5)`.
+    given = {a.name: a for a in func._schema.arguments}
+    needed = [a.name for a in lowering.overload._schema.arguments if not a.has_default_value()]
+    defaults = [given[name].default_value for name in needed if given[name].has_default_value()]
+    num_needed = len(needed)
+
+    def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target = args[0]
+        if defaults and len(args) < num_needed and not kwargs.keys() & set(needed):
+            args = (*args, *defaults)
+        if target.__class__ is not XLAShardedTensor:
+            raise DeviceMismatchError(
+                f"{func} cannot write a tensor on {target.device} from tensors on xla:0. Move it with .to('xla'), or the others with .cpu()."
+            )
+        handle = target._handle
+        with lock:
+            for a in args[1:]:
+                if a.__class__ is XLAShardedTensor:
+                    other = a._handle
+                    if (
+                        other is not handle
+                        and (other.__class__ is View or handle.__class__ is View)
+                        and other.storage is handle.storage
+                    ):
+                        refuse_partial_overlap(handle, other)
+            entry, inputs, numbers = look_up(call, args, kwargs)
+            if random:
+                numbers.append(random_stream.draw(kwargs.get("generator")))
+            if handle.__class__ is Storage:
+                handle.write(Value(entry, inputs, numbers))
+            else:
+                write(handle, Value(entry, inputs, numbers))
+        return target
+
+    return record
+
+
+def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
+    """`_fused_adamw_(params, grads, ...)`: one recorded operation gives a new value to each tensor of every written argument."""
+    facts = schema.of(func)
+
+    def written(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        given = {**dict(zip(facts.names, args)), **kwargs}
+        return [
+            t
+            for name in facts.written
+            for t in (given[name] if isinstance(given[name], (list, tuple)) else [given[name]])
+        ]
+
+    def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
+        # torch has no meta kernels for these.
+        lengths = {
+            name: len(a) for name, a in zip(facts.names, args) if isinstance(a, (list, tuple)) and a
+        }
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"{func} takes lists of one length, or empty ones; got {lengths}. Give one tensor in each list for each parameter."
+            )
+        return new_entry(
+            lowering,
+            [inference.meta_like(spec_of(t)) for t in written(args, kwargs)],
+            args,
+            kwargs,
+            kinds,
+        )
+
+    call = Call(func, lowering.static, make, lowering.numbers)
+
+    def record(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with lock:
+            targets = written(args, kwargs)
+            entry, inputs, numbers = look_up(call, args, kwargs)
+            node = Value(entry, inputs, numbers)
+            for i, target in enumerate(targets):
+                write(target._handle, Part(node, i))
+        return args[0] if func._schema.returns else None
+
+    return record

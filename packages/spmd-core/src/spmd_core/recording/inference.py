@@ -1,0 +1,173 @@
+"""Shapes, strides and dtypes of an operation's results, from torch's own meta kernels; the caller memoises, so this runs once per distinct call."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spmd_core.graph.values import Spec
+
+# Where the results go is no business of shape inference, nor of a lowering.
+_PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking")
+
+
+def meta_like(spec: Spec) -> torch.Tensor:
+    """A meta tensor of this spec, at the beginning of its storage."""
+    return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+
+
+def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """Applies `function` to the tensors of an argument: itself, or elements of a list or tuple."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return [map_tensors(x, function) for x in tree]
+    return tree
+
+
+def infer(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of: Callable[[torch.Tensor], Spec],
+    *,
+    meta: Callable[..., Any] | None = None,
+) -> Any:
+    """What `func` returns for these arguments, with meta tensors in the place of tensors. Raises what torch raises for bad arguments.
+
+    `meta` stands in for the meta kernel where torch has none, or one that asks what only another device needs.
+    """
+    metas: dict[int, torch.Tensor] = {}
+
+    def to_meta(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in metas:
+            metas[id(t)] = meta_like(spec_of(t))
+        return metas[id(t)]
+
+    meta_args = [map_tensors(a, to_meta) for a in args]
+    meta_kwargs = {
+        name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"
+    }
+    if "generator" in meta_kwargs:
+        meta_kwargs["generator"] = (
+            None  # no randomness here, and a generator of another device would be refused
+        )
+    if meta_kwargs.get("device") is not None:
+        meta_kwargs["device"] = torch.device("meta")
+    try:
+        with torch.no_grad():
+            result = (meta or func)(*meta_args, **meta_kwargs)
+    except NotImplementedError:  # there is no meta kernel, which says nothing about the call
+        raise
+    except Exception as error:
+        raise (_eager_error(func, meta_args, meta_kwargs) or error) from None
+    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    suspicious = _UNCHECKED.get(func.name())
+    if suspicious is not None and suspicious(given):
+        missed = _eager_error(func, meta_args, meta_kwargs)
+        if missed is not None:
+            raise missed
+    return _as_the_kernels(func, result, given)
+
+
+def _always(given: dict[str, Any]) -> bool:
+    return True
+
+
+def _odd_window(given: dict[str, Any]) -> bool:
+    return min((*given["stride"], *given["dilation"], 1)) < 1 or min((*given["padding"], 0)) < 0
+
+
+# What the CPU kernels refuse and the meta kernels let pass: the overload, and which of its calls are to be tried.
+_UNCHECKED: dict[str, Callable[[dict[str, Any]], bool]] = {
+    **dict.fromkeys(
+        (
+            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar", "aten::bucketize.Tensor", "aten::complex", "aten::complex.out",
+            "aten::gather",
+            "aten::gather.out", "aten::index_add", "aten::index_add_", "aten::index_reduce", "aten::index_reduce_", "aten::masked_scatter",
+            "aten::masked_scatter_", "aten::multinomial", "aten::multinomial.out", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
+            "aten::uniform_",
+        ),
+        _always,
+    ),
+    "aten::convolution": _odd_window,
+}  # fmt: skip
+_MAX_STANDIN_BYTES = 256_000_000
+
+
+def _eager_error(
+    func: Any, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]
+) -> Exception | None:
+    """What eager torch raises for these shapes and dtypes, or None: the CPU kernel is called on zeros (ones for floats, which may be weights).
+
+    Meta kernels often check in another order and in other words, and users and their tests know the words of the real ones.
+    """
+    if func.namespace != "aten":  # an operation of our own: its meta kernel is the authority
+        return None
+    total = 0
+
+    def to_cpu(t: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += t.numel() * t.dtype.itemsize
+        if t.dtype.is_floating_point and total <= _MAX_STANDIN_BYTES:
+            return torch.ones_like(t, device="cpu")
+        return torch.zeros_like(t, device="cpu" if total <= _MAX_STANDIN_BYTES else "meta")
+
+    args = [map_tensors(a, to_cpu) for a in meta_args]
+    kwargs = {name: map_tensors(a, to_cpu) for name, a in meta_kwargs.items()}
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("cpu")
+    if total > _MAX_STANDIN_BYTES:
+        return None
+    # The random stream is the user's: nothing may be drawn from it here.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            func(*args, **kwargs)
+        except (
+            NotImplementedError
+        ):  # no CPU kernel, or not for this dtype, which may well work here
+            return None
+        except Exception as error:
+            return error
+    return None
+
+
+def _as_the_kernels(func: Any, result: Any, given: dict[str, Any]) -> Any:
+    """What a meta kernel gives, corrected where torch's kernels give another result."""
+    if "output_mask" in given:
+        # Some meta kernels make every result; the real ones leave out what the mask does not ask for.
+        return tuple(r if asked else None for r, asked in zip(result, given["output_mask"]))
+    if (
+        "batch_norm" in func._schema.name
+        and not given.get("training", "no_training" not in func._schema.name)
+        and len(result) >= 3
+    ):
+        # Outside training nothing is saved for the backward; the meta kernels make one value a channel.
+        return (result[0], result[1].new_empty(0), result[2].new_empty(0), *result[3:])
+    return result
+
+
+def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that a lowering is given."""
+    return {
+        name: a
+        for name, a in kwargs.items()
+        if name not in _PLACEMENT_KEYWORDS and name != "device"
+    }
+
+
+def flatten(result: Any) -> tuple[tuple[Spec, ...], tuple[int | None, ...] | None, bool]:
+    """Specs of the tensors in a result, how they are arranged (None: the result is one tensor), and whether in a list."""
+    if isinstance(result, torch.Tensor):
+        return (Spec.from_tensor(result),), None, False
+    specs: list[Spec] = []
+    structure: list[int | None] = []
+    for x in result:
+        if x is None:
+            structure.append(None)
+        else:
+            structure.append(len(specs))
+            specs.append(Spec.from_tensor(x))
+    return tuple(specs), tuple(structure), isinstance(result, list)

@@ -1,0 +1,97 @@
+"""Writes: a new value goes to a storage, back along the chain of views through which it is written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from spmd_core.graph.storage import Handle, Link, Storage, View
+from spmd_core.graph.strides import is_dense, overlaps
+from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.ops import registry
+from spmd_core.recording.views import lowering_of, strided_link
+
+# Writing.
+
+
+def write(handle: Handle, value: Value) -> None:
+    """Makes `value` the handle's value, through the chain where it is a view."""
+    if isinstance(handle, Storage):
+        handle.write(value)
+        return
+    spec, storage = handle.spec, handle.storage
+    if overlaps(spec.shape, spec.strides):
+        raise RuntimeError(
+            f"a write needs every element at its own place; in this view of shape {spec.shape} and strides {spec.strides} several elements share "
+            "one memory location. clone() the tensor before writing to it."
+        )
+    written = value
+    if isinstance(handle.base, View) and any(
+        overlaps(v.spec.shape, v.spec.strides) for v in handle.chain()
+    ):
+        # What lies between shares memory (`x.expand(3, 4)[0]`), so it has no one value to go back through; this view's own places do.
+        link = strided_link(handle, spec.shape, spec.strides, handle.offset)
+        written = Value(_view_write_entry(link, storage.spec), (storage.value, written), ())
+    else:
+        view: Handle = handle
+        while isinstance(view, View):
+            base, link = view.base, view.link
+            before = base.value if isinstance(base, Storage) else base.current()
+            written = Value(
+                link.entry.view_write or _view_write_entry(link, base.spec),
+                (before, written),
+                link.numbers,
+            )
+            view = base
+    storage.write(written)
+    handle.value, handle.version = value, storage.version
+
+
+def refuse_partial_overlap(target: Handle, source: Handle) -> None:
+    """torch's own check before an in-place operation, for two tensors of one storage (c10's `get_overlap_status`)."""
+    a, b = target.spec, source.spec
+    if (
+        0 in a.shape
+        or 0 in b.shape
+        or not is_dense(a.shape, a.strides)
+        or not is_dense(b.shape, b.strides)
+    ):
+        return
+    first, other = target.offset * a.dtype.itemsize, source.offset * b.dtype.itemsize
+    last, other_last = first + a.num_bytes, other + b.num_bytes
+    if (first, last) == (other, other_last) and a.strides == b.strides:
+        return
+    if first < other_last and other < last:
+        raise RuntimeError(
+            "some elements of the input tensor and the written-to tensor refer to a single memory location, but are not the same element; got a "
+            f"written tensor of shape {a.shape}, strides {a.strides}, at element {target.offset} of the storage, and an input of shape {b.shape}, "
+            f"strides {b.strides}, at element {source.offset}. clone() the input before the operation."
+        )
+
+
+def _view_write_entry(link: Link, base: Spec) -> Entry:
+    """The operation that puts a written view back into its base."""
+    found = link.entry.view_write
+    if found is None:
+        func, args, kwargs = link.call
+        place = registry.find_view_write(func) or _write_by_position(func)
+
+        def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+            return [place(inputs[0], inputs[1], *args, **kwargs)]
+
+        found = link.entry.view_write = Entry(f"write.{link.entry.name}", kernel, (base,))
+    return found
+
+
+def _write_by_position(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A write for any view that only selects and reorders: view the positions, and set those."""
+    lowering = lowering_of(func)
+
+    def place(base: Any, view: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = jnp.arange(base.size).reshape(base.shape)
+        context = registry.Context((registry.Out(view.shape, torch.int64),), "cpu")
+        chosen = lowering.function(context, positions, *args, **kwargs)
+        return base.reshape(-1).at[chosen.reshape(-1)].set(view.reshape(-1)).reshape(base.shape)
+
+    return place

@@ -1,0 +1,1 @@
+"""Devices, processes, buffers: what runs, and how data gets there."""

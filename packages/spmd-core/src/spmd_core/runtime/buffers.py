@@ -1,0 +1,131 @@
+"""Data between host memory and device memory, and the programs in flight."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+
+from spmd_core import dtypes, metrics
+from spmd_core.config import config
+from spmd_core.errors import ProgramError
+from spmd_core.runtime.devices import all_devices, platform
+from spmd_core.runtime.placement import device_ids_of, replicated
+
+
+def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
+    """Host data as a device array of `padded_shape`; each device receives its own shard only. Does not wait."""
+    data = dtypes.numpy_view(tensor.detach().contiguous())
+    metrics.count("uploads")
+    metrics.count("uploaded_bytes", data.nbytes)
+    with jax.enable_x64(True):
+        if padded_shape == data.shape:
+            if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
+                return jax.device_put(data, jax_sharding)
+            return jax.make_array_from_callback(data.shape, jax_sharding, lambda index: data[index])
+        return jax.make_array_from_callback(
+            padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape)
+        )
+
+
+def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
+    bounds = [s.indices(n)[:2] for s, n in zip(index, padded_shape)]
+    block = data[tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, data.shape))]
+    return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
+
+
+def reshard(
+    array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_shape: tuple[int, ...]
+) -> jax.Array:
+    """The array's first `shape` elements, laid out anew with `jax_sharding` and padded to `padded_shape`. Does not wait."""
+    metrics.count("resharded_bytes", array.nbytes)
+    with jax.enable_x64(True):
+        if 0 in shape:
+            # jax moves the blocks of an empty array as they are, of their old shape, where the order of the devices changes.
+            return jax.make_array_from_callback(
+                padded_shape,
+                jax_sharding,
+                lambda _: np.zeros(jax_sharding.shard_shape(padded_shape), array.dtype),
+                dtype=array.dtype,
+            )
+        if array.shape == padded_shape:
+            return jax.device_put(array, jax_sharding)
+        whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[
+            tuple(slice(n) for n in shape)
+        ]
+        return jax.device_put(
+            jax.numpy.pad(whole, [(0, p - n) for n, p in zip(shape, padded_shape)]), jax_sharding
+        )
+
+
+def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
+    """The logical value in host memory, as a CPU tensor that owns its memory. Waits for the device."""
+    metrics.count("host_reads")
+    wait_for(array)
+    if array.is_fully_addressable or array.is_fully_replicated:
+        host = np.asarray(array)
+    else:
+        host = multihost_utils.process_allgather(array, tiled=True)
+    if host.shape != shape:
+        host = host[tuple(slice(n) for n in shape)]
+    return dtypes.tensor_view(np.array(host, copy=True, order="C"))
+
+
+def wait_for(array: jax.Array) -> None:
+    """Blocks until the array is computed. Raises ProgramError where the program that should have computed it failed on the device."""
+    try:
+        array.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        raise ProgramError(
+            f"a program that was started without waiting failed on the device: {error}. "
+            "Its results are lost; call sync(wait=True) after each step to find which."
+        ) from error
+
+
+class InFlight:
+    """Bounds the programs that wait on the devices, by waiting for the oldest. Each program gives a token: a result that is never donated.
+
+    Attributes:
+        has_started: whether any program ever was.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Any] = deque()
+        self.has_started = False
+
+    def add(self, token: jax.Array) -> None:
+        """Counts a program in; waits while there are too many."""
+        self.has_started = True
+        limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
+        self._queue.append(token)
+        while len(self._queue) > limit:
+            wait_for(self._queue.popleft())
+
+    def wait_all(self) -> None:
+        """Blocks until every program that was started has ended."""
+        while self._queue:
+            wait_for(self._queue.popleft())
+
+
+in_flight = InFlight()
+
+
+def from_blocks(
+    blocks: dict[int, torch.Tensor], jax_sharding: Any, padded_shape: tuple[int, ...]
+) -> jax.Array:
+    """The device array whose block on each local device (by its number) is host data, padding included. Does not wait."""
+    with jax.enable_x64(True):
+        # Copies: on the CPU, jax may use a numpy array's own memory, and the caller may write to the block later.
+        arrays = [
+            jax.device_put(np.array(dtypes.numpy_view(block.detach())), all_devices()[device])
+            for device, block in blocks.items()
+        ]
+        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
+
+
+def addressable(array: jax.Array) -> Sequence[Any]:
+    """The shards that this host holds, by global device id."""
+    return sorted(array.addressable_shards, key=lambda s: s.device.id)

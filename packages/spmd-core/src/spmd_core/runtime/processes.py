@@ -1,0 +1,169 @@
+"""Who runs the program: processes, hosts and devices, as counts, names and facts. Nothing here changes anything."""
+
+import os
+import socket
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from spmd_core.errors import SpmdError, UnsupportedOpError
+from spmd_core.runtime import devices, startup
+from spmd_core.sharding.mesh import Mesh
+
+
+def process_index() -> int:
+    """The number of this process among those that run the program together; 0 is the master. Starts the devices."""
+    devices.all_devices()
+    return jax.process_index()
+
+
+def process_count() -> int:
+    """How many processes run the program together. Starts the devices."""
+    return devices.num_processes()
+
+
+def local_process_count() -> int:
+    """How many of the processes run on each host: `PJRT_LOCAL_PROCESS_COUNT`, or torchrun's `LOCAL_WORLD_SIZE`, else 1.
+
+    Raises:
+        SpmdError: the variable is not a positive number.
+    """
+    for name in ("PJRT_LOCAL_PROCESS_COUNT", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name)
+        if text is not None:
+            if not text.isdigit() or int(text) < 1:
+                raise SpmdError(
+                    f"{name} is the number of processes on this host, at least 1; got {text!r}. Correct it or unset it."
+                )
+            return int(text)
+    return 1
+
+
+def host_index() -> int:
+    """The number of this process's host, where the processes of one host have consecutive numbers."""
+    return process_index() // local_process_count()
+
+
+def is_master(*, local: bool = False) -> bool:
+    """Whether this is process 0; with `local`, whether it is the first of its host."""
+    return (process_index() % local_process_count() if local else process_index()) == 0
+
+
+def addressable_runtime_device_count() -> int:
+    """How many devices belong to this process."""
+    return len(_own())
+
+
+def real_devices() -> list[str]:
+    """The names of this process's devices, such as `["CPU:0", "CPU:1"]`, with their numbers among all devices."""
+    return [
+        row["name"]
+        for row in devices.device_attributes()
+        if row["process_index"] == jax.process_index()
+    ]
+
+
+def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) -> Mesh:
+    """A mesh of one axis over the first `num_devices` devices (None: all); `axis_name` None leaves the axis unnamed. Starts the devices for None.
+
+    Example:
+        >>> get_1d_mesh("data")
+        Mesh(range(0, 8), (8,), ('data',))
+    """
+    count = devices.global_runtime_device_count() if num_devices is None else num_devices
+    return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
+
+
+def _own() -> list[Any]:
+    every = devices.all_devices()
+    return [d for d in every if d.process_index == jax.process_index()]
+
+
+def memory_info(device: int | str | torch.device | None = None) -> dict[str, int]:
+    """What the allocator of a device of this process says, in bytes: `bytes_used`, `bytes_limit` and `peak_bytes_used`.
+
+    Args:
+        device: a number among all devices, or a name of `real_devices()`. None and the logical device (`"xla"`): the fullest of this process.
+
+    Raises:
+        ValueError: no device of this process is called so.
+        UnsupportedOpError: the platform keeps no such statistics, as the emulated devices on a CPU.
+    """
+    stats = [_memory_of(d) for d in _chosen(device)]
+    return max(stats, key=lambda row: row["bytes_used"])
+
+
+def _chosen(device: int | str | torch.device | None) -> list[Any]:
+    names = real_devices()
+    if device is None or str(device).split(":")[0] == "xla":
+        return _own()
+    wanted = (
+        f"{names[0].split(':')[0]}:{device}" if isinstance(device, int) else str(device).upper()
+    )
+    if wanted not in names:
+        raise ValueError(
+            f"memory is known of this process's devices, which are {', '.join(names)}; got {device!r}. Pass one of these, or None."
+        )
+    return [_own()[names.index(wanted)]]
+
+
+def _memory_of(device: Any) -> dict[str, int]:
+    found = device.memory_stats()
+    if not found or "bytes_limit" not in found:
+        raise UnsupportedOpError(
+            f"the memory of a device is what its allocator counts; the {device.platform} platform counts nothing, got a question for {device}. "
+            "Ask metrics.programs() what each program takes by the compiler's own analysis (peak_bytes)."
+        )
+    return {
+        "bytes_used": found["bytes_in_use"],
+        "bytes_limit": found["bytes_limit"],
+        "peak_bytes_used": found["peak_bytes_in_use"],
+    }
+
+
+def is_bf16_supported() -> bool:
+    """Whether the devices compute in bfloat16: tries one sum. Waits for the device."""
+    try:
+        one = jax.device_put(jnp.ones((), jnp.bfloat16), _own()[0])
+        return float(one + one) == 2.0
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
+def get_master_ip() -> str:
+    """The IP address of the host of process 0: as given to `startup.initialize`, or from `MASTER_ADDR`, jax's or a TPU pod's variables.
+
+    Raises:
+        SpmdError: none of them says it, or the host's name has no address.
+    """
+    variables = (
+        "MASTER_ADDR",
+        "JAX_COORDINATOR_ADDRESS",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_WORKER_HOSTNAMES",
+    )
+    for name, text in (
+        ("initialize()", startup.coordinator_address()),
+        *((name, os.environ.get(name)) for name in variables),
+    ):
+        if text:
+            host = _host(text.split(",")[0])
+            try:
+                return str(socket.getaddrinfo(host, None)[0][4][0])
+            except OSError as error:
+                raise SpmdError(
+                    f"the host that {name} names must have an address; got {text!r}: {error}. Set it to one that this host knows."
+                ) from error
+    raise SpmdError(
+        f"the master's address is given to initialize() or told by the environment; got none of {', '.join(variables)}. "
+        "Set MASTER_ADDR, or call initialize(coordinator_address=...)."
+    )
+
+
+def _host(address: str) -> str:
+    """The host of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address if address.count(":") > 1 else address.partition(":")[0]

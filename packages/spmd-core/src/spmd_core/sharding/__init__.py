@@ -1,0 +1,1 @@
+"""Where blocks live: meshes, partition specs and shardings, as pure values."""

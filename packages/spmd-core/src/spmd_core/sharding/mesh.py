@@ -1,0 +1,433 @@
+"""The named device mesh: an immutable grid of global device ids, built and compared without touching a device."""
+
+import ast
+import math
+import operator
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, SupportsIndex
+
+import numpy as np
+
+from spmd_core.errors import MeshError, PartitionSpecError
+
+_MESH_KEYS = ("device_ids", "mesh_shape", "axis_names")
+_MAX_IDS_IN_REPR = 32
+_MAX_DEVICE_ID = 2**31 - 1
+_SIZE = re.compile("0*[1-9][0-9]{0,8}")
+
+
+class Mesh:
+    """A grid of global device ids whose axes may be named.
+
+    The ids fill the grid in row-major order, and any subset of the machine's devices may be used. The constructor knows nothing about
+    the machine: `check_devices` compares a mesh with the number of devices that exist. A mesh is immutable; equal meshes hash alike.
+
+    Args:
+        device_ids: global device ids, unique and not negative: a list, a range or an integer array of any shape (it is flattened).
+        mesh_shape: size of each axis; the product is the number of ids.
+        axis_names: one unique, non-empty name for each axis, or None for a mesh whose axes are known by index only.
+
+    Attributes:
+        device_ids: read-only int64 array of shape `(size,)`.
+        ids: the same as a tuple of ints, which hashes.
+        mesh_shape: tuple of ints.
+        axis_names: tuple of str, or None.
+
+    Raises:
+        MeshError: an argument breaks one of the rules above.
+
+    Example:
+        >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
+        >>> dict(mesh.shape())
+        {'data': 4, 'model': 2}
+        >>> mesh.get_logical_mesh()[1]
+        array([2, 3])
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    device_ids: np.ndarray
+    ids: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...] | None
+    _hash: int
+    # Completed by the modules above that know shardings and devices: `sharding` and `runtime`.
+    get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
+    get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
+
+    def __init__(
+        self,
+        device_ids: Iterable[int] | np.ndarray,
+        mesh_shape: Sequence[int],
+        axis_names: Sequence[str] | None = None,
+    ) -> None:
+        shape = _checked_shape(mesh_shape)
+        ids = _checked_ids(device_ids, shape)
+        names = _checked_names(axis_names, shape)
+        ids.flags.writeable = False
+        fields = {
+            "device_ids": ids,
+            "ids": tuple(ids.tolist()),
+            "mesh_shape": shape,
+            "axis_names": names,
+            "_hash": hash((shape, names, ids.tobytes())),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def size(self) -> int:
+        """Number of devices in the mesh."""
+        return math.prod(self.mesh_shape)
+
+    def shape(self) -> "OrderedDict[str | int, int]":
+        """Size of each axis in mesh order, keyed by axis name, or by index where the mesh is unnamed."""
+        keys: Sequence[str | int] = (
+            range(len(self.mesh_shape)) if self.axis_names is None else self.axis_names
+        )
+        return OrderedDict(zip(keys, self.mesh_shape, strict=True))
+
+    def get_logical_mesh(self) -> np.ndarray:
+        """The device ids as a read-only int64 array of shape `mesh_shape`."""
+        return self.device_ids.reshape(self.mesh_shape)
+
+    def get_axis_name_idx(self, name: str) -> int:
+        """Index of the axis called `name`. Raises MeshError for a name that the mesh does not have, and for an unnamed mesh."""
+        if self.axis_names is None or name not in self.axis_names:
+            raise MeshError(_unknown_name(self, name))
+        return self.axis_names.index(name)
+
+    def axis_index(self, axis: int | str) -> int:
+        """Index in `range(len(mesh_shape))` of an axis given by name or by index; negative indices count from the last axis.
+
+        Raises:
+            PartitionSpecError: the mesh has no such axis, or `axis` is neither an int nor a str (a bool is not an int here).
+        """
+        if isinstance(axis, str):
+            if self.axis_names is None or axis not in self.axis_names:
+                raise PartitionSpecError(_unknown_name(self, axis))
+            return self.axis_names.index(axis)
+        index = _as_int(axis)
+        if index is None:
+            raise PartitionSpecError(
+                f"a mesh axis is given by its index (int) or its name (str); got {axis!r} of type {type(axis).__name__}. "
+                f"Use one of {_known_axes(self)}."
+            )
+        rank = len(self.mesh_shape)
+        if not -rank <= index < rank:
+            raise PartitionSpecError(
+                f"the index of a mesh axis must lie between {-rank} and {rank - 1}, as the mesh has {rank} axes; got {index}. "
+                f"Use one of {_known_axes(self)}."
+            )
+        return index % rank
+
+    @staticmethod
+    def from_str(text: str) -> "Mesh":
+        """The mesh that `str(mesh)` was taken from. Raises MeshError when `text` is not such a string.
+
+        Example:
+            >>> Mesh.from_str(
+            ...     "{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}"
+            ... ).size()
+            2
+        """
+        try:
+            fields = ast.literal_eval(text.strip())
+        except (AttributeError, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict) or set(fields) != set(_MESH_KEYS):
+            raise MeshError(
+                f"a mesh is read from a dict literal with the keys {', '.join(_MESH_KEYS)}; got {_shortened(text)}. "
+                "Pass a string that str(mesh) returned, such as \"{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}\"."
+            )
+        return Mesh(**fields)
+
+    def __str__(self) -> str:
+        return str(
+            {
+                "device_ids": self.device_ids.tolist(),
+                "mesh_shape": self.mesh_shape,
+                "axis_names": self.axis_names,
+            }
+        )
+
+    def __repr__(self) -> str:
+        ids = self.device_ids.tolist()
+        consecutive = range(ids[0], ids[0] + len(ids))
+        if ids == list(consecutive):
+            ids_text = repr(consecutive)
+        elif len(ids) <= _MAX_IDS_IN_REPR:
+            ids_text = repr(ids)
+        else:
+            ids_text = f"[{ids[0]}, {ids[1]}, {ids[2]}, ..., {ids[-1]}]"
+        names_text = "" if self.axis_names is None else f", {self.axis_names!r}"
+        return f"{type(self).__name__}({ids_text}, {self.mesh_shape!r}{names_text})"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.mesh_shape == other.mesh_shape
+            and self.axis_names == other.axis_names
+            and np.array_equal(self.device_ids, other.device_ids)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"a Mesh is immutable; got an assignment to {name!r}. Build another Mesh instead."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(
+            f"a Mesh is immutable; got a deletion of {name!r}. Build another Mesh instead."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not the instance's dict: numpy forgets the read-only flag in a pickle, and a str's hash differs between processes.
+        return _rebuild_mesh, (
+            type(self),
+            self.device_ids.tolist(),
+            self.mesh_shape,
+            self.axis_names,
+        )
+
+
+_global_mesh: Mesh | None = None
+
+
+def set_global_mesh(mesh: Mesh | None) -> None:
+    """Makes `mesh` the one that is used where a call names none; None unsets it. Raises MeshError for anything else."""
+    global _global_mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. Build one: Mesh(device_ids, mesh_shape, axis_names)."
+        )
+    _global_mesh = mesh
+
+
+def get_global_mesh() -> Mesh | None:
+    """The mesh last given to `set_global_mesh`, or None."""
+    return _global_mesh
+
+
+def check_devices(mesh: Mesh, num_devices: int) -> None:
+    """Raises MeshError unless every id of `mesh` is one of the runtime's devices 0 to `num_devices - 1`."""
+    missing = mesh.device_ids[mesh.device_ids >= num_devices]
+    if missing.size:
+        raise MeshError(
+            f"every device id of a mesh must be below the number of devices, {num_devices}; got {_listed(missing.tolist())} in {mesh!r}. "
+            f"Build the mesh from ids in range({num_devices}), or start the program with at least {int(missing.max()) + 1} devices."
+        )
+
+
+def parse_mesh(text: str, num_devices: int) -> Mesh:
+    """The mesh that a command line describes, over all devices in order.
+
+    Args:
+        text: axes in mesh order, `"name=size"` separated by commas. One size may be -1 or `*`: what the other axes leave.
+        num_devices: number of devices, all of which the mesh must use.
+
+    Raises:
+        MeshError: the text cannot be read, or its sizes do not multiply to `num_devices`.
+
+    Example:
+        >>> parse_mesh("data=2,fsdp=*", num_devices=8)
+        Mesh(range(0, 8), (2, 4), ('data', 'fsdp'))
+    """
+    if num_devices < 1:
+        raise MeshError(
+            f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. Start the program with devices."
+        )
+    parsed = [_parsed_axis(part, text, num_devices) for part in text.split(",")]
+    axes = dict(parsed)
+    if len(axes) != len(parsed):
+        raise MeshError(
+            f"each mesh axis must be named once; got {text!r}. Give every axis its own name, such as 'data={num_devices},model=1'."
+        )
+    free = [name for name, size in axes.items() if size is None]
+    if len(free) > 1:
+        raise MeshError(
+            f"at most one axis may take the rest of the devices; got {_listed(free)} in {text!r}. "
+            f"Give the others a size, such as {_fitting_mesh(axes, num_devices)!r}."
+        )
+    known = math.prod(size for size in axes.values() if size is not None)
+    if num_devices % known if free else num_devices != known:
+        rule = "divide" if free else "multiply to"
+        raise MeshError(
+            f"the sizes of the mesh axes must {rule} the number of devices, {num_devices}; got {text!r}, whose product is {known}. "
+            f"Write for instance {_fitting_mesh(axes, num_devices)!r}, or start the program with another number of devices."
+        )
+    shape = tuple(num_devices // known if size is None else size for size in axes.values())
+    return Mesh(range(num_devices), shape, tuple(axes))
+
+
+def _parsed_axis(part: str, text: str, num_devices: int) -> tuple[str, int | None]:
+    """`("data", 2)` for `"data=2"`; the size is None where it is the rest."""
+    name, separator, size = (piece.strip() for piece in part.partition("="))
+    is_rest = size in ("-1", "*")
+    if not name or not separator or not (is_rest or _SIZE.fullmatch(size)):
+        raise MeshError(
+            "a mesh is written as axes 'name=size' separated by commas, where a size is a positive number, or -1 or * for the rest; "
+            f"got {part!r} in {text!r}. Write for instance 'data={num_devices}'."
+        )
+    return name, None if is_rest else int(size)
+
+
+def _fitting_mesh(axes: dict[str, int | None], num_devices: int) -> str:
+    """A text with the same axis names that fits: one size changed where that is enough (the last that can be), else all on the first axis."""
+    names = list(axes)
+    sizes = [1 if size is None else size for size in axes.values()]
+    for position in reversed(range(len(sizes))):
+        others = math.prod(sizes) // sizes[position]
+        if num_devices % others == 0:
+            sizes[position] = num_devices // others
+            break
+    else:
+        sizes = [num_devices] + [1] * (len(sizes) - 1)
+    return ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+
+
+def _rebuild_mesh(
+    cls: type[Mesh],
+    device_ids: list[int],
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...] | None,
+) -> Mesh:
+    """An unpickled mesh. A subclass keeps its type, although its own constructor takes other arguments."""
+    mesh = cls.__new__(cls)
+    Mesh.__init__(mesh, device_ids, mesh_shape, axis_names)
+    return mesh
+
+
+_rebuild_mesh.__module__ = "spmd_core"  # as Mesh's
+
+
+def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = [_as_int(size) for size in _as_list(mesh_shape) or []]
+    shape = tuple(size for size in sizes if size is not None and size >= 1)
+    if not shape or len(shape) != len(sizes):
+        single = _as_int(mesh_shape)
+        advice = (
+            f"Write ({single},) for one axis"
+            if single is not None and single >= 1
+            else "Pass one size for each axis, such as (4, 2)"
+        )
+        raise MeshError(
+            f"mesh_shape must be one or more ints, each at least 1; got {mesh_shape!r}. {advice}."
+        )
+    return shape
+
+
+def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A fresh int64 array of shape `(prod(shape),)`: unique, not negative."""
+    size = math.prod(shape)
+    given = _as_list(device_ids)
+    ids = [_as_int(device_id) for device_id in given or []]
+    bad = [
+        value
+        for value, device_id in zip(given or [], ids, strict=True)
+        if device_id is None or not 0 <= device_id <= _MAX_DEVICE_ID
+    ]
+    if given is None or bad:
+        raise MeshError(
+            f"device_ids must be a list, range or array of ints from 0 to {_MAX_DEVICE_ID}; "
+            f"got {_listed(bad) if given is not None else repr(device_ids)}. Pass for instance range({size})."
+        )
+    if len(ids) != size:
+        raise MeshError(
+            f"the product of mesh_shape must be the number of device_ids; got mesh_shape {shape} with product {size} "
+            f"and {len(ids)} ids. Pass {size} ids, or a mesh_shape whose product is {len(ids)}."
+        )
+    array = np.array(ids, dtype=np.int64)
+    values, counts = np.unique(array, return_counts=True)
+    if values.size != size:
+        raise MeshError(
+            f"device_ids must be unique, as a device has one place in the mesh; got {_listed(values[counts > 1].tolist())} more than once. "
+            f"Pass {size} different ids."
+        )
+    return array
+
+
+def _checked_names(
+    axis_names: Sequence[str] | None, shape: tuple[int, ...]
+) -> tuple[str, ...] | None:
+    if axis_names is None:
+        return None
+    names = _as_list(axis_names)
+    if names is None:
+        example = (
+            tuple(f"axis{index}" for index in range(len(shape)))
+            if not isinstance(axis_names, str)
+            else (axis_names,)
+        )
+        raise MeshError(
+            f"axis_names must be a tuple with one name for each axis, or None; got {axis_names!r}. Write a tuple, such as {example!r}."
+        )
+    if any(not isinstance(name, str) or not name for name in names):
+        raise MeshError(
+            f"every axis name must be a str that is not empty; got {names}. Name each axis, such as ('data', 'model')."
+        )
+    if len(names) != len(shape):
+        raise MeshError(
+            f"axis_names must have one name for each axis of mesh_shape; got {len(names)} names {names} for {len(shape)} axes {shape}. "
+            f"Pass {len(shape)} names, or None."
+        )
+    if len(set(names)) != len(names):
+        raise MeshError(
+            f"axis names must be unique; got {names}. Rename the axis that is repeated."
+        )
+    return tuple(str(name) for name in names)
+
+
+def _as_list(value: object) -> list[Any] | None:
+    """The elements of an ordered collection, those of an array flattened; None for what has no order or is a single thing."""
+    if isinstance(value, np.ndarray):
+        return list(value.reshape(-1))
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict, set, frozenset)):
+        return list(value)
+    return None
+
+
+def _as_int(value: object) -> int | None:
+    """`value` as an int where it is a Python or numpy integer; None for everything else, bool too."""
+    if (
+        type(value) is int
+    ):  # nearly always; the check of a protocol takes microseconds, which adds up over 1024 ids
+        return value
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of one element or more has __index__ and refuses it
+        return None
+
+
+def _unknown_name(mesh: Mesh, name: object) -> str:
+    if mesh.axis_names is None:
+        return (
+            f"a mesh axis can be named only where the mesh has axis names; got {name!r} for the unnamed {mesh!r}. "
+            f"Use one of {_known_axes(mesh)}, or pass axis_names to Mesh."
+        )
+    return f"an axis name must be one of the mesh's axis names; got {name!r} for {mesh!r}. Use one of {_known_axes(mesh)}."
+
+
+def _known_axes(mesh: Mesh) -> str:
+    return ", ".join(repr(axis) for axis in mesh.shape())
+
+
+def _listed(values: Sequence[object]) -> str:
+    """The first few values, so that a message about a large mesh stays readable."""
+    shown = ", ".join(repr(value) for value in values[:4])
+    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"
+
+
+def _shortened(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

@@ -1,0 +1,127 @@
+"""What users write: partition specs, checked against a mesh."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_core.errors import MeshError, PartitionSpecError
+from spmd_core.sharding.mesh import Mesh
+
+Axis: TypeAlias = int | str
+"""A mesh axis, by index (negative counts from the last) or by name."""
+
+PartitionSpec: TypeAlias = tuple[int | str | tuple[int | str, ...] | None, ...]
+"""One entry for each tensor dim: None (not sharded), a mesh axis, or a tuple of mesh axes, the major one first."""
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """A mesh and a partition spec as a user hands them around, for instance to a loader.
+
+    Attributes:
+        mesh: the mesh whose axes the spec names.
+        partition_spec: one entry for each tensor dim; a list is accepted and kept as a tuple.
+        minibatch: the tensors to be sharded hold this process's part of the batch, not the whole batch.
+
+    Raises:
+        PartitionSpecError: the spec does not fit the mesh. The tensor's rank is checked when the spec is applied.
+
+    Example:
+        >>> spec = ShardingSpec(Mesh(range(8), (4, 2), ("data", "model")), ("data", None))
+        >>> spec.can_apply(2), spec.can_apply(3)
+        (True, False)
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    mesh: Mesh
+    partition_spec: PartitionSpec
+    minibatch: bool = False
+
+    def __post_init__(self) -> None:
+        validate_spec(self.mesh, self.partition_spec)
+        entries = (
+            tuple(entry) if isinstance(entry, list) else entry for entry in self.partition_spec
+        )
+        object.__setattr__(self, "partition_spec", tuple(entries))
+
+    def can_apply(self, tensor: Any) -> bool:
+        """Whether the spec has one entry for each dim of `tensor`: an int (the rank), or an object with `ndim` or `dim()`.
+
+        Stricter than applying the spec, which replicates the dims that a short spec leaves out: a loader asks this to tell the
+        tensors that are meant from the others in a batch.
+        """
+        return len(self.partition_spec) == _rank_of(tensor)
+
+
+def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
+    """Checks a partition spec against a mesh; returns, for each entry of the spec, the mesh axis indices that it names.
+
+    Raises:
+        PartitionSpecError: the spec or an entry has a wrong type, names an axis that the mesh lacks, or an axis is used twice.
+        MeshError: `mesh` is not a Mesh.
+
+    Example:
+        >>> validate_spec(Mesh(range(8), (2, 2, 2), ("x", "y", "z")), (("z", 0), None, -2))
+        ((2, 0), (), (1,))
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"a partition spec belongs to a Mesh; got {mesh!r} of type {type(mesh).__name__}. Pass Mesh(device_ids, mesh_shape, axis_names)."
+        )
+    if not isinstance(spec, (tuple, list)):
+        raise PartitionSpecError(_wrong_spec_type(mesh, spec))
+    dims = tuple(_entry_axes(mesh, entry, spec) for entry in spec)
+    used: set[int] = set()
+    for axis in (axis for axes in dims for axis in axes):
+        if axis in used:
+            name = axis if mesh.axis_names is None else mesh.axis_names[axis]
+            raise PartitionSpecError(
+                f"a mesh axis may shard a tensor once; got axis {name!r} more than once in {tuple(spec)!r}. "
+                "Keep it in one place, and write None for a dim that should not be sharded."
+            )
+        used.add(axis)
+    return dims
+
+
+def _entry_axes(
+    mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec
+) -> tuple[int, ...]:
+    """Axis indices of one entry of `spec`."""
+    if entry is None:
+        return ()
+    if not isinstance(entry, (tuple, list)):
+        return (mesh.axis_index(entry),)
+    axes: tuple[Any, ...] = tuple(entry)
+    for axis in axes:
+        if axis is None or isinstance(axis, (tuple, list)):
+            raise PartitionSpecError(
+                f"a tuple inside a partition spec must hold mesh axes only, by index or name; got {axis!r} in {tuple(spec)!r}. "
+                f"List the axes of one dim side by side, such as {tuple(mesh.shape())!r}."
+            )
+    return tuple(mesh.axis_index(axis) for axis in axes)
+
+
+def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
+    is_axis = any(
+        type(spec) is type(axis) and spec == axis
+        for axis in (*mesh.shape(), *range(len(mesh.mesh_shape)))
+    )
+    example = repr((spec if is_axis else next(iter(mesh.shape())),))
+    return (
+        f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
+        f"Write {example} to shard the first dim, or () to replicate."
+    )
+
+
+def _rank_of(tensor: Any) -> int:
+    if isinstance(tensor, (int, np.integer)):
+        return int(tensor)
+    if hasattr(tensor, "ndim"):
+        return int(tensor.ndim)
+    if hasattr(tensor, "dim"):
+        return int(tensor.dim())
+    raise TypeError(
+        f"a rank is asked of a tensor, an array or an int; got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself."
+    )

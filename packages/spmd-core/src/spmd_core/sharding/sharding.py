@@ -1,0 +1,312 @@
+"""`Sharding`: where each block of a tensor lives, canonical and hashable."""
+
+import math
+import threading
+import weakref
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from spmd_core.errors import PartitionSpecError
+from spmd_core.sharding import xla_text
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.partition_spec import Axis, PartitionSpec, validate_spec
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class ShardingType(IntEnum):
+    """How a tensor lies on its mesh; the numbers are XLA's."""
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    REPLICATED = 0
+    MAXIMAL = 1
+    TUPLE = 2
+    TILED = 3
+    MANUAL = 4
+    PARTIAL = 5
+    UNKNOWN = 6
+
+
+@dataclass(frozen=True)
+class OpSharding:
+    """XLA's description of one sharding: which block each device holds.
+
+    Attributes:
+        type: tiled, replicated, or partial (each block on several devices).
+        tile_assignment_dimensions: blocks along each tensor dim; for PARTIAL a last entry counts the holders of a block. Empty for REPLICATED.
+        tile_assignment_devices: device ids in the order of the blocks.
+        replicate_on_last_tile_dim: whether that last entry is there.
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    type: ShardingType
+    tile_assignment_dimensions: tuple[int, ...]
+    tile_assignment_devices: tuple[int, ...]
+    replicate_on_last_tile_dim: bool
+
+
+@dataclass(frozen=True)
+class Manual:
+    """The axes of a mesh along which each device computes for itself: to them the tensors of a manual region are local."""
+
+    mesh: Mesh
+    axes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many values a local tensor has."""
+        return math.prod(self.mesh.mesh_shape[axis] for axis in self.axes)
+
+
+@dataclass(frozen=True, repr=False)
+class Sharding:
+    """The canonical sharding of tensors of one rank: for each tensor dim, the mesh axes that split it.
+
+    Built with `Sharding.of`, which checks the spec and returns the same object for the same sharding. A dim that is split over the
+    axes (a, b) has its blocks numbered with b running fastest. A dim whose size is not a multiple of its number of blocks is stored
+    padded at its end.
+
+    Attributes:
+        mesh: the mesh.
+        dims: for each tensor dim, the mesh axis indices that split it, the major one first. An axis of size 1 is kept, and splits nothing.
+
+    Example:
+        >>> sharding = Sharding.of(Mesh(range(8), (4, 2), ("data", "model")), ("model", None), 2)
+        >>> sharding.tiles, sharding.text
+        ((2, 1), '{devices=[2,1,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}')
+        >>> sharding.padded_shape((5, 3)), sharding.shard_shape((5, 3))
+        ((6, 3), (3, 3))
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    mesh: Mesh
+    dims: tuple[tuple[int, ...], ...]
+    _hash: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.dims for axis in axes]
+        assert len(set(used)) == len(used), self.dims
+        assert all(0 <= axis < len(self.mesh.mesh_shape) for axis in used), self.dims
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims)))
+
+    @classmethod
+    def of(cls, mesh: Mesh, partition_spec: PartitionSpec, ndim: int) -> "Sharding":
+        """The sharding that `partition_spec` means for tensors of rank `ndim`; a short spec replicates the dims it leaves out.
+
+        Raises:
+            PartitionSpecError: the spec does not fit the mesh, or is longer than `ndim`.
+            MeshError: `mesh` is not a Mesh.
+        """
+        dims = validate_spec(mesh, partition_spec)
+        if len(dims) > ndim:
+            raise PartitionSpecError(
+                f"a partition spec must not have more entries than the tensor has dims; got {tuple(partition_spec)!r} with {len(dims)} entries "
+                f"for a tensor of rank {ndim}. Keep at most {ndim} entries; an omitted entry replicates its dim."
+            )
+        dims += ((),) * (ndim - len(dims))
+        sharding = _interned.get((mesh, dims))
+        if sharding is None:
+            with _interned_lock:
+                sharding = _interned.setdefault((mesh, dims), cls(mesh, dims))
+        return sharding
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the tensors."""
+        return len(self.dims)
+
+    @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """Number of blocks along each tensor dim."""
+        return tuple(math.prod(self.mesh.mesh_shape[axis] for axis in axes) for axes in self.dims)
+
+    @cached_property
+    def num_shards(self) -> int:
+        """Number of different blocks; the mesh holds `mesh.size() // num_shards` copies of each."""
+        return math.prod(self.tiles)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every device holds the whole tensor."""
+        return self.num_shards == 1
+
+    @cached_property
+    def partition_spec(self) -> PartitionSpec:
+        """The canonical spec, of length `ndim`: axis names where the mesh has them; None, one axis, or a tuple of two or more axes."""
+        names: tuple[Axis, ...] = (
+            tuple(range(len(self.mesh.mesh_shape)))
+            if self.mesh.axis_names is None
+            else self.mesh.axis_names
+        )
+        entries = (tuple(names[axis] for axis in axes) for axes in self.dims)
+        return tuple(
+            None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries
+        )
+
+    @cached_property
+    def tile_assignment(self) -> np.ndarray:
+        """Device ids as a read-only int64 array of shape `(*tiles, num_replicas)`: `[block]` lists the holders of that block, sorted."""
+        split = [axis for axes in self.dims for axis in axes]
+        rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in split]
+        assignment = np.sort(
+            self.mesh.get_logical_mesh().transpose(*split, *rest).reshape(*self.tiles, -1), axis=-1
+        )
+        assignment.flags.writeable = False
+        return assignment
+
+    @property
+    def type(self) -> ShardingType:
+        """Replicated, tiled (one device to a block), or partial (several)."""
+        if self.is_replicated:
+            return ShardingType.REPLICATED
+        return ShardingType.PARTIAL if self.tile_assignment.shape[-1] > 1 else ShardingType.TILED
+
+    @property
+    def op_sharding(self) -> OpSharding:
+        """XLA's description of this sharding."""
+        kind = self.type
+        if kind is ShardingType.REPLICATED:
+            return OpSharding(kind, (), (), False)
+        is_partial = kind is ShardingType.PARTIAL
+        dimensions = self.tile_assignment.shape if is_partial else self.tiles
+        return OpSharding(
+            kind, tuple(dimensions), tuple(self.tile_assignment.reshape(-1).tolist()), is_partial
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """XLA's text (GSPMD, V1) of this sharding, such as `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}` or `{replicated}`."""
+        op = self.op_sharding
+        if op.type is ShardingType.REPLICATED:
+            return xla_text.REPLICATED
+        return xla_text.tiled(
+            op.tile_assignment_dimensions,
+            op.tile_assignment_devices,
+            is_partial=op.replicate_on_last_tile_dim,
+        )
+
+    def padded_shape(self, shape: Shape) -> Shape:
+        """`shape` with every size rounded up to a multiple of the number of blocks along its dim; 0 stays 0."""
+        self._check_rank(shape)
+        return tuple(-(-size // tile) * tile for size, tile in zip(shape, self.tiles, strict=True))
+
+    def shard_shape(self, shape: Shape) -> Shape:
+        """Shape of the block that each device stores for a tensor of logical shape `shape`, padding included."""
+        self._check_rank(shape)
+        return tuple(-(-size // tile) for size, tile in zip(shape, self.tiles, strict=True))
+
+    def indices(self, shape: Shape) -> tuple[tuple[slice, ...], ...]:
+        """For each mesh position (the order of `mesh.device_ids`), the slices of the logical tensor that its device holds.
+
+        Slices stop at `shape`, so a block that is all padding has `start == stop` in some dim. Every slice is explicit, with step None.
+
+        Example:
+            >>> Sharding.of(Mesh(range(4), (4,)), (0,), 1).indices((5,))
+            ((slice(0, 2, None),), (slice(2, 4, None),), (slice(4, 5, None),), (slice(5, 5, None),))
+        """
+        per_dim = []
+        for size, block, coordinates in zip(
+            shape, self.shard_shape(shape), self._block_coordinates, strict=True
+        ):
+            per_dim.append(
+                [
+                    slice(min(index * block, size), min((index + 1) * block, size))
+                    for index in coordinates.tolist()
+                ]
+            )
+        return tuple(zip(*per_dim, strict=True)) if per_dim else ((),) * self.mesh.size()
+
+    def replica_ids(self) -> tuple[int, ...]:
+        """For each mesh position, the rank of its device id among the devices that hold the same block: 0 for the lowest id."""
+        return self._replica_ids
+
+    def __repr__(self) -> str:
+        return f"Sharding.of({self.mesh!r}, {self.partition_spec!r}, {self.ndim})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `dims` is itself a valid spec. Going through `of` keeps one object per sharding, and leaves the per-process hash behind.
+        return Sharding.of, (self.mesh, self.dims, self.ndim)
+
+    @cached_property
+    def _block_coordinates(self) -> tuple[np.ndarray, ...]:
+        """For each tensor dim, an int array of shape `(mesh.size(),)`: the index along that dim of the block at each mesh position."""
+        mesh_shape = self.mesh.mesh_shape
+        positions = np.unravel_index(np.arange(self.mesh.size()), mesh_shape)
+        per_dim = []
+        for axes in self.dims:
+            index = np.zeros(self.mesh.size(), dtype=np.int64)
+            for axis in axes:
+                index = index * mesh_shape[axis] + positions[axis]
+            per_dim.append(index)
+        return tuple(per_dim)
+
+    @cached_property
+    def _replica_ids(self) -> tuple[int, ...]:
+        ranks = list(range(self.tile_assignment.shape[-1])) * self.num_shards
+        rank_by_id = dict(zip(self.tile_assignment.reshape(-1).tolist(), ranks, strict=True))
+        return tuple(rank_by_id[device_id] for device_id in self.mesh.ids)
+
+    def _check_rank(self, shape: Shape) -> None:
+        if len(shape) != self.ndim:
+            raise PartitionSpecError(
+                f"a sharding serves tensors of one rank; got the shape {tuple(shape)} of rank {len(shape)} for {self!r} of rank {self.ndim}. "
+                f"Build a sharding for it: Sharding.of(mesh, partition_spec, {len(shape)})."
+            )
+
+
+# Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds many meshes does not keep them.
+_interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = (
+    weakref.WeakValueDictionary()
+)
+# Reentrant: the collector may run a finalizer that builds a sharding while this thread holds the lock.
+_interned_lock = threading.RLock()
+
+
+def from_text(text: str, ndim: int) -> Sharding:
+    """The sharding, over an unnamed mesh, that XLA's text says, for tensors of rank `ndim`.
+
+    Raises:
+        PartitionSpecError: the text is no sharding into blocks, or is for another rank.
+
+    Example:
+        >>> from_text("{devices=[2,1,2]0,2,1,3 last_tile_dim_replicate}", 2).indices((4, 4))[0]
+        (slice(0, 2, None), slice(0, 4, None))
+    """
+    if text.strip() == xla_text.REPLICATED:
+        return Sharding.of(Mesh([0], (1,)), (), ndim)
+    held, is_manual = xla_text.blocks(text, num_devices=1)
+    if is_manual or held.ndim != ndim:
+        raise PartitionSpecError(
+            "a sharding's text is '{replicated}' or '{devices=[tiles]ids}' with a tile for each of "
+            f"{ndim} dims and every id; got {text!r}. Pass what tensor.sharding_spec gives."
+        )
+    ids = [device_id for holders in held.reshape(-1) for device_id in holders]
+    num_holders = len(ids) // held.size
+    mesh_shape = (*held.shape, num_holders) if num_holders > 1 else held.shape
+    return Sharding.of(Mesh(ids, mesh_shape), tuple(range(ndim)), ndim)
+
+
+def op_sharding(mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
+    """What `partition_spec` means to XLA for a tensor of the spec's length: `Mesh.get_op_sharding`.
+
+    Raises:
+        PartitionSpecError: the spec does not fit the mesh.
+
+    Example:
+        >>> Mesh(range(4), (2, 2), ("a", "b")).get_op_sharding(("b",)).tile_assignment_devices
+        (0, 2, 1, 3)
+    """
+    return Sharding.of(mesh, partition_spec, len(validate_spec(mesh, partition_spec))).op_sharding
+
+
+Mesh.get_op_sharding = op_sharding

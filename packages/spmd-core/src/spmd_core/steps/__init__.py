@@ -1,0 +1,1 @@
+"""What stands around a training loop: closures, compiled steps, rates."""

@@ -1,0 +1,139 @@
+"""Nested structures of tensors: to the device, to the host, and to a file."""
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import IO, Any
+
+import numpy as np
+import torch
+from jax.experimental import multihost_utils
+
+from spmd_core.errors import SpmdError
+from spmd_core.marks.marking import apply_sharding, start_upload
+from spmd_core.runtime import processes
+from spmd_core.sharding.partition_spec import ShardingSpec
+from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with `function` applied to every tensor in it.
+
+    Looks into mappings, lists, tuples, named tuples, sets and dataclasses, and rebuilds each as its own type; all else is passed through.
+
+    Example:
+        >>> map_tensors({"x": [torch.ones(2), "name"]}, lambda tensor: tensor.sum().item())
+        {'x': [2.0, 'name']}
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return with_values(value, {key: map_tensors(item, function) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map_tensors(item, function) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        clone = copy.copy(
+            value
+        )  # not dataclasses.replace: it would run __init__, which may want other arguments
+        for field in dataclasses.fields(value):
+            object.__setattr__(clone, field.name, map_tensors(getattr(value, field.name), function))
+        return clone
+    return value
+
+
+def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the same type with other values; a plain dict where the type cannot be copied and changed."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return items
+    clone = copy.copy(
+        mapping
+    )  # keeps what a subclass carries beside its items, as a state dict's `_metadata`
+    clone.update(items)
+    return clone
+
+
+def to_cpu(data: Any) -> Any:
+    """The same structure with every device tensor as a CPU tensor. Cuts, and waits for the device.
+
+    What was one tensor stays one: tied weights are read, and saved, once. Parameters stay parameters, and leaves keep `requires_grad`. Under several
+    processes each of them must call this, as all take part in gathering; all get the whole values.
+    """
+    moved: dict[tuple[int, type, bool], torch.Tensor] = {}
+
+    def down(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, XLAShardedTensor):
+            return t
+        # By handle: a state dict holds other tensor objects, over the same handle, for each name of a tied weight.
+        wants_grad = t.requires_grad and t.is_leaf
+        key = (
+            id(t._handle),
+            torch.nn.Parameter if isinstance(t, torch.nn.Parameter) else torch.Tensor,
+            wants_grad,
+        )
+        if key not in moved:
+            host = t.detach().cpu()
+            moved[key] = (
+                torch.nn.Parameter(host, t.requires_grad)
+                if key[1] is torch.nn.Parameter
+                else host.requires_grad_(wants_grad)
+            )
+        return moved[key]
+
+    return map_tensors(data, down)
+
+
+def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any:
+    """The same structure with every tensor on the device, sharded as `input_sharding` says. Does not wait for the device.
+
+    A tensor with fewer dims than the spec takes its first entries (1-D labels beside 4-D images take the entry of the batch dim), one with more is
+    not split along the others, and one without dims is not marked. Data of marked tensors starts to go up; other data goes when a program needs it.
+
+    Raises:
+        NotInSpmdModeError: a sharding is given outside of SPMD mode.
+        UnsupportedOpError: `input_sharding.minibatch` under several processes.
+    """
+
+    def up(t: torch.Tensor) -> torch.Tensor:
+        moved = t.to(XLA_DEVICE)
+        if input_sharding is None or t.dim() == 0:
+            return moved
+        fitted = dataclasses.replace(
+            input_sharding, partition_spec=tuple(input_sharding.partition_spec)[: t.dim()]
+        )
+        return start_upload(apply_sharding(moved, fitted))
+
+    return map_tensors(data, up)
+
+
+def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bool = True) -> None:
+    """`torch.save` of the structure with every device tensor on the CPU: `torch.load(path, weights_only=True)` reads it in any process.
+
+    Under several processes each of them must call it, as all take part in gathering; it returns in each when the file is written.
+
+    Args:
+        data: any structure that `map_tensors` looks into.
+        path: a path or a binary file.
+        master_only: process 0 alone writes; else each process writes to its own `path`.
+
+    Raises:
+        SpmdError: another process could not write. (In the process that could not, its own error.)
+    """
+    host = to_cpu(data)
+    error: Exception | None = None
+    if processes.is_master() or not master_only:
+        try:
+            torch.save(host, path)
+        except Exception as raised:
+            error = raised
+    if processes.process_count() > 1:
+        # Also where this one failed: the others wait here.
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+        if failed.size and error is None:
+            raise SpmdError(
+                f"every process that writes must succeed; process {failed.tolist()} could not write its file. Look at its own error."
+            )
+    if error is not None:
+        raise error

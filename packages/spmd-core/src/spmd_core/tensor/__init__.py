@@ -1,0 +1,1 @@
+"""What a user holds: `XLAShardedTensor`, and the shards of its local devices."""

@@ -1,0 +1,426 @@
+"""`XLAShardedTensor`: a torch tensor on device `xla` that is metadata plus a handle to a graph value; it holds no arithmetic."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd_core.errors import ShardError, SpmdError, UnsupportedOpError
+from spmd_core.graph.storage import Handle, Storage, address
+from spmd_core.graph.values import Spec
+from spmd_core.runtime.placement import sharding_text
+from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.sharding import Sharding, ShardingType
+from spmd_core.tensor import shards
+from spmd_core.tensor.shards import XLAShard
+
+XLA_DEVICE = torch.device("xla:0")
+_new = torch.Tensor._make_wrapper_subclass
+_STRIDED = torch.strided
+_as_strided_ = torch.ops.aten.as_strided_.default
+# torch's kernel that only sets the metadata of a tensor; it is registered for every device but XLA.
+_METADATA_KEYS = torch._C.DispatchKeySet(
+    torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
+)
+
+
+class Followed:
+    """A handle whose sharding gradients follow, and the last that was known of it: autograd's graph may live on when the tensor is gone.
+
+    The handle is held weakly. The hook that holds this lives as long as the graph, and a value that is held at a cut is a result of the program: a
+    loss that lives through `sync()` would make results of all marked activations.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.take(handle)
+
+    def take(self, handle: Handle) -> None:
+        """Follows this handle from here on."""
+        self._handle, self._sharding, self.shape = (
+            weakref.ref(handle),
+            handle.sharding,
+            handle.spec.shape,
+        )
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The handle's now, or when it was marked last."""
+        handle = self._handle()
+        return self._sharding if handle is None else handle.sharding
+
+
+class XLAShardedTensor(torch.Tensor):
+    """Every tensor on device `xla`, marked with a sharding or not; behaves as the whole (global) tensor.
+
+    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`). Operations are recorded and return at once;
+    reading a value on the host (`.cpu()`, `.item()`, `print`) computes everything pending and waits.
+
+    Called, the class gives an existing tensor, moved to the device if it is elsewhere: `XLAShardedTensor(elem, mesh_shape, partition_spec)`.
+
+    Args:
+        elem: any tensor; one on the device is itself returned.
+        mesh_shape: with `partition_spec`, marks the tensor over a mesh of the first devices in this shape, whose axes are numbers.
+        partition_spec: see `mark_sharding`.
+        requires_grad: whether autograd tracks the tensor; it then stays a leaf.
+
+    Raises:
+        TypeError: `elem` is no tensor, or only one of `mesh_shape` and `partition_spec` is given.
+    """
+
+    _handle: Handle
+    # Set by `marking`: constrains the gradients of a marked leaf. None where nothing is marked.
+    _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
+    # Set by `marking`: marks a tensor over a mesh of a given shape.
+    _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpec], None]
+    # What this tensor's gradients follow, shared with the hook.
+    _followed: "Followed | None" = None
+    # Completed by `dtensor`, which knows torch's placements.
+    device_mesh: Any
+    placements: Any
+    redistribute: Callable[..., "XLAShardedTensor"]
+    full_tensor: Callable[..., "XLAShardedTensor"]
+    to_local: Callable[..., "XLAShardedTensor"]
+    from_local: Callable[..., "XLAShardedTensor"]
+    _spec: Any
+    invalidate_spec_cache: Callable[["XLAShardedTensor"], None]
+    # Interception happens below autograd only: above it, gradients would be lost.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        elem: torch.Tensor,
+        mesh_shape: Sequence[int] | None = None,
+        partition_spec: PartitionSpec | None = None,
+        requires_grad: bool = False,
+    ) -> "XLAShardedTensor":
+        if not isinstance(elem, torch.Tensor):
+            raise TypeError(
+                f"XLAShardedTensor takes a tensor; got {type(elem).__name__}. Pass one, or use torch.tensor(data, device='xla') for other data."
+            )
+        if (mesh_shape is None) != (partition_spec is None):
+            raise TypeError(
+                f"mesh_shape and partition_spec go together; got {mesh_shape} and {partition_spec}. Give both, or neither and mark the tensor later."
+            )
+        tensor = elem if isinstance(elem, XLAShardedTensor) else elem.detach().to(XLA_DEVICE)
+        assert isinstance(tensor, XLAShardedTensor)
+        if mesh_shape is not None and partition_spec is not None:
+            XLAShardedTensor._mark_over(tensor, mesh_shape, partition_spec)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise SpmdError(
+            f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone."
+        )
+
+    # --- Sharding ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The canonical sharding that the tensor was marked with or inherited; None where the partitioner may choose."""
+        return self._handle.sharding
+
+    @property
+    def sharding_spec(self) -> str:
+        """XLA's text of the sharding, such as `{devices=[4,2]0,1,2,3,4,5,6,7}`; `''` where the tensor has none. Does not wait.
+
+        For an unmarked tensor that was computed, this is what the partitioner chose.
+        """
+        sharding = self._handle.sharding
+        if sharding is not None:
+            return sharding.text
+        value = self._handle.storage.value
+        if (
+            value.data is None
+            or value.placement.jax_sharding is None
+            or self._handle is not self._handle.storage
+        ):
+            return ""
+        return sharding_text(value.placement.jax_sharding, len(value.spec.shape))
+
+    @property
+    def sharding_type(self) -> ShardingType:
+        """Tiled, partial or replicated. Raises ShardError where the tensor has no sharding."""
+        sharding = self._handle.sharding
+        if sharding is None:
+            raise ShardError(
+                "sharding_type needs a tensor with a sharding; this one has none. Call mark_sharding(tensor, mesh, partition_spec) first."
+            )
+        return sharding.type
+
+    @property
+    def partition_spec(self) -> PartitionSpec | None:
+        """The partition spec, one entry per dim, or None."""
+        return None if self._handle.sharding is None else self._handle.sharding.partition_spec
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...] | None:
+        """The shape of the mesh that the tensor is marked over, or None."""
+        return (
+            None if self._handle.sharding is None else tuple(self._handle.sharding.mesh.mesh_shape)
+        )
+
+    @property
+    def global_tensor(self) -> torch.Tensor:
+        """The tensor itself: it is the global tensor already."""
+        return self
+
+    @property
+    def local_shards(self) -> list[XLAShard]:
+        """What each device of this host holds, as CPU copies, padding included, by device id. Cuts, uploads and waits.
+
+        Raises:
+            ShardError: the tensor has no sharding.
+        """
+        return shards.read_local(shards.sharded_storage(self._handle, "local_shards"))
+
+    def load_local_shards_(self, new_shards: Sequence[XLAShard]) -> "XLAShardedTensor":
+        """Replaces what each device of this host holds, in place, without a detour over one whole tensor. Returns the tensor. Does not wait.
+
+        Args:
+            new_shards: one for each local device, as `local_shards` gave them: `data` of the shape of a stored block, padding included.
+
+        Raises:
+            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no shard or two; a block has another shape or
+                dtype than is stored; or two devices that hold copies of one block get different ones.
+            RuntimeError: a leaf that requires grad is written outside `torch.no_grad()`.
+        """
+        storage = shards.sharded_storage(self._handle, "load_local_shards_")
+        if self.requires_grad and self.is_leaf and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a leaf that requires grad can't be written in place while gradients are recorded; got load_local_shards_ on one. "
+                "Call it under torch.no_grad()."
+            )
+        shards.write_local(storage, new_shards)
+        torch.autograd.graph.increment_version(self)
+        return self
+
+    # --- Host side --------------------------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        if tensor_contents is not None:
+            return f"XLAShardedTensor({tensor_contents})"
+        text = repr(self.detach().cpu()).removesuffix(")")
+        parts = [text, f"device='{self.device}'"]
+        if self.grad_fn is not None:
+            parts.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            parts.append("requires_grad=True")
+        text = ", ".join(parts) + ")"
+        if self._handle.sharding is not None:
+            text = f"XLAShardedTensor({text}, sharding={self._handle.sharding.partition_spec})"
+        return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
+
+    __str__ = __repr__
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(self.item(), format_spec) if self.dim() == 0 else format(str(self), format_spec)
+        )
+
+    def tolist(self) -> Any:
+        """The values as nested Python lists. Waits for the device."""
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as a numpy array in host memory: a copy, so `force=True` is needed just as for any other device."""
+        if not force:
+            raise TypeError(
+                "can't convert an xla tensor to numpy: it is not in host memory. Use tensor.detach().cpu().numpy() or numpy(force=True)."
+            )
+        return self.detach().cpu().numpy(force=True)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only tensors that the user created (graph leaves) can be deep-copied; this one has a grad_fn. Use detach() or clone()."
+            )
+        with torch.no_grad():
+            copied = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        else:
+            copied.requires_grad_(self.requires_grad)
+        memo[id(self)] = copied
+        if self.grad is not None:
+            copied.grad = self.grad.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles through the CPU, in torch's own form for device tensors, so that `torch.load(weights_only=True)` reads it."""
+        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+
+    # --- What torch's C++ setters would do without telling the handle -------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same storage, outside autograd and its count of writes."""
+        return wrap(self._handle)
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        if not isinstance(new, XLAShardedTensor):
+            raise TypeError(
+                f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla')."
+            )
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self._handle = new._handle
+        if self._followed is not None:
+            self._followed.take(new._handle)
+
+    def data_ptr(self) -> int:
+        """A number that two tensors share if they begin at one place of one storage: tied weights are found by it. No memory lies there."""
+        return address(self._handle)
+
+    def untyped_storage(self) -> Any:
+        """What all views of one tensor share, as far as it can be told without memory: `data_ptr()`, `nbytes()`, `size()`, `device`."""
+        return DeviceMemory(self._handle.storage)
+
+    def storage(self) -> Any:
+        """Refused: torch's typed storage shows elements in memory. Raises UnsupportedOpError."""
+        raise UnsupportedOpError(
+            f"an xla tensor has no storage whose elements Python can reach; got storage() of a tensor of shape {tuple(self.shape)}. "
+            "Use untyped_storage().data_ptr() to tell storages apart, or tensor.cpu().storage()."
+        )
+
+    def is_shared(self) -> bool:
+        """True, as for every tensor that is not in host memory."""
+        return True
+
+    def share_memory_(self) -> "XLAShardedTensor":
+        """Does nothing, as for every tensor that is not in host memory: sent to another process, it goes as a copy."""
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd tracks the tensor."""
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
+        """As torch's; a marked leaf's gradients follow its sharding from here on."""
+        super().requires_grad_(requires_grad)
+        if (
+            requires_grad
+            and self._handle.sharding is not None
+            and XLAShardedTensor._on_requires_grad is not None
+        ):
+            XLAShardedTensor._on_requires_grad(self)
+        return self
+
+    # --- torch.compile and Module.to need both; a flattened tensor is one meta tensor that leads back to the handle. -------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_meta"], None
+
+    @property
+    def _meta(self) -> torch.Tensor:
+        spec = self._handle.spec
+        meta = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
+        meta._xla_handle = self._handle  # type: ignore[attr-defined]
+        return meta
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "XLAShardedTensor":
+        handle = getattr(inner["_meta"], "_xla_handle", None)
+        if handle is None:
+            raise NotImplementedError(
+                "torch.compile over xla tensors is not available: the traced tensor has no recorded value. Call the function directly."
+            )
+        return wrap(handle)
+
+
+class DeviceMemory:
+    """In the place of torch's storage object, whose bytes a device array does not show. Two are equal if they are of one storage.
+
+    Raises:
+        AttributeError: for everything that would read, write or resize the bytes.
+    """
+
+    device = XLA_DEVICE
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def data_ptr(self) -> int:
+        """A number that is the storage's own."""
+        return address(self._storage)
+
+    def nbytes(self) -> int:
+        """Bytes of all elements, over all shards."""
+        return self._storage.spec.num_bytes
+
+    size = __len__ = nbytes
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceMemory) and other._storage is self._storage
+
+    def __hash__(self) -> int:
+        return hash(self._storage)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. Use the tensor itself, or tensor.cpu().untyped_storage()."
+        )
+
+
+def wrap(handle: Handle) -> XLAShardedTensor:
+    """A new tensor over a handle."""
+    spec = handle.spec
+    # By position, as parsing keywords costs: class, size, strides, offset, memory format, dtype, layout, device.
+    tensor = _new(
+        XLAShardedTensor,
+        spec.size,
+        spec.strides,
+        handle.offset,
+        None,
+        spec.dtype,
+        _STRIDED,
+        XLA_DEVICE,
+    )
+    tensor._handle = handle
+    return tensor
+
+
+def become(tensor: XLAShardedTensor, handle: Handle) -> None:
+    """Gives a tensor another handle, of any shape and strides, in place: what `t_()` and `squeeze_()` do to a tensor's own metadata."""
+    spec = handle.spec
+    if tensor._handle.spec.num_elements < spec.num_elements:
+        # The kernel holds the metadata against the size of the storage that the tensor was made with; torch's setter replaces that too.
+        tensor.data = wrap(handle)
+        return
+    with torch._C._DisableTorchDispatch():
+        _as_strided_.redispatch(_METADATA_KEYS, tensor, spec.size, spec.strides, handle.offset)
+    tensor._handle = handle
+
+
+def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
+
+
+# Before torch lists it: a pickle names the public package, wherever this file lies.
+_rebuild_parameter.__module__ = "spmd_core"
+
+
+torch.serialization.add_safe_globals([_rebuild_parameter])
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The spec of any tensor."""
+    return tensor._handle.spec if isinstance(tensor, XLAShardedTensor) else Spec.from_tensor(tensor)

@@ -1,0 +1,147 @@
+"""`XLAShard`: one device's part of a tensor, in host memory; what the local devices hold, read and written block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+
+import numpy as np
+import torch
+
+from spmd_core import dtypes
+from spmd_core.errors import ShardError
+from spmd_core.graph.storage import Handle, Storage, lock
+from spmd_core.program import execution, leaves
+from spmd_core.runtime import buffers, devices
+from spmd_core.sharding.sharding import Sharding
+
+
+@dataclass
+class XLAShard:
+    """One device's part of a tensor: a CPU copy.
+
+    Attributes:
+        data: the block as stored, padding included, on the CPU.
+        indices: for each dim the slice of the global tensor that the block holds (clamped to its shape, step 1), or `...` where it holds all of
+            it. A tensor on the host is indexed with `tuple(indices)`.
+        shard_device: such as `"CPU:3"`.
+        replica_id: the block's number among the devices that hold the same block.
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    data: torch.Tensor
+    indices: list[slice] | EllipsisType
+    shard_device: str
+    replica_id: int
+
+    @property
+    def unpadded_data(self) -> torch.Tensor:
+        """The block without padding, a view of `data`."""
+        if isinstance(self.indices, EllipsisType):
+            return self.data
+        return self.data[tuple(slice(s.stop - s.start) for s in self.indices)]
+
+    @unpadded_data.setter
+    def unpadded_data(self, value: torch.Tensor) -> None:
+        self.unpadded_data.copy_(value)
+
+
+def sharded_storage(handle: Handle, what: str) -> Storage:
+    """The storage of a handle that has a sharding of its own; `what` is the caller's name, for the error."""
+    if handle.sharding is None or not isinstance(handle, Storage):
+        raise ShardError(
+            f"{what} needs a tensor with a sharding; this one, of shape {handle.spec.shape}, has none. "
+            "Call mark_sharding(tensor, mesh, partition_spec) first, on the tensor itself rather than a view of it."
+        )
+    return handle
+
+
+def read_local(storage: Storage) -> list[XLAShard]:
+    """The blocks of this host's devices, by device id. Cuts, uploads and waits."""
+    sharding = storage.sharding
+    assert sharding is not None
+    array = execution.place(storage)
+    buffers.in_flight.wait_all()
+    indices, replicas, positions = (
+        sharding.indices(storage.spec.shape),
+        sharding.replica_ids(),
+        _positions(sharding),
+    )
+    found = []
+    for shard in buffers.addressable(array):
+        device = devices.position_of_device(shard.device)
+        where = positions[device]
+        data = dtypes.tensor_view(np.array(shard.data, copy=True, order="C"))
+        index: list[slice] | EllipsisType = (
+            ... if sharding.is_replicated else [slice(s.start, s.stop, 1) for s in indices[where]]
+        )
+        found.append(XLAShard(data, index, devices.device_name(device), replicas[where]))
+    return found
+
+
+def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
+    """Makes the blocks what this host's devices hold; raises as `XLAShardedTensor.load_local_shards_` says."""
+    sharding = storage.sharding
+    assert sharding is not None
+    if sharding.is_replicated:
+        raise ShardError(
+            "load_local_shards_ writes the blocks of a tensor that is split; this one is replicated, so that every device holds all of it. "
+            "Use copy_ with the whole tensor."
+        )
+    local = devices.local_device_ids(sharding.mesh)
+    blocks = _by_device(shards, local)
+    shape, dtype = sharding.shard_shape(storage.spec.shape), storage.spec.dtype
+    for device, shard in blocks.items():
+        if tuple(shard.data.shape) != shape or shard.data.dtype != dtype:
+            raise ShardError(
+                f"a shard's data is the block as stored, padding included, of shape {shape} and dtype {dtype}; got shape "
+                f"{tuple(shard.data.shape)} and dtype {shard.data.dtype} for {devices.device_name(device)}. Write to the unpadded_data of the shards "
+                "that local_shards gives."
+            )
+    _refuse_different_copies(sharding, storage.spec.shape, blocks)
+    placement = leaves.own_placement(sharding)
+    array = buffers.from_blocks(
+        {device: shard.data for device, shard in blocks.items()},
+        placement.jax_sharding,
+        sharding.padded_shape(storage.spec.shape),
+    )
+    with lock:
+        leaves.replace(storage, array, placement)
+
+
+def _positions(sharding: Sharding) -> dict[int, int]:
+    """Where in the mesh each device stands."""
+    return {device: i for i, device in enumerate(sharding.mesh.ids)}
+
+
+def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, XLAShard]:
+    names = {devices.device_name(device): device for device in local}
+    given = [shard.shard_device for shard in shards]
+    if sorted(given) != sorted(names):
+        raise ShardError(
+            f"load_local_shards_ needs one shard for each local device of the tensor's mesh, {', '.join(names)}; got shards for "
+            f"{', '.join(map(str, given)) or 'none'}. Pass the list that local_shards gives."
+        )
+    return {names[shard.shard_device]: shard for shard in shards}
+
+
+def _refuse_different_copies(
+    sharding: Sharding, shape: tuple[int, ...], blocks: dict[int, XLAShard]
+) -> None:
+    """Devices that hold copies of one block must go on holding copies: a program reads whichever is near."""
+    indices, positions = sharding.indices(shape), _positions(sharding)
+    first: dict[tuple[tuple[int, int], ...], int] = {}
+    for device, shard in blocks.items():
+        index = indices[positions[device]]
+        other = first.setdefault(tuple((s.start, s.stop) for s in index), device)
+        inside = tuple(slice(s.stop - s.start) for s in index)
+        mine, theirs = shard.data[inside].detach(), blocks[other].data[inside].detach()
+        # By bytes: a NaN is the same NaN.
+        if (
+            other != device
+            and dtypes.numpy_view(mine).tobytes() != dtypes.numpy_view(theirs).tobytes()
+        ):
+            raise ShardError(
+                f"devices that hold copies of one block must get equal data; got different data for {devices.device_name(other)} and "
+                f"{devices.device_name(device)}, which both hold {list(index)}. Write the same block to both."
+            )

@@ -1,0 +1,1 @@
+"""The device as torch knows it: what is registered with torch."""

@@ -1,0 +1,165 @@
+"""Makes `device="xla"` real on a stock torch wheel.
+
+It installs the router, the device guard, the device module `torch.xla`, and the factories and the copy under all others.
+"""
+
+import ctypes
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import optimizer
+from torch.utils import backend_registration
+
+from spmd_core.dispatch import composite, router, transfer
+from spmd_core.errors import SpmdError
+from spmd_core.graph.storage import Storage, lock
+from spmd_core.program import execution, leaves
+from spmd_core.runtime import devices
+from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
+from spmd_core.torch_backend import torchvision_ops
+
+
+class _XlaGuard(backend_registration._DummyDeviceGuard):
+    """There is one logical device and no stream to switch: torch only asks which type the guard is for."""
+
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.XLA
+
+
+def _install_guard() -> None:
+    """Registers a guard for DeviceType.XLA.
+
+    torch's C++ asks c10's registry for the guard of a tensor's device type (in `Tensor.to`, in autograd's engine) and aborts where there is
+    none. It lets Python make one for PrivateUse1 only, so we make that and move it to XLA's slot, leaving PrivateUse1 free. This ends when
+    torch can register a Python guard for any device type.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    xla, private = (
+        int(getattr(torch._C._autograd.DeviceType, name)) for name in ("XLA", "PrivateUse1")
+    )
+    if registry[xla]:
+        raise SpmdError(
+            "device type 'xla' must not have an owner when spmd_core is imported; another package (torch_xla?) has registered it. "
+            "Uninstall that package, or import it in another process."
+        )
+    before = registry[private]
+    torch._C._acc.register_python_privateuseone_device_guard(_XlaGuard())
+    if not registry[0] or not registry[private] or registry[private] == before:
+        raise SpmdError(
+            f"torch {torch.__version__} lays out its device guards in a way that spmd_core does not know. Use torch 2.11 or later."
+        )
+    registry[xla], registry[private] = registry[private], before
+
+
+def _device_module() -> types.ModuleType:
+    module = types.ModuleType(
+        "torch.xla", "What torch asks of every device type, for device 'xla'."
+    )
+
+    def current_device() -> int:
+        return 0
+
+    def device(index: Any = 0) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def get_rng_state(device: Any = "xla") -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "xla") -> None:
+        torch.default_generator.set_state(new_state)
+
+    def synchronize(device: Any = None) -> None:
+        execution.cut(wait=True)
+
+    members = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": current_device,
+        "set_device": lambda index: None,
+        "device": device,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
+        "_is_in_bad_fork": lambda: False,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "synchronize": synchronize,
+        "empty_cache": lambda: None,
+        "memory_stats": devices.memory_stats,
+    }
+    for name, member in members.items():
+        setattr(module, name, member)
+    return module
+
+
+def _made_on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Positions that only the arguments decide, and for which torch has a kernel for each device: a constant."""
+
+    def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return factory(*args, dtype=kwargs.get("dtype") or torch.int64, device="cpu").to(XLA_DEVICE)
+
+    return kernel
+
+
+def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    return lambda: [*supported(), "xla"]
+
+
+def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loaded state is sharded like its parameter, as the one that the optimizer made itself."""
+
+    def processed(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = process(param, *args, **kwargs)
+        if (
+            isinstance(param, XLAShardedTensor)
+            and isinstance(result, XLAShardedTensor)
+            and result.shape == param.shape
+        ):
+            handle = result._handle
+            if (
+                param.sharding is not None
+                and handle.sharding is None
+                and isinstance(handle, Storage)
+            ):
+                with lock:
+                    leaves.set_sharding(handle, param.sharding)
+        return result
+
+    return processed
+
+
+def _install() -> torch.library.Library:
+    XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
+    _install_guard()
+    torch._register_device_module("xla", _device_module())
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", transfer.empty, "XLA")
+    library.impl("empty_strided", transfer.empty_strided, "XLA")
+    library.impl("_copy_from", transfer.copy_from, "XLA")
+    # Autograd asks for zeros that are known to be zero only to save work, which the compiler saves anyhow.
+    library.impl("_efficientzerotensor", torch.zeros, "XLA")
+    for name in ("tril_indices", "triu_indices"):
+        library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
+    # torch keeps the list of devices with fused optimizers in a function, and has no registration for it.
+    optimizer._get_fused_kernels_supported_devices = _with_xla(
+        optimizer._get_fused_kernels_supported_devices
+    )
+    # There is no hook for one value of a state, and one for the whole would see it on the device already, whole on each.
+    process = _like_its_parameter(torch.optim.Optimizer._process_value_according_to_param_policy)
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(process)  # type: ignore[method-assign]
+    return library
+
+
+def device() -> torch.device:
+    """The one logical device, `xla:0`: all devices of all hosts together."""
+    return XLA_DEVICE
+
+
+# torch drops registrations when their Library dies, so they live as long as the module.
+_libraries = (_install(), composite.install(), torchvision_ops.install())

@@ -1,0 +1,144 @@
+"""Two processes on this host, with two emulated devices each, run one program together."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd_core as spmd
+
+PROGRAM = """
+import sys
+import torch
+import spmd_core as spmd
+from spmd_core.runtime import processes, startup
+from spmd_core.steps import closures, structures
+
+folder, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+out = open(f"{folder}/said{rank}.txt", "w")
+
+
+def say(*words):
+    # Not to stdout: the collectives' library writes lines of its own there, into the middle of ours.
+    out.write(" ".join(map(str, words)) + "\\n")
+    out.flush()
+
+
+spmd.config.cache_dir = None
+spmd.simulate(2)
+startup.initialize(f"127.0.0.1:{port}", 2, rank, timeout_s=60)
+spmd.use_spmd()
+facts = [processes.process_index(), processes.process_count(), processes.local_process_count(), processes.host_index(), processes.is_master(),
+         processes.is_master(local=True), processes.addressable_runtime_device_count(), spmd.global_runtime_device_count(), processes.get_master_ip()]
+say("facts", *facts, *processes.real_devices())
+
+mesh = spmd.Mesh(range(4), (4,), ("x",))
+torch.manual_seed(0)
+w = spmd.mark_sharding(torch.arange(12.0).reshape(6, 2).to("xla"), mesh, ("x",))
+for number in range(2):
+    w.mul_(2)
+    closures.add_step_closure(lambda t, n: say("closure", n, t.sum().item()), args=(w, number))
+    # Both sharded: one by a mark, one as the partitioner likes.
+    closures.add_step_closure(lambda t, u, n: say("read", n, t.sum().item(), u.sum().item()), args=(w, w + 1, number), run_async=True)
+    spmd.sync()
+closures.wait_for_closures()
+say("shards", [shard.unpadded_data.tolist() for shard in w.local_shards])
+structures.save({"w": w, "tied": w}, f"{folder}/master.pt")
+say("written", torch.load(f"{folder}/master.pt", weights_only=True)["w"].sum().item())
+structures.save({"w": w}, f"{folder}/own{rank}.pt", master_only=False)
+try:
+    structures.save(w, f"{folder}/missing/master.pt")
+except (spmd.SpmdError, RuntimeError, OSError) as error:
+    say("failed", isinstance(error, spmd.SpmdError), error)
+say("end")
+"""
+
+
+def outputs(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "PJRT_DEVICE")
+    }
+    env |= {
+        "PYTHONPATH": str(Path(spmd.__file__).parent.parent),
+        "PJRT_LOCAL_PROCESS_COUNT": "2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder), str(port), str(rank)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=180) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results):
+        assert process.returncode == 0, errors
+    return [(folder / f"said{rank}.txt").read_text().splitlines() for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    return folder, outputs(folder)
+
+
+def starting_with(word, lines):
+    return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
+
+
+def test_each_process_knows_its_place(lines):
+    first, second = (starting_with("facts", out)[0] for out in lines[1])
+    assert first == "0 2 2 0 True True 2 4 127.0.0.1 CPU:0 CPU:1"
+    assert second == "1 2 2 0 False False 2 4 127.0.0.1 CPU:2 CPU:3"
+
+
+def test_closures_run_in_each_process_with_the_whole_value(lines):
+    for out in lines[1]:
+        assert starting_with("closure", out) == ["0 132.0", "1 264.0"] and starting_with(
+            "read", out
+        ) == ["0 132.0 144.0", "1 264.0 276.0"]
+
+
+def test_each_process_holds_its_own_shards(lines):
+    rows = (torch.arange(12.0).reshape(6, 2) * 4).split(2)
+    first, second = (starting_with("shards", out)[0] for out in lines[1])
+    assert first == str([rows[0].tolist(), rows[1].tolist()]) and second == str(
+        [rows[2].tolist(), []]
+    )
+
+
+def test_the_master_writes_the_whole_value_and_the_others_wait(lines):
+    folder, both = lines
+    for out in both:
+        assert starting_with("written", out) == ["264.0"] and out[-1] == "end"
+    read = torch.load(folder / "master.pt", weights_only=True)
+    assert torch.equal(read["w"], torch.arange(12.0).reshape(6, 2) * 4) and torch.equal(
+        read["tied"], read["w"]
+    )
+    assert all(
+        torch.equal(torch.load(folder / f"own{rank}.pt", weights_only=True)["w"], read["w"])
+        for rank in range(2)
+    )
+
+
+def test_a_file_that_the_master_cannot_write_fails_in_each_process(lines):
+    first, second = (starting_with("failed", out)[0] for out in lines[1])
+    assert first.startswith("False") and "missing" in first
+    assert second.startswith(
+        "True every process that writes must succeed; process [0] could not write its file"
+    )

@@ -1,0 +1,91 @@
+"""Importing has no side effects; the device has the methods that torch asks of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd_core as spmd
+
+SOURCE = Path(spmd.__file__).parent
+
+
+def run(code, **environment):
+    env = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_import_has_no_side_effects():
+    code = """
+import json, os
+before = dict(os.environ)
+import jax
+flags = dict(jax.config.values)
+import spmd_core, jax._src.xla_bridge as bridge
+after = dict(jax.config.values)
+print(json.dumps([before == dict(os.environ), flags == {k: after[k] for k in flags}, len(bridge._backends)]))
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [True, True, 0]
+
+
+def test_the_device_module():
+    assert (
+        torch.xla.is_available()
+        and torch.xla.device_count() == 1
+        and torch.xla.current_device() == 0
+    )
+    torch.xla.synchronize()
+    assert spmd.device() == torch.device("xla:0")
+    assert len(spmd.device_attributes()) == spmd.global_runtime_device_count()
+    assert spmd.device_attributes()[0]["name"] == "CPU:0"
+    state = torch.xla.get_rng_state()
+    a = torch.rand(2, device="xla").tolist()
+    torch.xla.set_rng_state(state)
+    assert torch.rand(2, device="xla").tolist() == a
+
+
+def test_simulate_comes_first():
+    with pytest.raises(ValueError, match=r"positive number.*simulate\(8\)"):
+        spmd.simulate(0)
+    spmd.simulate(spmd.global_runtime_device_count())  # the same count again is harmless
+    with pytest.raises(spmd.SpmdError, match="top of the program"):
+        spmd.simulate(77)
+
+
+def test_marks_need_spmd_mode():
+    code = """
+import torch, spmd_core as spmd
+spmd.simulate(2)
+try:
+    spmd.mark_sharding(torch.ones(2, device="xla"), spmd.Mesh(range(2), (2,), ("x",)), ("x",))
+except spmd.NotInSpmdModeError as error:
+    print(error)
+print((torch.ones(2, device="xla") + 1).tolist(), spmd.is_spmd())
+"""
+    result = run(code)
+    assert (
+        "Call spmd_core.use_spmd() first" in result.stdout and "[2.0, 2.0] False" in result.stdout
+    ), result.stderr
+
+
+def test_an_unknown_platform_is_refused():
+    result = run(
+        "import torch, spmd_core; torch.ones(2, device='xla').cpu()", PJRT_DEVICE="QUANTUM"
+    )
+    assert "PJRT_DEVICE must be one of" in result.stderr and "got 'QUANTUM'" in result.stderr
+
+
+def test_the_persistent_cache_is_used(tmp_path):
+    code = "import torch, spmd_core as s; s.simulate(2); x = torch.ones(64, 64, device='xla'); print((x @ x).sum().item())"
+    for _ in range(2):
+        result = run(code, SPMD_CACHE_DIR=str(tmp_path / "cache"))
+        assert result.stdout.strip() == "262144.0", result.stderr
+    assert list((tmp_path / "cache").rglob("*"))

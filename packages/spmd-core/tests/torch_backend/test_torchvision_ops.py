@@ -1,0 +1,62 @@
+"""torchvision can be imported after spmd_core, whichever build of it is installed, and says itself what it lacks."""
+
+import os
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd_core as spmd
+
+SOURCE = Path(spmd.__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    util.find_spec("torchvision") is None, reason="torchvision is not installed"
+)
+
+
+def run(code):
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_torchvision_imports_after_spmd_core_without_warnings():
+    code = "import spmd_core, sys; assert 'torchvision' not in sys.modules; import torchvision; print(torchvision.models.resnet18.__name__)"
+    assert run(code).strip() == "resnet18"
+
+
+def test_the_operators_are_declared_once():
+    assert hasattr(torch.ops.torchvision, "nms")
+    assert spmd.torch_backend.torchvision_ops.install() is None
+
+
+@pytest.mark.slow
+def test_absent_torchvision_is_left_alone():
+    code = """
+import importlib.util, torch
+importlib.util.find_spec = lambda name, find=importlib.util.find_spec: None if name == "torchvision" else find(name)
+import spmd_core
+print(hasattr(torch.ops.torchvision, "nms"))
+"""
+    assert run(code).strip() == "False"
+
+
+def test_a_missing_compiled_operator_is_named():
+    from torchvision.extension import _has_ops  # noqa: PLC0415  (optional)
+    from torchvision.ops import nms  # noqa: PLC0415
+
+    if _has_ops():
+        pytest.skip("this torchvision has its compiled operators")
+    with pytest.raises(RuntimeError, match=r"Couldn't load custom C\+\+ ops"):
+        nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
