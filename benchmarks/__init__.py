@@ -1,3 +1,5 @@
-"""One question per file: what the project measures about itself."""
+"""Measurements of the project; each file answers one question."""
 
-import spmd_core  # noqa: F401  before transformers, which imports torchvision where it is installed: see spmd_core.torchvision_ops
+# Before transformers, which imports torchvision if it is installed: see
+# spmd_core.torch_backend.torchvision_ops.
+import spmd_core  # noqa: F401

@@ -1,8 +1,11 @@
-"""What does attention cost that never holds a matrix of (queries, keys)? Time and memory beside torch's composition of it, in one run.
+"""How much time and memory does attention in blocks take, against torch's composition?
 
-A forward and a backward of causal attention on one device. "math" is what `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` records: two matrix
-products around a softmax whose matrix the backward reads again. "blocks" is what the device does otherwise on this platform. Memory is the compiler's
-own figure for the program: temporaries, and the peak with arguments and results. The two take turns, and the best of the repeats is the time.
+Measures a forward and a backward of causal attention on one device. "math" is the composition that
+`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` records: two matrix products around a softmax
+whose (queries, keys) matrix is kept for the backward. "blocks" is the device's default on this
+platform, which never holds that matrix. Memory is the compiler's figure for the program:
+temporaries, and the peak with arguments and results. The two run alternately; the time is the best
+of the repeats.
 
 Run: python -m benchmarks.attention
 """
@@ -24,7 +27,7 @@ BACKENDS = {"math": [SDPBackend.MATH], "blocks": [SDPBackend.MATH, SDPBackend.FL
 
 @dataclass
 class Measured:
-    """One way to compute attention at one length."""
+    """The figures of one backend at one sequence length."""
 
     samples: Samples = field(default_factory=Samples)
     temp_bytes: int = 0
@@ -32,27 +35,27 @@ class Measured:
 
 
 def step(inputs: list[torch.Tensor], backend: str) -> float:
-    """Seconds of one forward and backward, with the wait for both."""
+    """Seconds of one forward and backward. Waits for both."""
     start = time.perf_counter()
     with sdpa_kernel(BACKENDS[backend]):
         query, key, value = inputs
         out = scaled_dot_product_attention(query, key, value, is_causal=True)
     loss = out.square().sum()
     grads = torch.autograd.grad(loss, inputs)
-    loss.item()  # the gradients are pending, too, and so part of the same program
+    loss.item()  # the gradients are pending too, so the same program computes them
     del grads
     return time.perf_counter() - start
 
 
 def measure(seq: int, *, batch: int, heads: int, dim: int, repeats: int) -> dict[str, Measured]:
-    """Both ways at one length."""
+    """The figures of both backends at one sequence length."""
     inputs = [torch.randn(batch, heads, seq, dim).to("xla").requires_grad_() for _ in range(3)]
     measured = {backend: Measured() for backend in BACKENDS}
     for repeat in range(repeats + 2):
         for backend, m in measured.items():
             compiles = spmd.metrics.counter("compiles")
             seconds = step(inputs, backend)
-            if repeat == 0:  # compiles, and uploads the inputs
+            if repeat == 0:  # this step compiles and uploads the inputs
                 program = spmd.metrics.programs(since=compiles)[0]
                 m.temp_bytes, m.peak_bytes = program.temp_bytes, program.peak_bytes
             elif repeat > 1:
@@ -67,12 +70,14 @@ def main() -> int:
         type=int,
         nargs="+",
         default=[256, 512, 1024, 2048, 4096],
-        help="lengths (default 256 512 1024 2048 4096)",
+        help="sequence lengths (default 256 512 1024 2048 4096)",
     )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each (default 5)")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed steps per backend (default 5)"
+    )
     args = parser.parse_args()
     spmd.simulate(1)
     sizes = {"batch": args.batch, "heads": args.heads, "dim": args.dim}
@@ -99,7 +104,8 @@ def main() -> int:
         "blocks, peak MB",
     ]
     notes = [
-        f"Forward and backward, causal, float32, {args.batch} x {args.heads} heads of {args.dim}, one CPU device; best of {args.repeats} steps."
+        f"Forward and backward, causal, float32, {args.batch} x {args.heads} heads of {args.dim}, "
+        f"one CPU device; best of {args.repeats} steps."
     ]
     data = {
         "sizes": sizes,

@@ -1,7 +1,9 @@
-"""How long does the first step of a 24-layer GPT-2 take before XLA compiles it? Recording with every cache cold, and lowering to StableHLO.
+"""How long does the first step of a 24-layer GPT-2 take before XLA compiles it?
 
-The step is forward, backward and AdamW of a GPT-2 at its real depth and a small width: recording and lowering do not depend on the width,
-and the compile, which is not part of the figures, stays short. A fresh process; the model is built and initialised before.
+Measures recording with all caches cold, and lowering to StableHLO. The step is forward, backward
+and AdamW of a GPT-2 with real depth and small width: the width does not change recording and
+lowering, and a small one keeps the compile, which the figures leave out, short. The process is
+fresh, and the model is built and initialised before the step.
 
 Run: python -m benchmarks.first_trace
 """
@@ -20,7 +22,9 @@ MAX_RECORD_S, MAX_LOWER_S = 3.0, 5.0
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--layers", type=int, default=24, help="blocks of the model (default 24)")
+    parser.add_argument(
+        "--layers", type=int, default=24, help="transformer blocks of the model (default 24)"
+    )
     parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
     args = parser.parse_args()
     spmd.config.cache_dir = None
@@ -55,7 +59,7 @@ def main() -> int:
 
     first = step()
     spmd.sync()
-    model.transformer.ln_f.bias.cpu()  # waits
+    model.transformer.ln_f.bias.cpu()  # waits for the step
     program = spmd.metrics.programs()[-1]
     second = step()
     rows = [
@@ -74,7 +78,8 @@ def main() -> int:
         ["recording, second step", f"{second:.3f} s", "", ""],
     ]
     notes = [
-        f"{program.num_ops:,} operations, {args.layers} layers, {args.devices} devices; compiled in {program.compile_s:.0f} s (not part of it)."
+        f"{program.num_ops:,} operations, {args.layers} layers, {args.devices} devices; "
+        f"compiled in {program.compile_s:.0f} s (not in these figures)."
     ]
     table = Table(
         "First trace of a GPT-2 train step", ["what", "wall", "at most", "holds"], rows, notes

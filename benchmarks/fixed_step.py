@@ -1,8 +1,10 @@
-"""Is a train step of stock PyTorch code as fast as the same step written by hand as one jitted jax program?
+"""Is a train step in stock PyTorch as fast as the same step as one hand-written jitted jax program?
 
-Both run in one process on the same emulated devices, in turns, from the same weights on the same tokens: Hugging Face's GPT-2 with torch.optim.AdamW,
-its parameters marked, and the program of jax_gpt2_step.py. Reported are wall time, CPU time of all threads (machines are noisy, and CPU time less
-so), the ratio of each pair of neighbours in time, and how long Python is busy with a step whose program is already compiled.
+The two programs are Hugging Face's GPT-2 with marked parameters and torch.optim.AdamW, and the step
+of jax_gpt2_step.py. Both run alternately in one process on the same emulated devices, from the same
+weights on the same tokens. Reported are wall time, CPU time of all threads (less noisy than wall
+time), the ratio within each pair of neighbouring measurements, and how long Python is busy with a
+step whose program is already compiled.
 
 Run: python -m benchmarks.fixed_step --rounds 20
 """
@@ -24,8 +26,12 @@ from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publis
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
-WARM_UP = 4  # steps before timing: two compile (the first one makes the optimizer's state), two fill the allocators
-SETTLE_S = 0.05  # between steps: XLA's worker threads spin for a while after their work, which would count as CPU time of the next step
+# Steps before timing: two compile (the first one makes the optimizer's state), two fill the
+# allocators.
+WARM_UP = 4
+# Pause between steps: XLA's worker threads spin for a while after their work, which would count as
+# CPU time of the next step.
+SETTLE_S = 0.05
 MAX_RATIO = 1.05
 MAX_TRACING_S = 0.020
 MAX_LOSS_DIFFERENCE = 1e-4
@@ -33,27 +39,25 @@ MAX_LOSS_DIFFERENCE = 1e-4
 
 @dataclass
 class Timing:
-    """Samples of one of the two programs."""
+    """Measurements of one of the two programs, in seconds per step."""
 
     wall: Samples = field(default_factory=Samples)
     cpu: Samples = field(default_factory=Samples)
-    host: Samples = field(
-        default_factory=Samples
-    )  # until Python is free again, the devices idle before
-    burst_wall: Samples = field(default_factory=Samples)  # per step, several in flight
+    # Wall time until Python is free again; the devices are idle at the start.
+    host: Samples = field(default_factory=Samples)
+    burst_wall: Samples = field(default_factory=Samples)  # with several steps in flight
     burst_cpu: Samples = field(default_factory=Samples)
 
 
 @dataclass
 class Tracing:
-    """What Python does in one step of ours while the devices are idle."""
+    """Times of Python's parts of one PyTorch step that starts with idle devices, in seconds."""
 
     recording: Samples = field(default_factory=Samples)  # forward, backward, optimizer; wall
     recording_cpu: Samples = field(default_factory=Samples)  # autograd's thread included
     dispatch: Samples = field(default_factory=Samples)  # sync(): cut, look up, enqueue; wall
-    dispatch_cpu: Samples = field(
-        default_factory=Samples
-    )  # this thread only: the devices' threads start working meanwhile
+    # CPU time of this thread only: meanwhile the devices' threads start to compute.
+    dispatch_cpu: Samples = field(default_factory=Samples)
 
 
 class Ours:
@@ -76,7 +80,9 @@ class Ours:
         self.initial = {
             name: p.detach().numpy().copy() for name, p in self.model.named_parameters()
         }
-        self.model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning, where a configuration does not say
+        # The default that transformers uses, with a warning, for a configuration without a loss
+        # type.
+        self.model.loss_type = "ForCausalLM"
         self.model.to("xla")
         mesh = spmd.Mesh(range(num_devices), (num_devices,), (reference.AXIS,))
         for p in self.model.parameters():
@@ -92,7 +98,7 @@ class Ours:
         self.loss: torch.Tensor | None = None
 
     def _mark_activations(self, mesh: Any) -> None:
-        """The residual stream and the logits are split along the batch."""
+        """Splits the residual stream and the logits along the batch."""
 
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             spmd.mark_sharding(
@@ -111,7 +117,7 @@ class Ours:
             modules[name].register_forward_hook(hook)
 
     def step(self) -> None:
-        """Records and sends off one step; does not wait for the devices."""
+        """Records one step and sends it to the devices. Does not wait for them."""
         with Stopwatch() as recording:
             loss = self.model(input_ids=self.ids, labels=self.ids, position_ids=self.positions).loss
             loss.backward()
@@ -149,7 +155,7 @@ class Reference:
         self._loss: Any = None
 
     def step(self) -> None:
-        """Sends off one step."""
+        """Sends one step to the devices."""
         self._state, self._loss = self._step(self._state, self._batch)
 
     def wait(self) -> None:
@@ -162,7 +168,10 @@ class Reference:
 
 
 def timed(program: Ours | Reference, *, steps: int) -> tuple[Stopwatch, Stopwatch]:
-    """Runs `steps` steps, waiting after the last one only; returns the time of all of it and the time until Python was free again."""
+    """Runs `steps` steps and waits after the last one.
+
+    Returns the time until the devices were done, and the time until Python was free again.
+    """
     with Stopwatch() as watch:
         with Stopwatch() as host:
             for _ in range(steps):
@@ -174,7 +183,10 @@ def timed(program: Ours | Reference, *, steps: int) -> tuple[Stopwatch, Stopwatc
 def measure(
     ours: Ours, theirs: Reference, *, rounds: int, burst: int
 ) -> tuple[Timing, Timing, list[float]]:
-    """Takes turns; returns both timings and the relative difference of the losses at each single step."""
+    """Runs both programs alternately.
+
+    Returns both timings, and the relative difference of the losses for each round's step.
+    """
     timings = {id(ours): Timing(), id(theirs): Timing()}
     differences = []
     for i in trange(rounds, desc="rounds", disable=None):
@@ -187,10 +199,8 @@ def measure(
             timings[id(program)].cpu.add(watch.cpu_s)
         mine, right = ours.read_loss(), theirs.read_loss()
         differences.append(abs(mine - right) / abs(right))
-    tracing, ours.tracing = (
-        ours.tracing,
-        Tracing(),
-    )  # in a burst the devices compete with Python for the cores
+    # Tracing leaves bursts out: there the devices compete with Python for the cores.
+    tracing, ours.tracing = ours.tracing, Tracing()
     for i in trange(max(rounds // burst, 2) if burst else 0, desc="bursts", disable=None):
         pair = [ours, theirs] if i % 2 == 0 else [theirs, ours]
         for program in pair:
@@ -202,7 +212,7 @@ def measure(
 
 
 def paired_ratio(mine: Samples, right: Samples) -> dict[str, float]:
-    """Median and quartiles of the ratios of measurements that were taken next to each other."""
+    """Median and quartiles of the ratios between measurements taken next to each other."""
     ratios = [a / b for a, b in zip(mine.values, right.values, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return {"median": median, "first_quartile": low, "third_quartile": high}
@@ -219,7 +229,7 @@ def main() -> int:
         "--burst",
         type=int,
         default=4,
-        help="steps in flight when throughput is measured; 0 leaves it out (default 4)",
+        help="steps in flight when throughput is measured; 0: not measured (default 4)",
     )
     parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
     parser.add_argument(
@@ -320,19 +330,22 @@ def main() -> int:
             "-",
         ],
     ]
+    largest = max(differences)
     targets = {
         f"wall ratio at most {MAX_RATIO}": ratios["wall"]["median"] <= MAX_RATIO,
         f"CPU ratio at most {MAX_RATIO}": ratios["cpu"]["median"] <= MAX_RATIO,
         f"tracing at most {MAX_TRACING_S * 1e3:.0f} ms of CPU": tracing_cpu_s <= MAX_TRACING_S,
         "no compile after warm-up": new_compiles == 0,
-        f"losses within {MAX_LOSS_DIFFERENCE:g} of the reference (largest {max(differences):.1e})": max(
-            differences
-        )
+        f"losses within {MAX_LOSS_DIFFERENCE:g} of the reference (largest {largest:.1e})": largest
         <= MAX_LOSS_DIFFERENCE,
     }
+    quartiles = {
+        name: f"{ratio['first_quartile']:.3f} to {ratio['third_quartile']:.3f}"
+        for name, ratio in ratios.items()
+    }
     notes = [
-        f"Ratios are the median over pairs taken in turns; quartiles of the wall ratio {ratios['wall']['first_quartile']:.3f} to "
-        f"{ratios['wall']['third_quartile']:.3f}, of the CPU ratio {ratios['cpu']['first_quartile']:.3f} to {ratios['cpu']['third_quartile']:.3f}.",
+        "Ratios are the median over pairs of neighbouring measurements; "
+        f"quartiles of the wall ratio {quartiles['wall']}, of the CPU ratio {quartiles['cpu']}.",
         *(f"{verdict(holds)}: {target}" for target, holds in targets.items()),
     ]
     table = Table(
@@ -352,7 +365,7 @@ def main() -> int:
         "num_ops": num_ops,
         "compiles": spmd.metrics.counter("compiles"),
         "compiles_after_warm_up": new_compiles,
-        "largest_relative_loss_difference": max(differences),
+        "largest_relative_loss_difference": largest,
         "targets": targets,
     }
     publish("fixed_step", table, data, folder=args.out)

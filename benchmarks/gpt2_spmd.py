@@ -1,8 +1,10 @@
-"""What does sharding GPT-2 over 8 devices do to loss, speed and memory, compared with 1 device? A report with a plot and TensorBoard logs.
+"""How do loss, speed and memory of GPT-2 change when it is sharded over 8 devices instead of 1?
 
-Trains a preset of examples/gpt2 on real text twice, each run in a process of its own: sharded over emulated CPU devices, and on one device.
-Emulated devices share the cores of this machine, so the sharded run is not expected to be faster; its memory per device is what shrinks. The
-loss curves must lie on each other. Options that are not listed here go to both runs of the recipe.
+Trains a preset of examples/gpt2 on real text twice, each run in its own process: sharded over
+emulated CPU devices, and on one device. The loss curves must agree. Emulated devices share the
+cores of this machine, so the sharded run uses less memory per device but need not be faster. Writes
+a table, a plot and TensorBoard logs. Options that are not listed here go to both runs of the
+recipe.
 
 Run: scripts/bench.sh, or python -m benchmarks.gpt2_spmd --preset small --steps 30
 """
@@ -24,15 +26,14 @@ from examples.gpt2.presets import PRESETS
 matplotlib.use("Agg")  # files only: there may be no display
 from matplotlib import pyplot as plt
 
-MAX_LOSS_DIFFERENCE = (
-    1e-3  # fp32 sums in another order, over more steps than loss_agreement.py's 20
-)
+# Float32 sums in another order, over more steps than the 20 of loss_agreement.py.
+MAX_LOSS_DIFFERENCE = 1e-3
 RESULTS = Path("results")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training run: a name for people, a folder name, and the options that set it apart."""
+    """One training run: its name in the report, a folder name, and its own options."""
 
     name: str
     folder: str
@@ -40,7 +41,7 @@ class Run:
 
 
 def runs(*, devices: int, mesh: str) -> tuple[Run, Run]:
-    """The sharded run and the one on a single device."""
+    """The sharded run, and the run on one device."""
     sharded = Run(
         f"{devices} devices, {mesh}",
         f"{devices}-devices-{mesh.replace('=', '').replace(',', '-')}",
@@ -50,16 +51,15 @@ def runs(*, devices: int, mesh: str) -> tuple[Run, Run]:
 
 
 def train(run: Run, *, common: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Runs the recipe; its progress and lines go to the console. Returns its report.
+    """Runs the recipe, with its output on the console, and returns its report.
 
     Raises:
         RuntimeError: the run failed.
     """
     logs = folder / "tensorboard" / run.folder
     results = folder / "runs" / f"{run.folder}.json"
-    shutil.rmtree(
-        logs, ignore_errors=True
-    )  # or TensorBoard would draw this run and the one before into one curve
+    # Otherwise TensorBoard would join this run and an earlier one in one curve.
+    shutil.rmtree(logs, ignore_errors=True)
     results.parent.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -87,7 +87,7 @@ def mib(num_bytes: float | None) -> str:
 
 
 def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """One row per quantity, one column per run."""
+    """The report's table: one row per quantity, one column per run."""
 
     def row(label: str, cell: Any) -> list[str]:
         return [label, *(cell(report) for report in reports.values())]
@@ -110,7 +110,7 @@ def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         row("loss, last step", lambda report: f"{report['losses'][-1]:.4f}"),
         row("evaluation loss (perplexity)", evaluation),
         row("step time", timed("step_time_s", "{:.0f} ms", 1e3)),
-        row("tokens/s", timed("tokens_per_s", "{:,.0f}")),
+        row(f"{first['unit']}/s", timed("items_per_s", "{:,.0f}")),
         *(
             row(
                 f"MFU, {formula}",
@@ -130,7 +130,7 @@ def rows_for(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def plot(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Loss curves, step time and memory, side by side."""
+    """Writes an image with loss curves, step times and memory, side by side."""
     figure, (curves, times, memory) = plt.subplots(
         1, 3, figsize=(14, 4.2), width_ratios=(2, 1, 1.3), layout="constrained"
     )
@@ -159,7 +159,7 @@ def plot(reports: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def largest_relative_difference(curves: Sequence[Sequence[float]]) -> float:
-    """Between the first curve and the others, over the steps that all have."""
+    """The largest difference between the first curve and the others, over their common steps."""
     first, *others = curves
     return max(
         (abs(a - b) / abs(a) for other in others for a, b in zip(first, other, strict=False)),
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument(
         "--devices", type=int, default=8, help="emulated devices of the sharded run (default 8)"
     )
-    parser.add_argument("--mesh", default="fsdp=8", help="its mesh (default fsdp=8)")
+    parser.add_argument("--mesh", default="fsdp=8", help="mesh of the sharded run (default fsdp=8)")
     args, others = parser.parse_known_args()
     common = [
         "--preset",
@@ -205,10 +205,12 @@ def main() -> int:
     difference = largest_relative_difference([report["losses"] for report in reports.values()])
     sources = {report["peak_source"] for report in reports.values()}
     notes = [
-        "MFU counts the model's own FLOPs. 6N: matrices only. 6N+12LdS: attention over the whole square (PaLM). 6N+6LdS: over its causal half. "
-        "N counts the tied token table once.",
-        f"Peak of a device for MFU: {'; '.join(sorted(sources))}. Memory is the compiler's own analysis of the train step.",
-        f"{verdict(difference <= MAX_LOSS_DIFFERENCE)}: losses agree within {MAX_LOSS_DIFFERENCE:g} (largest relative difference {difference:.1e}).",
+        "MFU counts the model's own FLOPs. 6N: matrices only. 6N+12LdS: attention over the whole "
+        "square (PaLM). 6N+6LdS: over its causal half. N counts the tied token table once.",
+        f"Peak of a device for MFU: {'; '.join(sorted(sources))}. "
+        "Memory is the compiler's own analysis of the train step.",
+        f"{verdict(difference <= MAX_LOSS_DIFFERENCE)}: losses agree within "
+        f"{MAX_LOSS_DIFFERENCE:g} (largest relative difference {difference:.1e}).",
     ]
     plot(reports, args.out / "gpt2_spmd.png")
     table = Table(

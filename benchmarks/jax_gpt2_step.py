@@ -1,17 +1,26 @@
-"""How fast is the fixed GPT-2 train step as one hand-written jitted jax program? This is the bar that the project is measured against.
+"""How fast is the fixed GPT-2 train step as one hand-written jitted jax program?
 
-The fixed step: GPT-2, 4 layers, width 256, 8 heads, vocabulary 8192, batch 8 x 256 tokens, no dropout, fp32, AdamW with torch's defaults, parameters
-and batch sharded over 8 devices. Parameters carry Hugging Face's names and shapes, so that weights can be handed over from torch and compared.
+The project's own step is compared with this one. The fixed step: GPT-2, 4 layers, width 256, 8
+heads, vocabulary 8192, batch 8 x 256 tokens, no dropout, fp32, AdamW with torch's defaults,
+parameters and batch sharded over 8 devices. Parameters have Hugging Face's names and shapes, so
+that weights can be copied from torch and compared.
 
-What was tried on 8 emulated CPU devices, by CPU time (the cheapest was kept; most are within 3% of one another):
-- linear layers on (batch x seq, width), 2% less than on (batch, seq, width);
-- attention on (batch, heads, seq, head_dim), 3% less than (batch, seq, heads, head_dim) einsums or `jax.nn.dot_product_attention`;
-- activations pinned to the batch sharding, 2% less than leaving them to the partitioner, which then mixes in all-to-alls. Gathering all parameters
-  by one constraint at the top, on top of that: no less, and more memory;
-- logits split along the vocabulary, as the tied table is, 4% less than along the batch: 2 MB of activations move instead of an 8 MB table;
-- `shard_map` with an explicit all-gather and reduce-scatter per parameter: 2% more, as 52 small collectives replace one combined all-reduce;
-- the label's logit by a gather, up to 3% less than a one-hot product; the loss over padded labels: 12% more; the embedding as a one-hot product: 13%;
-- backward passes of layer norm and softmax written by hand: no difference beyond noise.
+Variants by CPU time on 8 emulated CPU devices (the fastest is used; most are within 3% of each
+other):
+- linear layers on (batch x seq, width): 2% less than on (batch, seq, width);
+- attention on (batch, heads, seq, head_dim): 3% less than einsums on (batch, seq, heads, head_dim)
+  or `jax.nn.dot_product_attention`;
+- activations pinned to the batch sharding: 2% less than with the partitioner's choice, which mixes
+  in all-to-alls; in addition gathering all parameters by one constraint at the top: no less CPU
+  time, and more memory;
+- logits split along the vocabulary, like the tied table: 4% less than along the batch, as 2 MB of
+  activations move instead of an 8 MB table;
+- `shard_map` with an explicit all-gather and reduce-scatter per parameter: 2% more, as 52 small
+  collectives replace one combined all-reduce;
+- the label's logit by a gather: up to 3% less than by a one-hot product;
+- the loss over padded labels: 12% more;
+- the embedding as a one-hot product: 13% more;
+- hand-written backward passes of layer norm and softmax: no difference beyond noise.
 
 Run: python -m benchmarks.jax_gpt2_step --devices 8 --rounds 20
 """
@@ -51,19 +60,19 @@ class Shape:
 
 
 class State(NamedTuple):
-    """Everything that a step replaces. It is donated: the arrays that were passed in are gone afterwards."""
+    """The arrays that a step replaces. A step donates its state: the old arrays are deleted."""
 
     parameters: Parameters
     mean: Parameters
     square: Parameters
-    num_steps: jax.Array  # int32, done so far
+    num_steps: jax.Array  # int32, completed steps
 
 
 Step = Callable[[State, jax.Array], tuple[State, jax.Array]]
 
 
 def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, under the names of `GPT2LMHeadModel.named_parameters()`, in its order."""
+    """The parameters' shapes, by the names and in the order of `GPT2LMHeadModel`."""
     d = shape.width
     shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": (shape.vocabulary, d),
@@ -89,19 +98,22 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def largest_dim(size: tuple[int, ...], num_devices: int) -> int | None:
-    """The largest dim that `num_devices` divides, the first of equals; None where no dim does. This is where FSDP splits a parameter."""
+    """The dim along which FSDP splits a parameter, or None.
+
+    The dim is the largest one whose size `num_devices` divides, the first among equals.
+    """
     dims = [dim for dim, n in enumerate(size) if n % num_devices == 0]
     return max(dims, key=lambda dim: size[dim]) if dims else None
 
 
 def partition_spec(size: tuple[int, ...], num_devices: int) -> tuple[str | None, ...]:
-    """The FSDP partition spec of a parameter: one entry per dim, `"fsdp"` on the largest that divides."""
+    """The FSDP partition spec of a parameter: one entry per dim, `"fsdp"` on `largest_dim`."""
     split = largest_dim(size, num_devices)
     return tuple(AXIS if dim == split else None for dim in range(len(size)))
 
 
 def random_parameters(shape: Shape, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """GPT-2's initialisation: normal(0, 0.02) weights, zero biases, unit layer norm scales. float32."""
+    """GPT-2's initial values: float32; normal(0, 0.02) weights, biases 0, layer norm scales 1."""
     rng = np.random.default_rng(seed)
     result = {}
     for name, size in parameter_shapes(shape).items():
@@ -126,7 +138,7 @@ def random_tokens(shape: Shape, *, seed: int = 1) -> np.ndarray:
 
 
 def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, bias_D: jax.Array) -> jax.Array:
-    """Over the last dim, with the biased variance."""
+    """Layer norm over the last dim, with the biased variance."""
     centered = x_BTD - x_BTD.mean(-1, keepdims=True)
     return (
         centered
@@ -137,7 +149,7 @@ def layer_norm(x_BTD: jax.Array, weight_D: jax.Array, bias_D: jax.Array) -> jax.
 
 
 def attention(qkv_BTE: jax.Array, *, num_heads: int) -> jax.Array:
-    """Causal self-attention; E is 3·D. Returns (B, T, D)."""
+    """Causal self-attention, where E is 3·D. Returns (B, T, D)."""
     batch, seq, width = qkv_BTE.shape[0], qkv_BTE.shape[1], qkv_BTE.shape[2] // 3
     head_dim = width // num_heads
     q_BHTK, k_BHSK, v_BHSK = (
@@ -159,7 +171,7 @@ def attention(qkv_BTE: jax.Array, *, num_heads: int) -> jax.Array:
 
 
 def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Array:
-    """One matrix product over all tokens. Returns (B, T, F)."""
+    """A linear layer as one matrix product over all tokens. Returns (B, T, F)."""
     flat = x_BTD.reshape(-1, x_BTD.shape[-1]) @ weight_DF + bias_F
     return flat.reshape(*x_BTD.shape[:-1], -1)
 
@@ -167,7 +179,10 @@ def linear(x_BTD: jax.Array, weight_DF: jax.Array, bias_F: jax.Array) -> jax.Arr
 def loss_fn(
     parameters: Mapping[str, jax.Array], tokens_BT: jax.Array, *, shape: Shape, mesh: Mesh
 ) -> jax.Array:
-    """The mean cross entropy of each next token: a float32 scalar. The head is tied to the token embedding."""
+    """The mean cross entropy of the next tokens: a float32 scalar.
+
+    The head is tied to the token embedding.
+    """
 
     def pinned(x: jax.Array, *spec: str | None) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -193,7 +208,8 @@ def loss_fn(
             x_BTD + linear(y_BTF, p[h + "mlp.c_proj.weight"], p[h + "mlp.c_proj.bias"]), AXIS
         )
     x_BTD = layer_norm(x_BTD, p["transformer.ln_f.weight"], p["transformer.ln_f.bias"])
-    # The head is split along the vocabulary, as its table is: every device sees all N = batch x (seq - 1) tokens, and the table stays where it is.
+    # The head is split along the vocabulary, like its table: every device sees all
+    # N = batch x (seq - 1) tokens, and the table does not move.
     x_ND = pinned(pinned(x_BTD[:, :-1], AXIS)).reshape(-1, shape.width)
     logits_NV = pinned(x_ND @ wte_VD.T, None, AXIS if shape.vocabulary % mesh.size == 0 else None)
     labels_N = pinned(tokens_BT)[:, 1:].reshape(-1)
@@ -202,7 +218,10 @@ def loss_fn(
 
 
 def adamw(state: State, gradients: Parameters) -> State:
-    """torch.optim.AdamW's step (Loshchilov and Hutter 2019, decoupled weight decay), in the order of operations that torch uses."""
+    """The step of torch.optim.AdamW, with torch's order of operations.
+
+    Source: Loshchilov and Hutter 2019, decoupled weight decay.
+    """
     num_steps = state.num_steps + 1
     steps = num_steps.astype(jnp.float32)
     # 1 - beta**t loses half of its digits in float32 at t = 1; expm1 keeps them.
@@ -229,25 +248,29 @@ def build(
     """Compiles the step for the first `num_devices` devices.
 
     Args:
-        num_devices: How many devices to shard over. It must divide the batch.
-        shape: The sizes; the fixed step's where not given.
-        parameters: Initial float32 values under Hugging Face's names; GPT-2's random initialisation where not given.
-        tokens: (batch, seq) integers; random where not given.
+        num_devices: number of devices to shard over; must divide the batch.
+        shape: the sizes; None: those of the fixed step.
+        parameters: initial float32 values by Hugging Face's names; None: GPT-2's random initial
+            values.
+        tokens: integers of shape (batch, seq); None: random.
 
     Returns:
-        `step(state, batch) -> (new state, loss)`, the initial state and the batch, both on the devices. `step` donates its state.
+        `step(state, batch) -> (new state, loss)`, which donates its state; the initial state; and
+        the batch. State and batch are on the devices.
 
     Raises:
-        ValueError: There are fewer devices, or the batch does not divide.
+        ValueError: jax has fewer devices, or `num_devices` does not divide the batch.
     """
     shape = shape or Shape()
     if num_devices > jax.device_count():
         raise ValueError(
-            f"{num_devices} devices were asked for and jax has {jax.device_count()}; set jax_num_cpu_devices before jax starts."
+            f"{num_devices} devices were asked for and jax has {jax.device_count()}; "
+            "set jax_num_cpu_devices before jax starts."
         )
     if shape.batch % num_devices:
         raise ValueError(
-            f"the batch is split over the devices: {shape.batch} sequences do not divide by {num_devices}."
+            f"the batch is split over the devices: {shape.batch} sequences do not divide by "
+            f"{num_devices}."
         )
     mesh = Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
     shardings = {
@@ -255,7 +278,8 @@ def build(
         for name, size in parameter_shapes(shape).items()
     }
     replicated = NamedSharding(mesh, PartitionSpec())
-    state_sharding = State(shardings, shardings, shardings, replicated)  # type: ignore[arg-type]  # a tree of shardings in the tree's own class
+    # The tree of shardings has the class of the state's tree.
+    state_sharding = State(shardings, shardings, shardings, replicated)  # type: ignore[arg-type]
     batch_sharding = NamedSharding(mesh, PartitionSpec(AXIS))
 
     def step(state: State, tokens_BT: jax.Array) -> tuple[State, jax.Array]:
@@ -317,7 +341,8 @@ def main() -> None:
             cpus.append(time.process_time() - cpu)
     for name, values in (("wall", walls), ("cpu", cpus)):
         print(
-            f"{name}: median {statistics.median(values) * 1e3:.0f} ms, min {min(values) * 1e3:.0f} ms"
+            f"{name}: median {statistics.median(values) * 1e3:.0f} ms, "
+            f"min {min(values) * 1e3:.0f} ms"
         )
     print(f"loss after {args.rounds + 2} steps on one batch: {float(loss):.4f}")
 

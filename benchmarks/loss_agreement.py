@@ -1,11 +1,13 @@
-"""Does the recipe's loss depend on how many devices there are, on the mesh, or on whether torch runs eagerly?
+"""Does the recipe's loss depend on the number of devices, the mesh, or eager execution?
 
-The recipe examples/gpt2 trains for 20 steps from one seed on the default text: sharded three ways over 8 emulated devices, on 1 device, and in
-eager torch on the CPU. Each run is a process of its own, as the number of devices is fixed per process. The figure is the largest relative
-difference of any step's loss from eager torch's.
+The recipe examples/gpt2 trains for 20 steps from one seed on the default text: sharded in three
+ways over 8 emulated devices, on 1 device, and in eager torch on the CPU. Each run has its own
+process, as the number of devices is fixed per process. The figure is the largest relative
+difference between the loss of any step and that of eager torch.
 
-Most of what remains is the gradient norm: torch's float32 norm on the CPU is off by 1e-5 and more on a million elements, and clipping scales every
-gradient by it. `--clip 0` leaves it out, and shows how close the runs are without it.
+Most of the difference comes from the gradient norm: for a million elements, torch's float32 norm on
+the CPU has an error of 1e-5 or more, and clipping scales every gradient by the norm. `--clip 0`
+runs without clipping, and shows the difference that remains.
 
 Run: python -m benchmarks.loss_agreement
 """
@@ -55,14 +57,19 @@ def run(options: list[str], *, common: list[str]) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(
-                f"{' '.join(command[1:])} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+                f"{' '.join(command[1:])} ended with {done.returncode}:\n"
+                f"{(done.stdout + done.stderr)[-3000:]}"
             )
         report: dict[str, Any] = json.loads(results.read_text())
         return report
 
 
 def largest_relative_difference(losses: list[float], expected: list[float]) -> float:
-    """Over all steps. Raises ValueError when the runs do not have the same number of steps."""
+    """The largest relative difference over all steps.
+
+    Raises:
+        ValueError: the runs do not have the same number of steps.
+    """
     if len(losses) != len(expected):
         raise ValueError(
             f"the runs must have the same number of steps; got {len(losses)} and {len(expected)}."
@@ -73,7 +80,7 @@ def largest_relative_difference(losses: list[float], expected: list[float]) -> f
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--preset", default="tiny", help="preset of the recipe (default tiny)")
-    parser.add_argument("--steps", type=int, default=20, help="steps (default 20)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
     parser.add_argument(
         "--max-mb",
         type=float,
@@ -84,7 +91,7 @@ def main() -> int:
         "--clip",
         type=float,
         default=1.0,
-        help="largest norm of the gradients; 0: not clipped (default 1)",
+        help="clip gradients to this norm; 0: no clipping (default 1)",
     )
     args = parser.parse_args()
     common = [
@@ -124,7 +131,8 @@ def main() -> int:
         for name, report in reports.items()
     ]
     table = Table(
-        f"Loss over {args.steps} steps, GPT-2 preset {args.preset}, fp32, gradients {'clipped' if args.clip else 'not clipped'}",
+        f"Loss over {args.steps} steps, GPT-2 preset {args.preset}, fp32, "
+        f"gradients {'clipped' if args.clip else 'not clipped'}",
         ["run", "first loss", "last loss", "largest relative difference", "seconds"],
         rows,
         [f"{verdict(holds)}: every run within {MAX_DIFFERENCE:g} of {ORACLE}, at every step."],

@@ -1,10 +1,13 @@
-"""Does a sharded train step hold its state once, and does a sharded model come to life without a full copy anywhere?
+"""Does a sharded train step hold one copy of its state, and initialisation no full copy of a model?
 
-(a) The fixed step's program gives each parameter and optimizer-state buffer back to its successor: the bytes that the compiled program aliases
-    equal the bytes of parameters and moments on one device, and its peak is far from two copies.
-(b) A model created under `with torch.device("xla")` and marked before its first use is drawn shard by shard: the peak of the initialising programs on
-    one device stays well under a full copy. Emulated devices live in the memory of the process, so it grows by what all of them hold at their peak:
-    the shards, one full copy in all, and the temporaries of drawing them. The question is that the host adds no copy of its own.
+(a) The fixed step's program reuses the buffer of each parameter and optimizer state for its new
+    value: the bytes that the compiled program aliases equal the bytes of parameters and moments on
+    one device, and its peak is far below two copies.
+(b) A model created under `with torch.device("xla")` and marked before its first use is drawn shard
+    by shard: the peak of the initialising programs on one device stays well below a full copy.
+    Emulated devices use the memory of the process, so the process grows by the peak of all devices:
+    the shards, which together are one full copy, and the temporaries of drawing them. The host must
+    not add a copy of its own.
 
 Run: python -m benchmarks.memory
 """
@@ -27,12 +30,12 @@ from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
 MAX_INIT_SHARE = 0.5  # of a full copy, on one device
-MAX_HOST_SHARE = 0.05  # of a full copy, on the host beside what the emulated devices hold
-MAX_HELD_COPIES = 1.5  # once drawn; the emulated devices' shards are one
+MAX_HOST_SHARE = 0.05  # of a full copy, on the host, without the memory of the emulated devices
+MAX_HELD_COPIES = 1.5  # after initialisation; the shards of the emulated devices are one copy
 
 
 def preset_for(shape: reference.Shape) -> ModelPreset:
-    """The sizes in the terms of the recipe's model."""
+    """The sizes as a preset of the recipe's model."""
     return ModelPreset(
         "benchmark",
         shape.num_layers,
@@ -47,12 +50,12 @@ def preset_for(shape: reference.Shape) -> ModelPreset:
 
 
 def full_bytes(sizes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes of float32 tensors of these sizes."""
+    """Bytes of float32 tensors with these shapes."""
     return sum(4 * torch.Size(size).numel() for size in sizes)
 
 
 def shard_bytes(sizes: Iterable[tuple[int, ...]], *, num_devices: int) -> int:
-    """Bytes on one device of float32 tensors that are split as `partition_spec` says."""
+    """Bytes on one device of float32 tensors with these shapes, split by `partition_spec`."""
     return sum(
         4
         * torch.Size(size).numel()
@@ -62,7 +65,7 @@ def shard_bytes(sizes: Iterable[tuple[int, ...]], *, num_devices: int) -> int:
 
 
 def marked_model(shape: reference.Shape, *, num_devices: int) -> tuple[torch.nn.Module, Any]:
-    """A model that was created on the device and marked, nothing computed yet; and its mesh."""
+    """A model that is created on the device and marked, before any computation; and its mesh."""
     mesh = spmd.Mesh(range(num_devices), (num_devices,), (reference.AXIS,))
     torch.manual_seed(0)
     with torch.device("xla"):
@@ -73,7 +76,7 @@ def marked_model(shape: reference.Shape, *, num_devices: int) -> tuple[torch.nn.
 
 
 def measure_step(num_devices: int) -> dict[str, Any]:
-    """Part (a): what the compiled train step aliases and needs."""
+    """Part (a): the memory that the compiled train step aliases and uses."""
     shape = reference.Shape()
     model, mesh = marked_model(shape, num_devices=num_devices)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -110,13 +113,13 @@ def measure_step(num_devices: int) -> dict[str, Any]:
 
 
 def max_rss_bytes() -> int:
-    """The most memory that this process ever held."""
+    """The peak memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def held_bytes() -> int:
-    """The memory that this process holds now, after what Python can free. Falls back to the most it ever held where there is no /proc."""
+    """The current memory of this process after a garbage collection; without /proc, its peak."""
     gc.collect()
     statm = Path("/proc/self/statm")
     return (
@@ -128,9 +131,8 @@ def held_bytes() -> int:
 
 def measure_init(num_devices: int, *, width: int, num_layers: int) -> dict[str, Any]:
     """Part (b), in a process of its own."""
-    warm_up, _ = marked_model(
-        reference.Shape(num_layers=1, width=64), num_devices=num_devices
-    )  # the runtime's own memory is not the model's
+    # A small model first: the memory of the runtime itself must not count as the model's.
+    warm_up, _ = marked_model(reference.Shape(num_layers=1, width=64), num_devices=num_devices)
     spmd.sync(wait=True)
     del warm_up
     spmd.metrics.reset()
@@ -174,7 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--only-init",
         action="store_true",
-        help="print part (b) as JSON and end; what the script runs as a process of its own",
+        help="print part (b) as JSON and exit; the script starts a process with this option",
     )
     args = parser.parse_args()
     if not args.only_init:
@@ -192,9 +194,8 @@ def main() -> int:
         )
         init = json.loads(done.stdout.splitlines()[-1])
 
-    spmd.config.cache_dir = (
-        None  # a program from the cache on disk comes without the compiler's full analysis
-    )
+    # A program from the cache on disk lacks the compiler's full analysis.
+    spmd.config.cache_dir = None
     spmd.simulate(args.devices)
     spmd.use_spmd()
     if args.only_init:
@@ -215,9 +216,8 @@ def main() -> int:
             "peak_bytes"
         ]
         <= MAX_INIT_SHARE * init["full_bytes"],
-        f"(b) before anything is computed the process grows by less than {MAX_HOST_SHARE:.0%} of a full copy": init[
-            "host_growth_before_sync_bytes"
-        ]
+        "(b) before anything is computed the process grows by less than "
+        f"{MAX_HOST_SHARE:.0%} of a full copy": init["host_growth_before_sync_bytes"]
         < MAX_HOST_SHARE * init["full_bytes"],
         f"(b) less than {MAX_HOST_SHARE:.0%} of a full copy is uploaded from the host": init[
             "uploaded_bytes"
@@ -268,8 +268,8 @@ def main() -> int:
     ]
     notes = [f"{verdict(holds)}: {target}." for target, holds in targets.items()]
     notes.append(
-        f"The growth of the process is not judged: it holds {args.devices} emulated devices at their peak ({mb(args.devices * init['peak_bytes'])}) "
-        "and the compiler."
+        f"The growth of the process has no target: it holds {args.devices} emulated devices at "
+        f"their peak ({mb(args.devices * init['peak_bytes'])}) and the compiler."
     )
     table = Table(
         f"Memory on {args.devices} emulated devices", ["", "bytes", "relative"], rows, notes

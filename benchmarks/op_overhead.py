@@ -1,10 +1,12 @@
 """How many microseconds of Python does it take to record one operation?
 
-Each operation is recorded many times without gradients and without a cut, with every cache warm. What is reported is therefore what tracing costs;
-no device does anything. The best of the repeats is the figure (everything else is other processes), the median is beside it.
+Each operation is recorded many times without gradients, with all caches warm and without running a
+program, so the figures are the cost of tracing alone. The figure is the best of the repeats, as
+other processes only add to it; the median stands beside it.
 
-The floor is what any recorder in Python pays: torch's dispatch to a subclass that does nothing but make the tensor of the result. It is measured in
-the same run, as machines differ; the last column is each operation's best over it.
+The floor is the cost of any recorder in Python: torch's dispatch to a subclass that only makes the
+tensor of the result. It is measured in the same run, as machines differ; the last column is each
+operation's best divided by the floor.
 
 Run: python -m benchmarks.op_overhead
 """
@@ -28,7 +30,10 @@ SIZE = 256
 
 @dataclass(frozen=True)
 class Case:
-    """One operation: `make` gives a function without arguments that records it once, on fresh tensors."""
+    """One operation.
+
+    `make` creates tensors and returns a function without arguments that records the operation once.
+    """
 
     name: str
     make: Callable[[], Callable[[], object]]
@@ -40,7 +45,7 @@ def device_tensor(*size: int) -> torch.Tensor:
 
 
 class Bare(torch.Tensor):
-    """A wrapper that makes its results, of the shape of its first argument, and records nothing."""
+    """A wrapper subclass whose operations make a result of one fixed shape and record nothing."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,7 +63,7 @@ def bare() -> torch.Tensor:
 
 
 def floor() -> Callable[[], object]:
-    """The operation that only makes its result."""
+    """An operation that only makes its result."""
     x, y = bare(), bare()
     return lambda: x + y
 
@@ -113,14 +118,14 @@ def measure(case: Case, *, count: int, repeats: int) -> Samples:
     samples = Samples()
     with torch.no_grad():
         for repeat in range(repeats + 1):
-            record = (
-                case.make()
-            )  # anew, so that a chain of in-place operations does not grow from repeat to repeat
+            # On fresh tensors, so that a chain of in-place operations does not grow over the
+            # repeats.
+            record = case.make()
             start = time.perf_counter()
             for _ in range(count):
                 record()
             seconds = (time.perf_counter() - start) / count
-            if repeat:  # the first one fills the caches
+            if repeat:  # the first repeat fills the caches
                 samples.add(seconds)
     return samples
 
@@ -128,14 +133,14 @@ def measure(case: Case, *, count: int, repeats: int) -> Samples:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--count", type=int, default=1000, help="operations in a repeat (default 1000)"
+        "--count", type=int, default=1000, help="operations per repeat (default 1000)"
     )
     parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
     args = parser.parse_args()
     spmd.simulate(1)
     compiles, executions = spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")
 
-    # The floor in two parts, before and after, as the machine may change its mind in between.
+    # The floor is measured before and after, as the machine's speed may change in between.
     least = measure(Case("floor", floor), count=args.count, repeats=args.repeats)
     measured = {
         case.name: measure(case, count=args.count, repeats=args.repeats)
@@ -149,7 +154,8 @@ def main() -> int:
         executions,
     ):
         raise RuntimeError(
-            "a program ran inside the timed loop, so the figures are not those of recording; lower --count."
+            "a program ran inside the timed loop, so the figures are not those of recording; "
+            "lower --count."
         )
 
     most = {case.name: case.max_us for case in cases()}
@@ -166,7 +172,8 @@ def main() -> int:
         for name, s in measured.items()
     ]
     notes = [
-        f"{args.count} operations in a repeat, {args.repeats} repeats, no gradients, tensors of {SIZE} x {SIZE} float32.",
+        f"{args.count} operations in a repeat, {args.repeats} repeats, no gradients, "
+        f"tensors of {SIZE} x {SIZE} float32.",
         f"The floor, an operation that records nothing: {floor_s * 1e6:.2f} us.",
     ]
     table = Table(

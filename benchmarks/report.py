@@ -1,4 +1,4 @@
-"""What did a benchmark find? A table on the console, and the same as JSON and Markdown in a folder of results."""
+"""Shows a benchmark's table on the console and writes it as JSON and Markdown."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under column names, with the sentences that explain them."""
+    """Rows of text under column names, with explaining notes."""
 
     title: str
     columns: Sequence[str]
@@ -45,7 +45,7 @@ class Table:
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in self.rows:
             table.add_row(*row)
-        # Without a terminal rich assumes 80 columns and folds the cells.
+        # Without a terminal, rich assumes a width of 80 characters and folds the cells.
         console = Console() if Console().is_terminal else Console(width=150)
         console.print(table)
         for note in self.notes:
@@ -59,7 +59,7 @@ class Samples:
     values: list[float] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
-        """Keeps one measurement."""
+        """Adds one measurement."""
         self.values.append(seconds)
 
     @property
@@ -74,7 +74,7 @@ class Samples:
 
 
 class Stopwatch:
-    """Wall time and CPU time of a block; CPU time counts every thread of the process, also XLA's.
+    """Wall time and CPU time of a block; CPU time counts all threads of the process, XLA's too.
 
     Example:
         >>> with Stopwatch() as watch:
@@ -95,7 +95,7 @@ class Stopwatch:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures depend on beside the code: versions and cores."""
+    """The versions and the number of cores that the figures depend on."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
@@ -107,7 +107,10 @@ def environment() -> dict[str, Any]:
 
 
 def publish(name: str, table: Table, data: Mapping[str, Any], *, folder: Path = RESULTS) -> None:
-    """Prints the table and writes `name.json` (the data and the environment) and `name.md` (the table) into `folder`."""
+    """Prints the table and writes it into `folder`.
+
+    `name.json` holds the data and the environment, `name.md` the table.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(
         json.dumps({"environment": environment(), **data}, indent=1) + "\n"
@@ -132,5 +135,5 @@ def argument_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def verdict(holds: bool) -> str:
-    """How a table says whether a target is reached."""
+    """The text in a table for whether a target is reached."""
     return "yes" if holds else "NO"

@@ -1,4 +1,4 @@
-"""Eight emulated devices, or SPMD_TEST_DEVICES of them, in SPMD mode, for the tests of the benchmarks."""
+"""Sets up 8 emulated devices (or SPMD_TEST_DEVICES) in SPMD mode for the benchmarks' tests."""
 
 import os
 

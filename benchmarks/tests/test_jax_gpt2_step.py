@@ -1,4 +1,4 @@
-"""The reference program computes what Hugging Face's GPT-2 and torch.optim.AdamW compute: a fast but wrong bar would measure nothing."""
+"""The reference program computes the results of Hugging Face's GPT-2 and torch.optim.AdamW."""
 
 import jax
 import numpy as np
@@ -14,9 +14,17 @@ TINY = reference.Shape(num_layers=2, width=32, num_heads=4, vocabulary=64, batch
 def make_torch_model(shape: reference.Shape) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=shape.num_layers, n_embd=shape.width, n_head=shape.num_heads, vocab_size=shape.vocabulary, n_positions=shape.seq,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        n_layer=shape.num_layers,
+        n_embd=shape.width,
+        n_head=shape.num_heads,
+        vocab_size=shape.vocabulary,
+        n_positions=shape.seq,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 
@@ -48,7 +56,8 @@ def test_three_steps_equal_torch(num_devices: int) -> None:
         moments = optimizer.state[p]
         compared = np.ones(p.shape, dtype=bool)
         if name.endswith("c_attn.bias"):
-            # Softmax cancels a shift of the keys: the key bias has gradient 0, and Adam scales the rounding noise in its place to full steps.
+            # Softmax cancels a shift of the keys, so the gradient of the key bias is 0 plus
+            # rounding noise, which Adam scales to full steps.
             compared[TINY.width : 2 * TINY.width] = False
         for got, want, tolerance in (
             (state.mean[name], moments["exp_avg"], 1e-5),

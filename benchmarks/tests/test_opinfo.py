@@ -1,4 +1,4 @@
-"""A fixed slice of torch's operator database against eager torch, and that the comparison finds what is wrong."""
+"""A fixed slice of torch's operator database agrees with eager torch; wrong results are found."""
 
 import copy
 from collections.abc import Callable
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from benchmarks import opinfo, opinfo_cases, opinfo_samples
-from benchmarks.opinfo_cases import Status, Verdict, examine
+from benchmarks.opinfo import cases, samples
+from benchmarks.opinfo.cases import Status, Verdict, examine
+from benchmarks.opinfo.summary import summary
 
-ENTRIES = {op.formatted_name: op for op in opinfo_samples.entries()}
+ENTRIES = {op.formatted_name: op for op in samples.entries()}
 EVERY = 3
 
 
@@ -24,7 +25,7 @@ def test_an_entry_gives_eager_torchs_values_and_gradients(name: str) -> None:
         verdict = examine(ENTRIES[name], variant, torch.float32, mesh=mesh, limit=2)
         if verdict is not None:
             found = None if verdict.status in (Status.PASSED, Status.EXCLUDED) else verdict.status
-            assert found == opinfo_cases.known(name, variant), (
+            assert found == cases.known(name, variant), (
                 f"{variant}: {verdict.status}: {verdict.detail}"
             )
 
@@ -38,7 +39,7 @@ def test_the_other_variants(name: str, variant: str) -> None:
 
 
 def judged(op: Any, variant: str, dtype: torch.dtype = torch.float32, *, limit: int = 1) -> Verdict:
-    """The verdict on what applies."""
+    """The verdict on an entry that has this variant for this dtype."""
     verdict = examine(op, variant, dtype, limit=limit)
     assert verdict is not None
     return verdict
@@ -112,7 +113,7 @@ def test_the_table_counts_and_names() -> None:
         vars(judged(changed(FAULTS[name][0]), "forward")) for name in ("a value", "an exception")
     ]
     verdicts.append(vars(judged(ENTRIES["exp"], "forward")))
-    text = opinfo.summary(verdicts, num_devices=1, limit=1).markdown()
+    text = summary(verdicts, num_devices=1, limit=1).markdown()
     assert "| forward | float32 | 3 | 1 | 0 | 1 | 1 | 33.3% | 0 | 0 |" in text
     assert (
         "**wrong**: exp, forward, float32: Tensor-likes are not close!" in text

@@ -1,4 +1,4 @@
-"""What the benchmarks share: tables, samples, comparisons. No device is needed."""
+"""The benchmarks' tables, samples and comparisons; no test needs a device."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,8 @@ def test_samples() -> None:
 
 
 def test_ratios_are_of_neighbours() -> None:
-    # The machine became ten times slower half way: the ratio of medians would say 1.0 or 10, the pairs say 2.
+    # The machine became ten times slower half way: the ratio of medians would be 1.0 or 10, while
+    # the ratio within pairs is 2.
     assert paired_ratio(Samples([2.0, 2.0, 20.0]), Samples([1.0, 1.0, 10.0]))["median"] == 2.0
 
 

@@ -1,3 +1,5 @@
-"""GPT-2, trained from scratch on real text over a device mesh. Start with `python -m examples.gpt2.train --help`."""
+"""GPT-2, trained from scratch on real text over a device mesh: `python -m examples.gpt2.train`."""
 
-import spmd_core  # noqa: F401  before transformers, which imports torchvision where it is installed: see spmd_core.torchvision_ops
+# Before transformers, which imports torchvision if it is installed: see
+# spmd_core.torch_backend.torchvision_ops.
+import spmd_core  # noqa: F401

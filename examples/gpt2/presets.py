@@ -1,17 +1,17 @@
-"""Model sizes by name, with the parameter counts that the formulas need. Plain numbers: nothing here imports a framework."""
+"""GPT-2 sizes by name, with their parameter counts, in plain numbers without a framework."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """One GPT-2 size, and settings that train it sensibly.
+    """One GPT-2 size, with default training settings for it.
 
     Attributes:
-        name: what `--preset` takes.
+        name: the value for `--preset`.
         num_layers: transformer blocks.
         width: size of the hidden state.
-        num_heads: attention heads; the width divides by it.
+        num_heads: attention heads; a divisor of the width.
         vocab_size: tokens of the vocabulary, before padding.
         positions: longest sequence (rows of the learned position table).
         seq: default sequence length of training.
@@ -30,16 +30,21 @@ class ModelPreset:
     lr: float
 
     def num_params(self, vocab_size: int | None = None) -> int:
-        """Parameters of the model; the token table counts once, as the output layer shares it. `vocab_size` may be the padded one.
+        """The number of parameters, with the token table once, as the output layer shares it.
 
-        A block has four matrices of 12·d² together, 9·d of biases, and two layer norms of 2·d each.
+        A block has four matrices with 12·d² elements in total, 9·d biases, and two layer norms with
+        2·d elements each.
+
+        Args:
+            vocab_size: rows of the token table, such as a padded size; None: the preset's.
         """
         d = self.width
         tables = ((self.vocab_size if vocab_size is None else vocab_size) + self.positions) * d
         return tables + self.num_layers * (12 * d * d + 13 * d) + 2 * d
 
 
-# The published sizes keep heads of 64; from 0.5B up heads are 128 wide, which fills a TPU's and a GPU's matrix unit.
+# The published sizes keep heads of width 64; from 0.5B up a head has width 128, which fills the
+# matrix unit of a TPU or GPU.
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -58,7 +63,7 @@ PRESETS = {
 
 
 def padded_vocab(vocab_size: int, multiple: int) -> int:
-    """`vocab_size` rounded up to a multiple: matrix units like round sizes, and shards of it come out even.
+    """`vocab_size` rounded up to a multiple, for even shards and for the speed of matrix units.
 
     Example:
         >>> padded_vocab(50257, 128), padded_vocab(50257, 1)

@@ -1,6 +1,7 @@
-"""Where each tensor of a GPT-2 lives: parameter name in, partition spec out, for any mesh with axes among data, fsdp and tensor.
+"""Partition specs for a GPT-2's tensors, on any mesh with axes among data, fsdp and tensor.
 
-Legend: B batch, T sequence, D width, V vocabulary, P positions, F 3·D or 4·D. GPT-2's linear layers keep their weights as (in, out).
+Legend: B batch, T sequence, D width, V vocabulary, P positions, F 3·D or 4·D. The weights of
+GPT-2's linear layers have the shape (in, out).
 """
 
 import re
@@ -17,27 +18,25 @@ Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# The batch is split over both: fsdp is data parallelism whose parameters, gradients and optimizer state are split as well.
+# The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
+# optimizer state.
 BATCH_AXES = ("data", "fsdp")
 
-# The first pattern that matches the whole name decides. An axis that the mesh lacks is left out of the spec.
+# The first pattern that matches the whole name decides. Axes that the mesh lacks drop out of the
+# spec.
 PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
-    (
-        r"transformer\.wte\.weight",
-        ("tensor", "fsdp"),
-    ),  # (V, D); also the output layer, so logits come out split along V
-    # Along P: its gradient, a sum over the batch, comes split along T, and would have to be gathered whole to be split along D.
+    # (V, D). The output layer has the same weight, so logits are split along V.
+    (r"transformer\.wte\.weight", ("tensor", "fsdp")),
+    # Along P: the gradient, a sum over the batch, is split along T; a table that is split along D
+    # would need a gather of the whole gradient.
     (r"transformer\.wpe\.weight", ("fsdp", None)),  # (P, D)
-    (
-        r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight",
-        ("fsdp", "tensor"),
-    ),  # (D, F): column parallel
+    # (D, F): column parallel.
+    (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
-    (
-        r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight",
-        ("tensor", "fsdp"),
-    ),  # (F or D, D): row parallel, ends in one all-reduce
-    # A gather for each of these small vectors would cost more than their memory is worth: together they are 0.1% of a model.
+    # (F or D, D): row parallel, ends in one all-reduce.
+    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", ("tensor", "fsdp")),
+    # Replicated: splitting these small vectors, 0.1% of a model, would save little memory for the
+    # cost of one gather each.
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.bias", (None,)),  # (D,)
     (r"transformer\.(h\.\d+\.ln_[12]|ln_f)\.(weight|bias)", (None,)),  # (D,)
 )
@@ -51,14 +50,15 @@ def parameter_spec(name: str, mesh: spmd.Mesh) -> Spec:
     """The partition spec of the parameter called `name`.
 
     Raises:
-        LookupError: no rule matches; a parameter that is silently replicated would only be noticed as missing memory.
+        LookupError: no rule matches. A silently replicated parameter would only show as a lack of
+            memory.
     """
     for pattern, spec in PARAMETER_RULES:
         if re.fullmatch(pattern, name):
             return on_mesh(spec, mesh)
     raise LookupError(
-        f"every parameter must match one of the patterns in PARAMETER_RULES; got {name!r}, which matches none. Add a rule for it "
-        "(an entry of None for each dim replicates the parameter)."
+        f"every parameter must match one of the patterns in PARAMETER_RULES; got {name!r}, which "
+        "matches none. Add a rule for it (an entry of None for each dim replicates the parameter)."
     )
 
 
@@ -81,27 +81,28 @@ def on_mesh(spec: Spec, mesh: spmd.Mesh) -> Spec:
 
 
 def num_batch_shards(mesh: spmd.Mesh) -> int:
-    """Number of pieces that the batch is split into."""
+    """The number of shards of the batch dim."""
     sizes: Mapping[Any, int] = mesh.shape()
     return sizes.get("data", 1) * sizes.get("fsdp", 1)
 
 
 def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
-    """How token ids of shape (B, T) are split."""
+    """The sharding of token ids of shape (B, T)."""
     return spmd.ShardingSpec(mesh, on_mesh((BATCH_AXES, None), mesh))
 
 
 def shard_parameters(model: nn.Module, mesh: spmd.Mesh) -> None:
-    """Marks every parameter. Gradients and optimizer state follow their parameter."""
+    """Marks every parameter; its gradient and optimizer state take the same sharding."""
     for name, parameter in model.named_parameters():
         spmd.mark_sharding(parameter, mesh, parameter_spec(name, mesh))
 
 
 def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
-    """Marks what leaves the embeddings, every block and the output layer, and the token table where it is looked up.
+    """Marks the outputs of the embeddings, of every block and of the output layer, for FSDP.
 
-    With the batch and the weights both split over fsdp, a partitioner may as well split the hidden state along D and leave the weights where they
-    are; these marks say that it is the weights that move.
+    Also marks the token table at its lookup. As both the batch and the weights are split over fsdp,
+    the partitioner could split the hidden state along D and keep the weights in place; with these
+    marks it gathers the weights instead.
     """
 
     def marked(spec: Spec) -> Any:
@@ -124,16 +125,17 @@ def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
 
 
 def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: spmd.Mesh) -> None:
-    """Makes a lookup read a view of the table that is marked with `spec`, and so, by the mark's rule for gradients, its gradient too.
+    """Makes the lookup read a view of the table that is marked with `spec`; its gradient follows.
 
-    A row of the table is split over fsdp and so are the tokens that look it up. Left alone, the partitioner gathers the tokens' gradients (B, T, D)
-    on every device before it adds them into the table's.
+    Both the table and the tokens that look up its rows are split over fsdp. Without the mark, the
+    partitioner gathers the tokens' gradients (B, T, D) on every device before it adds them to the
+    table's gradient.
     """
 
     def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-        table_VD = table.weight.view_as(
-            table.weight
-        )  # a view: the parameter itself keeps its own sharding
+        # Mark a view: the parameter itself keeps its own sharding.
+        table_VD = table.weight.view_as(table.weight)
         return F.embedding(ids_BT, spmd.mark_sharding(table_VD, mesh, spec))
 
-    table.forward = forward  # type: ignore[assignment, method-assign]  # a hook could change the output, but not the weight
+    # Not a hook: a hook could change the output, but not the weight.
+    table.forward = forward  # type: ignore[assignment, method-assign]

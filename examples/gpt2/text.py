@@ -1,7 +1,9 @@
-"""Real text in; a byte-level BPE tokenizer and blocks of token ids, split into training and validation, out. Cached between runs.
+"""Turns text into a byte-level BPE tokenizer and blocks of training and validation tokens.
 
-Legend: N blocks, T tokens that the model sees at once, B sequences in a batch.
-The same source, settings and seed give the same batches in the same order, on any machine and any mesh.
+Tokenizers and tokens are cached between runs. The same source, settings and seed give the same
+batches in the same order, on any machine and any mesh.
+
+Legend: N blocks, T tokens in a sequence, B sequences in a batch.
 """
 
 import contextlib
@@ -21,14 +23,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 PYTHON_STDLIB = "python-stdlib"
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # what is read of a folder
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
 DEFAULT_CACHE_DIR = "~/.cache/spmd/gpt2"
 END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
-MIN_VOCAB_SIZE = 257  # every byte and the end of text
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end of text
 VALIDATION_SHARE = 0.05
 
 _CACHE_FORMAT = 1
-_SHUFFLE_SEED = 0  # of documents, before the split: the validation part should resemble the training part, and not depend on --seed
+# Documents are shuffled before the split, so that the validation part resembles the training part.
+# The seed is fixed, so that the split does not depend on --seed.
+_SHUFFLE_SEED = 0
 
 
 class TextError(ValueError):
@@ -40,12 +44,12 @@ class TextData:
     """Text as token ids, ready to be cut into batches.
 
     Attributes:
-        train_NT: training blocks, int64, of shape (N, T + 1): inputs are the first T tokens of a block and targets the last T, so consecutive
-            blocks share one token.
-        validation_NT: validation blocks, likewise; no token position is in both parts.
-        tokenizer: encodes and decodes.
-        was_cached: the tokens were read from the cache.
-        summary: one line for people.
+        train_NT: training blocks, int64, of shape (N, T + 1): inputs are the first T tokens of a
+            block and targets the last T, so consecutive blocks share one token.
+        validation_NT: validation blocks in the same form; no token position is in both parts.
+        tokenizer: encodes and decodes text.
+        was_cached: whether the tokens were read from the cache.
+        summary: source and number of tokens, in one line for the console.
     """
 
     train_NT: torch.Tensor
@@ -63,22 +67,25 @@ def load_text(
     max_mb: float = 0.0,
     cache_dir: str = DEFAULT_CACHE_DIR,
 ) -> TextData:
-    """Reads the text (or the cache), trains the tokenizer and packs the blocks.
+    """Reads the text or its cache, trains the tokenizer and cuts the tokens into blocks.
 
     Args:
-        sources: `python-stdlib` (the source of Python's standard library on this machine), files, folders (their .txt, .md, .rst and .py
-            files), or the name of one dataset of the Hugging Face hub, as `name` or `name:configuration`, with a column `text`.
-        vocab_size: size of the vocabulary, at least 257. A short text may not have that many different pieces.
-        seq: T.
-        max_mb: how much text to use, in millions of bytes; 0 is all of it.
-        cache_dir: where tokenizers and tokens are kept.
+        sources: `python-stdlib` (the source of Python's standard library on this machine), files,
+            folders (their .txt, .md, .rst and .py files), or the name of one dataset of the Hugging
+            Face hub, as `name` or `name:configuration`, with a column `text`.
+        vocab_size: largest size of the vocabulary, at least 257; short texts may give fewer tokens.
+        seq: tokens in a sequence (T).
+        max_mb: how much text to use, in millions of bytes; 0: all.
+        cache_dir: folder for the cached tokenizers and tokens.
 
     Raises:
-        TextError: a source cannot be read, or there is not enough text for a training and a validation block.
+        TextError: a source cannot be read, or the text is too short for a training block and a
+            validation block.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise TextError(
-            f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; got --vocab {vocab_size}. Pass --vocab 512 or more."
+            f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; "
+            f"got --vocab {vocab_size}. Pass --vocab 512 or more."
         )
     documents = _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
     key = documents.key() | {
@@ -106,7 +113,8 @@ def load_text(
     num_train = len(tokens) - num_validation
     if num_train < seq + 1:
         raise TextError(
-            f"the text must fill one training and one validation block of {seq + 1} tokens each; got {len(tokens)} tokens from {', '.join(sources)}. "
+            f"the text must fill one training and one validation block of {seq + 1} tokens each; "
+            f"got {len(tokens)} tokens from {', '.join(sources)}. "
             f"Give more text with --data, or a shorter --seq than {seq}."
         )
     return TextData(
@@ -114,12 +122,15 @@ def load_text(
         validation_NT=packed_blocks(tokens[num_train:], seq),
         tokenizer=tokenizer,
         was_cached=was_cached,
-        summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}{', from the cache' if was_cached else ''}",
+        summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
+        + (", from the cache" if was_cached else ""),
     )
 
 
 def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:
-    """Blocks of shape (N, seq + 1), int64; block i starts at token i·seq, and what does not fill a block at the end is left out.
+    """The tokens in blocks of shape (N, seq + 1), int64; block i starts at token i·seq.
+
+    Tokens at the end that do not fill a block are dropped.
 
     Example:
         >>> packed_blocks(np.arange(8), seq=3)
@@ -132,10 +143,10 @@ def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockBatches:
-    """An iterable of `num_batches` pairs (inputs, targets), each int64 of shape (B, T), taken from the blocks over and over.
+    """An iterable of `num_batches` pairs (inputs, targets), each int64 of shape (B, T).
 
-    With a seed every pass over the blocks has an order of its own; without one the order is that of the text. A pass leaves out
-    the blocks that do not fill a batch.
+    It passes over the blocks as often as needed: with a seed in another random order each time,
+    without one in the text's order. A pass drops the last blocks if they do not fill a batch.
     """
 
     blocks_NT: torch.Tensor
@@ -162,12 +173,12 @@ class BlockBatches:
             yield block_BT[:, :-1].contiguous(), block_BT[:, 1:].contiguous()
 
 
-# --- Sources ------------------------------------------------------------------------------------------------------------------
+# --- Sources --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _LocalFiles:
-    """UTF-8 files on this machine, in the order in which they are used; one file is one document."""
+    """UTF-8 files on this machine, in their order of use; each file is one document."""
 
     paths: tuple[Path, ...]
 
@@ -185,7 +196,8 @@ class _LocalFiles:
         datasets = _datasets_library()
         for path in self.paths:
             _check_readable(path)
-        # The library keeps an Arrow copy of what it reads; ours are the tokens, so that copy goes.
+        # The library caches the text in Arrow files. The tokens are cached here, so that copy is
+        # deleted.
         with tempfile.TemporaryDirectory() as scratch, _without_bars(datasets):
             files = [str(path) for path in self.paths]
             rows = datasets.load_dataset(
@@ -201,7 +213,7 @@ class _LocalFiles:
 
 @dataclass(frozen=True)
 class _HubDataset:
-    """The training split of a dataset of the Hugging Face hub; one row is one document."""
+    """The training split of a dataset of the Hugging Face hub; each row is one document."""
 
     source: str
 
@@ -216,21 +228,25 @@ class _HubDataset:
         name, _, configuration = self.source.partition(":")
         try:
             rows = datasets.load_dataset(name, configuration or None, split="train")
-        except Exception as error:  # the library raises a type of its own for each of: no network, no such name, no such configuration
+        # Without a network, and for an unknown name or configuration, the library raises another
+        # type each.
+        except Exception as error:
             raise TextError(
-                f"--data must be files, folders, {PYTHON_STDLIB!r} or a dataset that the hub can give; got {self.source!r}, which is no file here, "
-                f"and the hub said: {type(error).__name__}: {error}. Check the name and the network, or pass a file."
+                f"--data must be files, folders, {PYTHON_STDLIB!r} or a dataset that the hub can "
+                f"give; got {self.source!r}, which is no file here, and the hub said: "
+                f"{type(error).__name__}: {error}. Check the name and the network, or pass a file."
             ) from error
         if "text" not in rows.column_names:
             raise TextError(
-                f"a dataset must have a column called 'text'; got {self.source!r} with the columns {rows.column_names}. Pass another one."
+                f"a dataset must have a column called 'text'; got {self.source!r} with the columns "
+                f"{rows.column_names}. Pass another one."
             )
         for row in rows.shuffle(seed=_SHUFFLE_SEED):
             yield row["text"]
 
 
 def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
-    """The hub dataset that `sources` names, or None where they are local."""
+    """The hub dataset that `sources` names, or None if the sources are local."""
     only = sources[0] if len(sources) == 1 else ""
     looks_local = (
         only == PYTHON_STDLIB
@@ -242,7 +258,7 @@ def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
 
 
 def _listed_files(sources: Sequence[str]) -> list[Path]:
-    """Every file that the local sources mean, in a fixed order."""
+    """All files of the local sources, in a fixed order."""
     files: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -256,17 +272,22 @@ def _listed_files(sources: Sequence[str]) -> list[Path]:
             files.append(path)
         else:
             raise TextError(
-                f"every source of --data must exist; got {source!r}, which is neither a file nor a folder. Check the path."
+                f"every source of --data must exist; got {source!r}, which is neither a file nor a "
+                "folder. Check the path."
             )
     if not files:
         raise TextError(
-            f"--data must lead to text; got {', '.join(sources)}, with no {', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files."
+            f"--data must lead to text; got {', '.join(sources)}, with no "
+            f"{', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files."
         )
     return files
 
 
 def _stdlib_files() -> list[Path]:
-    """The standard library without its own tests, some of which are broken on purpose, and without installed packages."""
+    """The standard library's files, without installed packages and without its tests.
+
+    Some of the tests are invalid text on purpose.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     return [
@@ -277,7 +298,10 @@ def _stdlib_files() -> list[Path]:
 
 
 def _chosen_files(files: list[Path], max_mb: float) -> tuple[Path, ...]:
-    """The files shuffled, and cut where they pass `max_mb` (0: all of them), so that a small part is still varied and quick to read."""
+    """The files, shuffled, up to the one that reaches `max_mb` (0: all).
+
+    The shuffle gives a small part varied text; a part is faster to read than all files.
+    """
     random.Random(_SHUFFLE_SEED).shuffle(files)
     chosen, num_bytes = [], 0
     for path in files:
@@ -295,12 +319,13 @@ def _check_readable(path: Path) -> None:
         path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TextError(
-            f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. Convert it, or leave it out."
+            f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. "
+            "Convert it, or leave it out."
         ) from error
 
 
 def _within(texts: Iterable[str], max_mb: float) -> list[str]:
-    """The first texts up to `max_mb` together (0: all); the last one is cut."""
+    """The first texts, up to `max_mb` in total (0: all); the last one is cut at the limit."""
     kept: list[str] = []
     num_left = int(max_mb * 1e6) if max_mb else None
     for text in texts:
@@ -323,17 +348,20 @@ def _within(texts: Iterable[str], max_mb: float) -> list[str]:
 
 def _datasets_library() -> Any:
     try:
-        import datasets  # noqa: PLC0415  only a first reading needs it: later runs, and machines that were given the cache, do without
+        # Needed only without a cache: later runs, and machines with a copy of the cache, do not
+        # import it.
+        import datasets  # noqa: PLC0415
     except ImportError as error:
         raise TextError(
-            "reading text needs the datasets library; got no such package, and no cached tokens. Run: pip install datasets"
+            "reading text needs the datasets library; got no such package, and no cached tokens. "
+            "Run: pip install datasets"
         ) from error
     return datasets
 
 
 @contextlib.contextmanager
 def _without_bars(datasets: Any) -> Iterator[None]:
-    """The library's own progress bars off for a while."""
+    """Disables the library's progress bars within the block."""
     had_bars = datasets.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:
@@ -343,11 +371,11 @@ def _without_bars(datasets: Any) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-# --- Tokens -------------------------------------------------------------------------------------------------------------------
+# --- Tokens ---------------------------------------------------------------------------------------
 
 
 def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, as GPT-2's: any text round-trips, there is no unknown token."""
+    """A byte-level BPE tokenizer like GPT-2's: it encodes any text, without an unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -363,7 +391,7 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    """One stream of token ids, an end of text before each document."""
+    """The documents' token ids in one array, int32, with an end of text before each document."""
     end = [tokenizer.token_to_id(END_OF_TEXT)]
     pieces = [
         np.array(end + encoding.ids, dtype=np.int32)
@@ -375,7 +403,7 @@ def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
 def _write_cache(
     folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: dict[str, Any]
 ) -> None:
-    """All files or none: written beside, then renamed, so that two runs which start together do not read half a cache."""
+    """Writes all files to a scratch folder and renames it, so that no run reads a partial cache."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         written = Path(scratch) / "cache"
@@ -386,7 +414,6 @@ def _write_cache(
         try:
             written.rename(folder)
         except OSError:
-            if not (
-                folder / "tokens.npy"
-            ).exists():  # else another run was first, with the same content
+            # If the folder exists, another run wrote the same content first.
+            if not (folder / "tokens.npy").exists():
                 raise

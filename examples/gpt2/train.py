@@ -1,9 +1,13 @@
-"""Trains GPT-2 on real text: single-device PyTorch, plus a mesh and a few marks.
+"""Trains GPT-2 on real text: single-device PyTorch, plus a mesh and a few sharding marks.
 
-    python -m examples.gpt2.train --smoke                                           a few steps in seconds, one device
-    python -m examples.gpt2.train --smoke --devices 8 --mesh fsdp=4,tensor=2         the same on eight emulated devices
-    python -m examples.gpt2.train --preset 124M --mesh fsdp=8 --dtype bf16           on a machine with eight accelerators
-    python -m examples.gpt2.train --smoke --device cpu                              eager torch: what every mesh has to agree with
+    python -m examples.gpt2.train --smoke
+        a few steps on one device, in seconds
+    python -m examples.gpt2.train --smoke --devices 8 --mesh fsdp=4,tensor=2
+        the same on eight emulated devices
+    python -m examples.gpt2.train --preset 124M --mesh fsdp=8 --dtype bf16
+        on a machine with eight accelerators
+    python -m examples.gpt2.train --smoke --device cpu
+        eager torch, whose losses every mesh must reproduce
 
 Legend: B batch, T sequence, V vocabulary.
 """
@@ -24,9 +28,6 @@ from torch import nn
 
 import spmd_core as spmd
 from examples.gpt2 import shardings
-from examples.gpt2.log import Report, RunLog
-from examples.gpt2.meter import Meter
-from examples.gpt2.mfu import ModelSize, known_peak, measured_peak
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
 from examples.gpt2.text import (
@@ -37,23 +38,28 @@ from examples.gpt2.text import (
     TextError,
     load_text,
 )
-from examples.gpt2.timing import StopOnInterrupt
+from examples.training.log import Report, RunLog
+from examples.training.meter import Meter
+from examples.training.mfu import ModelSize, flops_per_token, known_peak, measured_peak
+from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
-DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not first built on the host
-READ_LAG = 2  # steps by which the reading of losses stays behind: the device should never wait for Python to ask for the next step
+DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on the host first
+# Losses are read this many steps late, so that the device never waits for Python to send the next
+# step.
+READ_LAG = 2
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
 
 class KnobError(ValueError):
-    """Knobs that do not fit each other."""
+    """An option is out of range, or two options do not fit together."""
 
 
-# --- Knobs --------------------------------------------------------------------------------------------------------------------
+# --- Knobs ----------------------------------------------------------------------------------------
 
 
 def knob(default: Any, text: str, **argument: Any) -> Any:
-    """A field of `TrainConfig`; its text is the line that --help prints."""
+    """A field of `TrainConfig`, with the text that --help prints."""
     return dataclasses.field(
         default=default, metadata={"help": text, "type": type(default), **argument}
     )
@@ -61,14 +67,14 @@ def knob(default: Any, text: str, **argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every knob, one line each."""
+    """All options of a run; `--help` prints a line for each."""
 
     preset: str = knob(
         "124M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params())
     )
     mesh: str = knob(
         "",
-        "device mesh with axes among data, fsdp and tensor, such as data=2,fsdp=4; empty: one device",
+        "device mesh with axes among data, fsdp and tensor, as in data=2,fsdp=4; empty: one device",
     )
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
     device: str = knob(
@@ -81,7 +87,8 @@ class TrainConfig:
     )
     init: str = knob(
         "auto",
-        "where weights are drawn; auto: on the host (one seed, the same weights everywhere) up to 350M",
+        "where weights are drawn; auto: on the host up to 350M (a seed gives the same weights on "
+        "every mesh), on the device above",
         choices=("auto", "host", "device"),
     )
     steps: int = knob(200, "optimizer steps")
@@ -90,14 +97,14 @@ class TrainConfig:
     lr: float = knob(0.0, "peak learning rate; 0: the preset's")
     warmup: int = knob(20, "steps of linear warm-up")
     min_lr: float = knob(
-        -1.0, "learning rate at the end of the cosine; negative: a tenth of the peak"
+        -1.0, "learning rate at the end of the cosine decay; negative: a tenth of the peak"
     )
     weight_decay: float = knob(
-        0.1, "decay of matrices and tables; biases and layer norms have none"
+        0.1, "weight decay of matrices and tables; biases and layer norms have none"
     )
-    clip: float = knob(1.0, "largest norm of the gradients; 0: they are not clipped")
+    clip: float = knob(1.0, "clip gradients to this norm; 0: no clipping")
     dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
-    seed: int = knob(0, "of the weights, the order of the batches and dropout")
+    seed: int = knob(0, "seed of the weights, the order of the batches and dropout")
     data: Sequence[str] = knob(
         (PYTHON_STDLIB,),
         "files, folders, a hub dataset (name or name:configuration), or python-stdlib",
@@ -111,7 +118,7 @@ class TrainConfig:
     )
     cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens")
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end")
-    eval_batches: int = knob(8, "batches in an evaluation; 0: none")
+    eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations")
     log_every: int = knob(10, "steps between log lines")
     log_dir: str = knob(
         "", "folder for TensorBoard, metrics.jsonl and report.json; empty: no files"
@@ -135,13 +142,14 @@ def run(config: TrainConfig) -> Report:
     """One training run, from text to report.
 
     Raises:
-        KnobError, TextError, spmd.MeshError: something the user asked for cannot be done; raised before the model is built.
+        KnobError, TextError, spmd.MeshError: the options, the text or the mesh cannot work; raised
+            before the model is built.
     """
     config = with_defaults(config)
     preset = PRESETS[config.preset]
     on_xla = config.device == "xla"
 
-    # --- Mesh -----------------------------------------------------------------------------------------------------------------
+    # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
         if config.devices:
             spmd.simulate(config.devices)
@@ -151,7 +159,7 @@ def run(config: TrainConfig) -> Report:
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
     num_devices = mesh.size() if mesh else 1
 
-    # --- Data: before the model, as a wrong path should cost seconds --------------------------------------------------------------
+    # --- Data: before the model, so that a wrong path fails within seconds ------------------------
     text = load_text(
         config.data,
         vocab_size=config.vocab,
@@ -163,7 +171,7 @@ def run(config: TrainConfig) -> Report:
     train_batches = BlockBatches(text.train_NT, config.batch, config.steps, seed=config.seed)
     eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
 
-    # --- Model: no word about devices in it ---------------------------------------------------------------------------------------
+    # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
     vocab_size = padded_vocab(config.vocab, config.pad_vocab)
     num_params = preset.num_params(vocab_size)
@@ -174,17 +182,17 @@ def run(config: TrainConfig) -> Report:
         model = build_model(preset, vocab_size=vocab_size, dropout=config.dropout)
     model.to(device)
 
-    # --- Shardings: all there is to running on many devices -------------------------------------------------------------------------
+    # --- Shardings: everything that many devices need ---------------------------------------------
     input_sharding = None
     if mesh:
         shardings.shard_parameters(model, mesh)
         shardings.annotate_activations(model, mesh)
         input_sharding = shardings.batch_sharding(mesh)
     if inits_on_device and on_xla:
-        spmd.sync()  # draws the weights, every device its own shards, in a program of its own
+        spmd.sync()  # draws the weights in a separate program; each device draws only its shards
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
-    # --- Optimizer ------------------------------------------------------------------------------------------------------------------
+    # --- Optimizer --------------------------------------------------------------------------------
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -198,7 +206,7 @@ def run(config: TrainConfig) -> Report:
         lambda step: lr_factor(step, steps=config.steps, warmup=config.warmup, floor=floor),
     )
 
-    # --- Loop -----------------------------------------------------------------------------------------------------------------------
+    # --- Loop -------------------------------------------------------------------------------------
     kind = device_kind(device)
     peak = known_peak(kind) or measured_peak(
         device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32
@@ -207,7 +215,8 @@ def run(config: TrainConfig) -> Report:
     run_log.settings(dataclasses.asdict(config))
     run_log.say(f"text   {text.summary}")
     run_log.say(
-        f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {num_devices} {config.device} device(s) {axes or ''}"
+        f"model  GPT-2 {preset.name}, {num_params:,} parameters, "
+        f"on {num_devices} {config.device} device(s) {axes or ''}"
     )
     report = Report(
         config=dataclasses.asdict(config),
@@ -220,7 +229,12 @@ def run(config: TrainConfig) -> Report:
     )
     size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
     meter = Meter(
-        report, size=size, tokens_per_step=config.batch * config.seq, run_log=run_log, on_xla=on_xla
+        report,
+        items_per_step=config.batch * config.seq,
+        unit="tokens",
+        flops_per_item=flops_per_token(size),
+        run_log=run_log,
+        on_xla=on_xla,
     )
     start = time.perf_counter()
 
@@ -229,9 +243,8 @@ def run(config: TrainConfig) -> Report:
         StopOnInterrupt() as interrupt,
         MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
     ):
-        for step, (x_BT, y_BT) in enumerate(
-            batches, start=1
-        ):  # on the xla device, asking for a batch sends off the step before it
+        # On the XLA device, the loader's next batch first sends the previous step to the device.
+        for step, (x_BT, y_BT) in enumerate(batches, start=1):
             with autocast:
                 loss = next_token_loss(model, x_BT, y_BT)
             loss.backward()
@@ -239,23 +252,22 @@ def run(config: TrainConfig) -> Report:
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()  # here and not before backward: gradients that outlive their step would take memory
+            # Here and not before the backward: gradients that outlive their step would take memory.
+            optimizer.zero_grad()
 
             meter.add(step, loss.detach(), grad_norm, lr)
             if config.eval_batches and (
                 step == config.steps or (config.eval_every and step % config.eval_every == 0)
             ):
                 if on_xla:
-                    spmd.sync()  # the step ends here: an evaluation is a program of its own
+                    spmd.sync()  # ends the step: the evaluation is a program of its own
                 meter.read(up_to=step)
-                meter.evaluated(
-                    step,
-                    evaluate(
-                        model,
-                        MpDeviceLoader(eval_batches, device, input_sharding=input_sharding),
-                        autocast,
-                    ),
+                eval_loss = evaluate(
+                    model,
+                    MpDeviceLoader(eval_batches, device, input_sharding=input_sharding),
+                    autocast,
                 )
+                meter.evaluated(step, loss=eval_loss, perplexity=perplexity(eval_loss))
             elif step % config.log_every == 0:
                 meter.read(up_to=step - READ_LAG if on_xla else step)
             if interrupt.requested:
@@ -272,7 +284,7 @@ def run(config: TrainConfig) -> Report:
 
 
 def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over the tokens of a batch, in float32: a scalar on the batch's device."""
+    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
     logits_BTV = model(x_BT).logits
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
 
@@ -289,8 +301,15 @@ def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast
     return sum(loss.item() for loss in losses) / len(losses)
 
 
+def perplexity(loss: float) -> float:
+    """`exp(loss)`, or infinity where a float cannot hold it."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def lr_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
-    """What the peak learning rate is multiplied by at a step counted from 0: up in a line over `warmup` steps, then down a cosine to `floor`.
+    """The learning rate at a step, counted from 0, as a fraction of the peak.
+
+    It rises linearly over `warmup` steps, then falls along a cosine to `floor`.
 
     Example:
         >>> [round(lr_factor(step, steps=6, warmup=2, floor=0.1), 3) for step in range(6)]
@@ -303,18 +322,20 @@ def lr_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
 
 
 def device_kind(device: torch.device) -> str:
-    """What the runtime calls the device: "cpu", "TPU v4", "NVIDIA H200"."""
+    """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200"."""
     return str(spmd.device_attributes()[0]["kind"]) if device.type == "xla" else device.type
 
 
-# --- What the user asked for --------------------------------------------------------------------------------------------------------
+# --- Checks of the options, and the command line --------------------------------------------------
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The configuration with the preset's values where they were left open, checked as far as that needs no device and no text.
+    """The configuration with the preset's values for options left open, after checking all options.
+
+    The checks need no device and no text.
 
     Raises:
-        KnobError: a knob is out of range, or two of them do not go together.
+        KnobError: an option is out of range, or two options do not fit together.
     """
     preset = PRESETS[config.preset]
     lr = config.lr or preset.lr
@@ -330,19 +351,23 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     for name in ("steps", "batch", "seq", "pad_vocab", "log_every"):
         if getattr(config, name) < 1:
             raise KnobError(
-                f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}. Leave it out for the default."
+                f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}. "
+                "Leave it out for the default."
             )
     if config.seq > preset.positions:
         raise KnobError(
-            f"--seq must not pass the preset's position table; got {config.seq} for {preset.name} with {preset.positions} positions. Shorten it."
+            f"--seq must not pass the preset's position table; got {config.seq} for {preset.name} "
+            f"with {preset.positions} positions. Shorten it."
         )
     if config.device == "cpu" and (config.mesh or config.devices):
         raise KnobError(
-            f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and --devices {config.devices}. Leave out --device cpu."
+            f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and "
+            f"--devices {config.devices}. Leave out --device cpu."
         )
     if config.devices > 1 and not config.mesh:
         raise KnobError(
-            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. Add for instance --mesh fsdp={config.devices}."
+            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
+            f"Add for instance --mesh fsdp={config.devices}."
         )
     return config
 
@@ -351,8 +376,8 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     """The mesh, or None for one device.
 
     Raises:
-        KnobError: an axis that the shardings do not know, or a batch that does not divide.
-        spmd.MeshError: the mesh cannot be read, or does not fit the devices.
+        KnobError: the shardings do not know an axis, or the batch does not divide by its shards.
+        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     if not config.mesh:
         return None
@@ -360,30 +385,34 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     unknown = [axis for axis in mesh.shape() if axis not in shardings.MESH_AXES]
     if unknown:
         raise KnobError(
-            f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in {config.mesh!r}. Rename them."
+            f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in "
+            f"{config.mesh!r}. Rename them."
         )
     num_shards = shardings.num_batch_shards(mesh)
     if config.batch % num_shards:
         raise KnobError(
-            f"--batch must divide by data x fsdp; got {config.batch} for {num_shards}. Pass for instance --batch {num_shards}."
+            f"--batch must divide by data x fsdp; got {config.batch} for {num_shards}. "
+            f"Pass for instance --batch {num_shards}."
         )
     return mesh
 
 
 def check_amount(config: TrainConfig, text: TextData) -> None:
-    """Raises KnobError when the text does not fill a batch."""
+    """Raises KnobError if the text is too short for a training batch or for an evaluation."""
     needed = config.batch * (config.eval_batches or 1)
     if len(text.train_NT) < config.batch or (
         config.eval_batches and len(text.validation_NT) < needed
     ):
         raise KnobError(
-            f"the text must fill one training batch of {config.batch} blocks and {config.eval_batches} validation batches ({needed} blocks); got "
-            f"{len(text.train_NT)} and {len(text.validation_NT)} of {config.seq} tokens. Give more text, or lower --batch, --seq or --eval-batches."
+            f"the text must fill one training batch of {config.batch} blocks and "
+            f"{config.eval_batches} validation batches ({needed} blocks); got {len(text.train_NT)} "
+            f"and {len(text.validation_NT)} of {config.seq} tokens. Give more text, or lower "
+            "--batch, --seq or --eval-batches."
         )
 
 
 def config_from(argv: Sequence[str] | None) -> TrainConfig:
-    """The command line as a configuration; --smoke changes defaults only, so every other knob still works."""
+    """The command line as a configuration; --smoke only changes defaults of other options."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.gpt2.train",
         description=(__doc__ or "").split("Legend")[0],
@@ -392,11 +421,8 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
     )
     for field in dataclasses.fields(TrainConfig):
         options = {name: value for name, value in field.metadata.items() if value is not bool}
-        default = (
-            ""
-            if field.default in (None, "")
-            else f" (default: {' '.join(field.default) if isinstance(field.default, tuple) else field.default})"
-        )
+        shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = "" if field.default in (None, "") else f" (default: {shown})"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=field.default,
@@ -405,7 +431,8 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="a run of seconds: " + ", ".join(f"{name}={value}" for name, value in SMOKE.items()),
+        help="a run that takes seconds: "
+        + ", ".join(f"{name}={value}" for name, value in SMOKE.items()),
     )
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**SMOKE)
@@ -415,7 +442,10 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for knobs or text that cannot work, 130 after Ctrl-C."""
+    """Runs the command line.
+
+    Returns the exit code: 0; 2 for options, text or a mesh that cannot work; 130 after Ctrl-C.
+    """
     try:
         report = run(config_from(argv))
     except (KnobError, TextError, spmd.MeshError) as error:

@@ -1,4 +1,4 @@
-"""Every preset's count is the count of the real model, and the sizes are what their names say."""
+"""Every preset counts the parameters of its real model, and its size fits its name."""
 
 import pytest
 import torch

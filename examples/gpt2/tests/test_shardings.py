@@ -1,4 +1,4 @@
-"""Every parameter has a rule, and every rule gives a spec that its mesh and its shape can take."""
+"""Every parameter has a rule, and its spec fits the parameter's shape on every mesh."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Text to blocks: the tokenizer's round trip, the split, the order of batches, the cache, and every error before a model is built."""
+"""Text to blocks: the tokenizer's round trip, the split, the order of batches, cache and errors."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from examples.gpt2.text import PYTHON_STDLIB, BlockBatches, TextError, load_text
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Six files of distinct numbered sentences, one of them in a folder below."""
+    """Six files of distinct numbered sentences, one of them in a subfolder."""
     folder = tmp_path / "corpus"
     (folder / "below").mkdir(parents=True)
     for index in range(6):
@@ -68,9 +68,8 @@ def test_the_second_time_is_from_the_cache(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load(corpus, tmp_path)
-    monkeypatch.setitem(
-        sys.modules, "datasets", None
-    )  # any import of it fails: the cache needs none
+    # Any import of the library fails: a cached text must not need it.
+    monkeypatch.setitem(sys.modules, "datasets", None)
     second = load(corpus, tmp_path)
     assert (first.was_cached, second.was_cached) == (False, True)
     assert torch.equal(first.train_NT, second.train_NT)
@@ -122,12 +121,14 @@ def test_batches_are_shuffled_by_the_seed_and_each_pass_sees_a_block_once() -> N
     [
         (
             b"\xff\xfe broken",
-            r"every file of --data must be readable UTF-8 text; got '.*bad\.txt': .*\. Convert it, or leave it out\.",
+            r"every file of --data must be readable UTF-8 text; got '.*bad\.txt': .*\. "
+            r"Convert it, or leave it out\.",
         ),
         (b"", r"--data must hold text; got 1 empty files\. Pass others\."),
         (
             b"Too short.",
-            r"one training and one validation block of 17 tokens each; got \d+ tokens from .*bad\.txt\. Give more text .* or a shorter --seq",
+            r"one training and one validation block of 17 tokens each; got \d+ tokens from "
+            r".*bad\.txt\. Give more text .* or a shorter --seq",
         ),
     ],
 )
@@ -159,7 +160,7 @@ def test_a_vocabulary_has_room_for_every_byte(corpus: Path, tmp_path: Path) -> N
 
 
 class FakeHub:
-    """What text.py uses of the datasets library, for a hub that knows one dataset."""
+    """The part of the datasets library that text.py uses, for a hub with a single dataset."""
 
     def __init__(self, column: str) -> None:
         self.column = column
@@ -185,7 +186,8 @@ def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load("someone/novels:small", tmp_path).train_NT) > 50
     with pytest.raises(
         TextError,
-        match=r"got 'someone/poems', which is no file here, and the hub said: FileNotFoundError: no someone/poems",
+        match=r"got 'someone/poems', which is no file here, and the hub said: "
+        r"FileNotFoundError: no someone/poems",
     ):
         load("someone/poems", tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", FakeHub("article"))

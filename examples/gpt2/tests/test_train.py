@@ -1,4 +1,4 @@
-"""The whole script: knobs and their errors, a run in eager torch, the same losses on every mesh, and Ctrl-C."""
+"""The whole script: options and their errors, eager torch, equal losses on all meshes, Ctrl-C."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One cache for all tests, so that the tokenizer is trained once."""
+    """One cache for all tests, so that the tokenizer is trained only once."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
@@ -95,7 +95,8 @@ def test_a_run_in_eager_torch_learns_and_reports(
     )
     assert set(report["mfu"]) == {"6N", "6N+12LdS", "6N+6LdS"}
     assert report["peak_source"].startswith("measured")
-    assert report["tokens_per_s"] == pytest.approx(8 * 64 / report["step_time_s"])
+    assert report["unit"] == "tokens"
+    assert report["items_per_s"] == pytest.approx(8 * 64 / report["step_time_s"])
     lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"train/loss", "train/lr", "train/grad_norm", "speed/step_time_s", "mfu/6N"} <= set(
         lines[1]
@@ -124,7 +125,8 @@ def test_bf16_and_dropout_are_close_to_fp32(cache_dir: str) -> None:
 
 
 def test_the_model_reads_nothing_on_the_host() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415  private to torch: only this test depends on it
+    # Private to torch: only this test depends on it.
+    from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
 
     from examples.gpt2.model import build_model  # noqa: PLC0415
     from examples.gpt2.presets import PRESETS  # noqa: PLC0415
@@ -181,14 +183,13 @@ def test_every_mesh_has_the_losses_of_eager_torch(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Involuntary full rematerialization" not in done.stderr
     report = json.loads(results.read_text())
-    # fp32 sums in another order, through four updates.
+    # Through four updates, float32 sums in another order deviate.
     assert report["losses"] == pytest.approx(expected.losses, rel=2e-4)
     assert report["grad_norms"] == pytest.approx(expected.grad_norms, rel=2e-3)
     assert report["evals"][-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
     assert report["num_devices"] == (8 if mesh else 1)
-    assert (
-        report["compiles"] == 3
-    )  # the first step, which makes the optimizer's state; every other step; the evaluation
+    # The first step, which makes the optimizer's state; the other steps; the evaluation.
+    assert report["compiles"] == 3
     assert report["peak_bytes"] > report["argument_bytes"] > 0
 
 
@@ -259,7 +260,8 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
         (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
         (
             ["--devices", "8"],
-            "without a mesh one device computes; got --devices 8 and no --mesh. Add for instance --mesh fsdp=8",
+            "without a mesh one device computes; got --devices 8 and no --mesh. "
+            "Add for instance --mesh fsdp=8",
         ),
         (
             ["--device", "cpu", "--data", "./missing.txt"],

@@ -1,4 +1,4 @@
-"""Which intervals a step clock counts, and what the first and second Ctrl-C do."""
+"""Which intervals a step clock counts, and the effects of the first and second Ctrl-C."""
 
 import signal
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.gpt2.timing import StepClock, StopOnInterrupt
+from examples.training.timing import StepClock, StopOnInterrupt
 
 
 def clock_at(*seconds: float) -> StepClock:
@@ -39,7 +39,7 @@ def test_after_an_evaluation_time_starts_anew() -> None:
 
 @pytest.fixture
 def python_interrupts() -> Iterator[None]:
-    """Python's own handler of Ctrl-C: a process that a shell starts in the background ignores it."""
+    """Python's own handler of Ctrl-C; a process that a shell starts in the background has none."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

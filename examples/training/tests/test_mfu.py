@@ -1,13 +1,12 @@
-"""The formulas against figures that others published, and the table of peaks."""
+"""The MFU formulas give the figures that others published; the peaks of known devices."""
 
 import pytest
 import torch
 
-from examples.gpt2.mfu import ModelSize, flops_per_token, known_peak, measured_peak, mfu
+from examples.training.mfu import ModelSize, flops_per_token, known_peak, measured_peak, mfu
 
-GPT2_124M = ModelSize(
-    num_params=124_475_904, num_layers=12, width=768, seq=1024
-)  # llm.c counts the padded vocabulary
+# llm.c counts the padded vocabulary.
+GPT2_124M = ModelSize(num_params=124_475_904, num_layers=12, width=768, seq=1024)
 GPT2_1558M = ModelSize(num_params=1_557_611_200, num_layers=48, width=1600, seq=1024)
 
 
@@ -18,7 +17,7 @@ GPT2_1558M = ModelSize(num_params=1_557_611_200, num_layers=48, width=1600, seq=
 def test_published_rates_give_the_published_utilisation(
     size: ModelSize, tokens_per_s: float, published: float
 ) -> None:
-    shares = mfu(size, tokens_per_s=tokens_per_s, num_devices=1, peak_flops=989e12)
+    shares = mfu(flops_per_token(size), items_per_s=tokens_per_s, num_devices=1, peak_flops=989e12)
     assert shares["6N+12LdS"] == pytest.approx(published, abs=0.0005)
 
 
@@ -29,9 +28,12 @@ def test_the_formulas_differ_as_published() -> None:
 
 
 def test_the_announcements_formula() -> None:
-    # 6 * global_batch * seq_len * num_params / step_time / chips / peak, with a batch of 128 x 1024 tokens in 2 s on 8 chips of 275 TFLOP/s.
+    # 6 * global_batch * seq_len * num_params / step_time / chips / peak, with a batch of 128 x 1024
+    # tokens in 2 s on 8 chips of 275 TFLOP/s.
     size = ModelSize(num_params=4_000_000_000, num_layers=34, width=3072, seq=1024)
-    shares = mfu(size, tokens_per_s=128 * 1024 / 2.0, num_devices=8, peak_flops=275e12)
+    shares = mfu(
+        flops_per_token(size), items_per_s=128 * 1024 / 2.0, num_devices=8, peak_flops=275e12
+    )
     assert shares["6N"] == pytest.approx(6 * 128 * 1024 * 4e9 / 2.0 / 8 / 275e12)
 
 
@@ -58,7 +60,7 @@ def test_known_peaks(kind: str, teraflops: float) -> None:
 
 def test_an_unknown_kind_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_peak("cpu") is None
-    monkeypatch.setattr("examples.gpt2.mfu._MATMUL_SIZES", (64, 128))
+    monkeypatch.setattr("examples.training.mfu._MATMUL_SIZES", (64, 128))
     peak = measured_peak(torch.device("cpu"), None, torch.float32)
     assert peak.flops_per_s > 1e8
     assert peak.source.startswith("measured, ")

@@ -1,4 +1,7 @@
-"""Are these results what eager torch gives? Exactly in shape and dtype, within tolerances in value, with the reasons for which they may differ."""
+"""Compares results with eager torch's: equal shapes and dtypes, values within tolerances.
+
+Some functions recognise results that may differ for a reason, such as another choice among equals.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from benchmarks.opinfo_samples import Sample, moved
+from benchmarks.opinfo.samples import Sample, moved
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -19,7 +22,7 @@ def down(tree: Any) -> list[Any]:
 
 
 def skeleton(got: Sequence[Any], expected: Sequence[Any]) -> str | None:
-    """How shapes, dtypes or kinds differ, or None."""
+    """How the results differ in number, Python type, shape or dtype, or None."""
     if len(got) != len(expected):
         return f"{len(got)} results instead of {len(expected)}"
     for mine, right in zip(got, expected):
@@ -33,7 +36,7 @@ def skeleton(got: Sequence[Any], expected: Sequence[Any]) -> str | None:
 
 
 def close(got: Sequence[Any], expected: Sequence[Any], **tolerance: Any) -> str | None:
-    """How values differ, or None."""
+    """How the values differ beyond the tolerance (default: the dtype's), or None."""
     for mine, right in zip(got, expected):
         try:
             if isinstance(right, torch.Tensor):
@@ -54,7 +57,7 @@ def close(got: Sequence[Any], expected: Sequence[Any], **tolerance: Any) -> str 
 
 
 def deviation(got: Sequence[Any], expected: Sequence[Any]) -> float:
-    """The largest difference, absolute for numbers below 1 and relative above."""
+    """The largest difference: absolute where the expected number is below 1, relative above."""
     worst = 0.0
     for mine, right in zip(got, expected):
         if (
@@ -73,12 +76,13 @@ def deviation(got: Sequence[Any], expected: Sequence[Any]) -> float:
 def as_good_as_eager(
     run: Callable[[Sample], Any], sample: Sample, got: Sequence[Any], expected: Sequence[Any]
 ) -> bool:
-    """Whether each result is about as near to eager torch's in float64 as eager torch's own in this dtype is."""
+    """Whether each result's error against float64 is at most twice eager torch's own error.
+
+    Both errors are those of results in the sample's dtype against eager torch in float64.
+    """
     try:
         truth = down(run(moved(sample, "cpu", dtype=torch.float64)))
-    except (
-        Exception
-    ):  # no float64 form: then nothing is known, and the caller reports the difference
+    except Exception:  # no float64 form to compare with: the caller reports the difference
         return False
     if len(truth) != len(got) or any(
         isinstance(t, torch.Tensor) and t.shape != e.shape for t, e in zip(truth, expected)
@@ -106,7 +110,10 @@ def as_good_as_eager(
 
 
 def other_choice_of_equals(sample: Sample, got: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether the results are positions of the same values: among equal elements any may be named (`topk`, `mode`, a sort that is not stable)."""
+    """Whether the results are other positions of the same values.
+
+    Among equal elements, `topk`, `mode` and an unstable sort may return the position of any.
+    """
     x = sample.input
     if (
         not isinstance(x, torch.Tensor)
@@ -134,7 +141,10 @@ def other_choice_of_equals(sample: Sample, got: Sequence[Any], expected: Sequenc
 
 
 def same_for_equals(sample: Sample, got: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether gradients differ only in which of several equal elements they went to: their sums over equal elements are the same."""
+    """Whether gradients differ only in which of several equal elements receives them.
+
+    Then their sums over equal elements are the same.
+    """
     wanted = [t for t in sample.tensors() if t.requires_grad]
     if len(wanted) != len(got) or any(t.is_complex() for t in wanted):
         return False

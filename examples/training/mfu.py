@@ -1,25 +1,27 @@
-"""Model FLOPs utilisation by the three formulas in use, each under its name, and the peaks that they are measured against.
+"""Model FLOPs utilisation (MFU), a transformer's FLOPs by three formulas, and devices' peak FLOP/s.
 
-Legend: N parameters (the tied token table once), L layers, d width, S sequence length. Recomputation never counts: that would be HFU.
+Legend: N parameters (the tied token table counts once), L layers, d width, S sequence length.
+Recomputed activations do not count: with them, the figure would be the hardware utilisation (HFU).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 import spmd_core as spmd
 
-# bf16 dense peak of one chip in FLOP/s, from the makers' data sheets. Matched as the longest beginning of the device kind that the runtime reports,
-# so "NVIDIA H100 80GB HBM3" takes the H100's, while the slower PCIe card keeps its own.
+# Peak of one chip in FLOP/s for dense bf16, from the makers' data sheets. The longest name that the
+# device kind of the runtime starts with counts: "NVIDIA H100 80GB HBM3" is an "NVIDIA H100", while
+# the slower PCIe card has an entry of its own.
 PEAK_FLOPS_BY_KIND = {
     "TPU v3": 123e12,  # a chip is two devices: see DEVICES_PER_CHIP
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,  # v5e
     "TPU v5e": 197e12,
     "TPU v5p": 459e12,
-    "TPU v5": 459e12,  # how some runtimes call v5p
+    "TPU v5": 459e12,  # the name of v5p in some runtimes
     "TPU v6 lite": 918e12,  # v6e
     "TPU v6e": 918e12,
     "NVIDIA H100 PCIe": 756e12,
@@ -30,15 +32,13 @@ PEAK_FLOPS_BY_KIND = {
 DEVICES_PER_CHIP = {"TPU v3": 2}
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
-_LONG_ENOUGH_S, _LONG_ENOUGH_FLOPS = (
-    0.03,
-    1e10,
-)  # the second, as a busy machine makes even a small matmul slow
+_LONG_ENOUGH_S = 0.03
+_LONG_ENOUGH_FLOPS = 1e10  # time alone is not enough: on a busy machine a small matmul is slow too
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The four numbers of a model that the formulas take."""
+    """The four numbers of a transformer that the formulas need."""
 
     num_params: int
     num_layers: int
@@ -48,18 +48,19 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one device at its best, and where the number is from: "data sheet, bf16" or "measured, ..."."""
+    """Peak FLOP/s of one device, and its source: "data sheet, bf16" or "measured, ..."."""
 
     flops_per_s: float
     source: str
 
 
 def flops_per_token(size: ModelSize) -> dict[str, int]:
-    """Forward and backward FLOPs for one token, by formula.
+    """A transformer's forward and backward FLOPs for one token, by formula.
 
-    - `6N`: the matrices only; what the PyTorch/XLA SPMD announcement reports.
-    - `6N+12LdS`: and attention over the whole square; Chowdhery et al. 2022 (PaLM), appendix B; nanoGPT, torchtitan.
-    - `6N+6LdS`: and attention over the causal half; llm.c, MaxText.
+    - `6N`: the matrices only. The PyTorch/XLA SPMD announcement uses this formula.
+    - `6N+12LdS`: adds attention over the whole S x S square. Source: Chowdhery et al. 2022 (PaLM),
+      appendix B; nanoGPT and torchtitan use it.
+    - `6N+6LdS`: adds attention over the causal half of the square; llm.c and MaxText use it.
 
     Example:
         >>> flops_per_token(ModelSize(num_params=100, num_layers=2, width=3, seq=5))
@@ -70,17 +71,28 @@ def flops_per_token(size: ModelSize) -> dict[str, int]:
 
 
 def mfu(
-    size: ModelSize, *, tokens_per_s: float, num_devices: int, peak_flops: float
+    flops_per_item: Mapping[str, float],
+    *,
+    items_per_s: float,
+    num_devices: int,
+    peak_flops: float,
 ) -> dict[str, float]:
-    """The share of the devices' peak that the model's own FLOPs use, by formula; `tokens_per_s` is over all devices."""
+    """The model's FLOP/s as a fraction of the devices' peak, by formula.
+
+    Args:
+        flops_per_item: forward and backward FLOPs for one item (token, image), by formula.
+        items_per_s: over all devices.
+        num_devices: devices that compute.
+        peak_flops: FLOP/s of one device.
+    """
     return {
-        name: flops * tokens_per_s / (num_devices * peak_flops)
-        for name, flops in flops_per_token(size).items()
+        name: flops * items_per_s / (num_devices * peak_flops)
+        for name, flops in flops_per_item.items()
     }
 
 
 def known_peak(device_kind: str) -> Peak | None:
-    """The data sheet's peak of one device, or None for a kind that the table lacks."""
+    """The data sheet's peak of one device, or None for a kind that is not in the table."""
     matches = [kind for kind in PEAK_FLOPS_BY_KIND if device_kind.startswith(kind)]
     if not matches:
         return None
@@ -89,10 +101,12 @@ def known_peak(device_kind: str) -> Peak | None:
 
 
 def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype) -> Peak:
-    """What the devices reach in one large matmul, each on its own rows of it; for kinds without a data sheet, such as a CPU.
+    """Peak of one device, measured with a large matmul; for kinds without a data sheet, as a CPU.
 
-    The size doubles until a matmul is long enough to time; the best rate of all sizes counts. Emulated devices share the cores of one machine, so
-    each has its part of them; other work on the machine makes the peak too low and the MFU too high. Waits for the device.
+    Each device of the mesh multiplies its own rows. The size doubles until a matmul takes long
+    enough to time, and the best rate over all sizes counts. Emulated devices share the cores of one
+    machine, so the peak of each is its share of the cores. Other work on the machine makes the peak
+    too low and the MFU too high. Waits for the device.
     """
     num_devices = 1 if mesh is None else mesh.size()
     best, best_size = 0.0, 0
@@ -111,7 +125,7 @@ def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dty
 def _matmul_seconds(
     device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype, *, rows: int, size: int
 ) -> float:
-    """The best of five runs, after one that compiles."""
+    """Seconds of the fastest of six runs, the first of which compiles."""
     a, b = (
         torch.ones(rows, size, dtype=dtype).to(device),
         torch.ones(size, size, dtype=dtype).to(device),
@@ -121,7 +135,7 @@ def _matmul_seconds(
         spmd.mark_sharding(b, mesh, (None, None))
 
     def run() -> torch.Tensor:
-        product = a @ b  # held until the sync: what nobody refers to is not computed
+        product = a @ b  # referenced until the sync: an unreferenced tensor is not computed
         if device.type == "xla":
             spmd.sync(wait=True)
         return product

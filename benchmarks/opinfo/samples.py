@@ -1,4 +1,4 @@
-"""The entries of torch's operator database: which of them can be compared, and their samples, moved to where they run."""
+"""The entries of torch's operator database that can be compared, and their samples on a device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 import spmd_core as spmd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
+DTYPES_BY_NAME = {str(d).removeprefix("torch."): d for d in DTYPES}
 VARIANTS = ("forward", "gradient", "in_place", "out", "view_write", "errors")
 
-# Why an entry cannot be compared, by its full name or by its prefix up to the star.
+# Why an entry cannot be compared, by its full name, or by the prefix before the star.
 EXCLUDED = {
     "sparse*": "sparse layout",
     "to_sparse": "sparse layout",
@@ -25,10 +26,13 @@ EXCLUDED = {
     "chalf": "complex32, which XLA does not have",
 }
 
-# Where a section's indices are to be on the CPU, whatever the device of the input.
+# Entries whose index arguments torch wants on the CPU, whatever the device of the input.
 ARGUMENTS_ON_CPU = {"tensor_split"}
-_STATISTICS = "eager torch's CPU kernel rounds the saved statistics to 16 bits; its meta kernels and other devices keep float32, and so do we"
-# The same for the 16-bit floats only.
+_STATISTICS = (
+    "eager torch's CPU kernel rounds the saved statistics to 16 bits; its meta kernels and other "
+    "devices keep float32, and so do we"
+)
+# Why an entry cannot be compared in the 16-bit float dtypes.
 EXCLUDED_OF_SIXTEEN_BITS = {
     "native_batch_norm": _STATISTICS,
     "_native_batch_norm_legit": _STATISTICS,
@@ -37,19 +41,21 @@ EXCLUDED_OF_SIXTEEN_BITS = {
     **dict.fromkeys(
         ("complex", "view_as_complex"), "of two float16 makes complex32, which XLA does not have"
     ),
-    "nn_functional_linear_cross_entropy_chunked_none": "torch's own code accumulates in float32 on a CPU, in 16 bits on a device it does not know",
+    "nn_functional_linear_cross_entropy_chunked_none": (
+        "torch's own code accumulates in float32 on a CPU, in 16 bits on a device it does not know"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an entry: tensors on the CPU."""
+    """The arguments of one call of an entry, with tensors on the CPU."""
 
     input: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     process: Callable[[Any], Any]
-    moves_args: bool = True  # False where torch asks for them on the CPU, whatever the device
+    moves_args: bool = True  # False where torch wants the arguments on the CPU on any device
 
     def tensors(self) -> list[torch.Tensor]:
         return [
@@ -65,7 +71,7 @@ def entries() -> list[Any]:
 
 
 def excluded(name: str, dtype: torch.dtype) -> str | None:
-    """Why an entry is left out for a dtype, or None."""
+    """Why an entry is excluded for a dtype, or None."""
     if dtype in (torch.float16, torch.bfloat16) and name in EXCLUDED_OF_SIXTEEN_BITS:
         return EXCLUDED_OF_SIXTEEN_BITS[name]
     for pattern, reason in EXCLUDED.items():
@@ -75,7 +81,7 @@ def excluded(name: str, dtype: torch.dtype) -> str | None:
 
 
 def applies(op: Any, variant: str, dtype: torch.dtype) -> bool:
-    """Whether torch says that the entry has this variant for this dtype on the CPU."""
+    """Whether torch declares that the entry has this variant for this dtype on the CPU."""
     if variant == "errors":
         return op.error_inputs_func is not None and dtype is torch.float32
     if dtype not in op.supported_dtypes("cpu"):
@@ -88,7 +94,7 @@ def applies(op: Any, variant: str, dtype: torch.dtype) -> bool:
 
 
 def _spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """At most `limit` of the items, evenly spread over all of them; all of them for a limit of 0."""
+    """At most `limit` of the items, evenly spread over all of them; all items for a limit of 0."""
     if limit <= 0 or len(items) <= limit:
         return list(items)
     return [items[round(i * (len(items) - 1) / max(limit - 1, 1))] for i in range(limit)]
@@ -104,17 +110,16 @@ def is_plain(t: torch.Tensor) -> bool:
 
 
 def _undefined(name: str, s: Sample) -> bool:
-    """Whether eager torch's result means nothing, so that there is nothing to compare with."""
+    """Whether eager torch's result is undefined, so that it cannot serve as a reference."""
     if name == "nonzero_static":
-        return s.input.numel() == 0  # the memory is not filled
+        return s.input.numel() == 0  # the result's memory stays uninitialised
     draws = s.kwargs.get("_random_samples")
-    return draws is not None and bool(
-        ((draws < 0) | (draws >= 1)).any()
-    )  # windows outside of the input
+    # Draws outside of [0, 1) place windows outside of the input.
+    return draws is not None and bool(((draws < 0) | (draws >= 1)).any())
 
 
 def samples(op: Any, dtype: torch.dtype, *, requires_grad: bool, limit: int) -> list[Sample]:
-    """The entry's own samples for a dtype, the same ones at every call."""
+    """The samples that torch defines for the entry and dtype, the same ones at every call."""
     torch.manual_seed(0)
     moves = op.name not in ARGUMENTS_ON_CPU
     found = [
@@ -138,7 +143,14 @@ def _is_cpu(x: Any) -> bool:
 def moved(
     sample: Sample, device: str, *, dtype: torch.dtype | None = None, mesh: spmd.Mesh | None = None
 ) -> Sample:
-    """A copy of a sample on a device; floats in `dtype` where one is given; with a mesh, its first tensor is split along its longest dim."""
+    """A copy of a sample on a device.
+
+    Args:
+        sample: stays as it is.
+        device: where the tensors of the copy are.
+        dtype: converts floating-point tensors to this dtype, complex ones to its complex form.
+        mesh: splits the first tensor with dims along its longest dim, over the mesh's first axis.
+    """
     marked = False
 
     def move(x: Any) -> Any:

@@ -1,40 +1,44 @@
-"""A run's figures: device scalars in, read late so that the device never waits for them; step times, MFU and a `Report` out."""
+"""Collects a run's figures, reading losses late so that the device never waits for Python."""
 
-import math
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 import spmd_core as spmd
-from examples.gpt2.log import Report, RunLog
-from examples.gpt2.mfu import ModelSize, mfu
-from examples.gpt2.timing import StepClock
+from examples.training.log import Report, RunLog, figures_text
+from examples.training.mfu import mfu
+from examples.training.timing import StepClock
 
 
 class Meter:
-    """Collects losses as they are recorded and turns them into numbers when `read` is called.
+    """Keeps losses as device scalars and turns them into numbers when `read` is called.
 
     Args:
-        report: filled in as the run goes; `config`, `num_devices` and the peak are already in it.
-        size: what the MFU formulas take.
-        tokens_per_step: over all devices.
-        run_log: where the numbers go.
-        on_xla: whether the device counts programs.
+        report: filled in during the run; `config`, `num_devices` and the peak are set beforehand.
+        items_per_step: items in a batch, over all devices.
+        unit: what an item is, in the plural, such as "tokens" or "images".
+        flops_per_item: forward and backward FLOPs for one item, by formula; the console shows the
+            first formula's MFU. None: no MFU.
+        run_log: where the numbers are written.
+        on_xla: whether the model runs on the XLA device, which counts compiles and programs.
     """
 
     def __init__(
         self,
         report: Report,
         *,
-        size: ModelSize,
-        tokens_per_step: int,
+        items_per_step: int,
+        unit: str = "tokens",
+        flops_per_item: Mapping[str, float] | None = None,
         run_log: RunLog,
         on_xla: bool,
     ) -> None:
         self._report = report
-        self._size = size
-        self._tokens_per_step = tokens_per_step
+        self._report.unit = unit
+        self._items_per_step = items_per_step
+        self._flops_per_item = flops_per_item or {}
         self._log = run_log
         self._on_xla = on_xla
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor, float]] = deque()
@@ -42,12 +46,15 @@ class Meter:
         self._counters_before = self._counters()
 
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Keeps the scalars of one step, wherever they are. Does not wait."""
+        """Keeps the scalars of one step on their device. Does not wait."""
         self._pending.append((step, loss, grad_norm, lr))
         self._log.advance()
 
     def read(self, *, up_to: int) -> None:
-        """Reads what was kept up to and including the step `up_to`, which waits for it, and logs the newest."""
+        """Reads the scalars of all steps up to and including `up_to`, and logs the newest of them.
+
+        Waits until the device has computed that step.
+        """
         read = False
         while self._pending and self._pending[0][0] <= up_to:
             step, loss, grad_norm, lr = self._pending.popleft()
@@ -63,16 +70,18 @@ class Meter:
                 ),
             )
 
-    def evaluated(self, step: int, loss: float) -> None:
-        """Logs an evaluation, made after everything up to `step` was read; the time that it took is not a step's."""
+    def evaluated(self, step: int, **figures: float) -> None:
+        """Logs an evaluation's figures, such as `loss`; its duration counts for no step.
+
+        Call it after reading all steps up to `step`.
+        """
         self._clock.resume(step=step, num_compiles=self._compiles())
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        self._report.evals.append({"step": step, "loss": loss, "perplexity": perplexity})
-        self._log.scalars(step, {"eval/loss": loss, "eval/perplexity": perplexity})
-        self._log.say(f"step {step:5d}  evaluation: loss {loss:.4f}, perplexity {perplexity:.2f}")
+        self._report.evals.append({"step": step, **figures})
+        self._log.scalars(step, {f"eval/{name}": value for name, value in figures.items()})
+        self._log.say(f"step {step:5d}  evaluation: {figures_text(figures)}")
 
     def finished(self, *, wall_s: float, interrupted: bool) -> Report:
-        """The report, complete."""
+        """The complete report."""
         report = self._report
         report.wall_s, report.interrupted = wall_s, interrupted
         report.step_time_s, report.num_timed_steps = (
@@ -80,8 +89,8 @@ class Meter:
             self._clock.num_timed_steps,
         )
         if report.step_time_s:
-            report.tokens_per_s = self._tokens_per_step / report.step_time_s
-            report.mfu = self._mfu(report.tokens_per_s)
+            report.items_per_s = self._items_per_step / report.step_time_s
+            report.mfu = self._mfu(report.items_per_s)
         now = self._counters()
         report.compiles, report.executions = (
             now.get(name, 0) - self._counters_before.get(name, 0)
@@ -100,8 +109,8 @@ class Meter:
 
     def _log_step(self, step: int, step_time_s: float | None) -> None:
         report = self._report
-        tokens_per_s = self._tokens_per_step / step_time_s if step_time_s else None
-        shares = self._mfu(tokens_per_s) if tokens_per_s else {}
+        items_per_s = self._items_per_step / step_time_s if step_time_s else None
+        shares = self._mfu(items_per_s) if items_per_s else {}
         program = self._step_program()
         values = {
             "train/loss": report.losses[-1],
@@ -110,33 +119,35 @@ class Meter:
         }
         speed = {
             "speed/step_time_s": step_time_s,
-            "speed/tokens_per_s": tokens_per_s,
+            f"speed/{report.unit}_per_s": items_per_s,
             "memory/peak_bytes": program.peak_bytes if program else None,
         }
         self._log.scalars(
             step, values | speed | {f"mfu/{name}": share for name, share in shares.items()}
         )
-        timing = (
-            f"{step_time_s * 1e3:9.1f} ms  {tokens_per_s:10,.0f} tokens/s  MFU {shares['6N']:.2%} (6N)"
-            if step_time_s and tokens_per_s
-            else ""
-        )
+        timing = ""
+        if step_time_s and items_per_s:
+            timing = f"{step_time_s * 1e3:9.1f} ms  {items_per_s:10,.0f} {report.unit}/s"
+        for name, share in list(shares.items())[:1]:
+            timing += f"  MFU {share:.2%} ({name})"
         self._log.say(
-            f"step {step:5d}  loss {report.losses[-1]:.4f}  lr {report.lrs[-1]:.2e}  norm {report.grad_norms[-1]:.3f}  {timing}".rstrip()
+            f"step {step:5d}  loss {report.losses[-1]:.4f}  lr {report.lrs[-1]:.2e}"
+            f"  norm {report.grad_norms[-1]:.3f}  {timing}".rstrip()
         )
 
-    def _mfu(self, tokens_per_s: float) -> dict[str, float]:
+    def _mfu(self, items_per_s: float) -> dict[str, float]:
         return mfu(
-            self._size,
-            tokens_per_s=tokens_per_s,
+            self._flops_per_item,
+            items_per_s=items_per_s,
             num_devices=self._report.num_devices,
             peak_flops=self._report.peak_flops,
         )
 
     def _step_program(self) -> Any:
-        """The record of the program that runs at each step: of this run's large programs, the one that ran most often.
+        """The record of the step's program: of this run's large programs, the one run most often.
 
-        The first step's program makes the optimizer's state and runs once; an evaluation's is small, though it may run often.
+        The program of the first step also makes the optimizer's state and runs once; the program of
+        an evaluation is small, though it may run often.
         """
         programs = self._programs()
         largest = max((program.num_ops for program in programs), default=0)

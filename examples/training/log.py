@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the console, TensorBoard, `metrics.jsonl`, and at the end a `Report`, as a table and as JSON."""
+"""Writes a run's numbers to the console, TensorBoard, `metrics.jsonl` and a final `Report`."""
 
 import dataclasses
 import json
@@ -15,26 +15,33 @@ from tqdm import tqdm
 
 @dataclass
 class Report:
-    """What a run did. Figures that could not be had are None: the steps were too few, or the device does not say.
+    """The figures of one run.
+
+    A figure is None where it is unknown: the run had too few steps, or the device does not report
+    it.
 
     Attributes:
-        config: every knob, as used.
-        num_params: parameters, vocabulary padding included.
-        num_devices, device_kind: what it ran on.
+        config: every option, with the value that the run used.
+        num_params: parameters, padding included.
+        num_devices, device_kind: the devices that the run used.
         mesh: size of each mesh axis; empty for one device.
-        losses, grad_norms, lrs: one entry for each step that was run.
-        evals: for each evaluation, `step`, `loss` and `perplexity`.
-        step_time_s: median over the logged intervals of their time for a step; intervals with a compile or an evaluation do not count.
-        num_timed_steps: how many steps those intervals held.
-        tokens_per_s: over all devices.
-        mfu: by formula (see mfu.py), as a fraction.
-        peak_flops, peak_source: what the MFU is measured against, for one device.
+        losses, grad_norms, lrs: one entry per training step.
+        evals: per evaluation, `step` and the figures that the recipe reports, such as `loss`.
+        step_time_s: seconds per step, the median over the logged intervals; intervals with a
+            compile or an evaluation do not count.
+        num_timed_steps: steps within those intervals.
+        unit: what a batch consists of, such as "tokens" or "images".
+        items_per_s: items of that unit per second, over all devices.
+        mfu: model FLOPs utilisation by formula (see mfu.py), as a fraction.
+        peak_flops, peak_source: peak FLOP/s of one device, the MFU's denominator, and its source.
         peak_bytes: the step program's peak memory on one device, from the compiler.
-        argument_bytes, temp_bytes: of the same program: what enters (parameters, optimizer state, batch), and what it needs beside.
-        program_flops, program_ops: the compiler's count of its FLOPs, and the recorded operations.
-        compiles, executions, compile_s: of the whole run.
-        wall_s: of the loop, everything included.
-        interrupted: Ctrl-C ended it early.
+        argument_bytes, temp_bytes: memory of the same program for its inputs (parameters,
+            optimizer state, batch), and for its temporaries.
+        program_flops, program_ops: FLOPs of the step program as the compiler counts them, and its
+            recorded operations.
+        compiles, executions, compile_s: totals of the whole run.
+        wall_s: seconds in the training loop, evaluations and compiles included.
+        interrupted: whether Ctrl-C ended the run early.
     """
 
     config: dict[str, Any]
@@ -48,7 +55,8 @@ class Report:
     evals: list[dict[str, float]] = field(default_factory=list)
     step_time_s: float | None = None
     num_timed_steps: int = 0
-    tokens_per_s: float | None = None
+    unit: str = "items"
+    items_per_s: float | None = None
     mfu: dict[str, float] = field(default_factory=dict)
     peak_flops: float = 0.0
     peak_source: str = ""
@@ -70,9 +78,9 @@ class Report:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def table(self) -> Table:
-        """The main figures for people."""
+        """The main figures as a table for the console."""
         table = Table(
-            title="GPT-2 run" + (" (interrupted)" if self.interrupted else ""), show_header=False
+            title="Training run" + (" (interrupted)" if self.interrupted else ""), show_header=False
         )
         rows = [
             ("parameters", f"{self.num_params:,}"),
@@ -89,9 +97,7 @@ class Report:
             ),
             (
                 "evaluation",
-                f"loss {self.evals[-1]['loss']:.4f}, perplexity {self.evals[-1]['perplexity']:.2f}"
-                if self.evals
-                else "-",
+                figures_text(self.evals[-1]) if self.evals else "-",
             ),
             (
                 "step",
@@ -99,7 +105,7 @@ class Report:
                 if self.step_time_s
                 else "- (too few steps to time)",
             ),
-            ("tokens/s", f"{self.tokens_per_s:,.0f}" if self.tokens_per_s else "-"),
+            (f"{self.unit}/s", f"{self.items_per_s:,.0f}" if self.items_per_s else "-"),
             *((f"MFU, {name}", f"{value:.2%}") for name, value in self.mfu.items()),
             ("peak of a device", f"{self.peak_flops / 1e12:.3g} TFLOP/s ({self.peak_source})"),
             (
@@ -114,12 +120,13 @@ class Report:
 
 
 class RunLog:
-    """Takes a run's numbers as they come.
+    """Writes a run's numbers to the console and to files while the run goes on.
 
     Args:
-        log_dir: folder for TensorBoard's event file, `metrics.jsonl` and `report.json`; empty writes no files.
+        log_dir: folder for TensorBoard's event file, `metrics.jsonl` and `report.json`; with an
+            empty string no files are written.
         num_steps: length of the progress bar.
-        shows_progress: whether there is a bar; it stays away where the console is not a terminal.
+        shows_progress: whether to show a progress bar; without a terminal there is none.
 
     Raises:
         ImportError: `log_dir` is given and TensorBoard is not installed.
@@ -142,22 +149,22 @@ class RunLog:
         )
 
     def say(self, text: str) -> None:
-        """A line on the console, above the bar."""
+        """Prints a line on the console, above the progress bar."""
         tqdm.write(text)
 
     def settings(self, values: Mapping[str, Any]) -> None:
-        """The configuration, as a text that TensorBoard shows."""
+        """Writes the configuration as a text for TensorBoard."""
         if self._writer is not None:
             self._writer.add_text(
                 "config", "\n".join(f"    {name}: {value}" for name, value in values.items())
             )
 
     def advance(self) -> None:
-        """One step was sent to the device."""
+        """Moves the progress bar by one step."""
         self._bar.update()
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Numbers of one step, to the files; None is left out."""
+        """Writes the numbers of one step to the files, without those that are None."""
         known = {name: value for name, value in values.items() if value is not None}
         if self._writer is None:
             return
@@ -173,7 +180,7 @@ class RunLog:
         Console().print(report.table())
 
     def close(self) -> None:
-        """Closes the bar and the files; may be repeated."""
+        """Closes the progress bar and the files. A second call does nothing."""
         self._bar.close()
         if self._writer is not None:
             self._writer.close()
@@ -183,12 +190,18 @@ class RunLog:
 
 def _summary_writer(folder: Path) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  optional, and slow to import
+        # An optional package, slow to import.
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(
             "--log-dir writes TensorBoard files; got no such package. Run: pip install tensorboard"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """The figures of an evaluation as "loss 5.1234, perplexity 167.9065", without the step."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if name != "step")
 
 
 def _axes_text(mesh: Mapping[str, int]) -> str:
@@ -198,4 +211,7 @@ def _axes_text(mesh: Mapping[str, int]) -> str:
 def _mib(peak: int | None, arguments: int | None, temporary: int | None) -> str:
     if not peak:
         return "-"
-    return f"{peak / 2**20:,.1f} MiB at peak ({(arguments or 0) / 2**20:,.1f} arguments, {(temporary or 0) / 2**20:,.1f} temporary)"
+    return (
+        f"{peak / 2**20:,.1f} MiB at peak ({(arguments or 0) / 2**20:,.1f} arguments, "
+        f"{(temporary or 0) / 2**20:,.1f} temporary)"
+    )

@@ -1,4 +1,4 @@
-"""Honest step times and a clean Ctrl-C: the two things around a training loop that depend on the clock and on signals."""
+"""Step times of an asynchronous device, and a training loop that ends cleanly on Ctrl-C."""
 
 import signal
 import statistics
@@ -10,11 +10,13 @@ from typing import Any
 
 
 class StepClock:
-    """Times steps by the moments at which their results were seen.
+    """Measures seconds per step from the moments at which losses were read.
 
-    A device runs behind Python, so the time that the loop takes for one step says little. Between two moments at which a loss could be read, the
-    device finished the steps in between. An interval counts when nothing was compiled in it and as many steps were in flight at its end as at its
-    beginning: a device that is waited for at one end only would look too fast or too slow. Steps up to the first mark warm things up.
+    The device runs behind Python, so the duration of one loop iteration is not a step time. Between
+    two reads of a loss, the device completed the steps between them. Such an interval counts if
+    nothing was compiled in it and the same number of steps was in flight at both ends; if the loop
+    waited for the device at one end only, the steps would look too fast or too slow. Steps up to
+    the first mark are warm-up.
 
     Example:
         >>> clock = StepClock(now=iter([10.0, 12.0]).__next__)
@@ -33,12 +35,12 @@ class StepClock:
         self.num_timed_steps = 0
 
     def mark(self, *, step: int, in_flight: int, num_compiles: int) -> float | None:
-        """The results of `step` were just read: seconds for each step since the last mark, or None where the interval does not count.
+        """Seconds per step since the previous mark, or None if that interval does not count.
 
         Args:
-            step: the newest step whose results were read.
-            in_flight: steps that were recorded after it.
-            num_compiles: of the process so far.
+            step: the newest step whose results were read, just before this call.
+            in_flight: steps recorded after `step`.
+            num_compiles: compiles of the process so far.
         """
         last, self._last = self._last, (step, in_flight, num_compiles, self._now())
         if last is None or (in_flight, num_compiles) != last[1:3] or step == last[0]:
@@ -49,19 +51,22 @@ class StepClock:
         return seconds
 
     def resume(self, *, step: int, num_compiles: int) -> None:
-        """Something else took time after `step`, and nothing is in flight: the next interval begins now."""
+        """Starts the next interval now, after other work that followed `step`.
+
+        No step may be in flight.
+        """
         self._last = (step, 0, num_compiles, self._now())
 
     @property
     def step_time_s(self) -> float | None:
-        """Median over the intervals of their seconds for a step; None before there is one."""
+        """Median seconds per step over the intervals, or None before the first interval."""
         return statistics.median(self._intervals) if self._intervals else None
 
 
 class StopOnInterrupt:
-    """While the block runs, the first Ctrl-C only sets `requested`; a second one interrupts as usual.
+    """Within the block, the first Ctrl-C only sets `requested`; a second one interrupts as usual.
 
-    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    Does nothing outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self) -> None:

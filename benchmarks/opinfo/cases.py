@@ -1,22 +1,30 @@
-"""Does one entry of torch's operator database give here what eager torch gives on the CPU? Its samples, its variants, and a verdict.
+"""Judges whether an entry of torch's operator database gives the values of eager CPU torch.
 
-torch describes its operators in `torch.testing._internal.common_methods_invocations.op_db`: a callable, samples for each dtype, what it supports.
-An entry is examined in up to six variants:
+torch describes its operators in `torch.testing._internal.common_methods_invocations.op_db`: for
+each operator a callable, samples for each dtype, and what the operator supports. An entry is
+examined in up to six variants:
 
 - `forward`: the call;
-- `gradient`: reverse mode through it;
-- `in_place`: the method with an underscore;
+- `gradient`: the reverse-mode gradient of the call;
+- `in_place`: the method whose name ends in an underscore;
 - `out`: the `out=` form, also into an empty tensor;
-- `view_write`: a write through a result that is a view of the input, and the in-place form on an input that is a view: the whole base is compared;
-- `errors`: the entry's error inputs must raise the type and the message that torch's tests ask for.
+- `view_write`: a write through a result that is a view of the input, and the in-place form on an
+  input that is a view; the whole base is compared;
+- `errors`: the entry's error inputs must raise the type and the message that torch's tests expect.
 
-Shape and dtype must be equal; values must lie within the tolerances of `torch.testing.assert_close` for the dtype. Where they do not:
+Shape and dtype must be equal, and values must lie within the tolerances of
+`torch.testing.assert_close` for the dtype. Values outside of these tolerances pass in five cases:
 
-- a result that is not unique (factors of a matrix) is compared after the entry's own `output_process_fn_grad`;
-- an operator that draws random numbers, which shows in two eager runs with different seeds, is compared in shape and dtype;
-- a gradient of `mode` or `topk` may have gone to another of several equal elements: its sums over equal elements are compared;
-- an ill-conditioned result is compared with eager torch in float64: it passes when its error is within tolerance, or at most twice eager torch's own;
-- what is left passes as *loose* within a relative 1e-3, as in torch's own test of accelerators against the CPU, and is listed with its size.
+- a result that is not unique, such as a matrix's factors, is compared after the entry's own
+  `output_process_fn_grad`;
+- an operator that draws random numbers is compared in shape and dtype only; two eager runs with
+  different seeds show that it draws;
+- the gradient of `mode` or `topk` may go to another of several equal elements, so its sums over
+  equal elements are compared;
+- an ill-conditioned result is compared with eager torch in float64; it passes if its error is
+  within the tolerance, or at most twice the error of eager torch in the sample's dtype;
+- any other result passes as *loose* within a relative 1e-3, as in torch's own test of accelerators
+  against the CPU; the summary lists it with its deviation.
 """
 
 import re
@@ -31,7 +39,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import spmd_core as spmd
-from benchmarks.opinfo_compare import (
+from benchmarks.opinfo.compare import (
     as_good_as_eager,
     close,
     deviation,
@@ -40,17 +48,25 @@ from benchmarks.opinfo_compare import (
     same_for_equals,
     skeleton,
 )
-from benchmarks.opinfo_samples import Sample, applies, excluded, is_plain, moved, samples
-from spmd_core import dispatch, recording
-from spmd_core.graph import Entry
+from benchmarks.opinfo.samples import Sample, applies, excluded, is_plain, moved, samples
+from spmd_core.dispatch import router
+from spmd_core.graph.values import Entry
+from spmd_core.recording import calls
 
-_OVERLAP = "elements share memory, so that eager torch's result depends on the order of its writes: refused here"
-_GROWS = "eager torch's kernel resizes the tensor that it is to write, unlike its own broadcasting rule: refused here"
-_UNIT_VECTORS = (
-    "bfloat16: a difference of two unit vectors, each rounded to 16 bits, so that single elements may be 0.004 apart, one unit in the last place "
-    "of 1; over 40 random inputs the mean error is eager torch's own (0.0751 against 0.0761)"
+_OVERLAP = (
+    "elements share memory, so that eager torch's result depends on the order of its writes: "
+    "refused here"
 )
-# What does not pass and why, by entry and variant: the status and the cause.
+_GROWS = (
+    "eager torch's kernel resizes the tensor that it is to write, unlike its own broadcasting "
+    "rule: refused here"
+)
+_UNIT_VECTORS = (
+    "bfloat16: a difference of two unit vectors, each rounded to 16 bits, so that single elements "
+    "may be 0.004 apart, one unit in the last place of 1; over 40 random inputs the mean error is "
+    "eager torch's own (0.0751 against 0.0761)"
+)
+# Known failures, by entry and variant: the status and the cause.
 KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("as_strided", "view_write"): ("error", _OVERLAP),
     ("unfold", "view_write"): ("error", _OVERLAP),
@@ -58,7 +74,8 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
     ("addbmm", "view_write"): ("error", _GROWS),
     ("masked_fill", "errors"): (
         "error",
-        "the right type in the words of torch's own meta kernel, which has other ones for a complex value",
+        "the right type in the words of torch's own meta kernel, which has other ones for a "
+        "complex value",
     ),
     ("nn_functional_triplet_margin_loss", "gradient"): ("wrong", _UNIT_VECTORS),
     ("nn_functional_triplet_margin_with_distance_loss", "gradient"): ("wrong", _UNIT_VECTORS),
@@ -70,7 +87,7 @@ KNOWN: dict[tuple[str, str], tuple[str, str]] = {
 
 
 class Status(StrEnum):
-    """How an entry's variant did, from best to worst."""
+    """The outcome of examining an entry's variant, from best to worst."""
 
     PASSED = "passed"
     EXCLUDED = "excluded"
@@ -80,13 +97,13 @@ class Status(StrEnum):
 
 
 _RANK = list(Status)
-CHOOSE_AMONG_EQUALS = {"mode", "topk"}  # whose gradient may go to any of several equal elements
-LOOSE = 1e-3  # TestCommon.test_compare_cpu in torch's test suite
+CHOOSE_AMONG_EQUALS = {"mode", "topk"}  # their gradient may go to any of several equal elements
+LOOSE = 1e-3  # the tolerance of TestCommon.test_compare_cpu in torch's test suite
 
 
 @dataclass
 class Verdict:
-    """What was found of one entry, variant and dtype: the worst of its samples."""
+    """The outcome for one entry, variant and dtype: that of its worst sample."""
 
     entry: str
     variant: str
@@ -95,23 +112,23 @@ class Verdict:
     status: Status
     num_samples: int = 0
     detail: str = ""
-    loose: float = 0.0  # the largest deviation beyond the same-device tolerance that was let pass
+    loose: float = 0.0  # the largest deviation of a loose pass
     random: bool = False
-    lowered: list[str] = field(default_factory=list)  # the overloads whose lowerings took part
+    lowered: list[str] = field(default_factory=list)  # the overloads whose lowerings were used
 
     def worsen(self, status: Status, detail: str) -> None:
-        """Takes over the status if it is worse than what is known."""
+        """Adopts the status and its detail if the status is worse than the current one."""
         if _RANK.index(status) > _RANK.index(self.status):
             self.status, self.detail = status, detail
 
 
 def known(name: str, variant: str) -> str | None:
-    """The status of a known failure in float32, or None for what passes."""
+    """The status of a known failure in float32, or None for an entry that passes."""
     found = KNOWN.get((name, variant))
     return None if found is None or found[1].startswith("bfloat16") else found[0]
 
 
-# What each variant computes, on any device.
+# The computation of each variant, on any device.
 
 
 def _forward(op: Any, s: Sample) -> Any:
@@ -119,7 +136,7 @@ def _forward(op: Any, s: Sample) -> Any:
 
 
 def _weights(t: torch.Tensor) -> torch.Tensor:
-    """A cotangent without symmetry: a constant one hides errors that cancel."""
+    """A cotangent that is not constant: a constant one would hide errors that cancel."""
     ramp = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=torch.float64)[: t.numel()].reshape(
         t.shape
     )
@@ -215,8 +232,11 @@ class _Case:
 
 
 def _is_random(case: _Case) -> bool:
-    """Whether another seed gives eager torch another result; the entries of samplers set the seed themselves, which is left out here."""
-    for seed in range(1, 6):  # several, as few elements may fall alike
+    """Whether eager torch's result depends on the seed.
+
+    Entries of samplers set the seed themselves; here these calls have no effect.
+    """
+    for seed in range(1, 6):  # several seeds, as a few elements may be equal by chance
         torch.manual_seed(seed)
         with mock.patch.object(torch, "manual_seed"):
             if close(down(case.run(moved(case.sample, "cpu"))), case.expected) is not None:
@@ -250,7 +270,7 @@ def _judge(case: _Case, got: list[Any], verdict: Verdict) -> None:
             is None
         ):
             return
-    except Exception:  # the entry's function asks for results that this variant does not have
+    except Exception:  # the entry's function needs results that this variant does not have
         pass
     if as_good_as_eager(case.run, sample, got, expected):
         return
@@ -285,7 +305,7 @@ def _cases(op: Any, variant: str, dtype: torch.dtype, limit: int) -> Iterator[_C
                 )
             else:
                 runs.append(_RUN[variant])
-        except Exception:  # eager torch refuses the sample: there is nothing to compare with
+        except Exception:  # eager torch refuses the sample: there is no reference
             continue
         for function in runs:
             run = lambda s, f=function: f(op, s)  # noqa: E731
@@ -299,7 +319,7 @@ def _cases(op: Any, variant: str, dtype: torch.dtype, limit: int) -> Iterator[_C
 
 
 def _run(cases: Iterable[_Case], verdict: Verdict, mesh: spmd.Mesh | None) -> list[_Case]:
-    """Records every case; those that could be."""
+    """Records every case, and returns the cases whose recording raised nothing."""
     recorded = []
     for case in cases:
         verdict.num_samples += 1
@@ -317,14 +337,15 @@ def examine(
 ) -> Verdict | None:
     """The verdict on one entry, variant and dtype, or None where it does not apply.
 
-    Waits for the device. All samples are recorded first and run as one program; only where that fails do they run one at a time.
+    Waits for the device. All samples run as one program; if that program fails, each sample runs
+    as a program of its own.
 
     Args:
-        op: An entry of `entries()`.
-        variant: One of `VARIANTS`.
-        dtype: One of `DTYPES`.
-        mesh: Splits the first tensor of every sample over the mesh's first axis; None: everything on one device.
-        limit: At most this many samples, evenly spread; 0: all.
+        op: an entry of `entries()`.
+        variant: one of `VARIANTS`.
+        dtype: one of `DTYPES`.
+        mesh: splits the first tensor of every sample over the mesh's first axis; None: one device.
+        limit: at most this many samples, evenly spread; 0: all.
     """
     if not applies(op, variant, dtype):
         return None
@@ -341,13 +362,13 @@ def examine(
         return verdict
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dispatch.forget()  # what is in recording.entries afterwards took part
+        router.forget()  # afterwards calls.entries holds only what this call uses
         if variant == "errors":
             _examine_errors(op, verdict)
         else:
             _examine_values(op, variant, dtype, verdict, mesh, limit)
-            # A view is kept as the link of its chain.
-            met = [getattr(kept, "entry", kept) for kept in recording.entries.values()]
+            # The entry of a view is kept in the link of its chain of views.
+            met = [getattr(kept, "entry", kept) for kept in calls.entries.values()]
             verdict.lowered = sorted({entry.name for entry in met if isinstance(entry, Entry)})
     return verdict if verdict.num_samples or verdict.status is not Status.PASSED else None
 
@@ -360,7 +381,7 @@ def _examine_values(
     try:
         spmd.sync()
         results = [down(case.got) for case in recorded]
-    except Exception:  # some program fails: find out which
+    except Exception:  # a program failed: run the samples one by one to find out which
         results = []
         for case in recorded:
             case.got = None
@@ -410,7 +431,7 @@ def _examine_errors(op: Any, verdict: Verdict) -> None:
 
 
 def _names_the_same(message: str, right: str, regex: str) -> bool:
-    """The message that torch's test asks for, or one with the same numbers in it."""
+    """Whether the message is the one that torch's test expects, or contains the same numbers."""
     if re.search(regex, message):
         return True
     return set(re.findall(r"\d+", right)) <= set(re.findall(r"\d+", message)) and bool(
