@@ -1,25 +1,39 @@
 #!/usr/bin/env bash
-# Everything a change must pass: style, types, tests on emulated devices.
+# Everything a change must pass: style, types, tests on emulated devices, in one of three tiers.
 set -uo pipefail
 
-if [ "${1:-}" = "--help" ] || [ "${1:-}" = "-h" ]; then
+usage() {
   cat <<'HELP'
-usage: scripts/test.sh [arguments for pytest]
+usage: scripts/test.sh [--fast | --all] [arguments for pytest]
 
-Makes .venv with the pinned versions on the first run, then runs ruff (rules, format), mypy and pytest, and fails if any of them fails.
+Makes .venv with the pinned versions on the first run, then runs ruff (rules, format), codespell,
+mypy and pytest, and fails if any of them fails.
 
-  SPMD_TEST_DEVICES=1|2|8   number of emulated devices; the whole suite runs on them. Not set: first the tests
-                            marked one_device on 1 device, then the whole suite on 8.
-  SPMD_TEST_JOBS=2          worker processes for the whole suite; one process where arguments are given, so that -s and --pdb work
+  --fast    while you work, at most 4 minutes: every room, without the tests marked `slow`, with
+            at most 40 examples of each property; 8 devices
+  (none)    what CI runs, at most 15 minutes: everything but the tests marked `exhaustive`; first
+            what depends on the number of devices (marked `one_device`) on 1 device, then all on 8
+  --all     before a release, hours: every test on 1, 2 and 8 devices, compiled as users compile,
+            and the whole of torch's operator database
+
+  SPMD_TEST_DEVICES=1|2|8   only on so many emulated devices
+  SPMD_TEST_JOBS=2          worker processes; one process where arguments are given, so that
+                            -s and --pdb work
   PYTHON=python3.11         the interpreter that makes .venv
 
 examples:
-  scripts/test.sh
-  scripts/test.sh packages/spmd-core/tests/test_tiny.py -x
-  SPMD_TEST_DEVICES=1 scripts/test.sh -m 'not slow'
+  scripts/test.sh --fast
+  scripts/test.sh packages/spmd-core/tests/system/test_tiny.py -x
+  SPMD_TEST_DEVICES=1 scripts/test.sh --fast -k views
 HELP
-  exit 0
-fi
+}
+
+export SPMD_TEST_TIER=default
+case "${1:-}" in
+  --help | -h) usage && exit 0 ;;
+  --fast) SPMD_TEST_TIER=fast && shift ;;
+  --all) SPMD_TEST_TIER=all && shift ;;
+esac
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 # shellcheck source=scripts/setup.sh
@@ -28,32 +42,49 @@ setup_environment || exit 1
 
 failed=()
 step() {
-  local name=$1
+  local name=$1 start=$SECONDS
   shift
   echo "== $name"
   "$@" || failed+=("$name")
+  [ "${is_last:-no}" = yes ] || echo "== $name: $((SECONDS - start)) s"
 }
 
 step "ruff check" ruff check --quiet .
 step "ruff format" ruff format --check --quiet .
+step "codespell" codespell
 step "mypy" mypy --no-error-summary packages/*/src benchmarks
 
 workers=()
 [ "$#" -gt 0 ] || workers=(-n "${SPMD_TEST_JOBS:-2}" --dist worksteal)
+# What takes long is said in CI's log, so that it is seen to grow.
+[ -z "${CI:-}" ] || workers+=(--durations=25)
 
-one_device_pass() {
-  SPMD_TEST_DEVICES=1 python -m pytest -q -m one_device ${workers[@]+"${workers[@]}"} "$@"
+on_devices() {
+  local count=$1
+  shift
+  SPMD_TEST_DEVICES=$count python -m pytest ${workers[@]+"${workers[@]}"} "$@"
   local code=$?
-  [ "$code" -eq 5 ] && return 0 # 5: the arguments select no test with this mark
+  # 5: the arguments select no test; a mistake where they are the only pass.
+  [ "$code" -eq 5 ] && [ "$is_last" = no ] && return 0
   return "$code"
 }
+
 # Last comes the run that counts, so that the last lines are its summary.
-[ -n "${SPMD_TEST_DEVICES:-}" ] || step "pytest, 1 device" one_device_pass "$@"
-export SPMD_TEST_DEVICES=${SPMD_TEST_DEVICES:-8}
-if [ "${#failed[@]}" -gt 0 ]; then
-  echo "failed so far: ${failed[*]}"
+is_last=no
+if [ -z "${SPMD_TEST_DEVICES:-}" ]; then
+  if [ "$SPMD_TEST_TIER" = default ]; then
+    step "pytest, 1 device" on_devices 1 -q -m one_device "$@"
+  elif [ "$SPMD_TEST_TIER" = all ]; then
+    step "operator database, 1 device" python -m benchmarks.opinfo
+    step "operator database, 8 devices" python -m benchmarks.opinfo --devices 8
+    step "pytest, 1 device" on_devices 1 "$@"
+    step "pytest, 2 devices" on_devices 2 "$@"
+  fi
 fi
-step "pytest, $SPMD_TEST_DEVICES devices" python -m pytest ${workers[@]+"${workers[@]}"} "$@"
+is_last=yes
+[ "${#failed[@]}" -eq 0 ] || echo "failed so far: ${failed[*]}"
+step "pytest, ${SPMD_TEST_DEVICES:-8} devices, tier $SPMD_TEST_TIER" \
+  on_devices "${SPMD_TEST_DEVICES:-8}" "$@"
 
 [ "${#failed[@]}" -eq 0 ] && exit 0
 # On stderr, so that pytest's own closing line stays the last one of the report.

@@ -1,4 +1,4 @@
-"""Models to shard, and the check that a sharded one trains as eager torch does."""
+"""Models to shard, and a check that a sharded model trains as in eager torch."""
 
 import copy
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding whose table is the output layer's weight too, with blocks between."""
+    """An embedding, blocks, and an output layer that shares the embedding's weight."""
 
     def __init__(self, vocabulary=40, blocks=2):
         super().__init__()
@@ -40,7 +40,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of every kind of layer, some of uneven size, a buffer that is updated, and parameters that a forward reads by itself."""
+    """Several kinds of layers, uneven sizes, an updated buffer, and parameters without a layer."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,10 @@ def cross_entropy(output, ids):
 
 
 def train(model, x, loss_of, steps=3):
-    """Losses and first gradients of a few steps of AdamW; asserts that nothing is compiled after the second step."""
+    """The losses and the first gradients of a few steps of AdamW.
+
+    Asserts that nothing is compiled after the second step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, gradients, compiles = [], [], []
     for _ in range(steps):
@@ -105,7 +108,10 @@ def train(model, x, loss_of, steps=3):
 def check(
     model, x, mesh, shard, *, loss_of=squares, batch=("fsdp",), rtol=1e-4, exact_gradients=True
 ):
-    """Asserts that a sharded copy of `model` trains as eager torch does, and that gradients are split as parameters are."""
+    """Asserts that a sharded copy of `model` trains as in eager torch; returns the copy.
+
+    Also asserts that each gradient has the sharding of its parameter.
+    """
     ours = shard(copy.deepcopy(model))
     right, right_gradients = train(model, x, loss_of)
     on_device = spmd.mark_sharding(x.to("xla"), mesh, (batch,))
@@ -129,7 +135,7 @@ def check(
 
 
 def in_blocks(mesh, **options):
-    """A function that shards each `Block`, and then the model."""
+    """A function that shards each `Block` and then the whole model."""
 
     def shard(model):
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Runs one overload twice, through eager torch on the CPU and through its lowering in jax, and compares shape, dtype and values."""
+"""Compares one overload's lowering in jax with eager torch on the CPU: shapes, dtypes, values."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from spmd_core import dtypes
 from spmd_core.ops import registry
 
-# (rtol, atol) by dtype of the result: two correct summation orders differ by a few units in the last place of the accumulator.
+# (rtol, atol) by dtype of the result: two correct summation orders differ by a few units in the
+# last place of the accumulator.
 TOLERANCE = {
     torch.float16: (2e-3, 2e-3),
     torch.bfloat16: (2e-2, 2e-2),
@@ -27,7 +28,7 @@ def lower(
     outs: tuple[registry.Out, ...],
     key: Any = None,
 ) -> list[jax.Array]:
-    """The results of the overload's lowering, jitted, with Scalars traced just as the program traces them."""
+    """The results of the jitted lowering, with Scalars traced as a program traces them."""
     overload = registry.resolve(name)
     entry = registry.find(overload)
     assert entry is not None, f"{name} has no lowering"
@@ -84,7 +85,10 @@ def lower(
 def check(
     name: str, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
 ) -> None:
-    """Asserts that the overload's lowering gives eager CPU torch's results: same shapes, same dtypes, values within tolerance."""
+    """Asserts that the overload's lowering gives the results of eager torch on the CPU.
+
+    Shapes and dtypes must be equal, and values equal within the tolerance.
+    """
     overload = registry.resolve(name)
     expected = [
         x for x in pytree.tree_leaves(overload(*args, **kwargs)) if isinstance(x, torch.Tensor)

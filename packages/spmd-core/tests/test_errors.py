@@ -1,4 +1,4 @@
-"""The exception tree: what each error can be caught as, and that the drawing at the top of its module is true."""
+"""The exception tree: what catches each error, and that the drawing in errors.py is true."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What the counters and the records of programs say, also after more programs than are kept."""
+"""Counters and program records, also after more programs than the list of records keeps."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from spmd_core.metrics import ProgramRecord
 
 @pytest.fixture(autouse=True)
 def own_counters(monkeypatch):
-    """Counters and records of the test alone."""
+    """Counters and records that only the current test writes."""
     monkeypatch.setattr(metrics, "_counters", type(metrics._counters)())
     monkeypatch.setattr(metrics, "_fallbacks", type(metrics._fallbacks)())
     monkeypatch.setattr(metrics, "_programs", [])

@@ -1,4 +1,7 @@
-"""Trains one model twice, by eager torch on the CPU and on the device with everything sharded, and compares losses, gradients and buffers."""
+"""Trains a model with eager torch on the CPU and sharded on the device, and compares the two.
+
+Losses, gradients and buffers are compared.
+"""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +21,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Without momentum: an optimizer that makes its state in the first step needs a second program, and these tests spend their time compiling."""
+    """SGD without momentum.
+
+    An optimizer that makes its state in the first step needs a second program, and these tests
+    spend most of their time compiling.
+    """
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
@@ -27,14 +34,17 @@ def hugging_face(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def shard_parameters(model: nn.Module, mesh: spmd.Mesh, num_devices: int) -> None:
-    """Splits each parameter over axis `x` along its first dim that the devices divide; the others are replicated."""
+    """Splits each parameter over axis `x` along its first dim that `num_devices` divides.
+
+    A parameter without such a dim is replicated.
+    """
     for p in model.parameters():
         dim = next((d for d, n in enumerate(p.shape) if n and n % num_devices == 0), None)
         spmd.mark_sharding(p, mesh, tuple("x" if d == dim else None for d in range(p.dim())))
 
 
 def to_device(batch: Batch, mesh: spmd.Mesh, num_devices: int) -> Batch:
-    """The batch on the device, split over axis `x` along its first dim."""
+    """The batch on the device; tensors are split over axis `x` along dim 0 where it divides."""
     moved = {}
     for name, x in batch.items():
         moved[name] = x.to("xla") if isinstance(x, torch.Tensor) else x
@@ -54,10 +64,14 @@ def check_training(
     rtol: float = 1e-4,
     grad_rtol: float = 1e-3,
 ) -> None:
-    """Asserts that `steps` training steps give eager torch's losses, first gradients and buffers, and that no step after the second compiles.
+    """Asserts that `steps` training steps agree with eager torch.
 
-    `grad_rtol` is relative to the largest gradient of the same tensor, as sums that cancel leave only rounding behind. No gradient needs to be better
-    than that part of a thousandth of the model's largest: some, such as a key's bias under a softmax, are 0 but for rounding.
+    Losses, first gradients and buffers are compared. No step after the second may compile.
+
+    `grad_rtol` is relative to the largest gradient of the same tensor, because sums that cancel
+    leave only rounding errors. The absolute tolerance is at least `grad_rtol` times a thousandth of
+    the model's largest gradient: some gradients, such as that of a key's bias under a softmax, are
+    0 except for rounding.
     """
     device_model = copy.deepcopy(model).to("xla")
     shard_parameters(device_model, mesh, mesh.size())
@@ -70,7 +84,8 @@ def check_training(
         for _ in range(steps):
             loss = loss_of(m, inputs)
             loss.backward()
-            # Those of every step are kept, so that the first step has no more results than the others and all can be one program.
+            # Keep the gradients of every step, so that all steps have the same results and can
+            # share one program.
             gradients[i].append(
                 {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
             )

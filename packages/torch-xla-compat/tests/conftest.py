@@ -1,39 +1,17 @@
-"""Configures the tests: SPMD mode, eight emulated devices or SPMD_TEST_DEVICES, no disk cache."""
+"""A mesh and a text as PyTorch/XLA's own tests have them."""
 
-import os
+import pytest
 
-NUM_DEVICES = int(os.environ.get("SPMD_TEST_DEVICES", "8"))
-os.environ.setdefault("SPMD_CACHE_DIR", "")
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import spmd_core as spmd  # noqa: E402
-import torch_xla.distributed.spmd as xs  # noqa: E402
-
-spmd.simulate(NUM_DEVICES)
-spmd.use_spmd()
+import torch_xla.distributed.spmd as xs
 
 
 @pytest.fixture
-def num_devices() -> int:
-    return NUM_DEVICES
-
-
-@pytest.fixture
-def row() -> xs.Mesh:
+def row(num_devices: int) -> xs.Mesh:
     """All devices along the second of two axes, `x` and `y`, as in PyTorch/XLA's tests."""
-    return xs.Mesh(range(NUM_DEVICES), (1, NUM_DEVICES), ("x", "y"))
+    return xs.Mesh(range(num_devices), (1, num_devices), ("x", "y"))
 
 
 @pytest.fixture
-def ids() -> str:
+def ids(num_devices: int) -> str:
     """The ids of all devices, as in the text of a sharding."""
-    return ",".join(map(str, range(NUM_DEVICES)))
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-    yield
-    spmd.set_global_mesh(None)
+    return ",".join(map(str, range(num_devices)))

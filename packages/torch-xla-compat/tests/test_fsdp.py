@@ -130,7 +130,7 @@ def test_what_it_refuses(mesh):
     with pytest.raises(ValueError, match="The provided ddp axis is not in the mesh"):
         FSDPv2(nn.Linear(8, 8), mesh=mesh, extra_data_axis="ddp")
     with pytest.raises(
-        ValueError, match="sharding needs a mesh; got neither a mesh nor a global mesh"
+        ValueError, match="sharding needs a mesh; got None, and no global mesh is set"
     ):
         FSDPv2(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="the mesh needs an axis 'fsdp'"):

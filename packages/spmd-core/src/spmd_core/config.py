@@ -1,4 +1,4 @@
-"""The settings a user may change, with their defaults; nothing here has an effect until the device is first used."""
+"""The settings that users may change, with their defaults."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ CompilerOption = str | bool | int | float
 
 
 def _default_cache_dir() -> str | None:
-    """`SPMD_CACHE_DIR` (empty: no cache on disk), or a folder of the user's cache directory."""
+    """`SPMD_CACHE_DIR` (empty: no cache on disk), or a folder in the user's cache directory."""
     chosen = os.environ.get("SPMD_CACHE_DIR")
     if chosen is not None:
         return chosen or None
@@ -20,39 +20,51 @@ def _default_cache_dir() -> str | None:
 
 @dataclass
 class Config:
-    """Assign to the fields of `spmd_core.config` before the setting matters (each says when it is read)."""
+    """Assign to the fields of `spmd_core.config`; each field says when it is read."""
 
-    # Folder of JAX's persistent compilation cache; None switches it off. Read at the first compile.
+    # Folder of JAX's persistent compilation cache; None switches the cache off. Read when the
+    # runtime starts.
     cache_dir: str | None = None
-    # Compiled programs kept in memory; the one used longest ago is dropped first. Read at each compile.
+    # Number of compiled programs kept in memory; the least recently used one is dropped first. Read
+    # at each compile.
     max_programs: int = 256
-    # Distinct (op, shapes, static arguments) whose inferred results are kept. Read when a new one is met.
+    # Number of distinct (operation, shapes, static arguments) whose inferred results are kept. Read
+    # when a new one is met.
     max_op_entries: int = 200_000
-    # Programs in flight on emulated CPU devices: XLA's collectives abort the process when very many wait for each other.
+    # Programs in flight on emulated CPU devices: XLA's collectives abort the process if very many
+    # wait for each other. Read when a program starts.
     max_in_flight_cpu: int = 8
-    # Programs in flight on GPU and TPU: enough to hide the host, few enough that donated memory is given back soon.
+    # Programs in flight on GPU and TPU: enough to hide the host's work, and few enough that donated
+    # memory is freed soon. Read when a program starts.
     max_in_flight: int = 32
-    # Asynchronous step closures that may wait for their thread; `sync()` then waits for one to end. Read when a step ends.
+    # Asynchronous step closures that may wait for their thread; with more, `sync()` waits for one
+    # to end. Read when a step ends.
     max_async_closures: int = 4
-    # An operation that would run on the host raises instead (also: the environment variable SPMD_STRICT=1, and `strict()` for a region).
+    # An operation that would run on the host raises instead. Also set by the environment variable
+    # SPMD_STRICT=1, and by `strict()` for a region. Read at each operation.
     strict: bool = False
-    # Recorded operations keep the line of the user's program and the module that they come from, and compiled programs name them. Costs tens of
-    # microseconds for each operation, and programs of their own (also: SPMD_SOURCE_LINES=1, and `debugging.source_lines()` for a region).
+    # Recorded operations keep the user's line and module that they come from, and compiled programs
+    # name them. Costs tens of microseconds per operation, and separate compiled programs. Also set
+    # by SPMD_SOURCE_LINES=1, and by `debugging.source_lines()` for a region. Read at each
+    # operation.
     record_source_lines: bool = False
-    # XLA's own options, by XLA's names, such as {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on
-    # emulated devices. Read at each cut; a program compiled with other options is another program. XLA_FLAGS sets them for the whole process.
+    # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
+    # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
+    # each cut; other options make another program. XLA_FLAGS sets options for the whole process.
     compiler_options: dict[str, CompilerOption] = field(default_factory=dict)
-    # Say on stderr why a program was compiled, after the first so many programs of the process, which are expected (also: SPMD_EXPLAIN_RECOMPILES=3).
-    # None: never. Read at each compile.
+    # Prints on stderr why a program was compiled, except for this number of expected programs at
+    # the beginning of the process; None prints nothing. Also set by SPMD_EXPLAIN_RECOMPILES=3. Read
+    # at each compile.
     explain_recompiles_after: int | None = None
 
 
 def _number_of_programs() -> int | None:
-    """`SPMD_EXPLAIN_RECOMPILES`, a number of programs; empty or absent: None."""
+    """`SPMD_EXPLAIN_RECOMPILES`, a number of programs; None if it is empty or unset."""
     chosen = os.environ.get("SPMD_EXPLAIN_RECOMPILES", "")
     if chosen and not chosen.isdecimal():
         raise ValueError(
-            f"SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; got {chosen!r}. Set it to 1 or more, or unset it."
+            "SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; "
+            f"got {chosen!r}. Set it to 1 or more, or unset it."
         )
     return int(chosen) if chosen else None
 
@@ -67,9 +79,10 @@ config = Config(
 
 @contextmanager
 def strict(enabled: bool = True) -> Iterator[None]:
-    """Inside, an operation that would run on the host raises `HostFallbackError`; with False it may, also under `SPMD_STRICT=1`.
+    """Inside the block, an operation that would run on the host raises `HostFallbackError`.
 
-    What is read on the host by its nature (`item()`, the number of elements that a mask selects) stays allowed.
+    With False, it may run on the host, even under `SPMD_STRICT=1`. Reads that need the host by
+    nature stay allowed: `item()`, the number of elements that a mask selects.
 
     Example:
         >>> import torch, spmd_core as spmd

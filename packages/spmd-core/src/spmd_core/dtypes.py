@@ -1,4 +1,4 @@
-"""The one table between torch's dtypes and jax's: every tensor keeps torch's dtype, and jax is told which one that is."""
+"""The mapping between torch's and jax's dtypes, and views of host data in either."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,8 @@ _JAX_BY_TORCH: dict[torch.dtype, np.dtype] = {
     torch.float8_e5m2: np.dtype(jnp.float8_e5m2),
 }
 _TORCH_BY_JAX = {jax_dtype: torch_dtype for torch_dtype, jax_dtype in _JAX_BY_TORCH.items()}
-# torch converts these to numpy through an integer type of the same width, as numpy itself does not know them.
+# numpy does not know these dtypes, so torch's data becomes numpy's through an integer dtype of the
+# same width.
 _BIT_PATTERN = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,
@@ -33,18 +34,23 @@ _BIT_PATTERN = {
 
 
 def to_jax(dtype: torch.dtype) -> np.dtype:
-    """The numpy/jax dtype of a torch dtype. Raises TypeError for a dtype that the device cannot hold (quantised types)."""
+    """The numpy/jax dtype of a torch dtype.
+
+    Raises:
+        TypeError: the devices have no such dtype (quantised dtypes).
+    """
     try:
         return _JAX_BY_TORCH[dtype]
     except KeyError:
         known = ", ".join(str(d).removeprefix("torch.") for d in _JAX_BY_TORCH)
         raise TypeError(
-            f"a tensor on 'xla' must have one of the dtypes {known}; got {dtype}. Convert it first with .to(dtype)."
+            f"a tensor on 'xla' must have one of the dtypes {known}; got {dtype}. "
+            "Convert it first with .to(dtype)."
         ) from None
 
 
 def to_torch(dtype: np.dtype) -> torch.dtype:
-    """The torch dtype of a jax dtype. Raises TypeError where torch has none (for instance int4)."""
+    """The torch dtype of a jax dtype. Raises TypeError if torch has none (for instance int4)."""
     try:
         return _TORCH_BY_JAX[np.dtype(dtype)]
     except KeyError:
@@ -54,7 +60,10 @@ def to_torch(dtype: np.dtype) -> torch.dtype:
 
 
 def numpy_view(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's memory as a numpy array of the matching jax dtype, without a copy; the tensor must not require grad."""
+    """A CPU tensor's memory as a numpy array of the corresponding jax dtype, without a copy.
+
+    The tensor must not require grad.
+    """
     bits = _BIT_PATTERN.get(tensor.dtype)
     if bits is None:
         return tensor.numpy()
@@ -62,7 +71,10 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
 
 
 def tensor_view(array: np.ndarray) -> torch.Tensor:
-    """A numpy array of a jax dtype as a CPU tensor over the same memory; a read-only array is copied first."""
+    """A numpy array of a jax dtype as a CPU tensor over the same memory.
+
+    An array that is read-only or not C-contiguous is copied first.
+    """
     dtype = to_torch(array.dtype)
     if not array.flags.writeable or not array.flags.c_contiguous:
         array = array.copy(order="C")

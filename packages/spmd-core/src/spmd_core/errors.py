@@ -1,20 +1,21 @@
-"""Every exception that the project raises on purpose; nothing here imports anything.
+"""Every exception that the project raises on purpose, without any import.
 
-    SpmdError                   catches all of them
-    ├── MeshError               (ValueError)                a mesh that cannot be built, read or placed on this machine
-    ├── PartitionSpecError      (ValueError)                a partition spec that does not fit its mesh or its tensor
-    ├── DataError               (ValueError)                host data that cannot be loaded or sharded as asked
-    ├── ShardError              (RuntimeError, ValueError)  a tensor without shards, or shards that do not fit it
-    ├── WrapError               (RuntimeError, ValueError)  a module that cannot be a unit of FSDP, or whose result cannot be laid out
-    ├── DeviceMismatchError     (RuntimeError)              tensors of different devices met in one operation
-    ├── NotInSpmdModeError      (RuntimeError)              a call that needs SPMD mode came before it was enabled
-    ├── HostFallbackError       (RuntimeError)              strict mode met work that would run on the host
-    ├── DeviceMemoryError       (RuntimeError)              a program or its buffers do not fit the devices
-    ├── ProgramError            (RuntimeError)              a recorded program could not be lowered, compiled or run
-    └── UnsupportedOpError      (NotImplementedError)       an operation that has neither a lowering nor a fallback
+    SpmdError                                            catches all of them
+    ├── MeshError            (ValueError)                a mesh cannot be built, read or placed
+    ├── PartitionSpecError   (ValueError)                a spec does not fit its mesh or tensor
+    ├── DataError            (ValueError)                host data cannot be loaded or sharded
+    ├── ShardError           (RuntimeError, ValueError)  no shards, or shards that do not fit
+    ├── WrapError            (RuntimeError, ValueError)  a module cannot be a unit of FSDP
+    ├── DeviceMismatchError  (RuntimeError)              one operation on different devices
+    ├── NotInSpmdModeError   (RuntimeError)              the call needs SPMD mode
+    ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
+    ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
+    ├── ProgramError         (RuntimeError)              a program failed to compile or run
+    └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
-Each one is also the builtin exceptions in brackets, so that code which knows nothing of this project can catch it. Every message
-states the rule, then what was got (names and numbers), then what to do.
+Each class also derives from the builtin exceptions in brackets, so that code without an import of
+this project can catch it. Every message states the rule, then what the call got (names and
+numbers), then what to do.
 """
 
 
@@ -23,19 +24,19 @@ class SpmdError(Exception):
 
 
 class MeshError(SpmdError, ValueError):
-    """A mesh cannot be built from its arguments, read from its text, or placed on this machine's devices."""
+    """A mesh cannot be built from its arguments, read from its text, or placed on the devices."""
 
 
 class PartitionSpecError(SpmdError, ValueError):
-    """A partition spec names an axis wrongly, uses one twice, or does not fit the tensor's rank."""
+    """A partition spec names an unknown axis, uses one twice, or does not fit the tensor's rank."""
 
 
 class WrapError(SpmdError, RuntimeError, ValueError):
-    """A module cannot be made a unit of FSDP as asked, or what it returns cannot be laid out over the mesh."""
+    """A module cannot be a unit of FSDP as asked, or its result cannot be laid out on the mesh."""
 
 
 class ShardError(SpmdError, RuntimeError, ValueError):
-    """A tensor has no sharding where one is needed, or the shards given for it do not fit."""
+    """A tensor has no sharding where one is needed, or the shards given for it do not fit it."""
 
 
 class DeviceMismatchError(SpmdError, RuntimeError):
@@ -43,7 +44,7 @@ class DeviceMismatchError(SpmdError, RuntimeError):
 
 
 class NotInSpmdModeError(SpmdError, RuntimeError):
-    """A call that only makes sense in SPMD mode was made before SPMD mode was enabled."""
+    """A call that needs SPMD mode was made while SPMD mode was off."""
 
 
 class UnsupportedOpError(SpmdError, NotImplementedError):
@@ -51,7 +52,7 @@ class UnsupportedOpError(SpmdError, NotImplementedError):
 
 
 class HostFallbackError(SpmdError, RuntimeError):
-    """Strict mode met an operation that would have run on the host instead of the devices."""
+    """In strict mode, an operation would have run on the host instead of the devices."""
 
 
 class DeviceMemoryError(SpmdError, RuntimeError):

@@ -1,9 +1,22 @@
-"""Counters of what the device did: compiles, cache hits, executions, bytes moved, and every operation that had to run on the host."""
+"""Counters of compiles, executions, moved bytes and host fallbacks; records of programs."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+# These are reported even while they are 0.
+_KNOWN = (
+    "compiles",
+    "cache_hits",
+    "cuts",
+    "steps",
+    "executions",
+    "host_fallbacks",
+    "host_reads",
+    "donated_bytes",
+    "uploaded_bytes",
+    "resharded_bytes",
+)
 _counters: Counter[str] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _programs: list["ProgramRecord"] = []
@@ -12,7 +25,10 @@ _MAX_PROGRAM_RECORDS = 512
 
 @dataclass
 class ProgramRecord:
-    """One compiled program; bytes are per device and come from the compiler's own analysis, flops are the whole program's."""
+    """One compiled program.
+
+    Bytes are per device, from the compiler's analysis; flops are the whole program's.
+    """
 
     name: str
     num_ops: int
@@ -29,12 +45,12 @@ class ProgramRecord:
     peak_bytes: int = 0
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
-    source: str = ""  # `file:line` of the user's call that had it compiled: a `sync()`, or a read
+    source: str = ""  # `file:line` of the user's call that needed the program: `sync()` or a read
 
 
 @dataclass(frozen=True)
 class HostFallback:
-    """An operation that ran on the host: which overload, from which `file:line` of the user's program, how often."""
+    """An operation that ran on the host: its overload, the user's `file:line`, and how often."""
 
     op: str
     source: str
@@ -47,7 +63,7 @@ def count(name: str, amount: int = 1) -> None:
 
 
 def count_fallback(overload: str, source: str) -> bool:
-    """Counts an operation that ran on the host; True the first time that this operation does."""
+    """Counts an operation that ran on the host; True for the first run of this operation."""
     first = all(op != overload for op, _ in _fallbacks)
     _fallbacks[overload, source] += 1
     _counters["host_fallbacks"] += 1
@@ -55,29 +71,39 @@ def count_fallback(overload: str, source: str) -> bool:
 
 
 def record_program(record: ProgramRecord) -> None:
-    """Counts a compiled program and keeps what is known of it."""
+    """Counts a compiled program and keeps its record."""
     count("compiles")
     _programs.append(record)
     del _programs[:-_MAX_PROGRAM_RECORDS]
 
 
 def counters() -> dict[str, int]:
-    """Every counter: `compiles`, `cache_hits`, `executions`, `cuts`, `steps`, `host_fallbacks`, `host_reads`, `donated_bytes`, ..."""
+    """All counters by name.
+
+    `compiles`, `cache_hits`, `executions`, `cuts`, `steps`, `host_fallbacks`, `host_reads`,
+    `donated_bytes`, `uploaded_bytes`, `resharded_bytes`, and others.
+    """
     return {name: _counters[name] for name in sorted({*_KNOWN, *_counters})}
 
 
 def counter(name: str) -> int:
-    """One counter's value; 0 where it never counted."""
+    """One counter's value; 0 if nothing was counted."""
     return _counters[name]
 
 
 def host_fallbacks() -> tuple[HostFallback, ...]:
-    """Every overload that ran on the CPU because it has neither a lowering nor a decomposition, by source line, the most frequent first."""
+    """Operations that ran on the CPU, as they have no lowering and no decomposition.
+
+    One entry for each overload and source line, the most frequent first.
+    """
     return tuple(HostFallback(op, source, n) for (op, source), n in _fallbacks.most_common())
 
 
 def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
-    """The compiled programs, oldest first: of the newest 512, those compiled after `counter("compiles")` was `since`."""
+    """The newest 512 compiled programs, oldest first.
+
+    With `since`, only those compiled after `counter("compiles")` had that value.
+    """
     new = counter("compiles") - since
     return tuple(_programs[-new:]) if new > 0 else ()
 
@@ -90,28 +116,15 @@ def reset() -> None:
 
 
 def report() -> str:
-    """A table of the counters and programs for people."""
+    """The counters, host fallbacks and programs as a readable table."""
     rows: list[tuple[str, Any]] = [(name, value) for name, value in counters().items()]
     rows += [(f"host fallback {f.op} at {f.source}", f.count) for f in host_fallbacks()]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value:>14,}" for name, value in rows]
     for p in _programs:
         lines.append(
-            f"{p.name} for {p.source}: {p.num_ops} ops on {p.num_devices} devices, traced in {p.trace_s:.2f} s, compiled in {p.compile_s:.2f} s, "
+            f"{p.name} for {p.source}: {p.num_ops} ops on {p.num_devices} devices, "
+            f"traced in {p.trace_s:.2f} s, compiled in {p.compile_s:.2f} s, "
             f"ran {p.executions} times, peak {p.peak_bytes / 1e6:.1f} MB per device"
         )
     return "\n".join(lines)
-
-
-_KNOWN = (
-    "compiles",
-    "cache_hits",
-    "cuts",
-    "steps",
-    "executions",
-    "host_fallbacks",
-    "host_reads",
-    "donated_bytes",
-    "uploaded_bytes",
-    "resharded_bytes",
-)

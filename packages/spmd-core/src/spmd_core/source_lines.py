@@ -1,8 +1,11 @@
-"""Which line of the user's program is running: the nearest frame that belongs neither to torch, nor to jax, nor to this project.
+"""Finds the line of the user's program that is running: the nearest frame of the user's code.
 
-`user_line` asks that once, for a warning or an error. With `config.record_source_lines`, every recorded operation keeps its `Origin`. An operation of
-a backward pass runs in autograd's own thread, where the user has no frame: it has the line of the forward operation whose gradient it computes. torch
-numbers the nodes of autograd's graph in the order in which the forward operations make them; `note_forward` keeps the line under that number.
+A frame is the user's if its file belongs neither to torch, nor to jax, nor to this project.
+`user_line` finds the line once, for a warning or an error. With `config.record_source_lines`, every
+recorded operation keeps its `Origin`. In a backward pass, autograd's engine runs the operations and
+usually no frame of the user's is below it: the origin of such an operation is the line of the
+forward operation whose gradient it computes. torch numbers the nodes of autograd's graph in the
+order in which the forward operations make them; `note_forward` stores the line under that number.
 """
 
 import os
@@ -18,9 +21,10 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-# The folders whose frames are the machinery, not the program.
-_MACHINERY: tuple[str, ...] = ()
+# Frames of files in these folders are not the user's.
+_LIBRARY_FOLDERS: tuple[str, ...] = ()
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+# A file and a function's name.
 _ENGINE = (_TORCH + os.path.join("autograd", "graph.py"), "_engine_run_backward")
 _FUNCTION = (_TORCH + os.path.join("autograd", "function.py"), "apply")
 _MODULE_CALL = (_TORCH + os.path.join("nn", "modules", "module.py"), "_call_impl")
@@ -28,9 +32,12 @@ _MAX_FORWARD = 500_000
 
 
 def hide_package_of(file: str) -> None:
-    """Frames of files in this file's folder and below are the machinery from now on: a package built on this one names itself with `__file__`."""
-    global _MACHINERY
-    _MACHINERY = (*_MACHINERY, str(Path(file).parent) + os.sep)
+    """From now on, frames of files in the folder of `file` and below are not the user's.
+
+    A package that is built on this one calls this with its `__file__`.
+    """
+    global _LIBRARY_FOLDERS
+    _LIBRARY_FOLDERS = (*_LIBRARY_FOLDERS, str(Path(file).parent) + os.sep)
 
 
 for _file in (torch.__file__, jax.__file__, __file__):
@@ -38,14 +45,15 @@ for _file in (torch.__file__, jax.__file__, __file__):
 
 
 def user_frame() -> tuple[str, int, int]:
-    """The file and line of the user's call, and its `stacklevel` for `warnings.warn` as the caller of this function would give it.
+    """The file and line of the user's call, and its `stacklevel` for `warnings.warn`.
 
-    In a backward pass, which autograd's own thread runs, that is the line of `backward()`.
+    The level counts from the caller of this function. In a backward pass that runs in a thread of
+    autograd's, the line is that of the call of `backward()`.
     """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_machinery(frame):
+    while frame.f_back is not None and _is_library(frame):
         level, frame = level + 1, frame.f_back
-    if frame.f_back is None and _is_machinery(frame):
+    if frame.f_back is None and _is_library(frame):
         frame = _backward_call_elsewhere() or frame
     return frame.f_code.co_filename, frame.f_lineno, level
 
@@ -56,32 +64,38 @@ def user_line() -> str:
     return f"{filename}:{line}"
 
 
-def _is_machinery(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_MACHINERY) or frame.f_code.co_filename.startswith(
-        "<"
-    )
+def _is_library(frame: FrameType) -> bool:
+    # Such as `<string>`: code that a library generated, or an interactive session.
+    is_generated = frame.f_code.co_filename.startswith("<")
+    return is_generated or frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS)
 
 
-def _is(frame: FrameType, place: tuple[str, str]) -> bool:
-    return frame.f_code.co_name == place[1] and frame.f_code.co_filename == place[0]
+def _runs(frame: FrameType, function: tuple[str, str]) -> bool:
+    return frame.f_code.co_name == function[1] and frame.f_code.co_filename == function[0]
 
 
-# With `config.record_source_lines`.
+# The rest of this module serves `config.record_source_lines`.
 
 
 class Phase(StrEnum):
-    """What the line of an origin is."""
+    """How the line of an origin is related to the operation."""
 
-    FORWARD = "forward"  # the line that called the operation
-    BACKWARD = "backward of this line"  # the line that called the forward operation whose gradient this is part of
-    IN_BACKWARD = "in the backward pass"  # the line that called it, in a hook, a user's own `backward` or a recomputation
-    BACKWARD_CALL = (
-        "in this call of backward()"  # torch does not say which forward operation it belongs to
-    )
+    # The line called the operation.
+    FORWARD = "forward"
+    # The line called the forward operation whose gradient the operation computes.
+    BACKWARD = "backward of this line"
+    # The line called the operation, in a hook, a user's own `backward` or a recomputation.
+    IN_BACKWARD = "in the backward pass"
+    # The line called `backward()`: torch does not tell which forward operation this belongs to.
+    BACKWARD_CALL = "in this call of backward()"
 
 
 class Origin(NamedTuple):
-    """Where a recorded operation comes from. `module` is the path of `nn.Module`s that were being called, such as `GPT.h.0.attn`; may be empty."""
+    """Where a recorded operation comes from.
+
+    `module` is the path of the `nn.Module`s whose calls were running, such as `GPT.h.0.attn`, or
+    empty.
+    """
 
     file: str
     line: int
@@ -95,7 +109,14 @@ class Origin(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """What the running frames say: the user's innermost, that of `backward()`'s call, the modules, whether an autograd.Function is being applied."""
+    """What `_walk` finds in the running frames.
+
+    Attributes:
+        user: the innermost frame of the user's.
+        backward_call: the frame that called `backward()`.
+        modules: the modules whose calls are running, the outermost first.
+        applies_function: whether an `autograd.Function` is being applied.
+    """
 
     user: FrameType | None
     backward_call: FrameType | None
@@ -103,25 +124,25 @@ class _Stack(NamedTuple):
     applies_function: bool
 
 
-# By the number of an autograd node: the thread that made it, and the origin; None where two threads made a node of one number.
+# By the number of an autograd node: the thread that made it, and the origin. None if two threads
+# made nodes of the same number.
 _forward: dict[int, tuple[threading.Thread, Origin] | None] = {}
 _forward_lock = threading.Lock()
 _used = False
 
 
 def is_used() -> bool:
-    """Whether an origin was ever asked for in this process, so that values may have one."""
+    """Whether `origin` was called in this process, so that values may have an origin."""
     return _used
 
 
 def origin() -> Origin | None:
-    """Where the operation that is being recorded comes from; None where nothing says it."""
+    """Where the operation that is being recorded comes from; None if that is unknown."""
     global _used
     _used = True
     stack = _walk(sys._getframe(1))
-    node: Any = (
-        torch._C._current_autograd_node()
-    )  # None outside of a backward pass, whatever its stub says
+    # `Any`: None outside of a backward pass, although torch's stub excludes None.
+    node: Any = torch._C._current_autograd_node()
     if stack.user is not None:
         phase = Phase.FORWARD if node is None else Phase.IN_BACKWARD
         return _origin_of(stack.user, _path(stack.modules), phase)
@@ -135,17 +156,18 @@ def origin() -> Origin | None:
 
 
 def note_forward(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Keeps the line of an operation that autograd has just made a node for, under the node's number."""
+    """Stores the origin of an operation under the number of the autograd node just made for it."""
     if not any(_requires_grad(a) for a in (*args, *kwargs.values())):
         return
-    # autograd makes the node directly before it calls the operation, so the newest number is its own. An `autograd.Function` makes its node
-    # before its `forward`, which runs without gradients: there the first operation inside names the node.
+    # Autograd makes the node directly before it calls the operation, so the newest number is the
+    # operation's. An `autograd.Function` makes its node before its `forward`, which runs without
+    # gradients: there, the first operation inside determines the node's origin.
     makes_node = torch.is_grad_enabled() or (
         torch._C._current_autograd_node() is None and _walk(sys._getframe(1)).applies_function
     )
     if not makes_node:
         return
-    # The object and not its number, which Python gives to the next thread when this one has ended.
+    # The thread object, as a later thread may get the number of one that has ended.
     number, thread = torch._C._autograd._get_sequence_nr() - 1, threading.current_thread()
     with _forward_lock:
         if number in _forward:
@@ -171,34 +193,42 @@ def _requires_grad(a: Any) -> bool:
 
 
 def _walk(innermost: FrameType) -> _Stack:
-    """Reads the frames from the innermost outwards; what lies beyond a running backward pass is the call of `backward()`."""
+    """Reads the frames from the innermost outwards.
+
+    The first user's frame outside of a running backward pass is the call of `backward()`.
+    """
     user = call = None
     modules: list[torch.nn.Module] = []
     applies = in_backward = False
     outermost: FrameType = innermost
     frame: FrameType | None = innermost
     while frame is not None:
-        if _is(frame, _ENGINE):
+        if _runs(frame, _ENGINE):
             in_backward = True
         elif in_backward:
-            if not _is_machinery(frame):
+            if not _is_library(frame):
                 call = frame
                 break
-        elif _is(frame, _MODULE_CALL):
+        elif _runs(frame, _MODULE_CALL):
             modules.append(frame.f_locals["self"])
-        elif _is(frame, _FUNCTION):
-            # A user's own `autograd.Function` shows a frame of the user's before this one, in its backward as well.
+        elif _runs(frame, _FUNCTION):
+            # With a user's own `autograd.Function`, a user's frame comes before this one, also in
+            # its backward.
             applies = applies or user is None
-        elif user is None and not _is_machinery(frame):
+        elif user is None and not _is_library(frame):
             user = frame
         outermost, frame = frame, frame.f_back
-    if user is None and not in_backward and not outermost.f_code.co_filename.startswith(_MACHINERY):
-        user = outermost  # a program without a file: `python -c`, an interactive session
+    if (
+        user is None
+        and not in_backward
+        and not outermost.f_code.co_filename.startswith(_LIBRARY_FOLDERS)
+    ):
+        user = outermost  # a program without a file: `python -c` or an interactive session
     return _Stack(user, call, tuple(reversed(modules)), applies)
 
 
 def _backward_call_elsewhere() -> FrameType | None:
-    """The frame that called `backward()`, in the thread that waits for autograd's; None where several threads do."""
+    """The frame that called `backward()`, in another thread; None if several threads called it."""
     found = []
     for frame in sys._current_frames().values():
         stack = _walk(frame)
@@ -212,7 +242,10 @@ def _origin_of(frame: FrameType, module: str, phase: Phase) -> Origin:
 
 
 def _path(modules: Iterable[torch.nn.Module]) -> str:
-    """`GPT.h.0.attn` for the modules that call each other, the outermost first; what is no part of its caller begins anew."""
+    """The path, such as `GPT.h.0.attn`, of modules that call each other, the outermost first.
+
+    A module that is not part of its caller begins a new path.
+    """
     path = ""
     caller: torch.nn.Module | None = None
     for module in modules:
@@ -225,6 +258,7 @@ def _path(modules: Iterable[torch.nn.Module]) -> str:
 
 
 def _name_in(caller: torch.nn.Module, module: torch.nn.Module) -> str | None:
-    # Most calls are those of children; one of a ModuleList's parts skips a level, as the list itself is not called.
+    # Children first, as most calls are theirs. The call of a part of a ModuleList skips a level, as
+    # the list itself is not called.
     parts = chain(caller.named_children(), caller.named_modules())
     return next((name for name, part in parts if part is module), None)

@@ -1,4 +1,4 @@
-"""A user's questions: what moves between my devices, over which axis, how much, and which of my lines wants it?"""
+"""Communication reports: what moves between devices, over which axis, how many bytes, and why."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ several = pytest.mark.skipif(
 
 
 def line_of(comment):
-    """`file:line` of the line of this file that ends with a comment."""
+    """`file:line` of the one line of this file that ends with the comment `# {comment}`."""
     lines = Path(__file__).read_text().splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {comment}")]
     return f"{__file__}:{number}"
@@ -46,7 +46,7 @@ class MLP(nn.Module):
 
 @several
 def test_fsdp_gathers_each_weight_once_forward(num_devices):
-    """Weights and batch split over one axis, activations marked: each layer gathers its weight."""
+    """Weight and batch are split over one axis, the result is marked: the weight is gathered."""
     mesh = mesh_of("fsdp")
     weight = spmd.mark_sharding(torch.randn(64, 256, device="xla"), mesh, ("fsdp",))
     x = spmd.mark_sharding(torch.randn(8 * num_devices, 64, device="xla"), mesh, ("fsdp",))
@@ -71,7 +71,10 @@ def test_fsdp_gathers_each_weight_once_forward(num_devices):
 
 @several
 def test_megatron_reduces_once_forward_and_once_backward():
-    """Column then row parallel: one all-reduce of the block's output, one of its input's gradient, and nothing else."""
+    """A column-parallel layer, then a row-parallel one.
+
+    There is one all-reduce of the block's output, one of its input's gradient, and nothing else.
+    """
     mesh = mesh_of("tensor")
     model = MLP(64, 256).to("xla")
     spmd.mark_sharding(model.up.weight, mesh, ("tensor", None))
@@ -105,12 +108,15 @@ def test_megatron_reduces_once_forward_and_once_backward():
 
 @several
 def test_the_gather_that_nobody_wanted(num_devices):
-    """A batch that is split where the weight is: without a mark on the result the partitioner gathers the batch, and the table shows it."""
+    """Batch and weight are split over the same axis.
+
+    Without a mark on the result the partitioner gathers the batch, and the table shows that.
+    """
     mesh = mesh_of("fsdp")
     weight = spmd.mark_sharding(torch.randn(64, 256, device="xla"), mesh, (None, "fsdp"))
     x = spmd.mark_sharding(torch.randn(8 * num_devices, 64, device="xla"), mesh, ("fsdp",))
     (gather,) = debugging.collectives(x @ weight)
-    assert gather.result_bytes == 8 * num_devices * 64 * 4  # not the weight's 64 * 256 * 4
+    assert gather.result_bytes == 8 * num_devices * 64 * 4  # the weight would have 64 * 256 * 4
     assert gather.line is None and gather.causes[0] == communication.Cause("aten::mm", None)
     text = str(debugging.collectives(x @ weight))
     assert "aten::mm" in text and "record and compile with SPMD_SOURCE_LINES=1" in text
@@ -139,7 +145,7 @@ def test_a_loop_says_how_often(num_devices):
     split = jax.sharding.NamedSharding(jax_mesh, jax.sharding.PartitionSpec("x"))
 
     def power(a):
-        # The product needs the whole of what the step before left split.
+        # The product needs the whole result of the previous iteration, which is split.
         return jax.lax.fori_loop(
             0, 7, lambda i, c: jax.lax.with_sharding_constraint(a @ c, split), a
         )
@@ -180,7 +186,7 @@ def test_explicit_collectives_and_a_permute(num_devices):
 
 @several
 def test_device_ids_are_the_meshs_own(num_devices):
-    """Groups are of device ids, whatever order the mesh has them in."""
+    """Groups hold device ids, not positions in the mesh."""
     if num_devices < 8:
         pytest.skip("needs eight devices")
     order = [3, 1, 2, 0, 4, 5, 7, 6]
@@ -195,7 +201,10 @@ def test_device_ids_are_the_meshs_own(num_devices):
 
 @several
 def test_blocks_that_are_turned_use_a_part_of_an_axis(num_devices):
-    """From (4, 2) blocks to (2, 4): two devices that hold the same columns exchange halves, then blocks move to their places."""
+    """From (4, 2) blocks to (2, 4).
+
+    Pairs of devices with the same columns exchange halves; then blocks move to their final devices.
+    """
     if num_devices < 8:
         pytest.skip("needs eight devices")
     mesh = spmd.Mesh(range(8), (4, 2), ("a", "b"))
@@ -207,7 +216,8 @@ def test_blocks_that_are_turned_use_a_part_of_an_axis(num_devices):
         ("a",),
         True,
     ) and "a (part)" in str(found)
-    # Neighbours along `a` that make one block of twice the rows: device 2 * i + j holds rows i and columns j.
+    # Two neighbours along `a` form one block with twice the rows: device 2 * i + j holds row block
+    # i and column block j.
     assert {frozenset(g) for g in exchange.groups} == {
         frozenset((2 * i + j, 2 * (i + 1) + j)) for i in (0, 2) for j in (0, 1)
     }

@@ -1,4 +1,4 @@
-"""XLA's texts: bytes, groups and executions, in each form that its printers have."""
+"""Reading HLO text: bytes, groups and executions, in each form that XLA prints."""
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_bytes(text, expected):
 
 AN_MM = 'metadata={op_name="jit(f)/aten::mm#2/x.py:1/dot"}'
 A_SUM = 'metadata={op_name="jit(f)/aten::sum/reduce" stack_frame_id=1}'
-# As compilers for accelerators print: asynchronous forms, loops, branches, layouts with tiles.
+# HLO as compilers for accelerators print it: asynchronous forms, loops, branches, tiled layouts.
 MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
 %sum (a: f32[], b: f32[]) -> f32[] {
@@ -78,14 +78,16 @@ MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f3
 
 %async_computation (p: f32[64]) -> f32[8] {
   %p = f32[64]{0} parameter(0)
-  ROOT %reduce-scatter.1 = f32[8]{0:T(128)} reduce-scatter(%p), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%sum, METADATA_MM
+  ROOT %reduce-scatter.1 = f32[8]{0:T(128)} reduce-scatter(%p), channel_id=7, \
+replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%sum, METADATA_MM
 }
 
 %body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
   %s = (s32[], f32[4,8]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
   %x = f32[4,8]{1,0} get-tuple-element(%s), index=1
-  %all-reduce.1 = f32[4,8]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%sum, METADATA_SUM
+  %all-reduce.1 = f32[4,8]{1,0} all-reduce(%x), channel_id=1, \
+replica_groups={{0,1}}, to_apply=%sum, METADATA_SUM
   ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i, %all-reduce.1)
 }
 
@@ -97,8 +99,10 @@ MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f3
 %unknown_body (s: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
   %s.2 = (s32[], f32[4,8]{1,0}) parameter(0)
   %x.2 = f32[4,8]{1,0} get-tuple-element(%s.2), index=1
-  %all-to-all.1 = (f32[4,1]{1,0}, /*index=1*/f32[4,1]{1,0}) all-to-all(%x.2, %x.2), replica_groups={{0,1}}
-  ROOT %w.2 = (s32[], f32[4,8]{1,0}) while(%s.2), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"},"x":"{"}
+  %all-to-all.1 = (f32[4,1]{1,0}, /*index=1*/f32[4,1]{1,0}) all-to-all(%x.2, %x.2), \
+replica_groups={{0,1}}
+  ROOT %w.2 = (s32[], f32[4,8]{1,0}) while(%s.2), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"3"},"x":"{"}
 }
 
 %branch (q: f32[8]) -> f32[8] {
@@ -114,17 +118,20 @@ MODULE = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f3
 ENTRY %main (leaf: f32[8]) -> f32[8] {
   %leaf = f32[8]{0} parameter(0), metadata={op_name="leaves[0]"}
   %big = f32[64]{0} broadcast(%leaf), dimensions={}
-  %ag = (f32[8]{0}, f32[64]{0}) all-gather-start(%leaf), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="leaves[0]"}
+  %ag = (f32[8]{0}, f32[64]{0}) all-gather-start(%leaf), channel_id=2, \
+replica_groups=[1,8]<=[8], dimensions={0}, metadata={op_name="leaves[0]"}
   %ag.done = f32[64]{0} all-gather-done(%ag)
   %mul = f32[64]{0} multiply(%ag, %ag), metadata={op_name="jit(f)/aten::mul/mul"}
-  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%leaf), source_target_pairs={{0,1},{1,0}}
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%leaf), \
+source_target_pairs={{0,1},{1,0}}
   %cp.done = f32[8]{0} collective-permute-done(%cp)
   %ar = f32[64]{0} all-reduce-start(%big), replica_groups={{0,1}}, to_apply=%sum
   %ar.done = f32[64]{0} all-reduce-done(%ar)
   %rs = ((f32[64]{0}), f32[8]{0}, s32[]) async-start(%big), calls=%async_computation
   %rs.done = f32[8]{0} async-done(%rs)
   %start = (s32[], f32[4,8]{1,0}) tuple(%leaf, %big)
-  %w = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %w = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
   %w.1 = (s32[], f32[4,8]{1,0}) while(%w), condition=%condition, body=%unknown_body
   ROOT %c = f32[8]{0} conditional(%leaf, %leaf, %leaf), branch_computations={%branch, %branch}
 }
@@ -140,17 +147,13 @@ def test_collectives_of_a_module():
         "cp": ("collective-permute", 32, 32, 1),
         "ar": ("all-reduce", 256, 256, 1),
         "reduce-scatter.1": ("reduce-scatter", 32, 256, 1),
-        "all-reduce.1": (
-            "all-reduce",
-            128,
-            128,
-            None,
-        ),  # five times, and three times in a loop of unknown length
+        # Five times, and three times in each iteration of a loop of unknown length.
+        "all-reduce.1": ("all-reduce", 128, 128, None),
         "all-to-all.1": ("all-to-all", 32, 256, None),
         "broadcast": ("collective-broadcast", 32, 32, None),
     }
     assert found["cp"].groups == ((0, 1), (1, 0)) and found["ar"].groups == ((0, 1),)
-    # A name of its own; or of what reads it, where its own is an argument's.
+    # The collective's own name, or its reader's where the own name is that of an argument.
     assert found["reduce-scatter.1"].op_names == ("jit(f)/aten::mm#2/x.py:1/dot",)
     assert found["ag"].op_names == ("jit(f)/aten::mul/mul",)
     assert found["ar"].op_names == ()

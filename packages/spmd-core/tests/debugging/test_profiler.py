@@ -1,4 +1,4 @@
-"""Profiles: what is in a trace, and what is refused."""
+"""Profiles: what a trace contains, and which calls are refused."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def test_a_trace_holds_operations_and_annotations(tmp_path):
     assert (
         by_name["train"]["args"]["step_num"] == "7" and by_name["my phase"]["args"]["size"] == "17"
     )
-    # On the device's own line, in the program whose operations are named as they were recorded.
+    # The device's events name the program, whose operations have the names of the recorded ones.
     assert any(
         event.get("args", {}).get("hlo_module", "").startswith("jit_spmd_2ops") for event in events
     )
@@ -60,7 +60,7 @@ def test_a_trace_is_started_and_stopped_once(tmp_path):
 
 
 def test_a_trace_of_jaxs_own_is_respected(tmp_path):
-    import jax  # noqa: PLC0415  # only to begin what only jax can
+    import jax  # noqa: PLC0415  # to start a trace that only jax can start
 
     jax.profiler.start_trace(tmp_path)
     try:
@@ -125,6 +125,7 @@ def test_other_processes_of_a_host_start_no_server(monkeypatch):
 def test_a_profile_of_another_process_is_refused_with_the_reason():
     with pytest.raises(
         spmd.UnsupportedOpError,
-        match=r"which jaxlib does not have; got 'localhost:9012' for 500 ms.*jax.collect_profile PORT 500",
+        match=r"which jaxlib does not have; got 'localhost:9012' for 500 ms"
+        r".*jax.collect_profile PORT 500",
     ):
         profiler.trace_remote("localhost:9012", "folder", duration_ms=500)

@@ -1,4 +1,4 @@
-"""Texts of programs that do not run, and the lines that recorded operations remember."""
+"""Programs shown as text without running them, and the source lines of recorded operations."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def line_of(comment):
 
 
 def origins(t):
-    """The origins of the pending values that a tensor is computed from, by operation."""
+    """The origins of the pending values that a tensor depends on, by operation name."""
     found, stack, seen = {}, [t._handle.storage.value], set()
     while stack:
         value = stack.pop()
@@ -68,9 +68,8 @@ def test_stablehlo_shows_what_is_pending_and_runs_nothing(mesh_2d):
     shown = debugging.stablehlo()
     assert "stablehlo.subtract" in shown and "stablehlo.subtract" not in debugging.stablehlo(y)
     spmd.sync()
-    assert shown == debugging.stablehlo(
-        program=compile_cache.newest()
-    )  # what was shown is what ran
+    # The program that was shown is the one that ran.
+    assert shown == debugging.stablehlo(program=compile_cache.newest())
     assert y.tolist() == [[2.0] * 16] * 8 and other.tolist() == [-6.0] * 3
 
 
@@ -84,10 +83,11 @@ def test_hlo_before_and_after_partitioning(mesh_1d, num_devices):
     compiled = compiles()
     assert debugging.hlo(y) == part == debugging.hlo(program=compile_cache.newest())
     assert y.tolist() == [8.0] * 8 * num_devices
-    assert compiles() == compiled  # the read found the program compiled
+    assert compiles() == compiled  # the read reuses the program that was compiled to show it
     with pytest.raises(
         ValueError,
-        match=r"shows the module 'before' or 'after' partitioning; got stage='between'\. Pass one of the two",
+        match=r"shows the module 'before' or 'after' partitioning; got stage='between'\. "
+        r"Pass one of the two",
     ):
         debugging.hlo(y, stage="between")
 
@@ -105,23 +105,26 @@ def test_what_is_not_pending_is_refused():
     for show in (debugging.stablehlo, debugging.hlo):
         with pytest.raises(
             spmd.SpmdError,
-            match=rf"{show.__name__} shows the program of what is pending; nothing is\. Call it before sync\(\)",
+            match=rf"{show.__name__} shows the program of what is pending; nothing is\. "
+            r"Call it before sync\(\)",
         ):
             show()
         with pytest.raises(
             spmd.DeviceMismatchError,
-            match=rf"{show.__name__} takes tensors on device 'xla'; got a tensor on cpu\. Move it first",
+            match=rf"{show.__name__} needs a tensor on device 'xla'; got a tensor on cpu\. "
+            r"Move it first",
         ):
             show(torch.ones(2))
     y = torch.ones(2, 3).to("xla") + 1
     spmd.sync()
     with pytest.raises(
         spmd.SpmdError,
-        match=r"takes tensors that are pending; got one of shape \(2, 3\) that is computed\. Call it before sync",
+        match=r"takes tensors that are pending; got one of shape \(2, 3\) that is computed\. "
+        r"Call it before sync",
     ):
         debugging.stablehlo(y)
     with pytest.raises(
-        spmd.DeviceMismatchError, match="collectives takes tensors on device 'xla'; got list"
+        spmd.DeviceMismatchError, match="collectives needs a tensor on device 'xla'; got list"
     ):
         debugging.collectives([1])
 
@@ -194,10 +197,11 @@ def test_lines_and_modules_forward_and_backward():
     assert all(o.file == __file__ for given in found.values() for o in given)
     text = debugging.hlo(model.block.layers[0].weight.grad)
     assert re.search(
-        rf"Net\.block\.layers\.1/aten::linear_backward#\d+/{Path(__file__).name}:{line_of('a layer')}/",
+        r"Net\.block\.layers\.1/aten::linear_backward#\d+/"
+        rf"{Path(__file__).name}:{line_of('a layer')}/",
         text,
     )
-    # The tables of XLA's own tools name the user's file and line too, and the StableHLO's locations do.
+    # XLA's own tables and the StableHLO locations name the user's file and line too.
     assert f'"{__file__}"' in text and f"line={line_of('a layer')} " in text
     assert f'loc("{__file__}":{line_of("a layer")}:' in debugging.stablehlo(
         model.block.layers[0].weight.grad
@@ -224,7 +228,7 @@ def test_a_program_with_lines_is_another_program():
         and compile_cache.keys()[-1].origins[0].line == step.__code__.co_firstlineno + 1
     )
     step()
-    assert compiles() == before + 1  # without lines again: the first one
+    assert compiles() == before + 1  # without lines it is the first program again
 
 
 def test_lines_are_remembered_where_only_recording_is_inside():
@@ -325,7 +329,10 @@ def test_the_line_of_a_view_is_not_that_of_a_neighbour():
 
 
 def test_threads_do_not_lend_each_other_lines():
-    """torch counts autograd's nodes in each thread from 0: where two threads used a number, the line of `backward()` is all that can be said."""
+    """Where two threads used the same autograd node number, only the line of `backward()` is known.
+
+    torch numbers autograd's nodes from 0 in each thread.
+    """
     kept, errors = [], []
 
     def run(forward):

@@ -1,4 +1,4 @@
-"""A user's question: why was that compiled again? Each story has one cause, and the report names it and nothing else."""
+"""Why a program was compiled again: each test has one cause, and the report names only that one."""
 
 import re
 from pathlib import Path
@@ -30,14 +30,14 @@ def only_this_story():
 
 
 def the_change():
-    """The one change of the newest compilation."""
+    """The only change that is reported for the newest compilation."""
     report = debugging.explain_recompile()
     assert len(report.changes) == 1, report
     return report.changes[0]
 
 
 class Training:
-    """A model, its optimizer, and steps on batches of any size."""
+    """A model, its optimizer, and training steps on batches of any size."""
 
     def __init__(self):
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("xla")
@@ -58,7 +58,7 @@ def test_a_smaller_last_batch():
     for size in (32, 32, 32, 17):
         training.step(size)
     report = debugging.explain_recompile()
-    # The batch and its labels; not what follows from them, nor the parameters.
+    # Only the batch and its labels are named, not values computed from them, nor parameters.
     assert {c.text.split(": ")[1] for c in report.changes} == {
         "float32[32, 8] -> float32[17, 8]",
         "int64[32] -> int64[17]",
@@ -105,7 +105,8 @@ def test_a_parameter_that_changed_shape_gets_no_advice_on_padding():
         w.mul_(2)
         spmd.sync()
     assert re.fullmatch(
-        r"leaf 0 \(updated in place, read by operation 0, aten::mul.*\): float32\[4, 8\] -> float32\[4, 9\]",
+        r"leaf 0 \(updated in place, read by operation 0, aten::mul.*\): "
+        r"float32\[4, 8\] -> float32\[4, 9\]",
         the_change().text,
     )
     assert the_change().advice == ""
@@ -192,14 +193,26 @@ def test_a_list_that_grows():
     assert the_change().text == "operation 0, aten::cat, reads 3 tensors, and read 2 before"
 
 
-def test_arguments_that_are_not_kept_are_said_to_be_unknown():
+def test_arguments_are_known_after_the_recorded_calls_were_forgotten():
     x = torch.ones(4, 3).to("xla")
     for dim in (0, 1):
         x.cumsum(dim).cpu()
     router.forget()
-    assert (
-        the_change().text == "operation 0, aten::cumsum, has other arguments; which, is not known"
-    )
+    assert the_change().text == "argument 'dim' of operation 0, aten::cumsum: 0 -> 1"
+
+
+def scaled(factor):
+    def scale(x):
+        return x * factor
+
+    return scale
+
+
+def test_the_arguments_of_an_operation_that_is_none_of_torchs_are_unknown():
+    x = torch.ones(4, 3).to("xla")
+    for factor in (2, 3):
+        spmd.call_jax(scaled(factor), x).cpu()
+    assert the_change().text == "operation 0, jax::scale, has other arguments; which, is not known"
 
 
 def test_an_int_where_a_float_was():
@@ -207,9 +220,9 @@ def test_an_int_where_a_float_was():
     for number in (2, 2.0):
         (x * number).cpu()
     change = the_change()
-    assert (
-        change.text
-        == "argument 'other' of operation 0, aten::mul.Tensor: a number of type int -> a number of type float"
+    assert change.text == (
+        "argument 'other' of operation 0, aten::mul.Tensor: "
+        "a number of type int -> a number of type float"
     )
     assert "such as 2.0 and not 2" in change.advice
     before = compiles()
@@ -244,17 +257,17 @@ def test_a_result_that_somebody_holds():
     step(True)
     change = the_change()
     assert change.ingredient == "outputs"
-    assert (
-        change.text
-        == "the result of operation 1, aten::exp (float32[4, 4]) is held at the cut, and was not before"
+    assert change.text == (
+        "the result of operation 1, aten::exp (float32[4, 4]) is held at the cut, "
+        "and was not before"
     )
     assert ".item(), .cpu()" in change.advice
     compile_cache.clear()
     step(True)
     step(False)
-    assert (
-        the_change().text
-        == "the result of operation 1, aten::exp (float32[4, 4]) is not held at the cut, and was before"
+    assert the_change().text == (
+        "the result of operation 1, aten::exp (float32[4, 4]) is not held at the cut, "
+        "and was before"
     )
 
 
@@ -265,9 +278,9 @@ def test_other_compiler_options(monkeypatch):
         spmd.sync()
     change = the_change()
     assert change.ingredient == "options" and y.shape == (4,)
-    assert (
-        change.text
-        == "config.compiler_options: {} -> {'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}"
+    assert change.text == (
+        "config.compiler_options: {} -> "
+        "{'xla_cpu_scheduler_type': 'CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED'}"
     )
 
 
@@ -287,9 +300,9 @@ def test_a_tensor_kept_from_the_last_step_is_not_donated():
     step(True)
     change = the_change()
     assert change.ingredient == "donated"
-    assert (
-        change.text
-        == "leaf 0 (data, read by operation 0, aten::mul.Tensor) is not donated any more: a tensor holds it after this program"
+    assert change.text == (
+        "leaf 0 (data, read by operation 0, aten::mul.Tensor) is not donated any more: "
+        "a tensor holds it after this program"
     )
     assert "Drop the tensor before" in change.advice
 
@@ -302,9 +315,9 @@ def test_another_sharding(mesh_2d, num_devices):
         x.sum().cpu()
     change = the_change()
     shape = ", ".join(f"{name}={size}" for name, size in mesh_2d.shape().items())
-    assert (
-        change.text
-        == f"the sharding of leaf 0 (data, read by operation 0, aten::sum): P('a', None) over ({shape}) -> P(None, 'a') over ({shape})"
+    assert change.text == (
+        "the sharding of leaf 0 (data, read by operation 0, aten::sum): "
+        f"P('a', None) over ({shape}) -> P(None, 'a') over ({shape})"
     )
     assert "Mark it once" in change.advice
     compile_cache.clear()
@@ -313,9 +326,9 @@ def test_another_sharding(mesh_2d, num_devices):
         spmd.mark_sharding(x * 2, mesh_2d, spec).sum().cpu()
     texts = {c.text for c in debugging.explain_recompile().changes}
     assert (
-        f"the mark of operation 1, spmd::mark_sharding: P('a', None) over ({shape}) -> P('b', None) over ({shape})"
-        in texts
-    )
+        "the mark of operation 1, spmd::mark_sharding: "
+        f"P('a', None) over ({shape}) -> P('b', None) over ({shape})"
+    ) in texts
 
 
 def test_other_devices(num_devices):
@@ -386,15 +399,16 @@ def test_a_program_that_was_dropped(monkeypatch):
         f(x).cpu()
     text = str(debugging.explain_recompile())
     assert (
-        "was compiled before and dropped from memory since, as more than 1 were in use. Raise config.max_programs"
-        in text
-    )
+        "was compiled before and dropped from memory since, as more than 1 were in use. "
+        "Raise config.max_programs"
+    ) in text
 
 
 def test_what_cannot_be_explained_is_refused():
     with pytest.raises(
         spmd.SpmdError,
-        match=r"explain_recompile knows 0 compiled programs.*got last=1\. Call it after the sync\(\)",
+        match=r"explain_recompile knows 0 compiled programs.*got last=1\. "
+        r"Call it after the sync\(\)",
     ):
         debugging.explain_recompile()
     for bad in (0, -1, "2", True):

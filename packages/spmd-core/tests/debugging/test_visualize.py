@@ -12,7 +12,7 @@ from rich.console import Console
 import spmd_core as spmd
 from spmd_core.debugging import visualize
 
-# Text, the holders of each block as rows, what follows the ids.
+# (text, the cells of the drawn table by row)
 FORMS = [
     (
         "{devices=[4,2]<=[8]}",
@@ -44,7 +44,7 @@ FORMS = [
 
 
 def cells(text):
-    """The texts between the lines of a drawn table."""
+    """The texts of the cells of a drawn table, by row."""
     rows = [line.strip().strip("│").split("│") for line in text.splitlines() if "│" in line]
     return [[cell.strip() for cell in row] for row in rows]
 
@@ -87,7 +87,8 @@ def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
     x = torch.zeros(8, 8, device="xla")
     with pytest.raises(
         spmd.SpmdError,
-        match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. Call mark_sharding",
+        match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. "
+        r"Call mark_sharding",
     ):
         visualize.visualize_tensor_sharding(x)
     spmd.mark_sharding(x, mesh_2d, ("a", "b"))
@@ -95,7 +96,7 @@ def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
     drawn = cells(capsys.readouterr().out)
     a, b = mesh_2d.mesh_shape
     assert drawn == [[f"CPU {row * b + column}" for column in range(b)] for row in range(a)]
-    # What the table says is where the data is.
+    # The table agrees with where the data is.
     for shard in x.local_shards:
         if shard.indices is not ...:
             row, column = (s.start * n // 8 for s, n in zip(shard.indices, (a, b)))
@@ -107,7 +108,7 @@ def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
 
 
 def colours(text):
-    """The background of each cell, by the name rich gives it, for a table of one-line cells."""
+    """rich's name of the background of each cell, for a table of one-line cells; console; table."""
     console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor", width=400)
     table = visualize.visualize_sharding(text)
     return (
@@ -145,7 +146,8 @@ def test_width_and_scale(capsys):
     for bad in ({"scale": 0}, {"min_width": 0}, {"min_width": 9, "max_width": 8}):
         with pytest.raises(
             ValueError,
-            match=r"takes a scale above 0 and 0 < min_width <= max_width; got scale=.*Leave them out",
+            match=r"takes a scale above 0 and 0 < min_width <= max_width; got scale="
+            r".*Leave them out",
         ):
             width(**bad)
 

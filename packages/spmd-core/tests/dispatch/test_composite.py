@@ -1,4 +1,4 @@
-"""`linear` kept whole: eager torch's results and gradients for every rank, and no dim merged with another."""
+"""`linear` recorded whole: eager torch's results and gradients for every rank, no dims merged."""
 
 import pytest
 import torch

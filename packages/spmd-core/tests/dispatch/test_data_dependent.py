@@ -1,4 +1,8 @@
-"""Shapes that depend on the data: read on the host once, said once, gathered on the device, with gradients; static alternatives read nothing."""
+"""Operations whose result shapes depend on the data.
+
+The host reads the shape once and one warning says so. The values are gathered on the device, with
+gradients. Static alternatives read nothing.
+"""
 
 import pytest
 import torch
@@ -19,7 +23,10 @@ def reads() -> int:
 
 
 def both(function):
-    """The function's results on the CPU and on the device, exactly equal; or exceptions of one type."""
+    """Asserts that CPU and device give equal results, or exceptions of one type.
+
+    Returns the device's result or exception.
+    """
     results = []
     for device in ("cpu", "xla"):
         try:
@@ -201,15 +208,14 @@ def test_it_is_said_once_with_the_alternative_and_allowed_in_strict_mode(monkeyp
         ) as found:
             x.nonzero()
         assert found[0].filename == __file__
-        x.nonzero()  # silent now: warnings are errors here
+        x.nonzero()  # no second warning: pytest makes warnings errors
         with pytest.warns(UserWarning, match=SAYS.format(r"x\[mask\]") + r".*torch\.where"):
             x[x > 0]
     before = reads()
     x.nonzero()
     assert reads() == before + 1
-    assert (
-        bool(x.sum() > 0) and x[0, 0].item() == 1 and torch.equal(x, x) and torch.allclose(x, x)
-    )  # one value, asked for: not counted
+    # Reads of a single value that the caller asks for are not counted.
+    assert bool(x.sum() > 0) and x[0, 0].item() == 1 and torch.equal(x, x) and torch.allclose(x, x)
     assert not torch.equal(x, x[0]) and reads() == before + 1
 
 

@@ -1,4 +1,4 @@
-"""Eager mode: one execution for each operation, the same values, and nothing of it left behind."""
+"""Eager mode: one execution per operation, the same values, and no trace of it when it is off."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_switching():
     assert eager.is_eager_mode()
     eager.eager_mode(False)
     eager.eager_mode(False)
-    # Off, nothing of it is on the way of an operation.
+    # When eager mode is off, it adds nothing to the path of an operation.
     assert not eager.is_eager_mode() and XLAShardedTensor.__dict__["__torch_dispatch__"] is router
     before = executions()
     x + 1

@@ -1,4 +1,4 @@
-"""The router: what is recorded, derived, decomposed, run on the host, refused."""
+"""The router: which operations it records, derives, decomposes, runs on the host or refuses."""
 
 import sys
 import warnings
@@ -11,7 +11,7 @@ import spmd_core as spmd
 
 
 def both(function, *tensors):
-    """The function's result on the CPU and on the device, compared exactly in dtype and shape."""
+    """Asserts that the function has the same result on the CPU and on the device."""
     expected = function(*(t.clone() for t in tensors))
     got = function(*(t.to("xla") for t in tensors))
     assert got.device.type == "xla"
@@ -86,7 +86,7 @@ def test_results_are_eager_torchs(name):
 
 @pytest.fixture(scope="module")
 def host_only():
-    """An operation that no lowering and no decomposition will ever know."""
+    """An operation without a lowering or a decomposition."""
     with torch.library._scoped_library("spmd_test", "FRAGMENT") as library:
         library.define("host_only(Tensor x) -> Tensor")
         library.impl("host_only", lambda x: x.flip(0), "CPU")
@@ -101,7 +101,7 @@ def test_a_host_fallback_is_counted_with_its_line_and_warned_about_once(host_onl
     line = sys._getframe().f_lineno - 1
     assert (warned[0].filename, warned[0].lineno) == (__file__, line)
     for _ in range(2):
-        host_only(x)  # silent now: warnings are errors here
+        host_only(x)  # no second warning: pytest makes warnings errors
     found = set(spmd.metrics.host_fallbacks()) - set(before)
     assert found == {
         spmd.metrics.HostFallback("spmd_test::host_only", f"{__file__}:{line}", 1),

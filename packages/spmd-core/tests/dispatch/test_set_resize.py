@@ -1,4 +1,4 @@
-"""`set_`, `resize_` and what tells storages apart, against eager torch."""
+"""`set_`, `resize_` and the identity of storages, against eager torch."""
 
 import pytest
 import torch

@@ -72,7 +72,7 @@ def rows(x, n):
     return list(x.chunk(n))
 
 
-# What each collective does to the list of all devices' blocks.
+# name: (the collective, the same on the list of all devices' blocks)
 COLLECTIVES = {
     "sum": (lambda x: spmd.all_reduce(x, "x"), lambda xs, n: [sum(xs)] * n),
     "mean": (lambda x: spmd.all_reduce(x, "x", "mean"), lambda xs, n: [sum(xs) / n] * n),
@@ -147,7 +147,7 @@ def test_marks_over_other_axes_go_on_working_inside(mesh_2d):
 
 
 def test_local_tensors_outlive_a_step(mesh_1d):
-    """The forward's are kept for a backward in another program."""
+    """The backward, in another program, uses local tensors that the forward saved."""
     x, right = on_device(X), X.clone().requires_grad_()
     loss = spmd.shard_map(
         lambda x: spmd.all_reduce(torch.sin(x).exp().sum(), "x"), mesh_1d, [("x",)], ()
@@ -243,10 +243,14 @@ def test_bad_input(mesh_1d, mesh_2d, num_devices):
     ):
         refused(mesh_2d, in_specs=[("b",)], out_specs=(), axis_names=["a"])
     with pytest.raises(
-        spmd.DeviceMismatchError, match=r"takes tensors on device 'xla'; got a tensor on cpu"
+        spmd.DeviceMismatchError,
+        match=r"a manual region needs a tensor on device 'xla'; got a tensor on cpu",
     ):
         refused(mesh_1d, argument=X)
-    with pytest.raises(spmd.DeviceMismatchError, match=r"returns tensors on device 'xla'; got int"):
+    with pytest.raises(
+        spmd.DeviceMismatchError,
+        match=r"needs a tensor on device 'xla'; got int. Return tensors only",
+    ):
         refused(mesh_1d, lambda x: 3)
     with pytest.raises(
         spmd.SpmdError, match=r"all_reduce is a collective of a manual region.*shard_map"

@@ -1,4 +1,4 @@
-"""Marks as operators: what they do on the device, to other tensors, to gradients, and in traces."""
+"""Marks as operators: on the device, on other tensors, on gradients, and in traces."""
 
 import pytest
 import torch
@@ -96,7 +96,7 @@ def test_traces_keep_the_marks_and_run_on_the_device(mesh_2d, mesh_arguments):
         x.clone().requires_grad_()
     )
     names = [str(node.target) for node in graph.graph.nodes]
-    # Forward and backward.
+    # One in forward and one in backward.
     assert (
         names.count("xla.dynamo_mark_sharding.default") == 2
         and names.count("xla.aot_mark_sharding.default") == 2

@@ -1,4 +1,7 @@
-"""DeviceMesh and placements to Mesh and partition spec and back; DTensor's methods; distribute_tensor and distribute_module."""
+"""DTensor's interface: DeviceMesh, placements, a tensor's methods, distributing.
+
+DeviceMesh and placements are converted to Mesh and partition spec and back.
+"""
 
 import itertools
 
@@ -21,7 +24,7 @@ needs_several = pytest.mark.skipif(NUM_DEVICES == 1, reason="one device has noth
 
 @pytest.fixture
 def device_mesh() -> DeviceMesh:
-    """All devices as `dp` and `tp`."""
+    """All devices on axes `dp` and `tp`."""
     tp = 2 if NUM_DEVICES % 2 == 0 else 1
     return spmd.init_device_mesh("xla", (NUM_DEVICES // tp, tp), mesh_dim_names=("dp", "tp"))
 
@@ -47,7 +50,7 @@ def test_the_order_of_devices_is_kept():
 
 
 def test_the_global_mesh_stands_in(mesh_1d):
-    with pytest.raises(spmd.MeshError, match=r"no global mesh is set; got None. Pass a DeviceMesh"):
+    with pytest.raises(spmd.MeshError, match=r"got None, and no global mesh is set. Pass mesh="):
         spmd.from_device_mesh(None)
     spmd.set_global_mesh(mesh_1d)
     try:
@@ -118,7 +121,10 @@ def test_local_ranks_ask_for_a_dimension(device_mesh):
 def reference_blocks(
     shape: tuple[int, ...], placements: list[object]
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """DTensor's own rule: each dimension of the mesh, from the first, cuts the piece that the ones before it left."""
+    """The block at each place of a mesh of `shape`, by DTensor's own rule.
+
+    Each dimension of the mesh, from the first, cuts the piece that the dimensions before it left.
+    """
     whole = torch.arange(8**3).reshape(8, 8, 8)
     blocks = {}
     for place in itertools.product(*map(range, shape)):
@@ -139,7 +145,7 @@ def reference_blocks(
     )
 )
 def test_blocks_are_those_of_dtensor(placements):
-    """Several dimensions over one dim included."""
+    """Also where several dimensions of the mesh split one dim of the tensor."""
     shape = (2, 2, 2)
     whole = torch.arange(8**3).reshape(8, 8, 8)
     t = spmd.distribute_tensor(whole, spmd.init_device_mesh("xla", shape), placements)
@@ -287,7 +293,7 @@ def test_a_distributed_module_computes_the_same(device_mesh):
 
     def partition(name: str, module: nn.Module, mesh: object) -> None:
         seen.append((name, mesh))
-        if name == "a":  # replaced, as torch's documents do it
+        if name == "a":  # replaced, as in torch's documentation
             weight = nn.Parameter(
                 spmd.distribute_tensor(module.weight.detach(), mesh, [Replicate(), Shard(0)])
             )

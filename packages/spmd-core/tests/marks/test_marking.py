@@ -1,4 +1,4 @@
-"""Marks: every form of partition spec, re-marking, what follows a mark, and what is refused."""
+"""Marks: every form of partition spec, re-marking, effects on later operations, refused input."""
 
 import copy
 
@@ -91,7 +91,7 @@ def test_host_data_goes_up_once_and_sharded(mesh_1d):
     x = torch.zeros(1024, device="cpu").to("xla")
     before = spmd.metrics.counter("uploaded_bytes")
     spmd.mark_sharding(x, mesh_1d, ("x",))
-    assert spmd.metrics.counter("uploaded_bytes") == before  # the virtual device: still on the host
+    assert spmd.metrics.counter("uploaded_bytes") == before  # not uploaded yet
     (x + 1).cpu()
     (x + 2).cpu()
     assert spmd.metrics.counter("uploaded_bytes") == before + 4096
@@ -180,7 +180,7 @@ def test_a_marked_activation_is_no_result_where_the_loss_alone_is_held(mesh_1d, 
     loss = (y * y).sum()
     del x, y
     loss.backward()
-    assert seen[0] == spmd.Sharding.of(mesh_1d, ("x",), 2)  # though the tensor is gone
+    assert seen[0] == spmd.Sharding.of(mesh_1d, ("x",), 2)  # although y was deleted
     seen.clear()
     spmd.sync()
     assert len(compile_cache.newest().graph.outputs) == 2  # the loss and the gradient
@@ -450,7 +450,7 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(where, mesh_2d):
         spmd.sync()
 
     net, optimizer = trained(2)
-    # A copy, as the counts of steps are on the CPU and go on.
+    # A copy: step counts are CPU tensors, which later steps change in place.
     saved = copy.deepcopy(
         {"net": spmd.to_cpu(net.state_dict()), "optimizer": spmd.to_cpu(optimizer.state_dict())}
     )

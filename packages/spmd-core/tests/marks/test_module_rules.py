@@ -1,4 +1,7 @@
-"""Rules over names: which applies, what is reported, what strict mode refuses, and that nothing is marked before all is checked."""
+"""Sharding rules by name: which rule applies, the report, and what strict mode refuses.
+
+Nothing is marked before all rules are checked.
+"""
 
 import pytest
 import torch
@@ -55,7 +58,7 @@ def test_strict_refuses_and_marks_nothing(mesh_2d):
     ):
         spmd.shard_module(net, {"0.weight": ("a",), "weight": (), "bias": ()}, mesh_2d, strict=True)
     assert all(p.sharding is None for p in net.parameters())
-    # Two rules with one meaning are no problem.
+    # Two rules whose specs mean the same are accepted.
     assert not spmd.shard_module(
         net,
         {"0.weight": ("a",), "^0.weight": ("a", None), "[12].weight": (), "bias": ()},
@@ -105,7 +108,7 @@ def test_every_rule_is_checked_before_the_first_mark(mesh_2d):
     with pytest.raises(ValueError, match=r"regular expression over names; got '\('"):
         spmd.shard_module(net, {"weight": ("a",), "(": ()}, mesh_2d)
     with pytest.raises(
-        spmd.MeshError, match="got rule 'weight' without one, and no global mesh is set"
+        spmd.MeshError, match="rule 'weight' needs a mesh; got None, and no global mesh is set"
     ):
         spmd.shard_module(net, {"weight": ("a",)})
     assert all(p.sharding is None for p in net.parameters())

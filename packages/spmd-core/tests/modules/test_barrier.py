@@ -1,4 +1,4 @@
-"""Optimization barriers: one operation over all tensors, values and gradients as without."""
+"""Optimization barriers: one operation over all tensors, values and gradients unchanged."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_other_tensors_are_refused():
     for wrong, got in ((torch.ones(2), "a tensor on cpu"), ("x", "str")):
         with pytest.raises(
             spmd.DeviceMismatchError,
-            match=f"needs tensors on device 'xla'; got {got}. Move it first",
+            match=f"needs a tensor on device 'xla'; got {got}. Move it first",
         ):
             barrier.optimization_barrier_([wrong])
 

@@ -1,4 +1,4 @@
-"""The linear layer as one contraction: values, gradients, autocast, traces, and the replacement of layers."""
+"""The linear layer as one contraction: values, gradients, autocast, traces, replacing layers."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ def test_layers_are_replaced_and_nothing_else():
     right = model[1]["inner"](model[0](x))
     assert einsum_linear.apply_einsum_linear(model) is model
     assert type(model[0]) is type(model[1]["inner"]) is einsum_linear.EinsumLinear
-    assert type(model[2].out_proj) is not einsum_linear.EinsumLinear  # a subclass of nn.Linear
+    assert type(model[2].out_proj) is not einsum_linear.EinsumLinear  # not exactly nn.Linear
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     torch.testing.assert_close(model[1]["inner"](model[0](x)), right)

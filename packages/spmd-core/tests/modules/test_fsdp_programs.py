@@ -1,4 +1,4 @@
-"""What a fully sharded model's compiled step holds: collectives, bytes, memory."""
+"""The compiled step of a fully sharded model: collectives, bytes, memory."""
 
 import copy
 import gc
@@ -28,7 +28,10 @@ def mesh(num_devices):
 
 @pytest.fixture(autouse=True)
 def nothing_pending():
-    """What earlier tests left in cycles would be computed by the programs looked at here."""
+    """Frees what earlier tests left in reference cycles.
+
+    The programs that these tests examine would compute it too.
+    """
     gc.collect()
     spmd.sync()
 
@@ -40,7 +43,10 @@ _ARRAY = re.compile(r"(pred|[sufb]\w*?\d+)\[([\d,]*)\]")
 
 
 def collectives(text):
-    """For each kind of collective in XLA's text the bytes of each array that it gives a device; those of a joined collective one by one."""
+    """The bytes per device of each array that a collective in XLA's text returns, by kind.
+
+    A combined collective counts as one entry per array.
+    """
     found = {}
     for results, kind in _COLLECTIVE.findall(text):
         for dtype, dims in _ARRAY.findall(results):
@@ -52,7 +58,7 @@ def collectives(text):
 
 
 def step_text(mesh, shard, *, batch=("fsdp",), layers=3, d=64):
-    """The compiled text of a training step, and the bytes of one block's parameters."""
+    """The compiled text of a training step, and the bytes of each parameter of one block."""
     model = shard(nn.Sequential(*(Block(d) for _ in range(layers))))
     x = spmd.mark_sharding(torch.randn(16, 4, d).to("xla"), mesh, (batch,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -86,11 +92,12 @@ def test_a_step_gathers_and_reduce_scatters_each_parameter(num_devices, kind):
     found = collectives(text)
     assert sorted(found["reduce-scatter"]) == sorted(bytes_ // size for bytes_ in parameters * 3)
     gathers = sorted(found["all-gather"])
-    # What autograd needs in backward: the weights of the products and of the norm, and not biases. The second run of a checkpoint needs nearly all.
+    # Backward needs the weights of the products and of the norm, and no biases. The second forward
+    # of a checkpointed block needs nearly all parameters.
     assert set(gathers) == set(parameters)
     matrices = [bytes_ for bytes_ in gathers if bytes_ >= 4 * 64 * 64]
     assert len(matrices) == 3 * 2 * (1 if kind == "kept" else 2)
-    # Beside the loss, what is reduced to all is shards, over the other axis.
+    # Beside the loss, only gradient shards are all-reduced, over the replica axis.
     largest = max(parameters) // size if kind == "hybrid" else 4
     assert max(found.get("all-reduce", [0])) <= largest
     assert "all-to-all" not in found and "collective-permute" not in found
@@ -141,7 +148,8 @@ def temp_bytes(layers, kind):
     spmd.sync()
     return spmd.metrics.programs()[-1].temp_bytes
 
-print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind in ("sharded", "kept", "checkpointed")}))
+kinds = ("sharded", "kept", "checkpointed")
+print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind in kinds}))
 """
 
 
@@ -149,10 +157,13 @@ print(json.dumps({kind: [temp_bytes(layers, kind) for layers in (4, 8)] for kind
 def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
     if num_devices < 8:
         pytest.skip("compares devices' memory on 8 devices")
-    # By default XLA's CPU backend starts whatever can start, for the sake of its threads; told to save memory, as its GPU and TPU backends
-    # are by default, it gathers when it must.
+    # By default XLA's CPU backend starts each operation as early as it can, to keep its threads
+    # busy. When told to save memory, the default on GPU and TPU, it gathers as late as it can.
     here = Path(__file__).parents[1]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} "
+        "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    )
     environment = {
         **os.environ,
         "XLA_FLAGS": flags,
@@ -171,4 +182,4 @@ def test_memory_grows_by_less_than_a_block_per_layer(num_devices):
     per_layer = {kind: (eight - four) / 4 for kind, (four, eight) in temps.items()}
     assert per_layer["sharded"] < 0.2 * block and per_layer["checkpointed"] < 0.2 * block
     assert temps["sharded"][1] < 3 * block
-    assert per_layer["kept"] > 0.9 * block  # which the comparison would show
+    assert per_layer["kept"] > 0.9 * block  # the measurement does see kept weights

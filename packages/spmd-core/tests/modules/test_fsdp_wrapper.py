@@ -1,4 +1,4 @@
-"""The wrapper module around a fully sharded one: names, policies, and which outputs are marked."""
+"""The fully-sharded wrapper module: attributes, wrap policies, and which outputs are marked."""
 
 from dataclasses import dataclass
 from functools import partial

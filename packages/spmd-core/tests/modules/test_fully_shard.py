@@ -1,4 +1,7 @@
-"""Fully sharded data parallelism against eager torch on the CPU: training, precision, where parameters live, and what is refused."""
+"""Fully sharded data parallelism against eager torch on the CPU.
+
+Training, precision, where parameters are stored, and what is refused.
+"""
 
 import copy
 import inspect
@@ -26,7 +29,7 @@ def mesh(num_devices):
     return spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
 
 
-# --- Training as eager torch does ---------------------------------------------------------------------------------------------------------
+# --- Training as eager torch does -----------------------------------------------------------------
 
 
 @pytest.mark.one_device
@@ -45,7 +48,7 @@ def test_hybrid_sharding(hybrid):
         in_blocks(hybrid, **options),
         batch=batch,
     )
-    # Split over one axis, held by both rows of the other.
+    # Split over axis `fsdp`, replicated over axis `replicate`.
     assert (
         ours[0].up.weight.partition_spec == ("fsdp", None)
         and ours[0].up.weight.sharding.num_shards == hybrid.mesh_shape[1]
@@ -54,7 +57,7 @@ def test_hybrid_sharding(hybrid):
 
 @pytest.mark.parametrize("rows", [16, 6])
 def test_tied_weights(mesh, rows):
-    """Six rows do not divide over eight devices, and the gradients are then the partitioner's to sum."""
+    """Six rows do not divide over eight devices: the partitioner then sums the gradients."""
     ids = torch.randint(0, 40, (rows, 5))
     ours = check(Tied(), ids, mesh, in_blocks(mesh), loss_of=cross_entropy)
     assert ours.head.weight is ours.embedding.weight
@@ -109,7 +112,7 @@ def tiny_llama(**options):
 def test_a_llama_wrapped_by_policy(mesh, tied, checkpointed):
     model = tiny_llama(tie_word_embeddings=tied)
     if checkpointed:
-        # transformers 5 has another name for it.
+        # transformers 5 renamed this method.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         model.train()
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
@@ -225,7 +228,7 @@ def test_a_host_read_between_forward_and_backward(mesh):
 @pytest.mark.parametrize("by_frequency", [False, True])
 @pytest.mark.parametrize("padding", [None, 2])
 def test_the_gradient_of_an_embedding(mesh, by_frequency, padding):
-    """Scaled by frequency it is no sum of the devices' parts: each would divide by its own counts."""
+    """A gradient scaled by frequency is not a sum over devices: each would use its own counts."""
     model = nn.Embedding(10, 8, padding_idx=padding, scale_grad_by_freq=by_frequency)
     ours = fully_shard(copy.deepcopy(model), mesh)
     ids = torch.randint(0, 4, (16, 3))
@@ -241,7 +244,10 @@ def test_the_gradient_of_an_embedding(mesh, by_frequency, padding):
 
 @pytest.mark.parametrize("shape", [(16,), (16, 16)])
 def test_an_input_without_a_batch(mesh, shape):
-    """The first dim is then no batch: the gradients of a linear layer on one sample, and of a norm over every dim, are no sums over it."""
+    """The first dim is not a batch here, so gradients are not sums over it.
+
+    Either a linear layer gets one sample, or a norm covers every dim.
+    """
     model = nn.Linear(16, 16) if len(shape) == 1 else nn.LayerNorm(shape)
     ours = fully_shard(copy.deepcopy(model), mesh)
     x = torch.randn(shape)
@@ -262,12 +268,12 @@ def test_hooks_for_saved_tensors_from_outside_still_see_the_others(mesh):
     x = torch.randn(16, D, device="xla", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = block(x)
-    assert seen == [(16, D)]  # the input, and not the weight
+    assert seen == [(16, D)]  # only the input, not the weight
     out.sum().backward()
     torch.testing.assert_close(x.grad, block.weight.sum(0).expand(16, D), rtol=1e-4, atol=1e-4)
 
 
-# --- Precision ----------------------------------------------------------------------------------------------------------------------------
+# --- Precision ------------------------------------------------------------------------------------
 
 
 def test_mixed_precision(mesh):
@@ -298,12 +304,12 @@ def test_autocast_keeps_no_converted_copy(mesh):
         torch.autocast("xla", torch.bfloat16),
     ):
         out = block(torch.randn(16, D, device="xla", requires_grad=True))
-    assert len(saved) == 1  # the input; a converted weight is made again from the shard
+    assert len(saved) == 1  # the input; backward converts the weight again from its shard
     out.float().sum().backward()
     assert block.weight.grad.dtype == torch.float32
 
 
-# --- Where parameters live ----------------------------------------------------------------------------------------------------------------
+# --- Where parameters live ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,7 +391,8 @@ def test_a_meta_module_is_made_on_the_device_in_shards(mesh, num_devices):
     assert metrics.counter("uploaded_bytes") == uploaded
     made = metrics.programs(since=compiles)
     weight = 4 * 256 * 512
-    # Blocks alike are made by one program, and no device holds more than its part: the weights, and what their random numbers are made of.
+    # One program makes all equal blocks. No device holds more than its part of the weights and of
+    # the random bits that they come from.
     assert len(made) == 1 and made[0].executions == 2
     assert made[0].output_bytes < 2.1 * weight / num_devices
     if num_devices == 8:
@@ -400,7 +407,7 @@ def test_a_meta_module_is_made_on_the_device_in_shards(mesh, num_devices):
 
 
 def test_outside_of_a_unit_nothing_is_gathered(mesh):
-    """Reading and writing a parameter between steps meets the shard itself."""
+    """Between steps, reads and writes of a parameter use the shard itself."""
     block = fully_shard(Block(), mesh)
     x = torch.randn(8, D, device="xla")
     block(x).sum().backward()
@@ -412,13 +419,13 @@ def test_outside_of_a_unit_nothing_is_gathered(mesh):
     )
 
 
-# --- Errors -------------------------------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard", [fully_shard, SpmdFullyShardedDataParallel])
 def test_errors_about_mesh_and_module(mesh, num_devices, shard):
     with pytest.raises(
-        spmd.MeshError, match=r"needs a mesh; got neither a mesh nor a global mesh.*set_global_mesh"
+        spmd.MeshError, match=r"needs a mesh; got None, and no global mesh is set.*set_global_mesh"
     ):
         shard(Block())
     with pytest.raises(spmd.MeshError, match=r"needs a mesh; got int"):
@@ -463,7 +470,8 @@ def test_errors_about_doing_it_twice(mesh):
     for inside in (wrapped, block):
         with pytest.raises(
             ValueError,
-            match=r"starts from modules that are not sharded; got '0', a \w+ that is.*Leave auto_wrap_policy out",
+            match=r"starts from modules that are not sharded; got '0', a \w+ that is"
+            r".*Leave auto_wrap_policy out",
         ):
             SpmdFullyShardedDataParallel(
                 nn.Sequential(inside), mesh, auto_wrap_policy=always_wrap_policy
@@ -476,7 +484,8 @@ def test_errors_about_doing_it_twice(mesh):
     for late in (block, wrapped):
         with pytest.raises(
             ValueError,
-            match=r"checkpointing comes before sharding.*got a \w+ that is sharded.*on the block first",
+            match=r"checkpointing comes before sharding.*got a \w+ that is sharded"
+            r".*on the block first",
         ):
             checkpoint_module(late)
     fully_shard(checkpointed, mesh)
@@ -507,7 +516,8 @@ def test_errors_about_outputs_and_meta_modules(mesh):
 
     with pytest.raises(
         ValueError,
-        match=r"initialises them in reset_parameters\(\); got '0', a WithoutReset without.*to_empty\(device='xla'\)",
+        match=r"initialises them in reset_parameters\(\); got '0', a WithoutReset without"
+        r".*to_empty\(device='xla'\)",
     ):
         fully_shard(nn.Sequential(WithoutReset()), mesh)
     advised = nn.Sequential(WithoutReset()).to_empty(device="xla")
@@ -525,6 +535,7 @@ def test_an_update_between_forward_and_backward_is_refused(mesh):
         block.weight.add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; expected version 0",
+        match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; "
+        r"expected version 0",
     ):
         loss.backward()

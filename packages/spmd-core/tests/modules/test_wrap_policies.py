@@ -1,4 +1,4 @@
-"""Wrap policies against torch's own functions of the same names, and the walk over module trees."""
+"""Wrap policies and the walk over module trees, against torch's functions of the same names."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def model():
 
 
 def wrapped_names(root, wrapper=Wrapper):
-    """Where wrappers stand, by the names of the modules that they hold."""
+    """The names of the modules that are wrapped."""
     return {
         name.replace(".inner", "") for name, m in root.named_modules() if isinstance(m, wrapper)
     }
@@ -77,12 +77,9 @@ def test_policies_wrap_what_torchs_wrap(name):
     function, kwargs = CASES[name]
     expected = by_torch(partial(getattr(torch_wrap, function), **kwargs))
     assert by_us(partial(getattr(wrap_policies, function), **kwargs)) == expected
-    assert (
-        by_us(partial(getattr(torch_wrap, function), **kwargs)) == expected
-    )  # torch's function, our walk
-    assert (
-        by_torch(partial(getattr(wrap_policies, function), **kwargs)) == expected
-    )  # our function, torch's walk
+    # torch's function with our walk, and our function with torch's walk.
+    assert by_us(partial(getattr(torch_wrap, function), **kwargs)) == expected
+    assert by_torch(partial(getattr(wrap_policies, function), **kwargs)) == expected
 
 
 def test_a_container_is_never_wrapped():
@@ -140,12 +137,14 @@ def test_a_shared_module_is_wrapped_once():
 def test_errors():
     with pytest.raises(
         TypeError,
-        match=r"a wrap policy is a function of \(module, recurse, unwrapped_params\).*got int.*partial",
+        match=r"a wrap policy is a function of \(module, recurse, unwrapped_params\)"
+        r".*got int.*partial",
     ):
         wrap_policies.recursive_wrap(model(), 3, Wrapper)
     root = nn.Sequential(Wrapper(nn.Linear(2, 2)))
     with pytest.raises(
         ValueError,
-        match=r"starts from modules that are not wrapped; got '0', which is a Wrapper already.*leave the policy out",
+        match=r"starts from modules that are not wrapped; got '0', which is a Wrapper already"
+        r".*leave the policy out",
     ):
         wrap_policies.recursive_wrap(root, wrap_policies.always_wrap_policy, Wrapper)

@@ -19,7 +19,7 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
 
 
-# Every set of arguments after the input (or after grad and input), with the keyword ones last.
+# (name, the arguments after the input, or after grad and input; keyword arguments)
 FORWARD: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("celu", (), {}),
     ("celu", (0.7,), {}),
@@ -64,7 +64,8 @@ BACKWARD: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
 def test_forward(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for dtype in FLOATS:
         check(f"aten.{op}.default", values(dtype, 3, 8), *args, **kwargs)
-    # gelu(inf) and gelu(-inf) are inf * 1 and inf * 0 in torch's formulas: nan in some of its kernels and in some versions of XLA
+    # gelu(inf) and gelu(-inf) are inf * 1 and inf * 0 in torch's formulas: nan in some of its
+    # kernels and in some versions of XLA.
     check(
         f"aten.{op}.default",
         SPECIAL if op != "gelu" else SPECIAL[SPECIAL.isfinite()],

@@ -1,4 +1,7 @@
-"""The attention lowerings against eager torch's math path, in one block and in many, for every mask and dtype; and the platforms' kernels."""
+"""The attention lowerings against eager torch's math path, and the platforms' kernels.
+
+With one block and with several, for every kind of mask and every dtype.
+"""
 
 from typing import Any
 
@@ -17,7 +20,8 @@ from spmd_core import dtypes
 from spmd_core.ops import attention, registry
 from spmd_core.ops.kernels import flash
 
-# Two correct orders of summation differ by some units in the last place of the probabilities, which 16-bit inputs round once more than math does.
+# Two correct orders of summation differ by some units in the last place of the probabilities, which
+# the lowering rounds once more than the math path for 16-bit inputs.
 TOLERANCE = {
     torch.float16: (1e-2, 1e-2),
     torch.bfloat16: (6e-2, 6e-2),
@@ -36,7 +40,7 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def lowered(name: str, *args: Any) -> list[torch.Tensor]:
-    """The results of one of our overloads, with the shapes and dtypes that its meta kernel gives."""
+    """The results of an spmd overload's lowering; asserts the meta kernel's shapes and dtypes."""
 
     def to_meta(x: Any) -> Any:
         return x.detach().to("meta") if isinstance(x, torch.Tensor) else x
@@ -54,7 +58,7 @@ def lowered(name: str, *args: Any) -> list[torch.Tensor]:
 
 
 def eager(query, key, value, mask, grad, **options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Eager torch's result, and its gradients for whatever is a float."""
+    """Eager torch's result, and the gradients of all floating inputs."""
     inputs = [
         x.detach().requires_grad_(x.is_floating_point())
         for x in (query, key, value, mask)
@@ -232,7 +236,7 @@ def test_only_the_gradients_that_are_asked_for(block, wanted):
 )
 @pytest.mark.parametrize("p", [0.4, 1.0])
 def test_dropout_is_the_same_in_the_result_and_the_gradients(block, shapes, p):
-    """torch's own formula over the mask that `attention_kept` names."""
+    """Compares with torch's formula, with the dropout mask that `attention_kept` returns."""
     query, key, value, grad = tensors(torch.float64, *shapes, (*shapes[0][:-1], shapes[2][-1]))
     options = (7, p, True, None, shapes[0][1] != shapes[1][1])
     (kept,) = lowered("spmd.attention_kept.default", query, key, 7, p, True)
@@ -266,7 +270,7 @@ def test_dropout_keeps_the_right_share(block):
     sigma = (0.25 * 0.75 / kept.numel()) ** 0.5
     assert abs(kept.float().mean().item() - 0.75) < 5 * sigma
     assert abs((kept == other).float().mean().item() - (0.75**2 + 0.25**2)) < 5 * sigma
-    # independent from block to block, too
+    # The blocks' masks are independent of each other.
     assert abs((kept[..., :32, :] == kept[..., 32:, :]).float().mean().item() - 0.625) < 8 * sigma
 
 
@@ -278,8 +282,8 @@ def test_a_causal_mask_leaves_out_empty_blocks():
 
 def test_few_queries_or_keys_make_longer_blocks():
     n = flash.MAX_BLOCK
-    assert flash.Plan(1, 64 * n, 1.0, False, 0.0).keys == (64 * n, 1)
-    assert flash.Plan(8 * n, n // 4, 1.0, False, 0.0).queries == (4 * n, 2)
+    assert flash.Plan(1, 64 * n, 1.0, False, 0.0).key_blocks == (64 * n, 1)
+    assert flash.Plan(8 * n, n // 4, 1.0, False, 0.0).query_blocks == (4 * n, 2)
 
 
 def test_the_program_does_not_grow_with_the_sequence():
@@ -297,8 +301,8 @@ def test_the_program_does_not_grow_with_the_sequence():
     assert lines(8192) == lines(1536)
 
 
-# The platforms' own kernels. There is no such platform in the tests: what is checked is when they are chosen, that they lower, how they are
-# partitioned, and where a kernel can be interpreted, its values.
+# The platforms' own kernels. The tests run on the CPU, so they check when a kernel is chosen, that
+# it lowers, how it is partitioned, and the values of a kernel that can be interpreted.
 
 
 def text_for(
@@ -312,7 +316,7 @@ def text_for(
     backward=False,
     num_devices=1,
 ) -> str:
-    """The StableHLO of attention (or its backward) for a platform that need not be here."""
+    """The StableHLO of attention (or its backward) for a platform that need not be present."""
     gqa = q[1] != kv[1]
     torch_dtype = dtypes.to_torch(np.dtype(dtype))
 
@@ -352,7 +356,7 @@ def text_for(
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """jax asks the machine for its cuDNN when it traces."""
+    """Replaces the checks for cuDNN and a GPU that jax makes when it traces."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(
         fused_attention_stablehlo, "check_compute_capability", lambda capability: True
@@ -430,11 +434,14 @@ def test_splash_attention_computes_what_the_blocks_do(is_causal):
 
 
 def test_an_opaque_kernel_is_split_over_batch_and_heads(num_devices, monkeypatch):
-    """The wrapper around cuDNN's and splash attention's kernels, here around the blocks, whose code the partitioner is not shown either."""
+    """The wrapper that hides the kernels of cuDNN and splash attention from the partitioner.
+
+    Here it wraps the blockwise attention.
+    """
     if num_devices < 2:
         pytest.skip("one device has nothing to split")
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("data", "tensor"))
-    monkeypatch.setattr(flash, "MAX_BLOCK", 8)  # several blocks, so that there is a table of them
+    monkeypatch.setattr(flash, "MAX_BLOCK", 8)  # several blocks, hence a table of block pairs
     plan = flash.Plan(16, 16, 1.0, True, 0.0)
     shapes: list[tuple[int, ...]] = []
 

@@ -152,7 +152,8 @@ def test_convolution_backward_gives_none_where_no_gradient_is_asked(mask: list[b
 
 
 def test_overrideable_names_compute_the_same() -> None:
-    # torch has no CPU kernel for them: they are what a backend without its own convolution would be sent.
+    # torch has no CPU kernel for these names. It calls them on a backend that has no convolution
+    # operator of its own.
     x, weight, bias, geometry = tensors("2d grouped", torch.float32)
     right = torch.ops.aten.convolution(x, weight, bias, *geometry)
     (got,) = lower(

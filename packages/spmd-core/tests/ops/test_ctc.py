@@ -15,7 +15,7 @@ def log_probs(dtype=torch.float64):
     ).log_softmax(-1)
 
 
-# With repeated labels, which need a blank between them; none at all; and one that has no path.
+# Targets with repeated labels, which need a blank in between; an empty one; and one without a path.
 TARGETS = torch.tensor([[1, 1, 2, 3], [2, 5, 1, 4], [3, 1, 1, 1], [4, 4, 4, 4]])
 TARGET_LENGTHS = [4, 2, 0, 4]
 
@@ -28,7 +28,8 @@ def test_losses_and_gradients(input_lengths, blank):
         results = []
         for device in ("cpu", "xla"):
             x = log_probs().to(device).requires_grad_()
-            # The second result, alpha, is torch's own business: it leaves the states that no path reaches unwritten.
+            # The second result, alpha, is not compared: torch leaves the states that no path
+            # reaches unwritten.
             losses, _ = torch.ops.aten._ctc_loss(
                 x, targets.to(device), input_lengths, TARGET_LENGTHS, blank, zero_infinity
             )

@@ -29,9 +29,8 @@ def test_between_two_sets(p):
 def test_within_one_set(p):
     x = torch.randn(6, 3, dtype=torch.float64)
     check("aten._pdist_forward.default", x, p)
-    if (
-        p != 0.5
-    ):  # torch's CPU kernel has gradients of its own for p < 1, which do not agree with its cdist
+    # For p < 1 the gradients of torch's CPU kernel do not agree with those of its cdist.
+    if p != 0.5:
         check(
             "aten._pdist_backward.default",
             torch.randn(15, dtype=torch.float64),
@@ -82,7 +81,8 @@ def test_a_nan_is_far_from_everything(p):
     )
 
 
-# Where eager torch (2.13) takes the larger of a NaN and a number it keeps one or the other, by where they stand; its pdist keeps the NaN.
+# Eager torch's cdist (2.13) keeps the NaN or the number, depending on their order; its pdist keeps
+# the NaN.
 def test_a_nan_in_the_largest_difference():
     (got,) = lower(
         "aten._cdist_forward.default",

@@ -25,12 +25,14 @@ def values(
     return x > 0 if dtype is torch.bool else x.to(dtype)
 
 
-# ---- one operand -----------------------------------------------------------------------------------------------------
+# ---- one operand ---------------------------------------------------------------------------------
 
-# Where the function is defined; outside, torch and XLA agree on nan but the sampled values would all be nan.
+# The domain of each function: outside of it torch and XLA agree, but every sample would be nan.
 DOMAINS = {
-    "acos": (-1, 1), "asin": (-1, 1), "atanh": (-1, 1), "erfinv": (-1, 1), "acosh": (1, 4), "log": (0, 5), "log10": (0, 5), "log2": (0, 5),
-    "log1p": (-1, 5), "sqrt": (0, 5), "rsqrt": (0.1, 5), "reciprocal": (0.2, 4), "digamma": (0.2, 6), "lgamma": (0.2, 6), "special_entr": (0, 3),
+    "acos": (-1, 1), "asin": (-1, 1), "atanh": (-1, 1), "erfinv": (-1, 1), "acosh": (1, 4),
+    "log": (0, 5), "log10": (0, 5), "log2": (0, 5), "log1p": (-1, 5), "sqrt": (0, 5),
+    "rsqrt": (0.1, 5), "reciprocal": (0.2, 4), "digamma": (0.2, 6), "lgamma": (0.2, 6),
+    "special_entr": (0, 3),
 }  # fmt: skip
 INTEGERS_STAY = ("ceil", "floor", "neg", "round", "sgn", "sign", "trunc")
 COMPLEX_TOO = (
@@ -120,7 +122,7 @@ def test_nan_to_num(dtype: torch.dtype) -> None:
     check("aten.nan_to_num.default", x, 2.0, 3.0, -4.0)
 
 
-# ---- two operands ----------------------------------------------------------------------------------------------------
+# ---- two operands --------------------------------------------------------------------------------
 
 INTEGER_BINARY = ("bitwise_and", "bitwise_or", "bitwise_xor", "gcd", "lcm")
 SHIFTS = ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")
@@ -129,7 +131,7 @@ POSITIVE = ("pow", "special_xlog1py", "xlogy")
 
 
 def overload(op: str) -> str:
-    """The overload of two tensors."""
+    """The name of the overload that takes two tensors."""
     return next(
         x for x in ("Tensor", "Tensor_Tensor", "default") if x in elementwise._BINARY[op][1]
     )
@@ -152,7 +154,7 @@ def test_binary(op: str) -> None:
     check(name, torch.tensor(1.5), torch.tensor(2.0))
     if op not in FLOAT_ONLY:
         check(name, *operands(op, torch.int64))
-        if op != "heaviside":  # torch wants two operands of one dtype
+        if op != "heaviside":  # torch requires operands of one dtype
             check(name, operands(op, torch.int64)[0], operands(op, torch.float32)[1])
 
 
@@ -226,7 +228,7 @@ def test_a_number_as_the_second_operand(op: str, number: float, dtype: torch.dty
     check(f"aten.{op}.Scalar", x, number)
     if op == "floor_divide":
         check("aten.floor_divide.default", x, number)
-    elif op in ("add", "sub", "mul", "div"):  # the others have no such call in torch
+    elif op in ("add", "sub", "mul", "div"):  # torch has no such call of the others
         check(f"aten.{op}.Tensor", x, number)
 
 
@@ -283,9 +285,8 @@ def test_sixteen_bits_round_once() -> None:
     x = values(torch.bfloat16, -100, 100, (64,))
     check("aten.mul.Tensor", x, 0.1, rtol=0, atol=0)
     check("aten.addcmul.default", x, x.flip(0), x, value=0.1, rtol=0, atol=0)
-    check(
-        "aten.add.Tensor", x, x.flip(0), rtol=0, atol=0
-    )  # alpha: torch rounds it to 16 bits on the CPU and not on GPUs, we do not
+    # Without alpha, which torch rounds to 16 bits on the CPU but, like this lowering, not on GPUs.
+    check("aten.add.Tensor", x, x.flip(0), rtol=0, atol=0)
     check("aten.div.Tensor", x, x.flip(0), rtol=0, atol=0)
 
 
@@ -346,7 +347,7 @@ def test_nextafter() -> None:
         )
 
 
-# ---- comparison and logic --------------------------------------------------------------------------------------------
+# ---- comparison and logic ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", sorted(elementwise._COMPARISONS))
@@ -387,7 +388,7 @@ def test_isin(invert: bool) -> None:
     check("aten.isin.Scalar_Tensor", 3, x, invert=invert)
 
 
-# ---- selection and interpolation -------------------------------------------------------------------------------------
+# ---- selection and interpolation -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
@@ -454,7 +455,7 @@ def test_addcmul_and_addcdiv(dtype: torch.dtype) -> None:
     )
 
 
-# ---- complex numbers, copies, conversion -----------------------------------------------------------------------------
+# ---- complex numbers, copies, conversion ---------------------------------------------------------
 
 
 def test_complex() -> None:

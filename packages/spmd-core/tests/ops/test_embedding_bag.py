@@ -1,4 +1,4 @@
-"""Bags of embeddings against eager torch on the CPU: values, gradients, and no operation on the host."""
+"""Embedding bags against eager torch on the CPU: values, gradients, no operation on the host."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def agree(function, *inputs):
         ([0, 4, 4, 6], {}),  # the second bag is empty
         ([0, 4, 4, 9], {"include_last_offset": True}),
         ([0, 2, 9], {"include_last_offset": True, "padding_idx": 4}),
-        ([0, 2, 3, 5], {"padding_idx": -6}),  # a bag of nothing but padding
+        ([0, 2, 3, 5], {"padding_idx": -6}),  # a bag of padding only
         ([0], {}),
     ],
 )
@@ -84,7 +84,8 @@ def test_of_equal_values_the_first_wins():
 
 
 def test_gradients_by_frequency_are_those_of_embedding():
-    # torch's CPU kernel for bags divides by the counts of other rows (2.13), so the oracle is the sum of its embeddings.
+    # torch's CPU kernel for bags (2.13) divides by the counts of other rows, so the reference is a
+    # sum of embeddings.
     ours = both(
         lambda w, i: F.embedding_bag(i, w, mode="sum", scale_grad_by_freq=True),
         torch.ones(10, 3),
@@ -128,7 +129,8 @@ def test_dims_of_the_indices():
     )
     with pytest.raises(
         RuntimeError,
-        match=r"indices with 1 and offsets with 1; got \(10, 3\), \(3, 3\) and \(1,\). Flatten the indices",
+        match=r"indices with 1 and offsets with 1; got \(10, 3\), \(3, 3\) and \(1,\). "
+        r"Flatten the indices",
     ):
         torch.ops.aten._embedding_bag(weight, indices.view(3, 3), offsets)
     torch.ops.aten._embedding_bag(weight, indices.view(3, 3).flatten(), offsets)

@@ -55,7 +55,7 @@ def test_complex_to_real(dtype: torch.dtype, normalization: int) -> None:
 
 
 def test_an_empty_batch() -> None:
-    # eager torch's library fails here; what an empty batch gives is not in doubt
+    # Eager torch's FFT library fails on an empty batch, so only shapes and dtype are checked.
     spectrum = torch.fft.fft(torch.zeros(0, 4, dtype=torch.complex64, device="xla"))
     assert (spectrum.shape, spectrum.dtype) == ((0, 4), torch.complex64)
     assert torch.fft.rfft(torch.zeros(0, 4, device="xla")).cpu().shape == (0, 3)
@@ -63,7 +63,7 @@ def test_an_empty_batch() -> None:
 
 
 def on_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Asserts that `function` gives eager torch's values and gradients on the device, with nothing on the host."""
+    """Asserts eager torch's values and gradients on the device, without host fallbacks."""
     here = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
     there = [
         a.detach().to("xla").requires_grad_() if isinstance(a, torch.Tensor) else a for a in here

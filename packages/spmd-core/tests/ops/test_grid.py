@@ -9,7 +9,7 @@ from oracle import check
 
 
 def grid_of(dtype, *sizes):
-    """Coordinates inside and outside, some exactly on an element, on the border and halfway."""
+    """Coordinates inside and outside, some exactly on an element, on the border or halfway."""
     grid = (
         torch.rand(
             2, *sizes, len(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float64

@@ -74,7 +74,7 @@ def test_values_on_edges_and_none() -> None:
 
 
 def test_a_range_that_is_not_finite_gives_nan() -> None:
-    """Eager torch raises; what is on the device cannot."""
+    """Eager torch raises; a program on the device cannot."""
     x = torch.tensor([1.0, math.nan])
     outs = (registry.Out((2,), torch.float32), registry.Out((3,), torch.float32))
     assert all(math.isnan(v) for v in lower("aten.histogram.bin_ct", (x, 2), {}, outs)[0].tolist())
@@ -136,7 +136,7 @@ def test_refusals(
     size: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What eager torch refuses, in its words; also where the tensors are too large to ask it."""
+    """Errors as in eager torch, also for tensors too large for an eager call on stand-ins."""
     x = values(torch.float32, 6, 2)
     with pytest.raises(kind, match=message):
         call(x)

@@ -1,4 +1,7 @@
-"""Matrix factorizations, solutions and spectra against eager torch on the CPU; where a result is not unique, what defines it."""
+"""Matrix factorizations, solutions and spectra against eager torch on the CPU.
+
+A result that is not unique is checked by what defines it.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +12,7 @@ import torch
 import spmd_core as spmd
 from oracle import check, lower
 from spmd_core import metrics
-from spmd_core.ops import factorizations, ldl, linalg, registry  # noqa: F401  (registers the lowerings)
+from spmd_core.ops import factorizations, ldl, linalg, registry  # noqa: F401  (they register)
 
 REAL_AND_COMPLEX = [torch.float64, torch.complex128]
 ALL = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -25,7 +28,7 @@ def positive(dtype: torch.dtype, *batch: int, n: int = 4) -> torch.Tensor:
 
 
 def lowered(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """The lowering's results, of the shapes and dtypes that eager torch gives."""
+    """The lowering's results, with the shapes and dtypes of eager torch's."""
     right = [x for x in registry.resolve(name)(*args, **kwargs) if isinstance(x, torch.Tensor)]
     outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in right)
     return [
@@ -41,7 +44,7 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
     )
 
 
-# ---- Cholesky --------------------------------------------------------------------------------------------------------
+# ---- Cholesky ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -71,7 +74,7 @@ def test_cholesky_says_which_minor_is_not_positive() -> None:
     close(factor[0], a[0])
 
 
-# ---- LU --------------------------------------------------------------------------------------------------------------
+# ---- LU ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -111,7 +114,7 @@ def test_info_of_a_singular_matrix() -> None:
 
 
 def test_lu_without_pivots() -> None:
-    # eager torch has it on GPUs only
+    # Eager torch supports it on GPUs only.
     a = positive(torch.float64, n=4).to("xla")
     p, low, up = torch.linalg.lu(a, pivot=False)
     assert p.shape == (0,)
@@ -124,7 +127,7 @@ def test_inverse(dtype: torch.dtype) -> None:
     check("aten.linalg_inv_ex.default", values(dtype, 2, 0, 0))
 
 
-# ---- triangular ------------------------------------------------------------------------------------------------------
+# ---- triangular ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
@@ -139,7 +142,7 @@ def test_triangular(dtype: torch.dtype) -> None:
     check("aten.linalg_solve_triangular.default", a, b[:, :0], upper=True)
 
 
-# ---- QR --------------------------------------------------------------------------------------------------------------
+# ---- QR ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
@@ -171,7 +174,7 @@ def test_householder_reflections(dtype: torch.dtype) -> None:
                 check("aten.ormqr.default", reflections, tau, c, left, transpose)
 
 
-# ---- spectra ---------------------------------------------------------------------------------------------------------
+# ---- spectra -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -215,7 +218,7 @@ def test_general_eigenvalues(dtype: torch.dtype) -> None:
     close(torch.tensor(values_only.tolist(), dtype=w.dtype).sum(1), w.sum(1))
 
 
-# ---- functions of a matrix, products ---------------------------------------------------------------------------------
+# ---- functions of a matrix, products -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -232,7 +235,7 @@ def test_matrix_exp(dtype: torch.dtype) -> None:
 
 
 def test_matrix_exp_of_16_bits_is_rounded_once() -> None:
-    # eager torch's own is nan on some CPUs
+    # Eager torch's bfloat16 result is nan on some CPUs.
     a = values(torch.float32, 4, 4).to(torch.bfloat16)
     got = torch.linalg.matrix_exp(a.to("xla")).cpu()
     torch.testing.assert_close(got, torch.linalg.matrix_exp(a.float()).to(torch.bfloat16))
@@ -267,13 +270,13 @@ def test_ldl(dtype: torch.dtype, hermitian: bool) -> None:
         )
 
 
-# ---- on the device ---------------------------------------------------------------------------------------------------
+# ---- on the device -------------------------------------------------------------------------------
 
 
 def on_device(
     function: Callable[..., torch.Tensor], *args: torch.Tensor, dtype: torch.dtype = torch.float64
 ) -> None:
-    """Asserts that `function` gives eager torch's values and gradients, with nothing on the host."""
+    """Asserts eager torch's values and gradients on the device, without host fallbacks."""
     here = [a.clone().requires_grad_() for a in args]
     there = [a.detach().to("xla").requires_grad_() for a in args]
     before = metrics.host_fallbacks()
@@ -289,7 +292,8 @@ def on_device(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
 def test_gradients_of_what_shares_its_lu(dtype: torch.dtype, transposed: bool) -> None:
-    # of a determinant, torch factors the matrix or its transpose, depending on its layout, and its backward formulas rely on that
+    # For a determinant, torch factors the matrix or its transpose, depending on the layout. Its
+    # backward formulas rely on that.
     def arranged(a: torch.Tensor) -> torch.Tensor:
         return a.mT if transposed else a
 

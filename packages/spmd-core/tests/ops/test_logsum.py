@@ -1,4 +1,4 @@
-"""Sums of logarithms against eager torch on the CPU, complex ones with the same multiple of 2 pi."""
+"""Sums of logarithms against eager torch on the CPU; complex ones agree in the multiple of 2 pi."""
 
 import itertools
 import math

@@ -194,7 +194,7 @@ def test_multi_margin(p, reduction):
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_multilabel_margin(reduction):
-    # A list that ends early, one that is empty, one with a label twice, and one without an end.
+    # A list that ends early, an empty one, one with a repeated label, and one without an end mark.
     target = torch.tensor([[3, 0, -1, 1], [-1, 1, 0, 0], [2, 2, -1, -1], [0, 1, 2, 3]])
     for x, y in (
         (torch.randn(4, 4, dtype=torch.float64), target),

@@ -55,7 +55,8 @@ SCALES = [{}, {"beta": 2, "alpha": 3}, {"beta": 0}, {"alpha": 0}]
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_with_a_product(scales: dict[str, int], dtype: torch.dtype) -> None:
-    # torch's CPU kernels round some 16-bit terms before they add them: half a unit in the last place of the largest term, 64 or more
+    # torch's CPU kernels round some 16-bit terms before they add them. The tolerance is half a unit
+    # in the last place of the largest term, 64 or more.
     loose = {torch.bfloat16: 0.5, torch.float16: 0.13}.get(dtype)
     check = functools.partial(oracle.check, atol=loose, rtol=None if loose is None else 0)
     a, b = values(dtype, 3, 4, seed=1), values(dtype, 4, 5, seed=2)
@@ -82,7 +83,7 @@ def test_float_scales(dtype: torch.dtype) -> None:
 
 
 def test_sixteen_bits_into_float32() -> None:
-    # torch has these overloads on GPUs only; the same values come from widening first.
+    # torch has these overloads on GPUs only; converting the inputs first gives the same values.
     a, b = values(torch.bfloat16, 2, 3, 4), values(torch.bfloat16, 2, 4, 5, seed=1)
     x, product = values(torch.bfloat16, 2, 3, 5, seed=2), a.float() @ b.float()
     for name, args, right in (
@@ -129,7 +130,7 @@ def test_addmm_with_activation(use_gelu: bool) -> None:
 
 
 def test_trilinear() -> None:
-    # torch.nn.Bilinear's own calls, forward and backward
+    # The calls that torch.nn.Bilinear makes, forward and backward.
     a, weight, c = (
         values(torch.float32, 5, 2),
         values(torch.float32, 4, 2, 3),

@@ -10,7 +10,7 @@ from spmd_core import dtypes
 from spmd_core.ops import norm, registry  # noqa: F401  (registers the lowerings)
 
 INF = math.inf
-# (tensor, weights): torch's mixed precision keeps float32 weights beside bfloat16 activations.
+# (tensor, weights): torch's mixed precision has float32 weights and bfloat16 activations.
 PRECISIONS = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -24,7 +24,7 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def check_masked(name: str, *args: object, mask: list[bool], **tolerance: float) -> None:
-    """As `check`, for an op that returns None where `mask` is False."""
+    """`check` for an op that returns None where `mask` is False."""
     overload = registry.resolve(name)
     expected = overload(*args, mask)
     outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in expected if x is not None)
@@ -49,7 +49,7 @@ ALL_MASKS_AND_PRECISIONS = [
     (PRECISIONS[2], [True, True, True]),
 ]
 
-# ---- batch norm ------------------------------------------------------------------------------------------------------
+# ---- batch norm ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_batch_norm_without_statistics_outside_training_is_an_error() -> None:
 
 def test_batch_norm_outside_training_saves_statistics_of_the_shape_that_torch_says() -> None:
     x, one = values(torch.float32, 2, 3), torch.ones(3)
-    for size in (0, 3):  # torch's CPU kernel, its meta kernel
+    for size in (0, 3):  # the sizes of torch's CPU kernel and of its meta kernel
         outs = (
             registry.Out((2, 3), torch.float32),
             registry.Out((size,), torch.float32),
@@ -199,7 +199,7 @@ def test_batch_norm_backward_with_reserve() -> None:
     )
 
 
-# ---- layer, group and weight norm ------------------------------------------------------------------------------------
+# ---- layer, group and weight norm ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -285,9 +285,8 @@ def test_group_norm(precision: tuple[torch.dtype, torch.dtype], groups: int) -> 
     check("aten.native_group_norm.default", x, None, None, 3, 4, 10, groups, 1e-5, **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("precision", "mask"), ALL_MASKS_AND_PRECISIONS[:-1]
-)  # not all in bfloat16, which torch's CPU kernel refuses
+# Without the case of bfloat16 alone, which torch's CPU kernel refuses.
+@pytest.mark.parametrize(("precision", "mask"), ALL_MASKS_AND_PRECISIONS[:-1])
 def test_group_norm_backward(precision: tuple[torch.dtype, torch.dtype], mask: list[bool]) -> None:
     dtype, weights = precision
     x, grad, weight = (
@@ -328,7 +327,7 @@ def test_weight_norm(dim: int) -> None:
     )
 
 
-# ---- softmax ---------------------------------------------------------------------------------------------------------
+# ---- softmax -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
@@ -348,7 +347,7 @@ def test_softmax(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
 def test_softmax_from_sixteen_bits_to_float32(op: str) -> None:
-    # torch's CPU kernels refuse half_to_float, which is a GPU's; the same values come from widening first.
+    # torch supports half_to_float on GPUs only; converting the input first gives the same values.
     x = values(torch.bfloat16, 3, 4)
     (got,) = lower(f"aten.{op}.default", (x, -1, True), {}, (registry.Out((3, 4), torch.float32),))
     torch.testing.assert_close(

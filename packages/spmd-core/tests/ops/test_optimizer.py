@@ -1,4 +1,4 @@
-"""Fused optimizers and gradient scaling against eager torch: the same parameters, one program whatever the schedule does."""
+"""Fused optimizers and gradient scaling against eager torch: one program under any schedule."""
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ OPTIMIZERS = {
 
 
 def train(make, device, *, scaled=False):
-    """Five steps under a schedule; with a scaler the third loss is infinite, so that its step is left out."""
+    """Five steps under a schedule.
+
+    With a scaler the third loss is infinite, and the scaler skips that step.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(
         device
@@ -65,7 +68,7 @@ def test_parameters_are_eager_torchs(name, scaled):
         compiles = spmd.metrics.counter("compiles")
         got, scale_here = train(OPTIMIZERS[name], "xla", scaled=scaled)
     assert scale_here == scale
-    if name != "not fused":  # which reads on the host whether to step
+    if name != "not fused":  # the unfused step reads on the host whether to step
         assert spmd.metrics.counter("compiles") - compiles <= 1
     for mine, right in zip(got, expected):
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
@@ -81,9 +84,8 @@ def test_parameters_of_16_bits_are_updated_in_32_and_rounded_once():
         steps.append(p.detach().cpu())
     mine, exact = steps
     assert mine.dtype is torch.bfloat16
-    torch.testing.assert_close(
-        mine.float(), exact, rtol=2**-8, atol=0
-    )  # half a unit in the last place, for the rounding at the end
+    # The tolerance is half a unit in the last place, for the one rounding at the end.
+    torch.testing.assert_close(mine.float(), exact, rtol=2**-8, atol=0)
 
 
 def test_a_fused_step_keeps_sharding_and_is_one_operation(mesh_1d, num_devices):

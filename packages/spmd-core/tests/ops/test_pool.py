@@ -17,7 +17,7 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
 
 
-# ---- maximum ---------------------------------------------------------------------------------------------------------
+# ---- maximum -------------------------------------------------------------------------------------
 
 # kernel, stride, padding, dilation, ceil_mode
 MAX_2D: list[tuple[Any, ...]] = [
@@ -119,7 +119,7 @@ def test_adaptive_max_pool3d() -> None:
     check("aten.adaptive_max_pool3d_backward.default", torch.rand_like(out), x, indices)
 
 
-# ---- mean ------------------------------------------------------------------------------------------------------------
+# ---- mean ----------------------------------------------------------------------------------------
 
 # kernel, stride, padding, ceil_mode, count_include_pad, divisor_override
 MEAN_2D: list[tuple[Any, ...]] = [

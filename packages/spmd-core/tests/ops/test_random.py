@@ -1,4 +1,7 @@
-"""Samplers: moments, ranges, shapes, dtypes, and the same values for the same key; there is no oracle for the values themselves."""
+"""Samplers: moments, ranges, shapes, dtypes, and equal values for equal keys.
+
+Eager torch draws other values, so the values themselves have no reference.
+"""
 
 import math
 import pathlib
@@ -17,7 +20,8 @@ from spmd_core.ops import registry
 
 N = 20_000
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# A sampler costs most of a second to compile, so a test that only asks for the cast takes one wide and one narrow dtype.
+# A sampler takes most of a second to compile, so a test of the cast alone uses one wide and one
+# narrow dtype.
 WIDE_AND_NARROW = [torch.float32, torch.bfloat16]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 MANTISSA = {torch.float32: 24, torch.float64: 53, torch.bfloat16: 8, torch.float16: 11}
@@ -34,9 +38,10 @@ def sample(
     seed: int = 0,
     **kwargs: Any,
 ) -> np.ndarray:
-    """The op's result for one key, as float64 (int64 for integers) after its shape and dtype have been asserted.
+    """The op's result for one key, as float64, or int64 for integers.
 
-    It runs op by op and not as one program: then the parts that samplers share are compiled once and not once for each call.
+    Asserts the result's shape and dtype. jax runs the lowering op by op, not as one program, so
+    that parts which samplers share are compiled only once.
     """
     context = registry.Context((registry.Out(size, dtype),), "cpu", jax.random.key(seed))
     with jax.enable_x64(True):
@@ -57,7 +62,7 @@ def like(dtype: torch.dtype = torch.float32, size: tuple[int, ...] = (N,)) -> to
 
 
 def near(got: np.ndarray, mean: float, std: float) -> None:
-    """Mean and standard deviation within six standard errors (the key is fixed, so this passes always or never)."""
+    """Asserts mean and standard deviation; the key is fixed, so this passes always or never."""
     assert abs(got.mean() - mean) < 6 * std / math.sqrt(got.size) + 4e-3 * abs(mean)
     assert abs(got.std() - std) < 0.05 * std
 
@@ -197,7 +202,7 @@ def test_dirichlet() -> None:
     got = sample("aten._sample_dirichlet.default", alpha, size=(N, 4))
     np.testing.assert_allclose(got.sum(-1), 1, rtol=1e-5)
     np.testing.assert_allclose(got.mean(0), alpha[0] / alpha[0].sum(), atol=0.01)
-    # Gammas this small are all 0 in float32; one of the four has nearly everything.
+    # Gamma samples this small are all 0 in float32; one of the four gets nearly all the weight.
     tiny = sample("aten._sample_dirichlet.default", torch.full((100, 4), 1e-4), size=(100, 4))
     np.testing.assert_allclose(tiny.max(-1), 1, atol=0.3)
 
@@ -208,9 +213,9 @@ def test_dirichlet_gradient() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         x = torch.distributions.Beta(alpha, beta).sample().clamp(1e-9, 1 - 1e-9)
-    # eager torch's own polynomials are good to three digits or so
+    # Eager torch's polynomials are accurate to about three digits.
     check("aten._dirichlet_grad.default", x, alpha, alpha + beta, rtol=5e-3, atol=0)
-    # Beta(a, 1): F = t^a, so that the derivative is known: -x log(x) / (a (1 - x))
+    # Beta(a, 1) has F = t^a, so the derivative is known: -x log(x) / (a (1 - x)).
     one, t = (
         torch.ones(5, dtype=torch.float64),
         torch.tensor([1e-6, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64),
@@ -454,7 +459,8 @@ def test_no_elements() -> None:
     assert sample("aten.randn.default", [], size=()).shape == ()
 
 
-def test_rrelu_draws_slopes_for_what_is_not_positive():  # "aten.rrelu_with_noise_functional.default"
+# The sampler under test: "aten.rrelu_with_noise_functional.default".
+def test_rrelu_draws_slopes_for_what_is_not_positive():
     x = torch.randn(1000).to("xla").requires_grad_()
     out = torch.nn.functional.rrelu(x, 0.2, 0.4, training=True)
     out.sum().backward()

@@ -155,7 +155,7 @@ def test_padding_from_the_tensor_itself(
     case: tuple[Any, ...], mode: str, dtype: torch.dtype
 ) -> None:
     dims, size, padding = case
-    # Small numbers: torch sums the gradients of bfloat16 in bfloat16, and only small sums are exact there.
+    # Small numbers: torch sums bfloat16 gradients in bfloat16, where only small sums are exact.
     x = values(*size) % 7
     check(f"aten.{mode}_pad{dims}.default", x.to(dtype), padding)
     grad = torch.ones_like(registry.resolve(f"aten.{mode}_pad{dims}.default")(x, padding)).to(dtype)

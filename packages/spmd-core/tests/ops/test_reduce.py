@@ -26,7 +26,7 @@ def values(dtype: torch.dtype, shape: tuple[int, ...] = (2, 3, 4), seed: int = 0
     return x > 0 if dtype is torch.bool else x.to(dtype)
 
 
-# ---- sums and products -----------------------------------------------------------------------------------------------
+# ---- sums and products ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.bool])
@@ -80,7 +80,7 @@ def test_count_nonzero(dtype: torch.dtype) -> None:
     check("aten.count_nonzero.dim_IntList", values(dtype), [0, 1])
 
 
-# ---- logic -----------------------------------------------------------------------------------------------------------
+# ---- logic ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["any", "all"])
@@ -103,7 +103,7 @@ def test_boolean_summaries(op: str) -> None:
     check(f"aten.{op}.default", torch.tensor([], dtype=torch.bool))
 
 
-# ---- extrema ---------------------------------------------------------------------------------------------------------
+# ---- extrema -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
@@ -152,7 +152,7 @@ def test_extrema_of_equal_values_and_nan(op: str) -> None:
     check(f"aten.arg{op}.default", nans, 1)
 
 
-# ---- moments ---------------------------------------------------------------------------------------------------------
+# ---- moments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["var", "std", "var_mean", "std_mean"])
@@ -197,7 +197,7 @@ def test_logsumexp_of_infinities() -> None:
     check("aten.logsumexp.default", torch.empty(2, 0), [1])
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
+# ---- norms ---------------------------------------------------------------------------------------
 
 ORDERS = [2, 1, 0, INF, -INF, 3, 0.5, -1.5]
 
@@ -242,7 +242,7 @@ def test_dist(p: float) -> None:
     check("aten.dist.default", values(torch.complex64), values(torch.float32, (4,), 1), p)
 
 
-# ---- cumulative ------------------------------------------------------------------------------------------------------
+# ---- cumulative ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["cumsum", "cumprod"])

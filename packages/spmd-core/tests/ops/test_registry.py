@@ -1,4 +1,4 @@
-"""Registering lowerings: one exact overload, once."""
+"""Registration of lowerings: for one exact overload, and only once."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from spmd_core.ops import registry
 
 @pytest.fixture(autouse=True)
 def own_tables(monkeypatch):
-    """The real tables, copied, so that a test may add to them."""
+    """Copies of the real tables, so that a test can add to them."""
     monkeypatch.setattr(registry, "_LOWERINGS", dict(registry._LOWERINGS))
     monkeypatch.setattr(registry, "_VIEW_WRITES", dict(registry._VIEW_WRITES))
 
@@ -24,7 +24,8 @@ def never(*args):
         ("aten.add", r"registered on one exact overload, namespace\.op\.overload; got 'aten\.add'"),
         (
             "aten.add.NoSuchOverload",
-            r"no overload 'aten\.add\.NoSuchOverload'; list them with torch\.ops\.aten\.add\.overloads\(\)",
+            r"no overload 'aten\.add\.NoSuchOverload'; "
+            r"list them with torch\.ops\.aten\.add\.overloads\(\)",
         ),
         ("aten.no_such_operation.default", r"no overload 'aten\.no_such_operation\.default'"),
     ],
@@ -41,7 +42,8 @@ def test_a_second_registration_is_refused_and_the_first_stays():
     assert first is not None
     with pytest.raises(
         ValueError,
-        match=rf"aten\.add\.Tensor already has a lowering, in {first.function.__module__}; an overload is lowered in one place",
+        match=rf"aten\.add\.Tensor already has a lowering, in {first.function.__module__}; "
+        r"an overload is lowered in one place",
     ):
         registry.lowering("aten.add.Tensor")(never)
     assert registry.find(torch.ops.aten.add.Tensor) is first

@@ -20,7 +20,7 @@ def values(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def permuted(*size: int, dim: int) -> torch.Tensor:
-    """Indices along `dim` without a repeat, so that plain writes have one result."""
+    """Indices along `dim` without repeats, so that plain writes have a unique result."""
     return torch.rand(size, generator=torch.Generator().manual_seed(0)).argsort(dim)
 
 

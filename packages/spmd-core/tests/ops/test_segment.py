@@ -11,7 +11,7 @@ from spmd_core.ops import registry, segment  # noqa: F401  (registers the loweri
 
 REDUCTIONS = ["sum", "mean", "max", "min", "prod"]
 NAN = math.nan
-# Ties, zeros alone and together, NaN alone and beside numbers, and empty segments.
+# Segments with ties, with one or more zeros, with NaN alone or beside numbers, and empty ones.
 DATA = torch.tensor([1, 2, 2, 0, 3, 0, 0, 4, NAN, 2, NAN, NAN])
 LENGTHS = torch.tensor([3, 2, 3, 0, 2, 2, 0])
 
@@ -30,7 +30,8 @@ def check_both(
         **loose,
     )
     out = torch.segment_reduce(data, reduce, lengths=lengths, axis=axis, initial=initial)
-    # Positive: where elements share an extremum, eager torch (2.13) divides only positive gradients among them.
+    # Positive gradients: eager torch (2.13) divides only those among elements that share an
+    # extremum.
     grad = torch.linspace(0.5, 2, out.numel()).reshape(out.shape).to(data.dtype)
     check(
         "aten._segment_reduce_backward.default",
@@ -76,7 +77,7 @@ def test_offsets_and_nothing(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["max", "min"])
 def test_the_gradient_is_linear(reduce: str) -> None:
-    """Also below 0 with elements that share the extremum, where eager torch (2.13) forgets to divide."""
+    """Negative gradients too are divided among tied elements, which eager torch (2.13) omits."""
     out = torch.segment_reduce(DATA, reduce, lengths=LENGTHS)
     outs = (registry.Out(tuple(DATA.shape), DATA.dtype),)
     up, down = (

@@ -25,7 +25,10 @@ def shuffled(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def check_found(
     name: str, x: torch.Tensor, *args: Any, dim: int = -1, keepdim: bool = False, **kwargs: Any
 ) -> None:
-    """Asserts that the values are torch's and that each index leads to its value; of equal elements torch may name another."""
+    """Asserts that the values are torch's and that each index leads to its value.
+
+    Of equal elements torch may return another index.
+    """
     overload = registry.resolve(name)
     values, indices = overload(x, *args, **kwargs)
     got = lower(

@@ -47,7 +47,7 @@ BESSEL = [
 
 
 def points(dtype: torch.dtype) -> torch.Tensor:
-    """The usual range densely, a wider one, and the edges."""
+    """Dense points in the usual range, sparse ones in a wider range, and edge cases."""
     return torch.cat(
         [
             torch.linspace(-12, 12, 481, dtype=dtype),
@@ -59,7 +59,7 @@ def points(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*BESSEL, "erfcx", "log_ndtr"])
 def test_of_one_argument(name: str) -> None:
-    # float32: both evaluate the same rational functions, whose terms cancel near the zeros
+    # In float32 both evaluate the same rational functions, whose terms cancel near the zeros.
     check(f"aten.special_{name}.default", points(torch.float32), rtol=2e-5, atol=3e-5)
     check(f"aten.special_{name}.default", points(torch.float64), rtol=1e-9, atol=1e-12)
     check(f"aten.special_{name}.default", torch.arange(-3, 4))
@@ -81,7 +81,7 @@ def test_ndtri(dtype: torch.dtype) -> None:
     check("aten.special_ndtri.default", p)
 
 
-# ---- gamma -----------------------------------------------------------------------------------------------------------
+# ---- gamma ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 25])
@@ -92,11 +92,10 @@ def test_polygamma(n: int) -> None:
             torch.tensor([0.0, -0.0, INF, NAN, -2.0, 1e3], dtype=torch.float64),
         ]
     )
-    x = (
-        x if n != 1 else x[x != -2]
-    )  # torch has the square of an inexact sine there, where the pole is
+    # At the pole at -2 torch's trigamma is the square of an inexact sine.
+    x = x if n != 1 else x[x != -2]
     check("aten.polygamma.default", n, x, rtol=1e-8)
-    if n < 4:  # torch's own float32 is less exact from there on
+    if n < 4:  # for larger n torch's float32 is less exact
         check("aten.polygamma.default", n, x.float(), rtol=1e-4, atol=1e-4)
 
 
@@ -128,7 +127,7 @@ def test_whole_powers_of_two_are_exact() -> None:
     check("aten.exp2.default", torch.tensor([1 + 2j, 0.5j]))
 
 
-# ---- orthogonal polynomials --------------------------------------------------------------------------------------------
+# ---- orthogonal polynomials ----------------------------------------------------------------------
 
 POLYNOMIALS = [
     *(f"chebyshev_polynomial_{kind}" for kind in "tuvw"),
@@ -149,9 +148,8 @@ def test_orthogonal_polynomials(name: str) -> None:
         ]
     )
     n = torch.tensor([-3, -1, 0, 1, 2, 3, 6, 7, 8, 9, 10, 40, 513], dtype=torch.float64)[:, None]
-    check(
-        f"aten.special_{name}.default", x, n, rtol=1e-7, atol=1e-7
-    )  # the third kind is a quotient of two small numbers near -1
+    # The tolerance is for the third kind, a quotient of two small numbers near -1.
+    check(f"aten.special_{name}.default", x, n, rtol=1e-7, atol=1e-7)
     check(f"aten.special_{name}.default", x.float(), n[:9].float(), rtol=1e-4, atol=1e-4)
     check(f"aten.special_{name}.n_scalar", x.float(), 3)
     check(f"aten.special_{name}.x_scalar", 0.7, n)
@@ -163,7 +161,7 @@ def test_a_polynomial_of_nan_is_nan() -> None:
     assert got.isnan().tolist() == [True, False]
 
 
-# ---- on the device ---------------------------------------------------------------------------------------------------
+# ---- on the device -------------------------------------------------------------------------------
 
 
 def test_values_and_gradients_on_the_device(mesh_1d: spmd.Mesh) -> None:

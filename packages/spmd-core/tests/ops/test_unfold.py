@@ -6,7 +6,7 @@ import torch
 from oracle import check
 from spmd_core.ops import unfold  # noqa: F401  (registers the lowerings)
 
-# Window, dilation, padding, stride.
+# (window, dilation, padding, stride)
 OPTIONS = [
     ((2, 3), (1, 1), (0, 0), (1, 1)),
     ((2, 2), (2, 1), (1, 2), (2, 3)),
@@ -27,7 +27,7 @@ def test_blocks_and_back(dtype: torch.dtype, options: tuple[tuple[int, int], ...
     check("aten.im2col.default", x, *options)
     check("aten.im2col.default", x[0], *options)
     columns = values(dtype, *torch.ops.aten.im2col(x, *options).shape)
-    # torch rounds each of up to nine sums to bfloat16
+    # torch rounds to bfloat16 after each of up to nine additions.
     loose = {"atol": 6e-2} if dtype is torch.bfloat16 else {}
     check("aten.col2im.default", columns, [7, 8], *options, **loose)
     check("aten.col2im.default", columns[0], [7, 8], *options, **loose)

@@ -15,7 +15,7 @@ SMOOTH = [
     ("upsample_trilinear3d", 3),
     ("upsample_bicubic2d", 2),
 ]
-# Dtype and factor: whole, not whole, shrinking.
+# (dtype, factor): integral, fractional and shrinking factors.
 CASES = [
     (torch.float32, 2),
     (torch.float32, 1.7),

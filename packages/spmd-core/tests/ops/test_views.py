@@ -1,4 +1,4 @@
-"""Views against eager torch: their values, and the base after a write through them."""
+"""Views against eager torch: their values, and the base after a write through a view."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 def values(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Distinct numbers wherever the dtype can tell them apart."""
+    """Distinct numbers, as far as the dtype has enough values."""
     if dtype is torch.bool:
         return torch.arange(int(np.prod(size))).reshape(size) % 3 == 0
     if dtype.is_complex:
@@ -25,7 +25,7 @@ def values(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.T
 
 
 def check_write(name: str, base: torch.Tensor, *args: Any) -> None:
-    """Asserts that the view write gives what a copy into torch's own view leaves in the base."""
+    """Asserts that a view write changes the base as a copy into torch's view does."""
     overload = registry.resolve(name)
     write = registry.find_view_write(overload)
     assert write is not None, f"{name} has no view write"
@@ -113,7 +113,7 @@ WRITABLE = [
     ("aten.as_strided.default", (24,), [0, 3], [3, 1]),
     ("aten.as_strided.default", (24,), [3, 3], [5, 3]),
 ]
-# Views that torch refuses to write, or whose pieces are written one by one.
+# Views that torch refuses to write to, or whose pieces are written one by one.
 READABLE = [
     ("aten._unsafe_view.default", (2, 6), [3, 4]),
     ("aten.expand.default", (1, 3), [4, 3]),
@@ -253,7 +253,7 @@ def test_complex_numbers_and_pairs(size: tuple[int, ...], dtype: torch.dtype) ->
         ("_conj", values(size, dtype)),
         ("_neg_view", pairs),
     ):
-        if name != "_conj":  # its lowering stands, and is tested, with the arithmetic
+        if name != "_conj":  # its lowering is tested with the elementwise operations
             check(f"aten.{name}.default", base)
         check(f"aten.{name}_copy.default", base)
         check_write(f"aten.{name}.default", base)

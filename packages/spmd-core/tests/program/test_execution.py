@@ -1,4 +1,4 @@
-"""The cut: what is computed, what compiles, what is donated, and what happens when a program fails."""
+"""The cut: what it computes, compiles and donates, and what happens when a program fails."""
 
 import gc
 import math
@@ -32,7 +32,7 @@ def test_what_nobody_holds_is_not_computed():
 
 
 def test_gradients_that_were_dropped_are_not_held_by_autograd():
-    """A thread of autograd's would hold them for some milliseconds more, and whether a cut met them would be chance."""
+    """If an autograd thread held them some milliseconds longer, cuts would depend on chance."""
     weights = [torch.ones(4, 4).to("xla").requires_grad_() for _ in range(20)]
     for _ in range(20):
         x = torch.ones(4, 4).to("xla")
@@ -132,7 +132,7 @@ def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d)
         spmd.sync()
         counts.append(compiles())
     assert spmd.metrics.counter("host_fallbacks") == fallbacks
-    # RAdam takes another formula from its sixth step on.
+    # RAdam changes its formula in the sixth step.
     assert counts[4] == counts[1]
     torch.testing.assert_close(
         model.weight.detach().cpu(), reference.weight.detach(), rtol=2e-4, atol=2e-5
@@ -148,7 +148,7 @@ def test_optimizers_with_another_interface():
             (data.to(p.device) @ p).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    # Muon orthogonalises in bfloat16.
+    # Muon orthogonalises in bfloat16, hence the tolerance.
     torch.testing.assert_close(
         matrices[1].detach().cpu(), matrices[0].detach(), rtol=2e-2, atol=2e-3
     )
@@ -235,7 +235,10 @@ def test_every_parameter_and_state_buffer_is_donated(mesh_1d, num_devices):
 
 
 def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
-    """Though others have its shape, and a result of its shape that replaces nothing. XLA would copy what is overwritten too early."""
+    """A donated buffer goes to the result that replaces it, not to another one of the same shape.
+
+    Otherwise XLA would have to copy what is overwritten too early.
+    """
     layers = [nn.Linear(64, 64, bias=False).to("xla") for _ in range(4)]
     for layer in layers:
         spmd.mark_sharding(layer.weight, mesh_1d, ("x", None))
@@ -260,7 +263,7 @@ def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
         r"\{(\d+)\}: \((\d+), ", compile_cache.newest().compiled_text().split("\n", 1)[0]
     )
     assert [int(result) for result, _ in pairs] == list(range(12))
-    # Before the leaves come the numbers, floats and integers.
+    # The two arguments before the leaves are the float and the integer numbers.
     assert [int(argument) - 2 for _, argument in pairs] == list(donated)
 
 
@@ -297,7 +300,8 @@ def test_compiler_options_make_a_program_of_their_own(monkeypatch):
     y = x.tan() * 6
     with pytest.raises(
         spmd.ProgramError,
-        match=r"under config\.compiler_options \{'xla_no_such_option': True\}: .*No such compile option",
+        match=r"under config\.compiler_options \{'xla_no_such_option': True\}: "
+        r".*No such compile option",
     ):
         y.tolist()
     monkeypatch.setattr(spmd.config, "compiler_options", {})
@@ -362,8 +366,8 @@ def test_a_failing_program_leaves_tensors_as_they_were(monkeypatch):
     with pytest.raises(spmd.ProgramError, match="the device failed"):
         spmd.sync()
     monkeypatch.setattr(compile_cache, "get", original)
-    assert w.tolist() == [1.0] * 4  # back at the last cut
-    assert fresh.tolist() == [6.0] * 4  # never had a value: it is computed when it is read
+    assert w.tolist() == [1.0] * 4  # as at the last cut
+    assert fresh.tolist() == [6.0] * 4  # had no value yet: the read computes it
 
 
 def test_an_interrupted_cut_loses_nothing(monkeypatch):
@@ -402,7 +406,7 @@ def test_out_of_memory_names_the_program_and_its_largest_values(monkeypatch):
 
 
 def torch_error(text):
-    import jax  # noqa: PLC0415  # only to raise what jax raises
+    import jax  # noqa: PLC0415  # only to raise jax's own exception
 
     return jax.errors.JaxRuntimeError(text)
 

@@ -1,4 +1,4 @@
-"""jax functions among recorded operations, and arrays that are tensors, against torch."""
+"""jax functions among recorded operations, and jax arrays as tensors, against torch."""
 
 import jax
 import jax.numpy as jnp
@@ -126,12 +126,12 @@ def test_padding_is_cut_off(mesh_1d):
 def test_bad_input():
     with pytest.raises(
         spmd.DeviceMismatchError,
-        match=r"to_jax needs tensors on device 'xla'; got a tensor on cpu.*\.to\('xla'\)",
+        match=r"to_jax needs a tensor on device 'xla'; got a tensor on cpu.*\.to\('xla'\)",
     ):
         spmd.to_jax(torch.ones(2))
     with pytest.raises(
         spmd.DeviceMismatchError,
-        match=r"call_jax needs tensors on device 'xla'; got a tensor on cpu",
+        match=r"call_jax needs a tensor on device 'xla'; got a tensor on cpu",
     ):
         spmd.call_jax(silu, torch.ones(2))
     with pytest.raises(TypeError, match=r"from_jax takes a computed jax.Array; got ndarray"):

@@ -1,4 +1,4 @@
-"""One random stream: torch's seeds, generators and saved states rule it, and the values do not depend on the mesh."""
+"""The random stream follows torch's seeds, generators and states, and is equal on every mesh."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_the_seed_rules(mesh_1d, num_devices):
 
 
 def test_values_are_the_same_on_any_mesh():
-    # The digits were drawn on one device; every mesh must give them again.
+    # These values were drawn on one device; every mesh must give the same.
     expected = [
         0.2317574918,
         0.1862705051,

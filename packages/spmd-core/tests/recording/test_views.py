@@ -1,4 +1,4 @@
-"""Views share storage: a write through any chain is seen through every other, exactly as on the CPU."""
+"""Views share storage: a write through one chain shows in all others, exactly as on the CPU."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_interleaved_strides_are_written_element_by_element():
     results = []
     for device in ("cpu", "xla"):
         x = torch.arange(24.0).view(4, 6).to(device).t().contiguous().t()
-        x.as_strided((2, 3), (3, 2), 1).add_(10)  # elements 1, 3, 5 and 4, 6, 8 of the memory
+        x.as_strided((2, 3), (3, 2), 1).add_(10)  # elements 1, 3, 5 and 4, 6, 8 of the storage
         results.append(x.cpu())
     assert torch.equal(*results)
 
@@ -144,7 +144,7 @@ def test_inputs_that_overlap_the_written_tensor_in_part_are_refused_as_on_the_cp
 def test_a_long_chain_of_views():
     x = torch.arange(4.0, device="xla")
     y = x
-    for _ in range(1100):  # longer than Python's recursion
+    for _ in range(1100):  # more than Python's recursion limit
         y = y.detach().view(-1)
     (x + y).add_(y).tolist()
     assert y.storage_offset() == 0 and y.tolist() == [0, 1, 2, 3]
@@ -171,7 +171,7 @@ def test_conjugates():
     assert "1.-3.j" in repr(torch.tensor([1 + 3j], device="xla").conj()).replace(
         "-3.j", "-3.j"
     ).replace(" ", "")
-    # The device has no conjugates that wait, so their parts can be viewed, which eager torch refuses.
+    # The device has no lazy conjugates, so view_as_real works on one; eager torch refuses that.
     x = c.to("xla")
     torch.view_as_real(x.conj())[..., 1].add_(1)
     torch.testing.assert_close(x.cpu(), c - 1j)
@@ -202,7 +202,7 @@ def test_autograds_rules_for_writes_in_place():
         assert "modified by an inplace operation" in errors(
             lambda x, through=through: write_to_what_backward_needs(x, through)
         )
-    # `.data` is outside the version counter, as in eager torch.
+    # Writes through `.data` do not count in the version counter, as in eager torch.
     grads = []
     for device in ("cpu", "xla"):
         x = torch.arange(4.0).to(device).requires_grad_()
@@ -235,7 +235,7 @@ def test_a_position_that_moves_from_program_to_program_does_not_recompile():
         decode("cpu", steps=16, cut=lambda: None), decode("xla", steps=16, cut=spmd.sync)
     ):
         assert torch.equal(right, got)
-    # One for the stack of 16; none for the positions that were never met before.
+    # One program for the stack of 16, and none for the positions that are new.
     assert spmd.metrics.counter("compiles") <= before + 1
 
 

@@ -1,7 +1,8 @@
-"""Random chains of every view, with writes in place through any of them: each live alias is compared with eager torch on the CPU.
+"""Random chains of views and in-place writes: every live alias is compared with eager torch.
 
-The steps are drawn as plain numbers and interpreted on the CPU tensors, so that both devices make the same calls. All aliases are compared
-after one cut, by a copy that the device makes and by a read of the alias itself.
+The steps are drawn as plain numbers and interpreted on the CPU tensors, so that both devices make
+the same calls. All aliases are compared after one cut, through a copy made on the device and
+through a read of the alias itself.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def _pick(items: list[Any], draw: Draw) -> Any:
 
 
 def _strided(x: torch.Tensor, draw: Draw) -> Any:
-    """A region of the storage of `n` elements: rows of two with a step, sometimes interleaved, sometimes overlapping."""
+    """(size, strides, offset) of a region of the storage, at times interleaved or overlapping."""
     n = x.untyped_storage().nbytes() // x.element_size()
     if n < 8:
         return None
@@ -48,7 +49,8 @@ def _strided(x: torch.Tensor, draw: Draw) -> Any:
     return (size, strides, draw(n - reach)) if reach < n else None
 
 
-# Each takes a CPU tensor and a source of numbers, and gives a function of a tensor that is a view of it, or None where there is none.
+# Each takes a CPU tensor and a source of numbers, and returns a function from a tensor to a view of
+# it, or None where this view does not apply.
 VIEWS: dict[str, Any] = {
     "view": lambda x, d: (
         (lambda s: lambda t: t.view(s))(_pick(_factors(x.numel()), d))
@@ -196,7 +198,7 @@ def _value(x: torch.Tensor, draw: Draw) -> Any:
 
 
 def _takes_foreach(x: torch.Tensor) -> bool:
-    # torch's own fallbacks for conjugates and signs that wait do not know lists.
+    # torch's fallbacks for lazy conjugates and negations do not support lists.
     return (
         x.dim() > 0
         and x.shape[0] > 1
@@ -268,7 +270,10 @@ STEPS = [*VIEWS, *WRITES, *WRITES, "sync"]
 
 
 def _ordinary(x: torch.Tensor) -> bool:
-    """Whether arithmetic keeps the bits: XLA takes numbers below the smallest normal one, such as integers seen as floats, as zero."""
+    """Whether arithmetic keeps the bits: all values are finite, and none is subnormal.
+
+    XLA flushes subnormal numbers, such as small integers viewed as floats, to zero.
+    """
     if not x.is_floating_point() and not x.is_complex():
         return True
     parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
@@ -314,7 +319,8 @@ def _run(
         history.append((name, which % len(live), seed))
         right, got = _attempt(function, cpu), _attempt(function, xla)
         if isinstance(got, RuntimeError) and name in WRITES and not isinstance(right, RuntimeError):
-            # torch writes to overlapping windows, in some order; here such a write is refused, and the chain ends.
+            # torch writes to overlapping windows in some order. The device refuses such a write,
+            # and the chain ends.
             assert "one memory location" in str(got), (history, got)
             return
         assert isinstance(right, RuntimeError) == isinstance(got, RuntimeError), (
@@ -328,7 +334,8 @@ def _run(
                 got.stride() == right.stride() and got.storage_offset() == right.storage_offset()
             ), (history, got.stride(), right.stride())
             live.append((right, got))
-        # What every alias shows after this step; compared below, so that one program computes all of it.
+        # The value of every alias after this step. It is compared below, after the last step, so
+        # that one program computes all of them.
         seen += [
             (history[:], _plain(c), x.clone(memory_format=torch.contiguous_format)) for c, x in live
         ]

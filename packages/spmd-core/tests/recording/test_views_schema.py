@@ -1,4 +1,4 @@
-"""Every view operation of torch's schema, by enumeration: a view of a newer torch that has no sample here fails by name."""
+"""Every view operation of torch's schema: a view of a newer torch without a sample here fails."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from spmd_core.recording import schema
 pytestmark = pytest.mark.one_device
 aten = torch.ops.aten
 
-# Views in the schema that no dense tensor on a device has, and why.
+# Views in the schema that dense tensors on a device do not have, and why.
 EXCLUDED = {
     **dict.fromkeys(
         ("aten::_indices", "aten::_values", "aten::indices", "aten::values", "aten::coalesce"),
@@ -51,7 +51,7 @@ def complex_(d):
     return torch.complex(real(d), real(d).flip(0)).clone()
 
 
-# (base, view of it)
+# name: (a function that makes the base, the view)
 SAMPLES = {
     "aten::_conj": (complex_, lambda x: aten._conj(x)),
     "aten::_neg_view": (real, lambda x: torch._neg_view(x)),
@@ -134,7 +134,7 @@ SAMPLES = {
 
 
 def overloads():
-    """Every aten overload that exists for tensors, by name."""
+    """(name, overload) of every aten overload that has a kernel."""
     for s in torch._C._jit_get_all_schemas():
         name = s.name + (f".{s.overload_name}" if s.overload_name else "")
         if s.name.startswith("aten::") and torch._C._dispatch_has_kernel(name):
@@ -150,7 +150,8 @@ VIEWS = sorted(name for name, func in overloads() if schema.of(func).is_view)
 def test_every_view_has_a_sample():
     unknown = set(VIEWS) - set(SAMPLES) - set(EXCLUDED)
     assert not unknown, (
-        f"views of this torch without a sample: {sorted(unknown)}. Lower them in ops/shape.py with a view_write, and add a sample."
+        f"views of this torch without a sample: {sorted(unknown)}. "
+        "Lower them in ops/views.py with a view_write, and add a sample."
     )
 
 
@@ -183,7 +184,7 @@ def test_a_write_through_the_view_reaches_its_base(name):
 
 
 def test_copies_and_scatters_of_views_stay_on_the_device():
-    """`view_copy`, `slice_scatter`, ...: lowered, or composed by torch of what is."""
+    """`view_copy`, `slice_scatter`, ...: lowered, or decomposed by torch into lowered ones."""
     known = {name for name, _ in overloads()}
     missing = []
     for name in VIEWS:

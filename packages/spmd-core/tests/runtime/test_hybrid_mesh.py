@@ -1,4 +1,4 @@
-"""Slices found or simulated, the major part of each axis; devices of a torus in torus order; sensible errors."""
+"""Hybrid meshes: slices as the major part of an axis, torus order inside a slice, and errors."""
 
 import pickle
 from collections import OrderedDict
@@ -17,7 +17,7 @@ needs_8 = pytest.mark.skipif(NUM_DEVICES != 8, reason="the shapes are those of 8
 
 @dataclass(frozen=True)
 class Chip:
-    """What jax's mesh utilities ask of a TPU device."""
+    """The attributes of a TPU device that jax's mesh utilities read."""
 
     id: int
     coords: tuple[int, int, int]
@@ -91,7 +91,7 @@ def test_every_chip_once_also_where_a_physical_axis_is_split(shape):
 def test_an_axis_of_the_mesh_follows_a_physical_one():
     chips = torus((4, 2, 2))
     placed = arrange(chips, (4, 4), (1, 1))
-    # One axis of the mesh is the physical axis of 4, the other the product of the two axes of 2.
+    # One mesh axis is the physical axis of size 4, the other combines the two of size 2.
     along = [{chips[int(i)].coords[0] for i in line} for line in (placed[0], placed[:, 0])]
     assert sorted(map(len, along)) == [1, 4]
 

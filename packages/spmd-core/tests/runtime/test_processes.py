@@ -1,4 +1,4 @@
-"""Processes, hosts and devices: one process here; several are in system/test_several_processes.py."""
+"""Processes, hosts and devices, with one process; system/test_several_processes.py has several."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
                 "num_allocs": 7,
             }
 
-    monkeypatch.setattr(processes, "_own", lambda: [Device(5), Device(8), Device(2)])
+    monkeypatch.setattr(processes, "_local_devices", lambda: [Device(5), Device(8), Device(2)])
     monkeypatch.setattr(processes, "real_devices", lambda: ["TPU:4", "TPU:5", "TPU:6"])
     assert processes.memory_info() == {"bytes_used": 8, "bytes_limit": 100, "peak_bytes_used": 9}
     assert (
@@ -92,7 +92,8 @@ def test_the_address_of_the_master(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "no such host")
     with pytest.raises(
         spmd.SpmdError,
-        match=r"the host that MASTER_ADDR names must have an address; got 'no such host'.*one that this host knows",
+        match=r"the host that MASTER_ADDR names must have an address; got 'no such host'"
+        r".*one that this host knows",
     ):
         processes.get_master_ip()
 

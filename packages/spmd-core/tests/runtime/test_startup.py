@@ -1,4 +1,4 @@
-"""What is settled before the devices are used. Most of it needs a process of its own."""
+"""Settings that must come before the first use of the devices, mostly in separate processes."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def run(code, **environment):
 
 
 def test_the_device_type_is_set_before_the_first_use(monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")  # the devices are in use, on the CPU
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")  # the CPU devices are in use already
     assert startup.device_type() == "CPU"
     with pytest.raises(
         spmd.SpmdError,
@@ -127,7 +127,7 @@ def test_the_folder_of_compiled_programs(tmp_path):
     assert cached(tmp_path, 2, readonly=False) == "True\n"
     written = {p.name for p in tmp_path.rglob("*-cache")}
     assert written
-    # Another program, which the numbers' kind makes another: nothing is added.
+    # True instead of 2 makes another program; a read-only folder does not get it.
     assert cached(tmp_path, True, readonly=True) == "True\n"
     assert {p.name for p in tmp_path.rglob("*-cache")} == written
     assert cached(tmp_path, True, readonly=False) == "True\n"
@@ -136,7 +136,7 @@ def test_the_folder_of_compiled_programs(tmp_path):
 
 def test_the_folder_is_chosen_before_the_first_program(tmp_path):
     spmd.sync()
-    import torch  # noqa: PLC0415  # beside the one test that runs a program here
+    import torch  # noqa: PLC0415  # only this test runs a program here
 
     torch.ones(2, device="xla").tolist()
     with pytest.raises(

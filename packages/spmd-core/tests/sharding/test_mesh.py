@@ -1,4 +1,4 @@
-"""Mesh as a value: what it accepts, what it refuses and with which words, its text, and meshes read from a command line."""
+"""Mesh as a value: arguments, error messages, text form, and meshes from a command line."""
 
 import copy
 import itertools
@@ -35,7 +35,10 @@ def no_global_mesh():
 
 
 def message_of(wrong, error=MeshError) -> str:
-    """The text of the error that `wrong()` raises; every message ends as a sentence and has no seam of joined pieces."""
+    """The text of the error that `wrong()` raises.
+
+    Asserts that it ends with a period, and has no double space or unformatted placeholder.
+    """
     with pytest.raises(error) as caught:
         wrong()
     text = str(caught.value)
@@ -159,8 +162,11 @@ def test_copies_are_equal_and_still_read_only(duplicate):
 
 
 def test_a_pickle_from_another_process_hashes_as_here():
-    # str hashes are salted per process, so a hash that travelled inside the pickle would be wrong here.
-    code = "import pickle, sys; from spmd_core.sharding.mesh import Mesh; sys.stdout.buffer.write(pickle.dumps(Mesh([1, 0], (2,), ('x',))))"
+    # str hashes are salted per process, so a hash inside the pickle would be wrong here.
+    code = (
+        "import pickle, sys; from spmd_core.sharding.mesh import Mesh; "
+        "sys.stdout.buffer.write(pickle.dumps(Mesh([1, 0], (2,), ('x',))))"
+    )
     source = Path(spmd.__file__).parents[1]
     made = subprocess.run(
         [sys.executable, "-c", code],
@@ -172,7 +178,7 @@ def test_a_pickle_from_another_process_hashes_as_here():
 
 
 class SlicedMesh(Mesh):
-    """A mesh that is built from other arguments, as a hybrid mesh is."""
+    """A mesh with other constructor arguments, as a hybrid mesh has."""
 
     def __init__(self, *, num_slices: int) -> None:
         super().__init__(range(num_slices * 2), (num_slices, 2), ("slice", "chip"))
@@ -212,7 +218,7 @@ def test_text_is_a_dict_literal():
     )
 
 
-# what a mesh refuses: (call, the rule, what was got, the advice, the advice taken)
+# what a mesh refuses: (call, and from its message: the rule, the value, the advice; a right call)
 
 REFUSED = {
     "shape is empty": (
@@ -631,7 +637,7 @@ def advised_mesh(message: str) -> str:
     return re.findall(r"'([^',]+=\d[^']*)'", message)[-1]
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # slow examples are no failure
 @given(
     sizes=st.lists(
         st.one_of(st.integers(1, 6), st.sampled_from(["*", "-1"])), min_size=1, max_size=4
@@ -660,7 +666,7 @@ def test_parse_mesh_fits_or_advises_what_fits(sizes, num_devices):
 # any mesh
 
 
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # slow examples are no failure
 @given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_any_mesh_keeps_its_placement_through_text_and_pickle(data, shape):
     size = math.prod(shape)

@@ -1,4 +1,7 @@
-"""Shardings: the canonical form, chosen cases, and what is refused. `test_sharding_properties.py` has any mesh, spec and shape."""
+"""Shardings: the canonical form, chosen cases, and what is refused.
+
+`test_sharding_properties.py` has random meshes, specs and shapes.
+"""
 
 import copy
 import gc
@@ -231,7 +234,7 @@ def test_a_mesh_of_1024_devices_is_quick():
     assert time.perf_counter() - start_s < 2, "expected a few milliseconds"
 
 
-# what a spec refuses: (spec, the rule, what was got, the advice, a spec that takes it)
+# what a spec refuses: (spec, and from its message: the rule, the value, the advice; a right spec)
 
 REFUSED = {
     "unknown name": (
@@ -353,7 +356,7 @@ REFUSED = {
 
 
 def spec_error(mesh: Any, spec: Any, error: type[Exception] = PartitionSpecError) -> str:
-    """The message for a wrong spec, which is the same through each door."""
+    """The message for a wrong spec; asserts that each function that takes specs gives the same."""
     doors = (
         lambda: Sharding.of(mesh, spec, 2),
         lambda: ShardingSpec(mesh, spec),
@@ -383,7 +386,7 @@ def test_what_a_spec_refuses_is_explained_and_the_advice_works(case):
 
 
 def test_a_refused_spelling_is_refused_even_after_an_equal_one_was_accepted():
-    # True == 1 and 0.0 == 0, so a cache keyed on the spec as given would let them through.
+    # True == 1 and 1.0 == 1, so a cache keyed on the spec as given would accept them.
     Sharding.of(MESH_4X2, (1,), 1)
     spec_error(MESH_4X2, (True,))
     spec_error(MESH_4X2, (1.0,))
@@ -455,9 +458,9 @@ def test_can_apply_to_what_has_no_rank():
     spec = ShardingSpec(MESH_4X2, ("data", None))
     with pytest.raises(TypeError) as caught:
         spec.can_apply([[1, 2]])
-    assert (
-        str(caught.value)
-        == "a rank is asked of a tensor, an array or an int; got [[1, 2]] of type list. Pass the tensor itself."
+    assert str(caught.value) == (
+        "a rank is asked of a tensor, an array or an int; got [[1, 2]] of type list. "
+        "Pass the tensor itself."
     )
     assert spec.can_apply(np.array([[1, 2]]))
 

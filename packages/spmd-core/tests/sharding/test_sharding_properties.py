@@ -1,10 +1,12 @@
-"""The placement rule as a property of any mesh, spec, shape and dtype: what each device holds against a numpy model written here.
+"""What each device holds, against a numpy model, for random meshes, specs, shapes and dtypes.
 
-The model is the rule itself: reshape the ids of the devices to the mesh; a dim that is split over axes has blocks of its size over their number,
-rounded up, and the axes count the blocks with the first axis slowest. It works on bytes, so that every dtype and every NaN has to come through.
+The model is the placement rule itself. The device ids are reshaped to the mesh. A dim of size `n`
+that is split over axes of `k` devices in all has blocks of `ceil(n / k)`, which the axes count with
+the first axis slowest. The model works on bytes: every dtype and every NaN must be preserved.
 
-The cases are the same in each run. `SPMD_FRESH_EXAMPLES=1 pytest packages/spmd-core/tests/test_sharding_properties.py` draws others, and
-`--hypothesis-seed=N` beside it repeats a draw.
+The cases are the same in each run. With `SPMD_FRESH_EXAMPLES=1` in the environment,
+`pytest packages/spmd-core/tests/sharding/test_sharding_properties.py` draws others; its option
+`--hypothesis-seed=N` repeats a draw.
 """
 
 import io
@@ -54,16 +56,16 @@ DTYPES = [
         torch.complex128,
     ),
 ]
-# Of these torch itself reads no pickle that `torch.save` did not write.
+# torch reads pickles of these dtypes only if `torch.save` wrote them.
 UNPICKLED = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 PICKLED = [dtype for dtype in DTYPES if dtype not in UNPICKLED]
 Dims = tuple[tuple[int, ...], ...]
 
 
 def examples(number: int) -> Callable[[Any], Any]:
-    """So many cases of a property."""
+    """Settings for `number` cases of a property."""
     is_fixed = os.environ.get("SPMD_FRESH_EXAMPLES", "0") == "0"
-    # A busy machine is no failure.
+    # Slow examples are no failure.
     return settings(
         max_examples=number,
         deadline=None,
@@ -77,7 +79,11 @@ def examples(number: int) -> Callable[[Any], Any]:
 
 @dataclass
 class Held:
-    """What one device holds: slices of the tensor without padding, the shape of the block with it, and the rank among the block's holders."""
+    """What one device holds.
+
+    Slices of the tensor, without padding; the shape of the block, with padding; and the rank among
+    the devices that hold the same block.
+    """
 
     index: tuple[slice, ...]
     block_shape: tuple[int, ...]
@@ -85,10 +91,10 @@ class Held:
 
 
 def model(mesh: Mesh, dims: Dims, shape: Sequence[int]) -> dict[int, Held]:
-    """What each device holds, by its id, in the order of the mesh."""
+    """What each device holds, by device id, in the order of the mesh."""
     grid = np.array(mesh.device_ids.tolist()).reshape(mesh.mesh_shape)
     coordinates = np.indices(grid.shape)
-    numbers = []  # for each dim, the number of each device's block
+    numbers = []  # for each dim, the index of each device's block
     sizes = []
     for axes, size in zip(dims, shape, strict=True):
         counts = [grid.shape[axis] for axis in axes]
@@ -114,10 +120,9 @@ def model(mesh: Mesh, dims: Dims, shape: Sequence[int]) -> dict[int, Held]:
 
 
 def as_bytes(t: torch.Tensor) -> np.ndarray:
-    """A CPU tensor as uint8 of shape `(*t.shape, bytes of an element)`."""
-    flat = torch.empty(t.numel(), dtype=t.dtype).copy_(
-        t.reshape(-1)
-    )  # of stride 1 also where it is empty
+    """A CPU tensor as a uint8 array of shape `(*t.shape, t.element_size())`."""
+    # A new tensor has stride 1 even if it is empty.
+    flat = torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1))
     return flat.view(torch.uint8).numpy().reshape(*t.shape, t.element_size())
 
 
@@ -130,7 +135,7 @@ def is_same(mine: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def check_shards(shards: list[XLAShard], whole: torch.Tensor, mesh: Mesh, dims: Dims) -> None:
-    """Asserts that the shards are those of the model, padding of zeros included."""
+    """Asserts that the shards are those of the model, including padding with zeros."""
     held = model(mesh, dims, whole.shape)
     is_whole = all(mesh.mesh_shape[axis] == 1 for axes in dims for axis in axes)
     assert [shard.shard_device for shard in shards] == [f"CPU:{device}" for device in sorted(held)]
@@ -174,7 +179,7 @@ def meshes(most: int, axes: int, spare: int = 0) -> st.SearchStrategy[Mesh]:
 
 @st.composite
 def axes_of_dims(draw: st.DrawFn, mesh: Mesh, ndim: int) -> Dims:
-    """For each dim the axes that split it; an axis may be left out."""
+    """For each dim the axes that split it; an axis need not split any dim."""
     dims: list[list[int]] = [[] for _ in range(ndim)]
     for axis in draw(st.permutations(range(len(mesh.mesh_shape)))):
         place = draw(st.integers(0, ndim))
@@ -185,7 +190,11 @@ def axes_of_dims(draw: st.DrawFn, mesh: Mesh, ndim: int) -> Dims:
 
 @st.composite
 def spelled(draw: st.DrawFn, mesh: Mesh, dims: Dims) -> Any:
-    """One of the specs that mean these axes: names, indices from either end, numpy's ints; tuples or lists; None, () or nothing at the end."""
+    """One of the specs that mean these axes.
+
+    An axis is a name, an index from either end, or a numpy int. Several axes are a tuple or a list.
+    A dim that is not split has None, an empty tuple or list, or at the end no entry.
+    """
     num_axes = len(mesh.mesh_shape)
 
     def spelled_axis(axis: int) -> Any:
@@ -209,7 +218,7 @@ def spelled(draw: st.DrawFn, mesh: Mesh, dims: Dims) -> Any:
 
 @dataclass
 class Case:
-    """A mesh, a tensor's shape, for each dim the axes that split it, and one spelling of that."""
+    """A mesh, a tensor's shape, for each dim the axes that split it, and a spec that says so."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -238,7 +247,7 @@ def cases(
 def tensors(
     draw: st.DrawFn, shape: Sequence[int], dtypes: Sequence[torch.dtype] = DTYPES
 ) -> torch.Tensor:
-    """Random bytes as a CPU tensor whose dims lie in memory in any order."""
+    """A CPU tensor of random bytes, with a random order of its dims in memory."""
     dtype = draw(st.sampled_from(dtypes))
     order = draw(st.permutations(range(len(shape))))
     in_memory = torch.empty([shape[dim] for dim in order], dtype=dtype)
@@ -326,7 +335,10 @@ XLA_SHARDING = type(NamedSharding(AbstractMesh((1,), ("a",)), jax.P())._to_xla_h
 
 
 def xla_text(mesh: Mesh, dims: Dims) -> str:
-    """What jaxlib prints for the sharding that jax makes of the same spec, with its ids replaced by the mesh's and listed one by one."""
+    """What jaxlib prints for jax's sharding of the same spec.
+
+    The ids in it are replaced by those of the mesh and listed one by one.
+    """
     names = tuple(f"axis{index}" for index in range(len(mesh.mesh_shape)))
     spec = jax.P(*(tuple(names[axis] for axis in axes) for axes in dims))
     sharding = NamedSharding(AbstractMesh(mesh.mesh_shape, names), spec)._to_xla_hlo_sharding(
@@ -354,7 +366,7 @@ def test_a_sharding_read_from_its_text_places_the_same_blocks(case):
     sharding = case.sharding
     again = from_text(sharding.text, len(case.shape))
     assert again.text == sharding.text
-    if not sharding.is_replicated:  # whose text names no devices
+    if not sharding.is_replicated:  # a replicated sharding's text names no devices
         ours, theirs = (
             dict(zip(s.mesh.device_ids.tolist(), zip(s.indices(case.shape), s.replica_ids())))
             for s in (sharding, again)
@@ -381,7 +393,8 @@ def test_any_sharding_has_placements_that_mean_it(case):
     placements = spmd.placements_of(case.sharding)
     mesh, spec = spmd.partition_spec_of(spmd.to_device_mesh(case.mesh), placements, len(case.shape))
     again = Sharding.of(mesh, spec, len(case.shape))
-    # Placements do not say where among the axes of a dim one of size 1 stands, and there it splits nothing.
+    # Placements do not keep the position of an axis of size 1 among the axes of a dim. Such an axis
+    # splits nothing.
     splitting = [tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1) for axes in again.dims]
     assert mesh == case.mesh and splitting == [
         tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1) for axes in case.dims
@@ -409,7 +422,7 @@ def test_any_marked_tensor_lies_as_the_model_says(case, data):
 @examples(200)
 @given(DEVICE_CASE, st.data())
 def test_blocks_written_on_each_device_are_the_tensor(case, data):
-    assume(not case.sharding.is_replicated)  # which `load_local_shards_` refuses
+    assume(not case.sharding.is_replicated)  # refused by `load_local_shards_`
     dtype = data.draw(st.sampled_from(DTYPES))
     old, new = (data.draw(tensors(case.shape, [dtype])) for _ in range(2))
     x = spmd.mark_sharding(old.to("xla"), case.mesh, case.spec)
@@ -450,7 +463,10 @@ def test_a_tensor_comes_back_from_a_pickle_whole_and_unmarked(case, data, is_on_
 def live_through(
     data: Any, whole: torch.Tensor, of_meshes: st.SearchStrategy[Mesh], steps: int
 ) -> None:
-    """Marks, clears, uploads and reads one tensor in any order; asserts its value and its blocks after each mark."""
+    """Marks, clears, uploads and reads one tensor in random order.
+
+    Asserts the tensor's value, and after some marks its blocks.
+    """
     x = whole.to("xla")
     for step in data.draw(
         st.lists(
@@ -463,7 +479,7 @@ def live_through(
             mesh = data.draw(of_meshes)
             dims = data.draw(axes_of_dims(mesh, whole.dim()))
             spmd.mark_sharding(x, mesh, data.draw(spelled(mesh, dims)))
-            if data.draw(st.booleans()):  # which puts it on the devices
+            if data.draw(st.booleans()):  # reading the shards puts the tensor on the devices
                 check_shards(x.local_shards, whole, mesh, dims)
         elif step == "clear":
             assert spmd.clear_sharding(x).sharding is None and x.partition_spec is None
@@ -474,7 +490,7 @@ def live_through(
     assert is_same(x.cpu(), whole)
 
 
-# Of sizes that divide evenly, so that the padding stays, which else takes a program for each shape.
+# Sizes that divide evenly need no padding. A change of padding takes a program for each shape.
 EVEN = 24
 EVEN_MESHES = DEVICE_MESHES.filter(lambda mesh: EVEN % mesh.size() == 0)
 
@@ -497,7 +513,10 @@ def test_a_tensor_of_any_shape_keeps_its_value_whatever_its_marks(data, shape):
 @examples(50)
 @given(st.data(), st.lists(st.integers(0, 9), max_size=3))
 def test_a_program_over_marks_of_any_meshes_computes_the_same(data, shape):
-    """Two inputs, a constraint between, a result that keeps the constraint and one that the partitioner lays out; meshes may differ in all of it."""
+    """Two inputs and a constrained value, each with its own mesh, which is also a result.
+
+    The partitioner chooses the layout of the other result.
+    """
     given, marks = [], []
     for _ in range(3):
         mesh = data.draw(DEVICE_MESHES)
@@ -512,14 +531,13 @@ def test_a_program_over_marks_of_any_meshes_computes_the_same(data, shape):
     free = (z * 2).neg_()
     spmd.sync()
     check_shards(z.local_shards, a + b, mesh, dims)
-    assert torch.equal(
-        free.cpu(), (a + b) * -2
-    )  # and not by bytes: XLA gathers by sums with zeros at times, where -0 becomes 0
+    # Not compared by bytes: XLA sometimes gathers by adding zeros, where -0 becomes 0.
+    assert torch.equal(free.cpu(), (a + b) * -2)
     check_text(free)
 
 
 def check_text(x: torch.Tensor) -> None:
-    """Asserts that the text of what the partitioner chose says which device holds which block."""
+    """Asserts that the text of the partitioner's choice tells which device holds which block."""
     chosen = from_text(x.sharding_spec, x.dim())
     indices = dict(zip(chosen.mesh.device_ids.tolist(), chosen.indices(tuple(x.shape))))
     for shard in x._handle.value.data.addressable_shards:

@@ -85,9 +85,8 @@ def test_the_snapshot_of_an_asynchronous_closure_is_part_of_the_steps_program():
         spmd.sync()
         assert spmd.metrics.counter("executions") == before + 1
     closures.wait_for_closures()
-    assert compile_cache.newest().graph.donated == (
-        0,
-    )  # the tensor's own buffer still goes to its successor
+    # The tensor's own buffer still goes to its next value.
+    assert compile_cache.newest().graph.donated == (0,)
 
 
 def test_the_queue_is_bounded(monkeypatch):
@@ -106,7 +105,7 @@ def test_the_queue_is_bounded(monkeypatch):
     for _ in range(5):
         closures.add_step_closure(count, run_async=True)
     timer.start()
-    spmd.sync()  # waits for room, which there is when the timer lets the first one go on
+    spmd.sync()  # waits for room until the timer lets the first closure go on
     closures.wait_for_closures()
     assert running == [2] and len(most) == 5 and max(most) <= 2
 
@@ -139,7 +138,8 @@ def test_the_exception_of_an_asynchronous_closure_is_never_lost():
         closures._background.drain()
         with pytest.raises(
             RuntimeError,
-            match=r"an asynchronous step closure must not raise; .*fail raised KeyError: 'in the background'",
+            match=r"an asynchronous step closure must not raise; "
+            r".*fail raised KeyError: 'in the background'",
         ) as caught:
             look()
         assert isinstance(caught.value.__cause__, KeyError)
@@ -218,13 +218,13 @@ def test_waiting_computes_only_what_was_started():
 
 def test_rates(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(closures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
     monkeypatch.delenv("RATE_TRACKER_SMOOTHING", raising=False)
     tracker = loop.RateTracker()
     assert tracker.rate() == tracker.global_rate() == 0
     tracker.add(10)
     now[0] += 2
-    assert tracker.rate() == 5 and tracker.rate() == 5  # no time has passed since
+    assert tracker.rate() == 5 and tracker.rate() == 5  # no time has passed in between
     tracker.add(30)
     now[0] += 2
     assert tracker.rate() == pytest.approx(0.6 * 15 + 0.4 * 5) and tracker.global_rate() == 10

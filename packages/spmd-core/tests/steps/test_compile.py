@@ -47,7 +47,7 @@ def test_a_decorated_function():
     )
     assert halved(x).tolist() == [0.5, 0.5]
     assert spmd.metrics.programs()[-1].name.startswith("halve_it_1ops")
-    assert execution.watch is None
+    assert execution.cut_guard is None
 
 
 def test_full_graph_names_the_line_and_loses_nothing():
@@ -63,7 +63,8 @@ def test_full_graph_names_the_line_and_loses_nothing():
 
     with pytest.raises(
         spmd.ProgramError,
-        match=r"inside the region 'train'; .*test_compile.py:\d+ needs a value.*leave out full_graph",
+        match=r"inside the region 'train'; .*test_compile.py:\d+ needs a value"
+        r".*leave out full_graph",
     ):
         step(True)
     assert w.tolist() == [2, 2, 2]
@@ -98,7 +99,7 @@ def test_a_nested_region_keeps_the_promise_of_the_outer_one():
     kept = []
     with pytest.raises(spmd.ProgramError, match="nothing is executed inside the region 'outer'"):
         outer()
-    assert kept[0].tolist() == [2, 2, 2] and execution.watch is None
+    assert kept[0].tolist() == [2, 2, 2] and execution.cut_guard is None
 
 
 def test_too_many_programs_say_what_changed():
@@ -112,7 +113,8 @@ def test_too_many_programs_say_what_changed():
         assert shift(short).tolist() == [2, 2, 2]
     with pytest.raises(
         spmd.ProgramError,
-        match=r"at most 1 different programs.*shift'.*float32\[4\].*in place of.*float32\[3\].*raise max_diff",
+        match=r"at most 1 different programs.*shift'.*float32\[4\].*in place of.*float32\[3\]"
+        r".*raise max_diff",
     ):
         shift(long)
     assert shift(short).tolist() == [2, 2, 2]
@@ -154,7 +156,7 @@ def test_an_exception_passes_and_computes_nothing():
     with suppress(KeyError), compile.compile():
         kept.append(x + 1)
         raise KeyError("passes")
-    assert executions() == before and execution.watch is None
+    assert executions() == before and execution.cut_guard is None
     assert kept[0].tolist() == [2, 2, 2]
 
 
@@ -182,7 +184,8 @@ def test_what_cannot_be_a_region():
     for function in (pieces, later):
         with pytest.raises(
             TypeError,
-            match=r"from its call to its return; got .*(pieces|later), which runs in pieces. Write `with compile\(\):`",
+            match=r"from its call to its return; got .*(pieces|later), which runs in pieces. "
+            r"Write `with compile\(\):`",
         ):
             compile.compile(function)
     region = compile.compile()
@@ -196,7 +199,7 @@ def test_what_cannot_be_a_region():
         region.__enter__()
     with region:
         y = torch.ones(1).to("xla") + 1
-    assert execution.watch is None and y.tolist() == [2]
+    assert execution.cut_guard is None and y.tolist() == [2]
 
 
 def test_a_function_that_calls_itself():
@@ -204,7 +207,7 @@ def test_a_function_that_calls_itself():
     def descend(x, depth):
         return descend(x + 1, depth - 1) if depth else x
 
-    assert descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4] and execution.watch is None
+    assert descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4] and execution.cut_guard is None
 
 
 def test_execution_can_be_forbidden():
@@ -213,7 +216,8 @@ def test_execution_can_be_forbidden():
     try:
         with pytest.raises(
             spmd.ProgramError,
-            match=r"after allow_execution\(False\) nothing is executed; .*test_compile.py:\d+ needs a value",
+            match=r"after allow_execution\(False\) nothing is executed; "
+            r".*test_compile.py:\d+ needs a value",
         ):
             x.cpu()
     finally:

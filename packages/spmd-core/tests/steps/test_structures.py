@@ -1,4 +1,4 @@
-"""Nested structures to the host, to the device and into files."""
+"""Nested structures of tensors: moves to the host and to the device, and files."""
 
 import math
 from collections import OrderedDict, namedtuple
@@ -60,7 +60,7 @@ NESTED = st.recursive(
 
 
 @given(NESTED)
-@settings(deadline=None)  # a busy machine is no failure
+@settings(deadline=None)  # slow examples are no failure
 def test_to_the_device_and_back(data):
     def same(a, b):
         if isinstance(a, torch.Tensor):

@@ -1,4 +1,8 @@
-"""`scaled_dot_product_attention` through the device: recorded whole, differentiated, partitioned, in little memory, refusing what torch refuses."""
+"""`scaled_dot_product_attention` on the device.
+
+It is recorded whole, differentiated and partitioned, uses little memory, and refuses what torch
+refuses.
+"""
 
 import itertools
 import math
@@ -110,14 +114,14 @@ def test_key_and_value_may_have_different_numbers_of_heads():
 
 
 def test_one_kv_head_is_not_repeated():
-    """As a group of one kv head, so that nothing of the size of the queries' heads is made of it."""
+    """It is a group with one kv head, so no tensor with all query heads is made from it."""
     q, k, v = (x.to("xla") for x in random((2, 8, 16, 8), (2, 1, 16, 8), (2, 1, 16, 8), grad=False))
     out = attend(q, k, v)
     assert [i.spec.shape[1] for i in out._handle.value.inputs] == [8, 1, 1]
 
 
 def test_strides_and_views():
-    qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)  # as a fused projection gives it
+    qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)  # the output of a fused projection
     both(lambda x: attend(*x.unbind(2)), qkv)
     both(lambda x: attend(*(y.transpose(1, 2) for y in x.unbind(2)), is_causal=True), qkv)
     x = torch.randn(2, 4, 5, 8, requires_grad=True)
@@ -171,7 +175,7 @@ def test_the_gradient_can_be_differentiated(dropout_p, masked):
     second = torch.autograd.grad(
         sum(g.square().sum() for g in through_math), inputs, allow_unused=True
     )
-    # by central differences along one direction
+    # Compare with central differences along one direction.
     direction = torch.randn(q.shape, dtype=torch.float64).to("xla")
     start, step = q.detach().clone(), 1e-5
     values = []
@@ -183,9 +187,8 @@ def test_the_gradient_can_be_differentiated(dropout_p, masked):
     assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script:DeprecationWarning"
-)  # torch's own forward-mode decompositions
+# torch's forward-mode decompositions raise this warning.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_forward_mode_goes_through_torchs_composition():
     q, k, v, t = (
         x.detach().to("xla")
@@ -230,9 +233,8 @@ def test_dropout_is_reproducible_and_unbiased(monkeypatch):
     monkeypatch.setattr(flash, "MAX_BLOCK", 24)  # several blocks
     n = 50
     q, k = (torch.zeros(8, 8, n, 4).to("xla") for _ in range(2))
-    v = (
-        torch.eye(n).expand(8, 8, n, n).contiguous().to("xla")
-    )  # so that the result is the matrix of probabilities
+    # With the identity as values, the result is the matrix of probabilities.
+    v = torch.eye(n).expand(8, 8, n, n).contiguous().to("xla")
     out = drop(q, k, v, 1).cpu()
     assert torch.equal(out, drop(q, k, v, 1).cpu())
     assert not torch.equal(out, drop(q, k, v, 2).cpu())
@@ -310,7 +312,7 @@ def test_every_layout_gives_the_same(mesh_2d, num_devices, n, dropout_p):
 def test_batch_and_heads_are_not_gathered(mesh_2d, num_devices, options, compiled_text):
     if num_devices < 8:
         pytest.skip("needs a mesh of 4 x 2")
-    n = 600 + len(str(options))  # a shape of its own: programs are cached
+    n = 600 + len(str(options))  # a shape that no other case has: programs are cached
     options = dict(options)
     mask = torch.zeros(n, n).to("xla") if options.pop("masked", False) else None
     leaves = [torch.randn(8, 4, n, 8).to("xla").requires_grad_() for _ in range(3)]
@@ -329,7 +331,7 @@ def test_batch_and_heads_are_not_gathered(mesh_2d, num_devices, options, compile
 
 @pytest.fixture
 def compiled_text(monkeypatch):
-    """The HLO of the last program that was compiled."""
+    """A function that returns the HLO of the program compiled last."""
     from spmd_core.program import program  # noqa: PLC0415
 
     made = []
@@ -347,7 +349,7 @@ def compiled_text(monkeypatch):
 
 
 def bytes_of_a_step(n: int) -> int:
-    """The temporaries of a forward and a backward of causal attention over `n` positions."""
+    """The temporary bytes of a forward and a backward of causal attention over `n` positions."""
     leaves = [torch.randn(1, 2, n, 16).to("xla").requires_grad_() for _ in range(3)]
     grads = torch.autograd.grad(attend(*leaves, is_causal=True).square().sum(), leaves)
     spmd.sync()
@@ -359,7 +361,7 @@ def test_memory_grows_with_the_sequence_not_its_square(monkeypatch):
     monkeypatch.setattr(flash, "MAX_BLOCK", 128)
     small, large = bytes_of_a_step(1024), bytes_of_a_step(2048)
     assert large < 3 * small
-    assert large < 2 * 2048 * 2048 * 4  # the scores of the two heads
+    assert large < 2 * 2048 * 2048 * 4  # the bytes of the scores of two heads
 
 
 # What is refused.
@@ -387,8 +389,12 @@ REFUSED = {
     "dropout": lambda t: attend(t(2, 3, 4, 8), t(2, 3, 4, 8), t(2, 3, 4, 8), dropout_p=1.5),
 }
 MESSAGES = {
-    "mask and causal": "Explicit attn_mask should not be set when is_causal=True.*put it into the mask",
-    "mask of integers": "Expected attn_mask dtype to be bool or float or to match query dtype, but got torch.int32",
+    "mask and causal": (
+        "Explicit attn_mask should not be set when is_causal=True.*put it into the mask"
+    ),
+    "mask of integers": (
+        "Expected attn_mask dtype to be bool or float or to match query dtype, but got torch.int32"
+    ),
     "mask of float64": "Expected attn_mask dtype to be bool",
     "mask size": r"size of attn_mask must match .* got \(4, 3\) for scores \(2, 3, 4, 5\)",
     "mask dims": "size of attn_mask must match",
@@ -411,7 +417,7 @@ def test_what_torch_refuses_is_refused_at_the_call(name, grad):
 
 
 def test_key_and_value_of_different_lengths_are_refused():
-    """Eager torch's CPU kernel reads past the end of the shorter one."""
+    """Eager torch accepts them, and its CPU kernel reads past the end of the shorter tensor."""
     with pytest.raises(RuntimeError, match="the one before for key and value"):
         attend(*(torch.zeros(2, 3, n, 8, device="xla") for n in (4, 5, 6)))
 

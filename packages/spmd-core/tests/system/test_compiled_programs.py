@@ -1,4 +1,7 @@
-"""Whole training steps as they were compiled: which collectives, of how many bytes, over which axes, and how large each device's results are."""
+"""Compiled training steps: which collectives they have, and the size of their results.
+
+Collectives are checked by kind, bytes and axes; results by their bytes on each device.
+"""
 
 import math
 
@@ -19,7 +22,7 @@ FLOAT = 4  # bytes
 
 
 class Block(nn.Module):
-    """Column parallel up, row parallel down where axis "tensor" is there; every parameter divides by 8."""
+    """With an axis "tensor": column-parallel up, row-parallel down. All parameters divide by 8."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +37,10 @@ class Block(nn.Module):
 
 
 def step_of(model, x):
-    """Two steps of SGD, whose second is the one that goes on; returns its collectives. Without moments, results are the parameters and the loss."""
+    """The collectives of the second of two SGD steps, whose program all later steps use too.
+
+    SGD has no moments, so the results are the parameters and the loss.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         loss = model(x).square().mean()
@@ -59,7 +65,10 @@ def parameter_bytes(model):
 
 @several
 def test_an_fsdp_step_leaves_nothing_whole(mesh_1d, num_devices):
-    """Gathers go along the axis, forward and backward; each gradient comes back as the part that the device holds; so do the results."""
+    """Forward and backward gather over the axis; devices get only their part of each gradient.
+
+    Of the results too, each device holds only its part.
+    """
     model = nn.Sequential(Block(), Block())
     for block in model:
         spmd.fully_shard(block, mesh_1d, axis="x")
@@ -78,13 +87,13 @@ def test_an_fsdp_step_leaves_nothing_whole(mesh_1d, num_devices):
     )
     assert sum(sizes(found, "all-reduce")) <= FLOAT  # the loss
     program = compile_cache.newest()
-    assert len(program.graph.outputs) == 1 + len(
-        parts
-    )  # the loss, which was held, and the parameters: no activation is a result
+    # The results are the loss, which a tensor still holds, and the parameters, but no activation.
+    assert len(program.graph.outputs) == 1 + len(parts)
     for output, placement in zip(program.graph.outputs, program.out_placements):
         lies = math.prod(placement.jax_sharding.shard_shape(output.spec.shape))
         assert lies == output.spec.num_elements // (num_devices if output.spec.shape else 1)
-    assert program.record.output_bytes < sum(parts) + 500  # the loss, and a pointer for each result
+    # 500 bytes for the loss and a pointer for each result.
+    assert program.record.output_bytes < sum(parts) + 500
 
 
 @several
@@ -94,7 +103,7 @@ def test_data_parallelism_reduces_each_gradient_once_and_nothing_else(mesh_1d):
         spmd.mark_sharding(p, mesh_1d, ())
     found = step_of(model, batch(mesh_1d, "x"))
     assert {c.kind for c in found} == {"all-reduce"} and {c.axes for c in found} == {("x",)}
-    assert found.result_bytes == sum(parameter_bytes(model)) + FLOAT  # and the loss
+    assert found.result_bytes == sum(parameter_bytes(model)) + FLOAT  # plus the loss
 
 
 def mark_tensor(model):
@@ -115,7 +124,10 @@ def mark_tensor(model):
 
 @several
 def test_megatron_blocks_reduce_once_in_each_direction():
-    """Section 3 of Megatron-LM (arXiv 1909.08053): in a step, each block sums its output forward and its input's gradient backward."""
+    """Each block sums its output in forward and its input's gradient in backward.
+
+    Section 3 of Megatron-LM (arXiv 1909.08053).
+    """
     model = nn.Sequential(Block(), Block())
     mesh = mark_tensor(model)
     found = step_of(model, batch(mesh))
@@ -127,7 +139,10 @@ def test_megatron_blocks_reduce_once_in_each_direction():
 
 @several
 def test_sequence_parallel_blocks_gather_and_scatter_what_megatron_reduces():
-    """Section 4.2.2 of "Reducing activation recomputation" (arXiv 2205.05198): between the blocks, activations are split along the sequence."""
+    """Between the blocks, activations are split along the sequence.
+
+    Section 4.2.2 of "Reducing activation recomputation" (arXiv 2205.05198).
+    """
     model = nn.Sequential(Block(), Block())
     mesh = mark_tensor(model)
     for block in model:
@@ -144,11 +159,12 @@ def test_sequence_parallel_blocks_gather_and_scatter_what_megatron_reduces():
     activations = FLOAT * BATCH * SEQUENCE * WIDTH
     assert {c.axes for c in found} == {("tensor",)}
     assert sizes(found, "all-gather") == [activations] * 4
-    # XLA's CPU backend writes a sum of which each device keeps a part as an all-reduce and a slice.
+    # XLA's CPU backend turns a reduce-scatter into an all-reduce and a slice.
     sums = [c.operand_bytes for c in found if c.kind in ("all-reduce", "reduce-scatter")]
+    # The gradients of these parameters are summed, as each device has only a part of the sequence.
     small = sum(
         FLOAT * p.numel() for block in model for p in (block.down.bias, *block.norm.parameters())
-    )  # which see a part of the sequence each
+    )
     assert (
         len([n for n in sums if n >= activations]) == 4
         and sum(sums) == 4 * activations + small + FLOAT

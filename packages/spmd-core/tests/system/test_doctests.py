@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and prints what it says."""
+"""Every docstring example runs and prints the output that it shows."""
 
 import doctest
 import importlib

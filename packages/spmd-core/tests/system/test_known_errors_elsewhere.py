@@ -1,6 +1,7 @@
-"""What was measured to be silently wrong in torchax or torch_xla, against eager torch on the CPU: each is a test here.
+"""Cases that were measured to be silently wrong in torchax or torch_xla, against eager torch.
 
-One test a report. Some repeat what a family's own tests say; they stay together so that the list can be read as a list.
+One test per known error. Some repeat tests of an operator family; they are kept together so that
+this file is a complete list.
 """
 
 import math
@@ -19,7 +20,7 @@ def strict(monkeypatch):
 
 
 def agree(function, *inputs, rtol=1e-5, atol=1e-6):
-    """Results, and the gradients of floating inputs, on the CPU and on the device."""
+    """Asserts equal results and gradients of floating inputs on the CPU and on the device."""
     found = []
     for device in ("cpu", "xla"):
         moved = [
@@ -37,7 +38,7 @@ def agree(function, *inputs, rtol=1e-5, atol=1e-6):
         torch.testing.assert_close(ours.cpu(), right, rtol=rtol, atol=atol)
 
 
-# ---- torchax ---------------------------------------------------------------------------------------------------------
+# ---- torchax -------------------------------------------------------------------------------------
 
 WRITES = {
     "view": lambda x: x.view(-1).add_(1),
@@ -135,7 +136,7 @@ def test_type_as_leaves_its_source_alone():
     assert same is x
 
 
-# ---- torch_xla -------------------------------------------------------------------------------------------------------
+# ---- torch_xla -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -150,7 +151,7 @@ def test_type_as_leaves_its_source_alone():
     ],
 )
 def test_gradients_of_exponential_units_for_negative_inputs(activation, inplace):
-    # Times 1, as an in-place operation may not write a leaf.
+    # Times 1, because an in-place operation must not write to a leaf.
     agree(lambda x: activation(x * 1, inplace=inplace), torch.tensor([-3.0, -1.0, -1e-3, 0.0, 2.0]))
 
 
@@ -191,10 +192,8 @@ def test_average_pools_with_a_divisor_of_their_own_at_the_border(ceil_mode):
 
 
 def test_the_running_variance_of_batch_norm_does_not_drift():
-    reference, x = (
-        nn.BatchNorm1d(2),
-        torch.randn(4, 2) * 3 + 1,
-    )  # few elements, so that n / (n - 1) is far from 1
+    # Few elements, so that n / (n - 1) is far from 1.
+    reference, x = nn.BatchNorm1d(2), torch.randn(4, 2) * 3 + 1
     module = nn.BatchNorm1d(2).to("xla")
     for _ in range(30):
         reference(x)
@@ -219,7 +218,7 @@ def test_exponential_numbers_are_finite(dtype):
 
 
 def test_shapes_that_follow_each_other_are_not_confused():
-    # One operation over many shapes whose sizes are permutations of each other, in a process that has seen them before.
+    # One operation on many shapes with permuted sizes. In the second round all shapes are known.
     for _ in range(2):
         for shape in ((2, 3, 4), (3, 2, 4), (4, 3, 2), (24,), (6, 4), (4, 6), (2, 12), (12, 2)):
             x = torch.randn(shape)
@@ -278,7 +277,7 @@ def test_integer_division_by_zero_ends_no_process():
         lambda x: torch.div(x, torch.zeros_like(x), rounding_mode="floor"),
     ):
         assert function(x).cpu().shape == (3,)
-    # Eager torch on the CPU raises; what a device computes here is some number, as on a GPU.
+    # Eager torch on the CPU raises; the device computes an unspecified number, as a GPU does.
 
 
 def test_a_loss_whose_decomposition_in_torch_is_wrong():

@@ -1,7 +1,8 @@
-"""One small transformer, one seed, every way to spread it over devices: the losses and the final parameters are those of eager torch on the CPU.
+"""Every way to distribute a small transformer gives the losses and parameters of eager torch.
 
-Four steps of AdamW on four batches. A way marks the model from outside, or replaces its feed-forward or its step by a manual region; how many
-devices share the work must not show in the numbers. Sizes of meshes below the number of devices are meshes over the first of them.
+Four steps of AdamW on four batches, with one seed. A way marks the model from outside, or replaces
+its feed-forward or its step by a manual region. The numbers must not depend on the number of
+devices. A mesh that is smaller than the number of devices is over the first of them.
 """
 
 import copy
@@ -26,7 +27,8 @@ Step = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # Without biases: that of the keys has no effect on the loss, and AdamW would make steps out of its rounding.
+        # Without biases: the bias of the keys has no effect on the loss, and AdamW would turn the
+        # rounding errors in its gradient into steps.
         self.query, self.key, self.value, self.out = (
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
         )
@@ -105,7 +107,8 @@ class Run:
 
 def train(model: nn.Module, batches: list[Batch], step: Step = backward) -> Run:
     run = Run()
-    # Adam divides a gradient by its own size: with the usual eps of 1e-8, rounding in a gradient near 0 becomes a step of the whole rate.
+    # Adam divides a gradient by its own size. With the usual eps of 1e-8, a rounding error in a
+    # gradient near 0 becomes a step of the full learning rate.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     for ids, targets in batches:
         loss = step(model, ids, targets)
@@ -121,7 +124,7 @@ def train(model: nn.Module, batches: list[Batch], step: Step = backward) -> Run:
 
 @cache
 def start(tied: bool) -> tuple[nn.Module, list[Batch], Run]:
-    """The model before training, the batches, and what eager torch makes of them on the CPU."""
+    """The model before training, the batches, and the run of eager torch on the CPU."""
     torch.manual_seed(7)
     model = Transformer(tied)
     tokens = [torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1)) for _ in range(STEPS)]
@@ -130,12 +133,13 @@ def start(tied: bool) -> tuple[nn.Module, list[Batch], Run]:
 
 
 def mesh_of(size: int, *names: str) -> spmd.Mesh:
-    """The first devices on one axis, or on two of which the second has two of them."""
+    """The first `size` devices on one axis, or on two axes of which the second has size 2."""
     shape = (size,) if len(names) == 1 else (size // 2, 2) if size % 2 == 0 else (size, 1)
     return spmd.Mesh(range(size), shape, names)
 
 
-# The ways. Each gets the model on the device and a number of devices, and returns the mesh, the batch's spec and the step.
+# The ways. Each takes the model on the device and a number of devices, and returns the mesh, the
+# batch's spec and the step.
 
 Plan = tuple[spmd.Mesh, Any, Step]
 
@@ -162,7 +166,7 @@ def fsdp_in_units(model: nn.Module, size: int) -> Plan:
     return mesh, ("fsdp",), backward
 
 
-# Megatron-LM, sections 3 and 4 (arXiv 1909.08053): columns, then rows; the vocabulary split.
+# Megatron-LM, sections 3 and 4 (arXiv 1909.08053): columns, then rows, and a split vocabulary.
 COLUMNS = (
     "query.weight",
     "key.weight",
@@ -176,7 +180,7 @@ ROWS = ("out.weight", "down.weight")
 
 
 def mark_tensor(model: nn.Module, mesh: spmd.Mesh, other: str | None) -> None:
-    """Columns and rows over axis "tensor", the other dim over `other`."""
+    """Splits columns and rows over axis "tensor", and the other dim over axis `other`."""
     for name, p in model.named_parameters():
         if name.endswith(COLUMNS):
             spmd.mark_sharding(p, mesh, ("tensor", other)[: p.dim()])
@@ -222,7 +226,10 @@ def sequence(model: nn.Module, size: int) -> Plan:
 
 
 def manual_feed_forward(model: nn.Module, size: int) -> Plan:
-    """The feed-forward in columns and rows with its sum over devices written out, inside a model that the partitioner splits by batch."""
+    """A manual feed-forward, in columns and rows, with an explicit sum over devices.
+
+    The partitioner splits the rest of the model by batch.
+    """
     mesh = mesh_of(size, "data", "tensor")
 
     def local(x, up, up_bias, down):
@@ -242,7 +249,10 @@ def manual_feed_forward(model: nn.Module, size: int) -> Plan:
 
 
 def manual_data_parallel(model: nn.Module, size: int) -> Plan:
-    """Each device's own forward and backward of its part of the batch; loss and gradients are averaged by a collective each."""
+    """Each device runs forward and backward on its part of the batch.
+
+    One collective each averages the loss and every gradient.
+    """
     mesh = mesh_of(size, "data")
     names = [name for name, _ in model.named_parameters()]
 
@@ -281,7 +291,8 @@ WAYS = [
     manual_data_parallel,
 ]
 TIED = [fsdp_by_marks, tensor, hybrid, manual_data_parallel]
-# Each way runs over all devices. On fewer of them only these, as a case is two programs to compile: SPMD_TEST_DEVICES=2 and 1 run all ways there.
+# Each way runs over all devices, but only these over fewer, because a case compiles two programs.
+# SPMD_TEST_DEVICES=2 and SPMD_TEST_DEVICES=1 run every way on so few devices.
 ON_FEWER = [(tensor, 2), (fsdp_in_units, 1)]
 
 
@@ -303,11 +314,14 @@ def test_losses_and_parameters_are_those_of_one_device(way, size, num_devices):
     assert got.compiles[1:] == got.compiles[1:2] * (STEPS - 1), (
         f"compiled after the second step: {got.compiles}"
     )
-    # float32 keeps 6e-8 of a number. Sums over devices run in another order than the CPU's, each layer adds a few units in the last place, and four
-    # steps carry them on: about 3e-7 was seen. A gradient that is off in one shard or counted twice shows in the third digit at the second step.
+    # float32 has a relative rounding error of 6e-8. Sums over devices run in another order than on
+    # the CPU, each layer adds a few units in the last place, and four steps accumulate them: about
+    # 3e-7 was measured. A gradient that is wrong in one shard or counted twice changes the third
+    # digit in the second step.
     torch.testing.assert_close(got.losses, right.losses, rtol=1e-5, atol=0)
     assert got.parameters.keys() == right.parameters.keys()
-    # A rounding error e in a gradient near 0 moves a parameter by up to lr / eps * e = 100 e in each step.
+    # A rounding error e in a gradient near 0 changes a parameter by up to lr / eps * e = 100 e in
+    # each step.
     for name, parameter in right.parameters.items():
         torch.testing.assert_close(
             got.parameters[name],

@@ -1,8 +1,9 @@
-"""Language models of transformers train as in eager torch, with no operation on the host and nothing compiled after the second step.
+"""Language models of transformers train as in eager torch.
 
-Models that differ little from another one here run with
+No operation runs on the host, and nothing is compiled after the second step. Models that differ
+little from another one in this file run only with
 
-    SPMD_ALL_MODELS=1 pytest packages/spmd-core/tests/test_models_language.py
+    SPMD_ALL_MODELS=1 pytest packages/spmd-core/tests/system/test_models_language.py
 """
 
 import os
@@ -15,10 +16,11 @@ from training import adamw, check_training, hugging_face, shard_parameters, to_d
 import spmd_core as spmd
 
 VOCAB, BATCH, SEQ = 64, 8, 12
-# What nearly every decoder's config calls the same.
+# Options that have the same name in nearly every decoder's config.
 DECODER = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False,
 }  # fmt: skip
 
 
@@ -29,8 +31,8 @@ def tokens():
 
 def gpt2(dropout=0.0):
     config = hf.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
+        n_layer=2, n_embd=32, n_head=4, vocab_size=VOCAB, n_positions=32, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     config.loss_type = "ForCausalLM"
     return hf.GPT2LMHeadModel(config), tokens()
@@ -71,8 +73,10 @@ def phi():
 
 def deepseek_v3():
     config = hf.DeepseekV3Config(
-        **{**DECODER, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=2,
-        topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+        **{**DECODER, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4,
+        n_shared_experts=1, num_experts_per_tok=2, n_group=2, topk_group=1,
+        first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8,
     )  # fmt: skip
     return hf.DeepseekV3ForCausalLM(config), tokens()
 
@@ -91,8 +95,9 @@ def mamba():
 
 def bert():
     config = hf.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=32,
-        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, max_position_embeddings=32, hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
     )  # fmt: skip
     batch = tokens()
     mask = torch.ones(BATCH, SEQ, dtype=torch.long)
@@ -106,17 +111,19 @@ def bert():
 
 def t5():
     config = hf.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0,
-        use_cache=False,
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0,
+        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
     )  # fmt: skip
     return hf.T5ForConditionalGeneration(config), tokens()
 
 
 def whisper():
     config = hf.WhisperConfig(
-        vocab_size=VOCAB, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=16, max_target_positions=16, dropout=0, attention_dropout=0,
-        activation_dropout=0, decoder_start_token_id=0, pad_token_id=2, bos_token_id=0, eos_token_id=1, use_cache=False,
+        vocab_size=VOCAB, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, max_source_positions=16, max_target_positions=16, dropout=0,
+        attention_dropout=0, activation_dropout=0, decoder_start_token_id=0, pad_token_id=2,
+        bos_token_id=0, eos_token_id=1, use_cache=False,
     )  # fmt: skip
     return hf.WhisperForConditionalGeneration(config), {
         "input_features": torch.randn(BATCH, 8, 32),

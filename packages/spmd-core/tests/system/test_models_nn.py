@@ -1,6 +1,7 @@
-"""Every module of torch.nn against eager torch on the CPU: results, gradients of inputs and parameters, buffers; with no operation on the host.
+"""Every module of torch.nn against eager torch on the CPU, with no operation on the host.
 
-A family is one program: all of its modules run before the first result is read.
+Results, gradients of inputs and parameters, and buffers are compared. A family is one program: all
+of its modules run before the first result is read.
 """
 
 import copy
@@ -15,9 +16,9 @@ from training import check_training
 
 import spmd_core as spmd
 
-BATCH = 8  # divides over the devices: inputs that begin with it are split
+BATCH = 8  # divides over the devices: inputs whose first dim has this size are split
 FAMILIES: dict[str, list["Case"]] = {}
-torch.manual_seed(0)  # the modules and inputs below are made when this file is imported
+torch.manual_seed(0)  # the import makes the modules and inputs below
 
 
 class Case(NamedTuple):
@@ -29,7 +30,7 @@ class Case(NamedTuple):
 
 
 def case(family, make, *inputs, call=None, name=None, atol=2e-5):
-    """A module and what it is called with; each input is a tensor, or a shape for a random one."""
+    """Registers a module and its inputs, each a tensor or the shape of a random tensor."""
     FAMILIES.setdefault(family, []).append(
         Case(
             name or repr(make)[:60],
@@ -50,7 +51,7 @@ def tensors_of(results):
 
 
 def run(case, module, inputs, device):
-    """Everything that can be compared: results, gradients, buffers and parameters, by name."""
+    """Results, gradients, buffers and parameters, by name."""
     inputs = [
         x.detach().to(device).requires_grad_(x.is_floating_point() and not torch.equal(x, x.sign()))
         for x in inputs
@@ -61,7 +62,7 @@ def run(case, module, inputs, device):
                 spmd.mark_sharding(x, spmd.get_global_mesh(), ("x",))
     results = tensors_of(case.call(module, *inputs))
     floats = [x for x in results if x.is_floating_point()]
-    # Each element counts differently, so that a permutation of the gradients is seen.
+    # Each element has its own weight, so that a permutation of the gradients shows.
     sum(
         (x * torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype).view(x.shape).to(x.device)).sum()
         for x in floats
@@ -80,7 +81,7 @@ def run(case, module, inputs, device):
     }
 
 
-# ---- recurrent -------------------------------------------------------------------------------------------------------
+# ---- recurrent -----------------------------------------------------------------------------------
 
 
 def packed(module, x, lengths=(5, 5, 4, 3, 3, 2, 1, 1), **options):
@@ -107,7 +108,7 @@ case("recurrent", nn.RNN(3, 4, nonlinearity="relu"), (5, BATCH, 3))
 case("recurrent", nn.LSTM(3, 4, num_layers=2, proj_size=2), (5, BATCH, 3))
 case("recurrent", nn.GRU(3, 4), (5, BATCH, 3), (1, BATCH, 4))
 
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 PADDING = torch.arange(4) >= torch.tensor([4, 2, 3, 4, 1, 4, 2, 2])[:, None]
 
@@ -140,9 +141,14 @@ case(
 )
 case("attention", nn.MultiheadAttention(8, 2), (5, BATCH, 8), (4, BATCH, 8), (4, BATCH, 8))
 case(
-    "attention", nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True, add_zero_attn=True, batch_first=True), (BATCH, 5, 8), (BATCH, 3, 4),
+    "attention",
+    nn.MultiheadAttention(
+        8, 2, kdim=4, vdim=6, add_bias_kv=True, add_zero_attn=True, batch_first=True
+    ),
+    (BATCH, 5, 8),
+    (BATCH, 3, 4),
     (BATCH, 3, 6),
-)  # fmt: skip
+)
 case(
     "attention",
     nn.MultiheadAttention(8, 2, batch_first=True),
@@ -150,7 +156,7 @@ case(
     call=lambda m, x: m(x, x, x, key_padding_mask=PADDING.to(x.device)),
 )
 
-# ---- convolutions, normalisations, pools, padding: one to three dims -------------------------------------------------
+# ---- convolutions, normalisations, pools, padding: one to three dims -----------------------------
 
 
 def by_dims(name, num_dims):
@@ -236,7 +242,7 @@ case("normalisation", nn.LayerNorm((4, 5)), (BATCH, 4, 5), atol=1e-4)
 case("normalisation", nn.RMSNorm(5), (BATCH, 4, 5))
 case("normalisation", nn.LocalResponseNorm(2), (BATCH, 4, 5, 3))
 
-# ---- embeddings, layout, resampling ----------------------------------------------------------------------------------
+# ---- embeddings, layout, resampling --------------------------------------------------------------
 
 INDICES = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9])
 for mode in ("sum", "mean", "max"):
@@ -307,15 +313,21 @@ case(
 for mode in ("bilinear", "nearest", "bicubic"):
     grid = torch.rand(BATCH, 3, 3, 2) * 2.4 - 1.2
     case(
-        "resampling", nn.Identity(), (BATCH, 2, 5, 6), grid, call=lambda m, x, at, mode=mode: F.grid_sample(x, at, mode=mode, align_corners=False),
-        name=f"grid_sample {mode}", atol=1e-4,
-    )  # fmt: skip
+        "resampling",
+        nn.Identity(),
+        (BATCH, 2, 5, 6),
+        grid,
+        call=lambda m, x, at, mode=mode: F.grid_sample(x, at, mode=mode, align_corners=False),
+        name=f"grid_sample {mode}",
+        atol=1e-4,
+    )
 
-# ---- activations and losses ------------------------------------------------------------------------------------------
+# ---- activations and losses ----------------------------------------------------------------------
 
 for kind in (
-    nn.ELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.CELU,
-    nn.GELU,    nn.Sigmoid, nn.SiLU, nn.Mish, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.GLU, nn.Softmax2d,
+    nn.ELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.LeakyReLU, nn.LogSigmoid,
+    nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.CELU, nn.GELU, nn.Sigmoid, nn.SiLU, nn.Mish,
+    nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.GLU, nn.Softmax2d,
 ):  # fmt: skip
     case("activation", kind(), (BATCH, 4, 2, 6))
 for kind in (nn.Softmin, nn.Softmax, nn.LogSoftmax):
@@ -366,7 +378,8 @@ case(
     call=lambda m, x, y: m(x.log_softmax(-1), y, (12, 11, 12, 9) * 2, (5, 3, 0, 4) * 2),
 )
 
-# What the data decides of its shape, a program cannot: a mask's positions are read on the host, so it is not one program and not below.
+# Not in a family: its shapes depend on the data. The host reads the positions of a mask, so it is
+# not one program.
 ADAPTIVE = nn.AdaptiveLogSoftmaxWithLoss(16, 20, [5, 10])
 
 
@@ -400,9 +413,8 @@ def compare(cases):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:LSTM with projections is not supported with oneDNN:UserWarning"
-)  # of torch's CPU kernels
+# The first warning is of torch's CPU kernels.
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules(family, global_mesh, monkeypatch):
@@ -425,14 +437,14 @@ def test_adaptive_log_softmax(global_mesh):
     )
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 LENGTHS = torch.tensor((6, 6, 6, 5, 5, 5, 4, 4))
 
 
 class Recurrent(nn.Module):
-    """Sequences of different lengths through a packed LSTM, and a GRU, into a CTC loss."""
+    """Sequences of different lengths through a packed LSTM and a GRU into a CTC loss."""
 
     def __init__(self):
         super().__init__()
@@ -513,7 +525,7 @@ def test_three_steps(make, mesh_1d, monkeypatch):
     check_training(model, batch, mesh_1d, loss_of=loss)
 
 
-# ---- randomness in training ------------------------------------------------------------------------------------------
+# ---- randomness in training ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Vision models of transformers and torchvision train as in eager torch, with no operation on the host and nothing compiled after the second step.
+"""Vision models of transformers and torchvision train as in eager torch.
 
-The torchvision models are built from its classes at a small depth and width, as each compiles for tens of seconds at full size. The full-size ones,
-for one step each, run with
+No operation runs on the host, and nothing is compiled after the second step. The torchvision models
+are built from its classes at a small depth and width, because each compiles for tens of seconds at
+full size. The full-size models, for one step each, run only with
 
-    SPMD_ALL_MODELS=1 pytest packages/spmd-core/tests/test_models_vision.py
+    SPMD_ALL_MODELS=1 pytest packages/spmd-core/tests/system/test_models_vision.py
 """
 
 import functools
@@ -40,7 +41,7 @@ def pixels(size=32):
     }
 
 
-# ---- transformers ----------------------------------------------------------------------------------------------------
+# ---- transformers --------------------------------------------------------------------------------
 
 
 def hf_resnet():
@@ -56,8 +57,9 @@ def hf_resnet():
 
 def hf_vit():
     config = hf.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4, num_labels=CLASSES,
-        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=4, num_labels=CLASSES, hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
     )  # fmt: skip
     return hf.ViTForImageClassification(config), images(16)
 
@@ -106,7 +108,7 @@ def test_three_steps_of_transformers(make, mesh_1d, monkeypatch):
     check_training(model, batch, mesh_1d)
 
 
-# ---- torchvision -----------------------------------------------------------------------------------------------------
+# ---- torchvision ---------------------------------------------------------------------------------
 
 
 def small_resnet():
@@ -210,7 +212,10 @@ def lraspp():
 
 
 def in_float64(model: nn.Module) -> nn.Module:
-    """Without dropout, and in float64: many layers of batch norm over few elements enlarge a rounding of float32 a thousandfold."""
+    """The model in float64, without dropout.
+
+    Many layers of batch norm over few elements enlarge a float32 rounding error a thousandfold.
+    """
     for module in model.modules():
         if isinstance(module, (nn.Dropout, StochasticDepth)):
             module.p = 0.0
@@ -227,8 +232,14 @@ def segmentation_loss(model, batch):
 
 
 CLASSIFIERS = [
-    small_mobilenet_v3, small_efficientnet, densenet, shufflenet, small_convnext, pytest.param(vit, marks=pytest.mark.one_device), swin,
-]  # fmt: skip
+    small_mobilenet_v3,
+    small_efficientnet,
+    densenet,
+    shufflenet,
+    small_convnext,
+    pytest.param(vit, marks=pytest.mark.one_device),
+    swin,
+]
 SEGMENTERS = [deeplab, lraspp]
 if ALL:
     CLASSIFIERS += [small_resnet, small_regnet, resnext, mobilenet_v2, swin_v2]

@@ -1,4 +1,4 @@
-"""docs/ops.md is what the registry, the results and the tests say now."""
+"""docs/ops.md agrees with the registry, the recorded results and the tests."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 
 from scripts import ops_page
 from spmd_core.dispatch import router
-from spmd_core.dispatch.router import How
+from spmd_core.dispatch.router import Route
 
 
 def test_the_page_is_not_stale():
@@ -32,25 +32,25 @@ def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("overload", "way"),
+    ("overload", "route"),
     [
-        (torch.ops.aten.add.Tensor, How.LOWERED),
-        (torch.ops.aten.view.default, How.VIEW),
-        (torch.ops.aten.copy_.default, How.SPECIAL),
-        (torch.ops.aten.add_.Tensor, How.IN_PLACE),
-        (torch.ops.aten._fused_adamw_.default, How.IN_PLACE),
-        (torch.ops.aten.squeeze_.dim, How.IN_PLACE),
-        (torch.ops.aten.add.out, How.OUT),
-        (torch.ops.aten._foreach_add.List, How.COMPOSED),
-        (torch.ops.aten._to_sparse.default, How.HOST),
+        (torch.ops.aten.add.Tensor, Route.LOWERED),
+        (torch.ops.aten.view.default, Route.VIEW),
+        (torch.ops.aten.copy_.default, Route.SPECIAL),
+        (torch.ops.aten.add_.Tensor, Route.IN_PLACE),
+        (torch.ops.aten._fused_adamw_.default, Route.IN_PLACE),
+        (torch.ops.aten.squeeze_.dim, Route.IN_PLACE),
+        (torch.ops.aten.add.out, Route.OUT),
+        (torch.ops.aten._foreach_add.List, Route.COMPOSED),
+        (torch.ops.aten._to_sparse.default, Route.HOST),
     ],
     ids=str,
 )
-def test_how_an_overload_is_carried_out(overload, way):
-    assert router.how(overload) is way
+def test_route_of_an_overload(overload, route):
+    assert router.route_of(overload) is route
 
 
 def test_no_core_operation_runs_on_the_host():
     core = [op for op in ops_page.overloads() if torch.Tag.core in op.tags]
     assert len(core) > 150
-    assert [str(op) for op in core if router.how(op) is How.HOST] == []
+    assert [str(op) for op in core if router.route_of(op) is Route.HOST] == []

@@ -1,4 +1,4 @@
-"""Files outlive the layout of this package: what is pickled names `spmd_core` itself, none of its modules."""
+"""Pickles do not depend on the package's layout: they name `spmd_core`, none of its modules."""
 
 import io
 import pickle
@@ -12,9 +12,9 @@ from torch import nn
 
 import spmd_core as spmd
 
-# Written by `torch.save` when the package was one flat folder; never written anew.
+# Written by `torch.save` when the package was one flat folder. Never write it again.
 WRITTEN = Path(__file__).parents[1] / "data" / "pickled.pt"
-# `spmd_core.errors` is where users import exceptions from, and it stays.
+# Users import exceptions from `spmd_core.errors`, so this module keeps its place.
 PUBLIC = {"spmd_core", "spmd_core.errors"}
 MESH = spmd.Mesh(range(8), (4, 2), ("a", "b"))
 WEIGHT = torch.arange(8.0).reshape(4, 2)

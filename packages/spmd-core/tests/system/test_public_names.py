@@ -1,4 +1,4 @@
-"""Every public name of the three packages imports, `data/public_names.txt` lists them."""
+"""Every public name of the three packages, listed in `data/public_names.txt`, can be imported."""
 
 import importlib
 import pkgutil
@@ -10,12 +10,12 @@ import spmd_data
 import torch_xla
 
 LISTED = (Path(__file__).parents[1] / "data" / "public_names.txt").read_text().split()
-# What users reach as attributes of the package: `spmd.debugging.collectives`.
+# Modules that users reach as attributes of the package: `spmd.debugging.collectives`.
 MODULES = ("autocast", "custom_ops", "debugging", "metrics", "profiler")
 
 
 def public_names(module, name):
-    """`name.x` for what a user finds in a module: no private names, no modules."""
+    """`name.x` for each attribute `x` of a module that is neither private nor a module."""
     return {
         f"{name}.{attribute}"
         for attribute, value in vars(module).items()

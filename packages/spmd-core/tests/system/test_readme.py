@@ -1,4 +1,4 @@
-"""Every sample of the READMEs runs, in a process of its own; ARCHITECTURE.md's program does what the page says."""
+"""Every sample of the READMEs runs, and ARCHITECTURE.md's program does what the page says."""
 
 import os
 import re

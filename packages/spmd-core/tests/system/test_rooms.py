@@ -1,4 +1,4 @@
-"""The rooms of the package: a folder imports only from folders below it, and no files of one import each other in a circle."""
+"""The package's layers: folders import only from lower folders; files of one form no cycles."""
 
 import ast
 import sys
@@ -10,9 +10,9 @@ import spmd_core as spmd
 
 SOURCE = Path(spmd.__file__).parent
 sys.path.append(str(SOURCE.parents[3] / "scripts"))
-import import_graph  # noqa: E402 - a script of the repository, on no other path
+import import_graph  # noqa: E402 - a script of the repository, outside of any package
 
-# From top to bottom; folders on one line stand side by side and do not import each other.
+# From top to bottom. Folders on one line do not import each other.
 FLOORS = [
     ("modules", "steps"),
     ("torch_backend", "marks"),
@@ -61,7 +61,8 @@ def test_a_folder_says_its_purpose_and_nothing_else():
     for init in SOURCE.rglob("*/__init__.py"):
         lines = init.read_text().splitlines()
         assert lines[0].startswith('"""') and len(lines[0]) <= 100, init
-        if init.parent.name != "debugging":  # what users reach as `spmd.debugging`
+        # `debugging` exports names for users.
+        if init.parent.name != "debugging":
             assert len(lines) == 1, init
 
 

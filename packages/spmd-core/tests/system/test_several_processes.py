@@ -1,4 +1,4 @@
-"""Two processes on this host, with two emulated devices each, run one program together."""
+"""Two processes on one host, with two emulated devices each, run one program together."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ out = open(f"{folder}/said{rank}.txt", "w")
 
 
 def say(*words):
-    # Not to stdout: the collectives' library writes lines of its own there, into the middle of ours.
+    # Not to stdout, where the collectives' library writes lines into the middle of these.
     out.write(" ".join(map(str, words)) + "\\n")
     out.flush()
 
@@ -32,8 +32,17 @@ spmd.config.cache_dir = None
 spmd.simulate(2)
 startup.initialize(f"127.0.0.1:{port}", 2, rank, timeout_s=60)
 spmd.use_spmd()
-facts = [processes.process_index(), processes.process_count(), processes.local_process_count(), processes.host_index(), processes.is_master(),
-         processes.is_master(local=True), processes.addressable_runtime_device_count(), spmd.global_runtime_device_count(), processes.get_master_ip()]
+facts = [
+    processes.process_index(),
+    processes.process_count(),
+    processes.local_process_count(),
+    processes.host_index(),
+    processes.is_master(),
+    processes.is_master(local=True),
+    processes.addressable_runtime_device_count(),
+    spmd.global_runtime_device_count(),
+    processes.get_master_ip(),
+]
 say("facts", *facts, *processes.real_devices())
 
 mesh = spmd.Mesh(range(4), (4,), ("x",))
@@ -42,8 +51,12 @@ w = spmd.mark_sharding(torch.arange(12.0).reshape(6, 2).to("xla"), mesh, ("x",))
 for number in range(2):
     w.mul_(2)
     closures.add_step_closure(lambda t, n: say("closure", n, t.sum().item()), args=(w, number))
-    # Both sharded: one by a mark, one as the partitioner likes.
-    closures.add_step_closure(lambda t, u, n: say("read", n, t.sum().item(), u.sum().item()), args=(w, w + 1, number), run_async=True)
+    # Both are sharded, one by a mark, the other by the partitioner's choice.
+    closures.add_step_closure(
+        lambda t, u, n: say("read", n, t.sum().item(), u.sum().item()),
+        args=(w, w + 1, number),
+        run_async=True,
+    )
     spmd.sync()
 closures.wait_for_closures()
 say("shards", [shard.unpadded_data.tolist() for shard in w.local_shards])

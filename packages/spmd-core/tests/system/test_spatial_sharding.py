@@ -1,4 +1,4 @@
-"""Windows and transforms over a dim that is split over the devices, unevenly too: results and gradients equal eager torch's."""
+"""Windows and transforms over a dim that is split, also unevenly, agree with eager torch."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ WINDOWS = {
 }
 
 
-# Of 6 elements a window reaches beyond the next of 8 devices; of 38 it does not.
+# With 6 elements on 8 devices a window reaches beyond the next device; with 38 it does not.
 @pytest.mark.parametrize(("dim", "size"), [(0, 6), (2, 6), (2, 38), (3, 38)])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_results_and_gradients(name, dim, size, mesh_1d):
@@ -72,7 +72,10 @@ def test_results_and_gradients(name, dim, size, mesh_1d):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kernel", [3, 9])
 def test_convolutions_over_fewer_elements_than_devices(dtype, transposed, kernel, mesh_1d):
-    """Where the partitioner counted sums of the weight's gradient twice; a kernel of 81 elements takes another way than one of 9."""
+    """Here the partitioner once counted sums of the weight's gradient twice.
+
+    A kernel of 81 elements takes another code path than one of 9.
+    """
     convolve = F.conv_transpose2d if transposed else F.conv2d
     results = []
     for device in ("cpu", "xla"):
@@ -95,7 +98,7 @@ def test_convolutions_over_fewer_elements_than_devices(dtype, transposed, kernel
 
 @pytest.mark.parametrize("size", [5, 24])
 def test_without_a_batch(size, mesh_1d):
-    """The dim that a window moves over is then the second one."""
+    """Without a batch dim, dim 1 is the first that a window moves over."""
     results = []
     for device in ("cpu", "xla"):
         torch.manual_seed(0)

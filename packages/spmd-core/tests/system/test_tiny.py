@@ -1,4 +1,4 @@
-"""The whole system in one short file: read it first, run it first."""
+"""The whole system in one short file. Read and run this one first."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_a_mark_shards_a_tensor_in_place(mesh_1d, num_devices):
     assert spmd.mark_sharding(w, mesh_1d, ("x",)) is w
     shards = w.local_shards
     assert [s.data.tolist() for s in shards] == [[2.0 * i, 2.0 * i + 1] for i in range(num_devices)]
-    assert w.tolist() == list(range(2 * num_devices))  # the tensor is the global one
+    assert w.tolist() == list(range(2 * num_devices))  # the tensor is the global tensor
 
 
 def test_a_training_step_on_all_devices_equals_eager_torch(mesh_1d, num_devices):

@@ -1,4 +1,4 @@
-"""What a user does with a tensor besides arithmetic: move, print, copy, pickle, save, share, mark, look at shards."""
+"""Tensors besides arithmetic: moving, printing, copying, pickling, saving, sharing, shards."""
 
 import copy
 import io
@@ -98,9 +98,9 @@ def test_printing_shows_values_and_device():
 def test_printing_a_marked_tensor_shows_its_sharding(mesh_1d):
     p = nn.Parameter(torch.ones(2, device="xla"))
     spmd.mark_sharding(p, mesh_1d, ("x",))
-    assert (
-        repr(p)
-        == "Parameter containing:\nXLAShardedTensor(tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
+    assert repr(p) == (
+        "Parameter containing:\nXLAShardedTensor("
+        "tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
     )
 
 

@@ -1,4 +1,4 @@
-"""What local devices hold, written block by block: padding, copies, views, and what is refused."""
+"""Shards of local devices, written block by block: padding, copies, views, what is refused."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_blocks_written_are_the_tensor(mesh_2d, dtype, shape, spec):
     for shard in shards:
         shard.data.zero_()  # the device has a copy
     assert torch.equal(t.cpu(), new)
-    assert torch.equal(row.cpu(), new[0])  # a view sees it
+    assert torch.equal(row.cpu(), new[0])  # a view shows the new values
     assert t.partition_spec == tuple(spec)
     assert torch.equal((t.to(torch.complex64) * 2).cpu(), new.to(torch.complex64) * 2)
 

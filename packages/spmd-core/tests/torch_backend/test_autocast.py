@@ -1,4 +1,4 @@
-"""Autocast on the device follows torch's policy: which dtype an operation computes in, nested and disabled regions, gradients."""
+"""Autocast on the device follows torch's policy: dtypes, nested and disabled regions, gradients."""
 
 import pytest
 import torch

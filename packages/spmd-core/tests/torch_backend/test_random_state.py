@@ -1,4 +1,4 @@
-"""The state of randomness: seeds, states and forks."""
+"""The state of the random generator: seeds, states and forks."""
 
 import pytest
 import torch
@@ -40,7 +40,8 @@ def test_what_is_no_state():
     for wrong in ("1", True, None):
         with pytest.raises(
             TypeError,
-            match=r"a tensor from get_rng_state\(\) or a seed \(int\); got (str|bool|NoneType). Pass one",
+            match=r"a tensor from get_rng_state\(\) or a seed \(int\); got (str|bool|NoneType). "
+            r"Pass one",
         ):
             random_state.set_rng_state(wrong)
 

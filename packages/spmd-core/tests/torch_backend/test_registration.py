@@ -1,4 +1,4 @@
-"""Importing has no side effects; the device has the methods that torch asks of one."""
+"""Importing has no side effects, and the device module has the methods that torch calls."""
 
 import json
 import os
@@ -29,7 +29,8 @@ import jax
 flags = dict(jax.config.values)
 import spmd_core, jax._src.xla_bridge as bridge
 after = dict(jax.config.values)
-print(json.dumps([before == dict(os.environ), flags == {k: after[k] for k in flags}, len(bridge._backends)]))
+same = [before == dict(os.environ), flags == {k: after[k] for k in flags}]
+print(json.dumps([*same, len(bridge._backends)]))
 """
     result = run(code)
     assert result.returncode == 0, result.stderr
@@ -84,7 +85,10 @@ def test_an_unknown_platform_is_refused():
 
 
 def test_the_persistent_cache_is_used(tmp_path):
-    code = "import torch, spmd_core as s; s.simulate(2); x = torch.ones(64, 64, device='xla'); print((x @ x).sum().item())"
+    code = (
+        "import torch, spmd_core as s; s.simulate(2); "
+        "x = torch.ones(64, 64, device='xla'); print((x @ x).sum().item())"
+    )
     for _ in range(2):
         result = run(code, SPMD_CACHE_DIR=str(tmp_path / "cache"))
         assert result.stdout.strip() == "262144.0", result.stderr

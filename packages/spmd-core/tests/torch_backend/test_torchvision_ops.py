@@ -1,4 +1,4 @@
-"""torchvision can be imported after spmd_core, whichever build of it is installed, and says itself what it lacks."""
+"""Any build of torchvision imports after spmd_core, and names its own missing operators."""
 
 import os
 import subprocess
@@ -32,7 +32,10 @@ def run(code):
 
 @pytest.mark.slow
 def test_torchvision_imports_after_spmd_core_without_warnings():
-    code = "import spmd_core, sys; assert 'torchvision' not in sys.modules; import torchvision; print(torchvision.models.resnet18.__name__)"
+    code = (
+        "import spmd_core, sys; assert 'torchvision' not in sys.modules; "
+        "import torchvision; print(torchvision.models.resnet18.__name__)"
+    )
     assert run(code).strip() == "resnet18"
 
 
@@ -45,7 +48,8 @@ def test_the_operators_are_declared_once():
 def test_absent_torchvision_is_left_alone():
     code = """
 import importlib.util, torch
-importlib.util.find_spec = lambda name, find=importlib.util.find_spec: None if name == "torchvision" else find(name)
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "torchvision" else find(name)
 import spmd_core
 print(hasattr(torch.ops.torchvision, "nms"))
 """

@@ -1,10 +1,10 @@
-"""Looking inside: programs as text, what moves between devices, why a program was compiled.
+"""Inspection of programs: as text, what moves between devices, why a program was compiled.
 
-    debugging.stablehlo(loss)          what is recorded, with shardings
-    debugging.hlo(loss)                what each device runs
-    debugging.collectives()            what moves between devices: bytes, mesh axes, torch operation, line
-    debugging.explain_recompile()      what changed since the nearest program before
-    with debugging.source_lines():     operations remember the user's line and module
+    debugging.stablehlo(loss)          the recorded program, with shardings
+    debugging.hlo(loss)                the program that each device runs
+    debugging.collectives()            bytes between devices, by mesh axes, torch operation and line
+    debugging.explain_recompile()      what changed since the most similar earlier program
+    with debugging.source_lines():     operations keep the user's line and module
 
 Nothing here runs a program.
 """

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what moves, how much, over which mesh axes, for which torch operation and line of the user's program."""
+"""The collectives of a compiled program: bytes, mesh axes, torch operation and line of the user."""
 
 import re
 from collections import Counter
@@ -14,13 +14,16 @@ from spmd_core.runtime.placement import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.source_lines import Origin
 
-# What `lowering` names an operation: with source lines on, also the node's number.
+# The name that `program.lowering` gives an operation; with source lines on, with the node's number.
 _OPERATION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)(?:#(?P<node>\d+))?")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A torch operation, such as `aten::mm`, and where the user called it: None where the program was compiled without source lines."""
+    """A torch operation, such as `aten::mm`, and the line where the user called it.
+
+    `origin` is None if the program was compiled without source lines.
+    """
 
     op: str
     origin: Origin | None
@@ -37,15 +40,19 @@ class Collective:
     """One collective of a program.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`, `collective-permute` or `collective-broadcast`.
-        result_bytes: bytes of its result on each device, at each execution; of an all-gather the whole, of a reduce-scatter the part.
-        operand_bytes: bytes that each device puts in.
-        axes: the mesh axes along which devices take part; of a permute, those along which data travels. None where they match no mesh of the program.
-        is_part: the groups are a part of these axes only.
-        groups: the device ids of each group; of a permute the (source, target) pairs. None where XLA's text of them is not known.
-        executions: in one run of the program; None where that depends on data.
-        causes: the torch operations that it serves, several where XLA joined several collectives.
-        name: of the instruction in `debugging.hlo`.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
+            `collective-permute` or `collective-broadcast`.
+        result_bytes: bytes of the result on each device, at each execution. For an all-gather that
+            is the gathered array, for a reduce-scatter the device's part.
+        operand_bytes: bytes of the operands on each device.
+        axes: the mesh axes along which devices take part; for a permute, those along which data
+            travels. None if the groups match no mesh of the program.
+        is_part: the groups are only a part of these axes.
+        groups: the device ids of each group; for a permute the (source, target) pairs. None if
+            XLA's text of them has an unknown form.
+        executions: number of executions in one run of the program; None if it depends on data.
+        causes: the torch operations that need the collective; several if XLA merged collectives.
+        name: the name of the instruction in `debugging.hlo`.
     """
 
     kind: str
@@ -60,7 +67,7 @@ class Collective:
 
     @property
     def line(self) -> str | None:
-        """`file:line` of the first cause whose line is known."""
+        """`file:line` of the first cause with a known line."""
         return next(
             (
                 f"{cause.origin.file}:{cause.origin.line}"
@@ -72,7 +79,9 @@ class Collective:
 
 
 class Collectives(tuple[Collective, ...]):
-    """The collectives of one program, in the compiler's order; prints as a table, those that move most first, and the sums by kind and axes.
+    """The collectives of one program, in the compiler's order; prints as a table.
+
+    The table is sorted by bytes, the largest first, and ends with sums by kind and axes.
 
     Attributes:
         program: the program's name.
@@ -82,13 +91,13 @@ class Collectives(tuple[Collective, ...]):
 
     @staticmethod
     def of(collectives: Iterable[Collective], program: str) -> "Collectives":
-        """The collectives of the program of that name."""
+        """The collectives of the program `program`."""
         made = Collectives(collectives)
         made.program = program
         return made
 
     def where(self, *, kind: str | None = None, axis: str | None = None) -> "Collectives":
-        """Those of one kind, along one mesh axis."""
+        """The collectives of this kind, along this mesh axis."""
         chosen = (
             c for c in self if kind in (None, c.kind) and (axis is None or axis in (c.axes or ()))
         )
@@ -96,14 +105,14 @@ class Collectives(tuple[Collective, ...]):
 
     @property
     def result_bytes(self) -> int:
-        """Of one run of the program, on each device. What depends on data counts once."""
-        return sum(_total(c) for c in self)
+        """Bytes on each device in one run; a data-dependent number of executions counts once."""
+        return sum(_total_bytes(c) for c in self)
 
     def __str__(self) -> str:
         if not self:
             return f"{self.program}: no collectives"
         rows = [("kind", "axes", "bytes per device", "times", "cause")]
-        for c in sorted(self, key=_total, reverse=True):
+        for c in sorted(self, key=_total_bytes, reverse=True):
             first, *others = [str(cause) for cause in c.causes] or ["not known"]
             rows.append(
                 (
@@ -117,28 +126,35 @@ class Collectives(tuple[Collective, ...]):
             rows += [("", "", "", "", other) for other in others]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = [
-            f"{kind:<{widths[0]}}  {axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}"
+            f"{kind:<{widths[0]}}  "
+            f"{axes:<{widths[1]}}  {size:>{widths[2]}}  {times:>{widths[3]}}  {cause}"
             for kind, axes, size, times, cause in rows
         ]
         sums: Counter[str] = Counter()
-        numbers: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for c in self:
-            what = f"{c.kind} over {_axes_text(c)}"
-            sums[what] += _total(c)
-            numbers[what] += 1
+            group = f"{c.kind} over {_axes_text(c)}"
+            sums[group] += _total_bytes(c)
+            counts[group] += 1
         lines += [
             "",
-            *(f"{size:,} bytes in {numbers[what]} x {what}" for what, size in sums.most_common()),
+            *(f"{size:,} bytes in {counts[group]} x {group}" for group, size in sums.most_common()),
         ]
-        total = f"{self.program}: {len(self)} collectives, {self.result_bytes:,} bytes of results per device"
+        total = (
+            f"{self.program}: "
+            f"{len(self)} collectives, {self.result_bytes:,} bytes of results per device"
+        )
         if not any(cause.origin for c in self for cause in c.causes):
-            total += "\nFor the lines that cause them, record and compile with SPMD_SOURCE_LINES=1 or inside debugging.source_lines()."
+            total += (
+                "\nFor the lines that cause them, "
+                "record and compile with SPMD_SOURCE_LINES=1 or inside debugging.source_lines()."
+            )
         return "\n".join([*lines, total])
 
     __repr__ = __str__
 
 
-def _total(c: Collective) -> int:
+def _total_bytes(c: Collective) -> int:
     return c.result_bytes * (1 if c.executions is None else c.executions)
 
 
@@ -187,7 +203,7 @@ def _cause(found: re.Match[str], graph: Graph) -> Cause:
 
 
 def _meshes(graph: Graph) -> list[Mesh]:
-    """The meshes of a program's marks and regions, the most frequent first."""
+    """The meshes of a program's marks and manual regions, the most frequent first."""
     marks = [leaf.placement.sharding for leaf in graph.leaves] + [
         output.sharding for output in graph.outputs
     ]
@@ -205,10 +221,18 @@ def _meshes(graph: Graph) -> list[Mesh]:
 def match_axes(
     groups: hlo_text.Groups, meshes: list[Mesh], *, is_permute: bool = False
 ) -> tuple[tuple[str, ...] | None, bool]:
-    """The axes of the first mesh whose subgrids along them are just these groups of device ids; else of the first that has them as parts.
+    """The mesh axes along which groups of device ids lie.
+
+    The first mesh whose axes give exactly these groups wins; otherwise the first mesh of which
+    the groups are parts.
+
+    Args:
+        groups: the device ids of each group.
+        meshes: the candidates, in order of preference.
+        is_permute: the groups are (source, target) pairs, which need not cover an axis.
 
     Returns:
-        The names of the axes, or None; and whether the groups are parts.
+        The names of the axes, or None if no mesh matches; and whether the groups are parts.
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))

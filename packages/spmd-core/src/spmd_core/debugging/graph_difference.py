@@ -1,40 +1,66 @@
-"""What differs between two recorded programs: operations, arguments, leaves, results, in words. What only follows from another change is left out."""
+"""The differences between two recorded programs, in words: operations, arguments, leaves, results.
 
-from collections.abc import Iterator
+A difference that only follows from another one is left out.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from typing import Any
 
+import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_core.debugging import arguments
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.compile_cache import Compiled
 from spmd_core.runtime.placement import Placement, jax_axis_names
 from spmd_core.sharding.sharding import Sharding
 
-# Beyond, the parts of two programs that have other operations are told by their lengths.
+# Stands for an argument that the call leaves out.
+_DEFAULT = object()
+# Longer sections that differ are not aligned operation by operation, but reported as one range.
 _MAX_ALIGNED = 2000
 
-_PAD = "Every new shape is a program of its own. Pad batches and sequences to one size or a few, and drop a smaller last batch (drop_last=True)."
-_STATIC = (
-    "A Python number that decides a shape, a position or a formula is part of the program. Keep it the same from step to step, "
-    "or pass it as a tensor."
+_ADVICE_SHAPE = (
+    "Every new shape is a program of its own. Pad batches and sequences to one size or a few, "
+    "and drop a smaller last batch (drop_last=True)."
 )
-_KIND = "A program is made for an int, a bool or a float. Write the number in one way each time, such as 2.0 and not 2."
-_HELD = (
-    "A result that somebody holds at the cut is a result of the program. Where that changes from step to step, drop it before (del), "
-    "or keep its value on the host (.item(), .cpu())."
+_ADVICE_STATIC_NUMBER = (
+    "A Python number that decides a shape, a position or a formula is part of the program. "
+    "Keep it the same from step to step, or pass it as a tensor."
 )
-_DONATED = "A buffer is reused where no tensor holds its value after the cut. Drop the tensor before, or hold it in every step."
-_MARKS = "Where a tensor lies is part of the program. Mark it once, in the same way each time."
-_BRANCH = "The operations are the program: an `if` or a loop in Python that depends on the step makes another one."
+_ADVICE_NUMBER_TYPE = (
+    "A program is made for an int, a bool or a float. "
+    "Write the number in one way each time, such as 2.0 and not 2."
+)
+_ADVICE_HELD = (
+    "A result that somebody holds at the cut is a result of the program. Where that changes "
+    "from step to step, drop it before (del), or keep its value on the host (.item(), .cpu())."
+)
+_ADVICE_DONATED = (
+    "A buffer is reused where no tensor holds its value after the cut. "
+    "Drop the tensor before, or hold it in every step."
+)
+_ADVICE_MARKS = (
+    "Where a tensor lies is part of the program. Mark it once, in the same way each time."
+)
+_ADVICE_BRANCH = (
+    "The operations are the program: "
+    "an `if` or a loop in Python that depends on the step makes another one."
+)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One cause: the field of `compile_cache.Key`, what it was and is in words, and what a user can do. `is_settling`: as after any first step."""
+    """One cause of a recompilation.
+
+    Attributes:
+        ingredient: the field of `compile_cache.Key` that differs.
+        text: the old and the new state, in words.
+        advice: what the user can do.
+        is_settling: the change is normal between a first step and the second.
+    """
 
     ingredient: str
     text: str
@@ -43,7 +69,7 @@ class Change:
 
 
 class Side:
-    """One of the two programs: its operations, and where each of its values comes from."""
+    """One of the two programs: its operations, and the producer of each of its values."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.graph, self.key = compiled.graph, compiled.key
@@ -55,21 +81,21 @@ class Side:
         ]
 
     def spec(self, value: int) -> Spec:
-        """Of a leaf (negative) or a result."""
+        """The spec of a leaf (negative number) or of a result."""
         if value < 0:
             return self.graph.leaves[-value - 1].spec
         node, part = self.producers[value]
         return self.graph.nodes[node].entry.outs[part]
 
     def operation(self, i: int) -> str:
-        """`operation 3, aten::mm, at train.py:12`."""
+        """Text of an operation: `operation 3, aten::mm, at train.py:12`."""
         node = self.graph.nodes[i]
         return f"operation {i}, {node.entry.name}" + (
             "" if node.origin is None else f", at {node.origin}"
         )
 
     def value(self, value: int) -> str:
-        """A leaf, or a result of an operation."""
+        """Text of a leaf (negative number) or of an operation's result."""
         return (
             self.leaf(-value - 1)
             if value < 0
@@ -77,7 +103,7 @@ class Side:
         )
 
     def leaf(self, i: int) -> str:
-        """`leaf 3 (updated in place, read by operation 0, aten::linear)`."""
+        """Text of a leaf: `leaf 3 (updated in place, read by operation 0, aten::linear)`."""
         known = ["updated in place" if i in self.key.donated else "data"]
         reader = next((n for n, node in enumerate(self.graph.nodes) if -i - 1 in node.inputs), None)
         if reader is not None:
@@ -89,30 +115,33 @@ class Side:
 
 
 class Difference:
-    """Two programs side by side. Operations are aligned by name; values, leaves and results through them."""
+    """Two programs side by side.
 
-    def __init__(self, old: Compiled, new: Compiled, known: arguments.Arguments) -> None:
-        self.old, self.new, self._known = Side(old), Side(new), known
-        self._blocks = _aligned(self.old.names, self.new.names)
+    Operations are aligned by name; values, leaves and results are matched through them.
+    """
+
+    def __init__(self, old: Compiled, new: Compiled) -> None:
+        self.old, self.new = Side(old), Side(new)
+        self._blocks = _matching_blocks(self.old.names, self.new.names)
 
     @cached_property
     def operations_gone(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(name for i, j, _, _ in self._unlike for name in self.old.names[i:j])
+        """Names of operations that only the old program has."""
+        return tuple(name for i, j, _, _ in self._unaligned_ranges for name in self.old.names[i:j])
 
     @cached_property
     def operations_new(self) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(name for _, _, i, j in self._unlike for name in self.new.names[i:j])
+        """Names of operations that only the new program has."""
+        return tuple(name for _, _, i, j in self._unaligned_ranges for name in self.new.names[i:j])
 
     @cached_property
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Operations of the same name that stand for each other."""
+    def _aligned_operations(self) -> list[tuple[int, int]]:
+        """Aligned operations, which have the same name: (old index, new index)."""
         return [(a + i, b + i) for a, b, length in self._blocks for i in range(length)]
 
     @cached_property
-    def _unlike(self) -> list[tuple[int, int, int, int]]:
-        """The ranges, in the old program and in the new, between what is aligned."""
+    def _unaligned_ranges(self) -> list[tuple[int, int, int, int]]:
+        """Ranges between the aligned operations: (old start, old end, new start, new end)."""
         found, a, b = [], 0, 0
         for next_a, next_b, length in [
             *self._blocks,
@@ -124,11 +153,14 @@ class Difference:
         return found
 
     @cached_property
-    def _values(self) -> dict[int, int]:
-        """The new program's value for each of the old one's, leaves included: what aligned operations make and read."""
+    def _new_values(self) -> dict[int, int]:
+        """The new program's value for each of the old one's, leaves included.
+
+        Matched are the results and the leaf inputs of aligned operations.
+        """
         first_old, first_new = _first_results(self.old), _first_results(self.new)
         found: dict[int, int] = {}
-        for i, j in self._pairs:
+        for i, j in self._aligned_operations:
             a, b = self.old.graph.nodes[i], self.new.graph.nodes[j]
             found.update(
                 (first_old[i] + part, first_new[j] + part)
@@ -140,89 +172,90 @@ class Difference:
         return found
 
     @cached_property
-    def _aligned_values(self) -> frozenset[int]:
-        return frozenset(self._values.values())
+    def _matched_new_values(self) -> frozenset[int]:
+        return frozenset(self._new_values.values())
 
     @cached_property
-    def _leaves(self) -> list[tuple[int, int]]:
+    def _leaf_pairs(self) -> list[tuple[int, int]]:
         return [
             (-old - 1, -new - 1)
-            for old, new in sorted(self._values.items(), reverse=True)
+            for old, new in sorted(self._new_values.items(), reverse=True)
             if old < 0
         ]
 
     @cached_property
-    def _all(self) -> tuple[Change, ...]:
-        return (
-            *self._of_leaves(),
-            *self._of_operations(),
-            *self._of_results(),
-            *self._of_donated(),
-            *self._of_the_rest(),
-        )
-
     def changes(self) -> tuple[Change, ...]:
         """The causes, leaves first."""
-        return self._all
+        return (
+            *self._leaf_changes(),
+            *self._operation_changes(),
+            *self._result_changes(),
+            *self._donation_changes(),
+            *self._other_changes(),
+        )
 
-    def _of_leaves(self) -> Iterator[Change]:
-        for i, j in self._leaves:
+    def _leaf_changes(self) -> Iterator[Change]:
+        for i, j in self._leaf_pairs:
             old, new = self.old.graph.leaves[i], self.new.graph.leaves[j]
             what = self.new.leaf(j)
             if old.spec.logical is not new.spec.logical:
                 yield Change(
                     "leaves",
                     f"{what}: {old.spec!r} -> {new.spec!r}",
-                    "" if j in self.new.key.donated else _PAD,
+                    "" if j in self.new.key.donated else _ADVICE_SHAPE,
                 )
             elif old.placement is not new.placement:
                 was, now = placement_text(old.placement), placement_text(new.placement)
                 is_settling = old.placement.sharding is None and new.placement.sharding is None
                 yield Change(
-                    "leaves", f"the sharding of {what}: {was} -> {now}", _MARKS, is_settling
+                    "leaves", f"the sharding of {what}: {was} -> {now}", _ADVICE_MARKS, is_settling
                 )
 
-    def _of_operations(self) -> Iterator[Change]:
+    def _operation_changes(self) -> Iterator[Change]:
         firsts = _first_results(self.new)
-        for i, i_end, j, j_end in self._unlike:
-            yield self._of_range(i, i_end, j, j_end)
-        for i, j in self._pairs:
+        for i, i_end, j, j_end in self._unaligned_ranges:
+            yield self._range_change(i, i_end, j, j_end)
+        for i, j in self._aligned_operations:
             old, new = self.old.graph.nodes[i], self.new.graph.nodes[j]
             if len(old.inputs) != len(new.inputs):
-                text = f"{self.new.operation(j)}, reads {len(new.inputs)} tensors, and read {len(old.inputs)} before"
-                yield Change("structure", text, _BRANCH)
+                text = (
+                    f"{self.new.operation(j)}, "
+                    f"reads {len(new.inputs)} tensors, and read {len(old.inputs)} before"
+                )
+                yield Change("structure", text, _ADVICE_BRANCH)
             elif old.entry is not new.entry:
                 before, now = (
                     [side.spec(x) for x in node.inputs]
                     for side, node in ((self.old, old), (self.new, new))
                 )
-                # Where what it reads has another shape, the operation follows.
+                # If the inputs have another shape, the operation's change only follows from it.
                 if [s.shape for s in before] == [s.shape for s in now] or not before:
-                    yield from self._of_arguments(
+                    yield from self._argument_changes(
                         old.entry, new.entry, self.new.operation(j), before, now, firsts[j]
                     )
             elif self._reads_other_values(old.inputs, new.inputs):
                 yield Change(
                     "structure",
-                    f"{self.new.operation(j)}, reads other values than before: {self._read(new.inputs)}",
-                    _BRANCH,
+                    f"{self.new.operation(j)}, "
+                    f"reads other values than before: {self._values_text(new.inputs)}",
+                    _ADVICE_BRANCH,
                 )
 
     def _reads_other_values(self, old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-        """What is not aligned is reported by itself."""
+        """Whether an input differs. Unaligned values do not count: they are reported themselves."""
         return any(
-            x in self._values and y in self._aligned_values and self._values[x] != y
+            x in self._new_values and y in self._matched_new_values and self._new_values[x] != y
             for x, y in zip(old, new)
         )
 
-    def _read(self, inputs: tuple[int, ...]) -> str:
+    def _values_text(self, inputs: tuple[int, ...]) -> str:
         return "; ".join(self.new.value(x) for x in inputs)
 
-    def _of_range(self, i: int, i_end: int, j: int, j_end: int) -> Change:
+    def _range_change(self, i: int, i_end: int, j: int, j_end: int) -> Change:
         gone, made = i_end - i, j_end - j
         if gone == made == 1:
             was, now = self.old.names[i], self.new.operation(j).removeprefix(f"operation {j}, ")
-            return Change("structure", f"operation {j} was {was}, is {now}", _BRANCH)
+            return Change("structure", f"operation {j} was {was}, is {now}", _ADVICE_BRANCH)
         texts = []
         if gone:
             texts.append(f"{_range_text(i, i_end)} gone: {_names_text(self.old.names[i:i_end])}")
@@ -230,9 +263,9 @@ class Difference:
             texts.append(f"{_range_text(j, j_end)} new: {_names_text(self.new.names[j:j_end])}")
             origin = self.new.graph.nodes[j].origin
             texts[-1] += "" if origin is None else f", from {origin} on"
-        return Change("structure", "; ".join(texts), _BRANCH)
+        return Change("structure", "; ".join(texts), _ADVICE_BRANCH)
 
-    def _of_arguments(
+    def _argument_changes(
         self,
         old: Entry,
         new: Entry,
@@ -244,20 +277,21 @@ class Difference:
         if old.sharding is not new.sharding:
             yield Change(
                 "structure",
-                f"the mark of {what}: {_sharding_text(old.sharding)} -> {_sharding_text(new.sharding)}",
-                _MARKS,
+                f"the mark of {what}: "
+                f"{_sharding_text(old.sharding)} -> {_sharding_text(new.sharding)}",
+                _ADVICE_MARKS,
             )
             return
         if old.border != new.border:
             yield Change(
-                "structure", f"{what}, crosses the border of another manual region", _MARKS
+                "structure", f"{what}, crosses the border of another manual region", _ADVICE_MARKS
             )
             return
-        was, is_now = self._known.of(old), self._known.of(new)
+        was, is_now = old.arguments, new.arguments
         if was is None or is_now is None:
             same = [(a, b) for a, b in zip(before, now) if a is not b]
             detail = (
-                f": it reads {arguments.text(same[0][1])}, not {arguments.text(same[0][0])}"
+                f": it reads {_value_text(same[0][1])}, not {_value_text(same[0][0])}"
                 if same
                 else "; which, is not known"
             )
@@ -265,59 +299,73 @@ class Difference:
             return
         for name in dict.fromkeys([*was, *is_now]):
             a, b = was.get(name, _DEFAULT), is_now.get(name, _DEFAULT)
-            if a != b and not self._follows(a, b, first_result):
+            if a != b and not self._follows_from_shapes(a, b, first_result):
                 yield Change(
                     "structure",
                     f"argument {name!r} of {what}: {_argument_text(a)} -> {_argument_text(b)}",
                     _advice_on(a, b),
                 )
 
-    def _follows(self, a: Any, b: Any, first_result: int) -> bool:
-        """Whether an argument differs only in sizes that the shapes of leaves or earlier results differ in: the user computed it from a shape."""
+    def _follows_from_shapes(self, a: Any, b: Any, first_result: int) -> bool:
+        """Whether an argument differs only in sizes in which earlier shapes differ too.
+
+        The user then computed it from a shape of a leaf or of an earlier result.
+        """
         a, b = (x if isinstance(x, tuple) else (x,) for x in (a, b))
         changed = {(x, y) for x, y in zip(a, b) if x != y}
-        return len(a) == len(b) and bool(changed) and changed <= self._sizes(first_result)
+        return len(a) == len(b) and bool(changed) and changed <= self._changed_sizes(first_result)
 
-    def _sizes(self, first_result: int) -> set[tuple[int, int]]:
-        """The sizes that differ, old and new, in the leaves and in results before this one."""
+    def _changed_sizes(self, first_result: int) -> set[tuple[int, int]]:
+        """The (old, new) pairs of sizes that differ in leaves and in results before this one."""
         specs = (
             (self.old.spec(x), self.new.spec(y))
-            for x, y in self._values.items()
+            for x, y in self._new_values.items()
             if y < first_result
         )
         return {(m, n) for a, b in specs if a is not b for m, n in zip(a.shape, b.shape) if m != n}
 
-    def _of_results(self) -> Iterator[Change]:
-        old = {self._values.get(number): placement for number, _, placement in self.old.key.outputs}
+    def _result_changes(self) -> Iterator[Change]:
+        old = {
+            self._new_values.get(number): placement for number, _, placement in self.old.key.outputs
+        }
         new = {number: placement for number, _, placement in self.new.key.outputs}
-        # Where as many results are held and operations changed, the name that holds one now stands for another.
-        follows = bool(self._unlike) and len(self.old.key.outputs) == len(self.new.key.outputs)
+        # With as many results held, and operations changed, a Python name now holds another result.
+        follows = bool(self._unaligned_ranges) and len(self.old.key.outputs) == len(
+            self.new.key.outputs
+        )
         for number, placement in new.items():
             what = f"{self.new.value(number)} ({self.new.spec(number)!r})"
             if number in old and old[number] is not placement:
                 is_settling = _is_unmarked(old[number]) and _is_unmarked(placement)
                 lay, lies = placement_text(old[number]), placement_text(placement)
                 yield Change(
-                    "outputs", f"the sharding of {what}: {lay} -> {lies}", _MARKS, is_settling
+                    "outputs",
+                    f"the sharding of {what}: {lay} -> {lies}",
+                    _ADVICE_MARKS,
+                    is_settling,
                 )
-            elif number not in old and number in self._aligned_values and not follows:
-                yield Change("outputs", f"{what} is held at the cut, and was not before", _HELD)
+            elif number not in old and number in self._matched_new_values and not follows:
+                yield Change(
+                    "outputs", f"{what} is held at the cut, and was not before", _ADVICE_HELD
+                )
         for here in old:
             if here is not None and here not in new and not follows:
                 yield Change(
                     "outputs",
-                    f"{self.new.value(here)} ({self.new.spec(here)!r}) is not held at the cut, and was before",
-                    _HELD,
+                    f"{self.new.value(here)} "
+                    f"({self.new.spec(here)!r}) is not held at the cut, and was before",
+                    _ADVICE_HELD,
                 )
 
-    def _of_donated(self) -> Iterator[Change]:
-        for i, j in self._leaves:
+    def _donation_changes(self) -> Iterator[Change]:
+        for i, j in self._leaf_pairs:
             was, now = i in self.old.key.donated, j in self.new.key.donated
             if was and not now:
                 yield Change(
                     "donated",
-                    f"{self.new.leaf(j)} is not donated any more: a tensor holds it after this program",
-                    _DONATED,
+                    f"{self.new.leaf(j)} is not donated any more: "
+                    "a tensor holds it after this program",
+                    _ADVICE_DONATED,
                 )
             elif now and not was:
                 yield Change(
@@ -327,13 +375,13 @@ class Difference:
                     True,
                 )
 
-    def _of_the_rest(self) -> Iterator[Change]:
+    def _other_changes(self) -> Iterator[Change]:
         old, new = self.old.key, self.new.key
         if old.device_ids != new.device_ids:
             yield Change(
                 "device_ids",
                 f"the devices: {list(old.device_ids)} -> {list(new.device_ids)}",
-                _MARKS,
+                _ADVICE_MARKS,
             )
         if old.options != new.options:
             what = f"config.compiler_options: {dict(old.options)} -> {dict(new.options)}"
@@ -349,14 +397,12 @@ class Difference:
             i = next(n for n, (a, b) in enumerate(zip(old.origins, new.origins)) if a != b)
             yield Change(
                 "origins",
-                f"operation {i}, {self.new.names[i]}, was recorded at {old.origins[i]}, is at {new.origins[i]}",
+                f"operation {i}, "
+                f"{self.new.names[i]}, was recorded at {old.origins[i]}, is at {new.origins[i]}",
             )
 
 
-_DEFAULT = object()
-
-
-def _aligned(old: list[str], new: list[str]) -> list[tuple[int, int, int]]:
+def _matching_blocks(old: list[str], new: list[str]) -> list[tuple[int, int, int]]:
     """Blocks of equal names: (start in old, start in new, length)."""
     shorter = min(len(old), len(new))
     head = next((n for n in range(shorter) if old[n] != new[n]), shorter)
@@ -387,16 +433,27 @@ def _names_text(names: list[str]) -> str:
     return ", ".join(shown)
 
 
-def _argument_text(value: Any) -> str:
-    return "its default" if value is _DEFAULT else arguments.text(value)
+def _value_text(value: object) -> str:
+    """An argument as a user would write it."""
+    if isinstance(value, type):
+        return f"a number of type {value.__name__}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value_text, value))}]"
+    if isinstance(value, Spec):
+        return f"a tensor {value!r} with strides {list(value.strides)}"
+    return str(value) if isinstance(value, torch.dtype) else repr(value)
 
 
-def _advice_on(a: Any, b: Any) -> str:
+def _argument_text(value: object) -> str:
+    return "its default" if value is _DEFAULT else _value_text(value)
+
+
+def _advice_on(a: object, b: object) -> str:
     if isinstance(a, type) or isinstance(b, type):
-        return _KIND
+        return _ADVICE_NUMBER_TYPE
     if isinstance(a, Spec) or isinstance(b, Spec):
         return ""
-    return _STATIC
+    return _ADVICE_STATIC_NUMBER
 
 
 def _is_unmarked(placement: Placement | None) -> bool:
@@ -410,12 +467,12 @@ def _sharding_text(sharding: Sharding | None) -> str:
     return f"{_spec_text(sharding.partition_spec)} over ({axes})"
 
 
-def _spec_text(spec: Any) -> str:
+def _spec_text(spec: Iterable[object]) -> str:
     return f"P({', '.join(map(repr, spec))})"
 
 
 def placement_text(placement: Placement | None) -> str:
-    """`P('fsdp', None) over (fsdp=4, tensor=2)`, or how an unmarked tensor lies."""
+    """Text of a placement, such as `P('fsdp', None) over (fsdp=4, tensor=2)`."""
     if placement is None:
         return "as the partitioner likes"
     if placement.manual is not None:

@@ -1,6 +1,7 @@
-"""XLA's texts read: a compiled module's instructions, its collectives with their bytes, groups and executions, and lists of devices.
+"""A parser for XLA's HLO text: instructions, and collectives with bytes, groups and executions.
 
-What enters is text that XLA printed, what leaves are plain values: no devices, and nothing of a program of ours.
+Input is text that XLA printed, output are plain values. Neither devices nor this project's programs
+are needed.
 """
 
 import math
@@ -26,25 +27,27 @@ KINDS = (
     "collective-broadcast",
 )
 _OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-start")}
-# These begin with what they read: (operands, results, ...). The others' type is that of the results.
+# The result type of these is (operands, results, ...); that of the others has only the results.
 _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
 _CALLED = re.compile(
-    r"\b(?P<how>to_apply|calls|body|condition|true_computation|false_computation|branch_computations|called_computations)="
+    r"\b(?P<role>to_apply|calls|body|condition|true_computation|false_computation|"
+    r"branch_computations|called_computations)="
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _IOTA = re.compile(r"\[(?P<dims>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\])?(?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? \{(?P<over>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>[^)]*\)?)\))? "
+    r"\{(?P<over>[^}]*)\}"
 )
 _MESH_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+)|:\((?P<before>\d+)\)(?P<part>\d+))?")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a module: `attributes` is what follows the operands."""
+    """One line of a module; `attributes` is the text after the operands."""
 
     name: str
     type: str
@@ -54,7 +57,10 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """The name in its metadata: for our programs the torch operation, its scope and jax's primitive. May be empty."""
+        """The `op_name` of the metadata; may be empty.
+
+        In programs of this project: the torch operation, its scope and jax's primitive.
+        """
         found = re.search(r'metadata=\{[^}]*op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return "" if found is None else found[1]
 
@@ -64,14 +70,16 @@ class CollectiveInstruction:
     """One collective of a compiled module.
 
     Attributes:
-        name: of the instruction.
-        kind: one of `KINDS`; a start form has the kind of what it starts.
-        result_bytes: of the result on each device (of all results, for a tuple).
-        operand_bytes: of the operands on each device.
-        groups: the positions of the devices that take part together, by group; for a permute the (source, target) pairs. None where the text has
-            a form that is not known; `groups_text` has it.
-        executions: how often each run of the program executes it; None where that depends on data.
-        op_names: the names of the operation that it came from; where it has none itself, those of what reads it, else of what it reads.
+        name: the name of the instruction.
+        kind: one of `KINDS`; an asynchronous start has the kind of the collective it starts.
+        result_bytes: bytes of the result on each device (of all results, for a tuple).
+        operand_bytes: bytes of the operands on each device.
+        groups: the positions of the devices in each group; for a permute the (source, target)
+            pairs. None if the text has an unknown form.
+        groups_text: XLA's text of the groups.
+        executions: number of executions in one run of the program; None if it depends on data.
+        op_names: the `op_name`s of the instruction; if it has none, those of the instructions that
+            read it, else those of its operands.
     """
 
     name: str
@@ -85,7 +93,10 @@ class CollectiveInstruction:
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
-    """The computations of a module, each as its instructions by name in order, and the entry computation's name."""
+    """The computations of a module, and the name of the entry computation.
+
+    Each computation is a dict of its instructions by name, in the order of the text.
+    """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -117,7 +128,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, opened: int) -> int:
-    """Where the bracket that opens at `opened` closes."""
+    """The position of the bracket that closes the one at `opened`."""
     depth = 0
     for i in range(opened, len(text)):
         depth += (text[i] in "([{") - (text[i] in ")]}")
@@ -127,7 +138,7 @@ def _closing(text: str, opened: int) -> int:
 
 
 def split(text: str) -> list[str]:
-    """The parts between the commas that stand outside of all brackets, without XLA's comments."""
+    """The parts between the commas outside of all brackets, without XLA's comments."""
     parts, depth, start = [], 0, 0
     text = re.sub(r"/\*.*?\*/", "", text)
     for i, letter in enumerate(text):
@@ -139,7 +150,10 @@ def split(text: str) -> list[str]:
 
 
 def num_bytes(type_text: str) -> int:
-    """The bytes of all arrays in a type such as `f32[8,4]{1,0}` or `(f32[], bf16[2])`; tokens have none."""
+    """The bytes of all arrays in a type such as `f32[8,4]{1,0}` or `(f32[], bf16[2])`.
+
+    Tokens have no bytes.
+    """
     return sum(_array_bytes(found["dtype"], found["dims"]) for found in _ARRAY.finditer(type_text))
 
 
@@ -149,7 +163,10 @@ def _array_bytes(dtype: str, dims: str) -> int:
 
 
 def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...]:
-    """The collectives of a compiled module, in the order of the text, asynchronous ones once (at their start)."""
+    """The collectives of a compiled module, in the order of the text.
+
+    An asynchronous collective is listed once, at its start.
+    """
     computations, entry = parse(text)
     counts = executions(computations, entry)
     return tuple(
@@ -161,7 +178,10 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
 
 
 def _collective(
-    instruction: Instruction, around: dict[str, Instruction], count: int | None, num_devices: int
+    instruction: Instruction,
+    computation: dict[str, Instruction],
+    count: int | None,
+    num_devices: int,
 ) -> CollectiveInstruction:
     result = instruction.type
     if instruction.opcode in _STARTS_WITH_OPERANDS:
@@ -173,7 +193,7 @@ def _collective(
         else replica_groups(instruction.attributes, num_devices)
     )
     operand_bytes = sum(
-        num_bytes(around[name].type) for name in instruction.operands if name in around
+        num_bytes(computation[name].type) for name in instruction.operands if name in computation
     )
     return CollectiveInstruction(
         instruction.name,
@@ -183,14 +203,17 @@ def _collective(
         groups,
         groups_text,
         count,
-        tuple(_op_names(instruction, around)),
+        tuple(_op_names(instruction, computation)),
     )
 
 
-def _op_names(instruction: Instruction, around: dict[str, Instruction]) -> Iterator[str]:
-    """A name without `::` is an argument's or the compiler's own, and says nothing of an operation."""
-    readers = [other for other in around.values() if instruction.name in other.operands]
-    read = [around[name] for name in instruction.operands if name in around]
+def _op_names(instruction: Instruction, computation: dict[str, Instruction]) -> Iterator[str]:
+    """The first names with `::` among the instruction's, its readers' and its operands'.
+
+    A name without `::` belongs to an argument or to the compiler, and names no torch operation.
+    """
+    readers = [other for other in computation.values() if instruction.name in other.operands]
+    read = [computation[name] for name in instruction.operands if name in computation]
     for candidates in ([instruction], readers, read):
         names = list(dict.fromkeys(c.op_name for c in candidates if "::" in c.op_name))
         if names:
@@ -201,13 +224,16 @@ def _op_names(instruction: Instruction, around: dict[str, Instruction]) -> Itera
 def executions(
     computations: dict[str, dict[str, Instruction]], entry: str
 ) -> dict[str, int | None]:
-    """How often one run of the module executes each computation; None where that depends on data (a branch, a loop of unknown length)."""
+    """The number of executions of each computation in one run of the module.
+
+    None if the number depends on data (a branch, a loop of unknown length).
+    """
     counts: dict[str, int | None] = defaultdict(int, {entry: 1})
-    # XLA prints what is called before its callers.
+    # XLA prints a called computation before its callers.
     for name in reversed(computations):
         for instruction in computations[name].values():
-            for how, called in _calls(instruction.attributes):
-                times = _times(how, instruction.attributes)
+            for role, called in _calls(instruction.attributes):
+                times = _executions_per_call(role, instruction.attributes)
                 before, own = counts[called], counts[name]
                 counts[called] = (
                     None if before is None or own is None or times is None else before + own * times
@@ -224,22 +250,22 @@ def _calls(attributes: str) -> Iterator[tuple[str, str]]:
             else re.split(r"[,\s]", rest, maxsplit=1)[0]
         )
         for name in names.split(","):
-            yield found["how"], name.strip().lstrip("%")
+            yield found["role"], name.strip().lstrip("%")
 
 
-def _times(how: str, attributes: str) -> int | None:
-    if how in ("true_computation", "false_computation", "branch_computations"):
+def _executions_per_call(role: str, attributes: str) -> int | None:
+    if role in ("true_computation", "false_computation", "branch_computations"):
         return None
-    if how not in ("body", "condition"):
+    if role not in ("body", "condition"):
         return 1
     trips = _TRIP_COUNT.search(attributes)
     if trips is None:
         return None
-    return int(trips[1]) + (how == "condition")
+    return int(trips[1]) + (role == "condition")
 
 
 def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, str]:
-    """The groups of a collective, from XLA's list form, its iota form or its mesh form; and their text."""
+    """The groups of a collective, from XLA's list, iota or mesh form; and their text."""
     at = attributes.find("replica_groups=")
     if at < 0:
         return (tuple(range(num_devices)),), ""
@@ -263,7 +289,10 @@ def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, st
 
 
 def _groups_of_mesh(found: re.Match[str]) -> Groups | None:
-    """Groups along axes, or parts of axes (`'x':(2)4` is the part of size 4 behind one of size 2), of a mesh that XLA made for itself."""
+    """Groups along axes, or parts of axes, of a mesh that XLA made for itself.
+
+    `'x':(2)4` is the part of size 4 behind a part of size 2.
+    """
     sizes = {axis["name"]: int(axis["size"]) for axis in _MESH_AXIS.finditer(found["axes"])}
     numbers = np.arange(math.prod(sizes.values()))
     if found["ids"]:

@@ -1,6 +1,7 @@
-"""Profiles: traces of host and devices under `logdir/plugins/profile`, in the format of TensorBoard's profile plugin (XProf) and Perfetto.
+"""Profiles: traces of host and devices, for TensorBoard's profile plugin (XProf) and Perfetto.
 
-A device's events carry the operation that was recorded (`aten::mm`) in the program's own names; `Trace` and `StepTrace` put the host's phases beside.
+Traces are written under `logdir/plugins/profile`. A device's events carry the names of the recorded
+operations (`aten::mm`); `Trace` and `StepTrace` add phases of the host.
 """
 
 import os
@@ -22,11 +23,14 @@ _is_step_marked = False
 
 
 def start_server(port: int, *, only_on_master: bool = True) -> None:
-    """Starts the server from which a tool takes profiles of this process while it runs, in TensorBoard for instance. Starts the devices.
+    """Starts the server from which tools such as TensorBoard profile this running process.
+
+    Starts the devices.
 
     Args:
-        port: where it listens, on this host.
-        only_on_master: only in the first process of each host, as a port serves one; the others do nothing.
+        port: the port of this host on which the server listens.
+        only_on_master: start it only in the first process of each host, as a port serves one
+            process; the call does nothing in the others.
 
     Raises:
         SpmdError: the server runs already, or cannot listen on the port.
@@ -37,29 +41,32 @@ def start_server(port: int, *, only_on_master: bool = True) -> None:
         return
     if _server is not None:
         raise SpmdError(
-            f"a process has one profiler server; start_server({port}) came while it runs. Call stop_server() first."
+            f"a process has one profiler server; start_server({port}) came while it runs. "
+            "Call stop_server() first."
         )
     try:
         _server = jax.profiler.start_server(port)
     except (ValueError, RuntimeError) as error:
         raise SpmdError(
-            f"the profiler server must be able to listen; got port {port}: {error}. Choose a free port."
+            "the profiler server must be able to listen; "
+            f"got port {port}: {error}. Choose a free port."
         ) from error
 
 
 def stop_server() -> None:
-    """Stops the profiler server. Raises SpmdError where none runs."""
+    """Stops the profiler server. Raises SpmdError if none runs."""
     global _server
     if _server is None:
         raise SpmdError(
-            "stop_server ends what start_server began; got a call without a server. Call start_server(port) first."
+            "stop_server ends what start_server began; got a call without a server. "
+            "Call start_server(port) first."
         )
     _server = None
     jax.profiler.stop_server()
 
 
 def start_trace(logdir: str | os.PathLike[str]) -> None:
-    """Begins to record what host and devices do, until `stop_trace`. Does not wait for the device.
+    """Starts recording a trace of host and devices, until `stop_trace`. Does not wait.
 
     Raises:
         SpmdError: a trace is being recorded already.
@@ -67,29 +74,34 @@ def start_trace(logdir: str | os.PathLike[str]) -> None:
     global _logdir
     if _logdir is not None:
         raise SpmdError(
-            f"one trace is recorded at a time; one into {_logdir} is running. Call stop_trace() first."
+            f"one trace is recorded at a time; one into {_logdir} is running. "
+            "Call stop_trace() first."
         )
     devices.all_devices()
     try:
         jax.profiler.start_trace(logdir)
     except RuntimeError as error:
         raise SpmdError(
-            f"one trace is recorded at a time; jax records one of its own: {error}. End that one first."
+            "one trace is recorded at a time; "
+            f"jax records one of its own: {error}. End that one first."
         ) from error
     _logdir = str(logdir)
 
 
 def stop_trace() -> None:
-    """Ends the recording and writes it. Waits for the programs that were started, so that their events are in it.
+    """Ends the recording and writes the trace.
+
+    Waits for the programs in flight, so that the trace contains their events.
 
     Raises:
         SpmdError: no trace is being recorded.
-        ProgramError: a program failed on the device; the trace is written.
+        ProgramError: a program failed on the device; the trace is written nevertheless.
     """
     global _logdir
     if _logdir is None:
         raise SpmdError(
-            "stop_trace ends what start_trace began; got a call without a trace. Call start_trace(logdir) first."
+            "stop_trace ends what start_trace began; got a call without a trace. "
+            "Call start_trace(logdir) first."
         )
     try:
         buffers.in_flight.wait_all()
@@ -100,7 +112,11 @@ def stop_trace() -> None:
 
 @contextmanager
 def trace(logdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Records what runs inside. End steps inside too, with `sync()`: what is pending at the end is not in it."""
+    """Records a trace of the block.
+
+    End steps inside the block too, with `sync()`: operations that are still pending at its end are
+    not in the trace.
+    """
     start_trace(logdir)
     try:
         yield
@@ -109,19 +125,23 @@ def trace(logdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def trace_remote(service_addr: str, logdir: str, duration_ms: int = 1000) -> None:
-    """Refused: would take a profile of another process, through its server. Raises UnsupportedOpError."""
+    """Refused: would profile another process through its server. Raises UnsupportedOpError."""
     raise UnsupportedOpError(
-        f"a profile of another process needs a client of its profiler server, which jaxlib does not have; got {service_addr!r} for {duration_ms} ms. "
-        f"Install xprof and run `python -m jax.collect_profile PORT {duration_ms} --log_dir {logdir}`, or call start_trace in that process."
+        "a profile of another process needs a client of its profiler server, "
+        f"which jaxlib does not have; got {service_addr!r} for {duration_ms} ms. "
+        "Install xprof and run `python -m jax.collect_profile "
+        f"PORT {duration_ms} --log_dir {logdir}`, or call start_trace in that process."
     )
 
 
 class Trace(ContextDecorator):
-    """A named stretch of time on the host, in the trace that is being recorded; costs next to nothing where none is. A context or a decorator.
+    """A named interval of host time in the current trace, as a context manager or a decorator.
+
+    Costs next to nothing if no trace is being recorded.
 
     Args:
-        name: what the trace shows.
-        **facts: shown with it.
+        name: the name that the trace shows.
+        **facts: metadata that the trace shows with it.
 
     Example:
         >>> with Trace("data"):
@@ -133,10 +153,10 @@ class Trace(ContextDecorator):
         self._annotation: Any = None
 
     def _recreate_cm(self) -> "Trace":
-        # A stretch is used once, and the function may call itself.
+        # An interval is used once, and the decorated function may call itself.
         return type(self)(self.name, **self._facts)
 
-    def _annotate(self) -> Any:
+    def _annotate(self) -> jax.profiler.TraceAnnotation:
         return jax.profiler.TraceAnnotation(self.name, **self._facts)
 
     def __enter__(self) -> "Trace":
@@ -154,14 +174,15 @@ class Trace(ContextDecorator):
 
 
 class StepTrace(Trace):
-    """One step of the training loop: a stretch of time, with a `sync()` at its end, save where an exception ends it.
+    """One step of the training loop: a `Trace` interval that ends with a `sync()`.
 
-    Tools show time by step where `step_num` is given. The step is then ended, so whoever ends steps too, such as a loader, asks
-    `take_step_mark()` whether it need not.
+    An exception in the block ends it without the `sync()`. Tools show time by step if `step_num` is
+    given. Other code that ends steps, such as a loader, calls `take_step_mark()` to learn that the
+    step has ended already.
 
     Args:
-        name: what the trace shows.
-        **facts: shown with it; `step_num` numbers the step.
+        name: the name that the trace shows.
+        **facts: metadata that the trace shows with it; `step_num` numbers the step.
 
     Example:
         >>> import torch
@@ -169,7 +190,7 @@ class StepTrace(Trace):
         ...     loss = torch.ones(2, device="xla").sum()
     """
 
-    def _annotate(self) -> Any:
+    def _annotate(self) -> jax.profiler.TraceAnnotation:
         return jax.profiler.StepTraceAnnotation(self.name, **self._facts)
 
     def __exit__(
@@ -188,9 +209,10 @@ class StepTrace(Trace):
 
 
 def take_step_mark() -> bool:
-    """Whether a `StepTrace` has ended a step since this was last asked.
+    """Whether a `StepTrace` has ended a step since the previous call of this function.
 
-    A loader that ends a step before each batch asks here first, and leaves it out where this is True: a step ends once, and so do its closures.
+    A loader that ends a step before each batch calls this first, and ends none if the result is
+    True: a step ends once, and its closures run once.
     """
     global _is_step_marked
     was, _is_step_marked = _is_step_marked, False
@@ -198,5 +220,5 @@ def take_step_mark() -> bool:
 
 
 def trace_me(scope: str) -> Callable[[F], F]:
-    """A decorator that puts each call of the function into the trace under the name `scope`."""
+    """A decorator that puts each call of the function into the trace, under the name `scope`."""
     return Trace(scope)

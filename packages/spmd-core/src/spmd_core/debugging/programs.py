@@ -1,4 +1,4 @@
-"""The programs of pending tensors and compiled ones, as text: StableHLO, HLO, operations, collectives."""
+"""Programs, pending or compiled, as text: StableHLO, HLO, operations, collectives."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -11,27 +11,28 @@ import torch
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.debugging.communication import Collectives as Collectives
-from spmd_core.errors import DeviceMismatchError, SpmdError
+from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock, read, take_pending
 from spmd_core.graph.values import Spec
 from spmd_core.program import compile_cache, execution
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program import Program
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.tensor.sharded_tensor import device_tensor
 
 
 def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
-    """The StableHLO, with its `sdy` shardings, of the program that computes pending tensors; without arguments, of everything that is pending.
+    """The StableHLO, with `sdy` shardings, of the program that computes pending tensors.
 
-    Traces, and neither compiles nor runs. With source lines on, the locations name the user's lines and modules.
+    Traces the program; neither compiles nor runs it. With source lines on, the locations name the
+    user's lines and modules.
 
     Args:
-        tensors: pending tensors on device `xla`.
+        tensors: pending tensors on device `xla`; none: everything that is pending.
         program: instead of tensors, a compiled program: one of `compile_cache.programs()`.
 
     Raises:
-        SpmdError: nothing is pending, or a tensor is not.
-        DeviceMismatchError: not a tensor on device `xla`.
+        SpmdError: nothing is pending, or a tensor is not pending.
+        DeviceMismatchError: a tensor is not on device `xla`.
 
     Example:
         >>> print(stablehlo(torch.ones(4, device="cpu").to("xla") + 1).splitlines()[0][:30])
@@ -49,18 +50,25 @@ def hlo(
     program: Program | None = None,
     stage: Literal["before", "after"] = "after",
 ) -> str:
-    """XLA's HLO of the same program: `before` partitioning, or `after` it, which is the optimised module that each device runs.
+    """XLA's HLO of the program that computes pending tensors.
 
-    `after` compiles the program and does not run it; the cut that needs the same program finds it compiled. `metadata` names each torch operation,
-    with source lines on also its module and the user's line.
+    `stage="after"` compiles the program and does not run it; a later `sync()` that needs the same
+    program finds it compiled. `metadata` names each torch operation; with source lines on, also
+    its module and the user's line.
+
+    Args:
+        tensors: pending tensors on device `xla`; none: everything that is pending.
+        program: instead of tensors, a compiled program.
+        stage: `before` partitioning, or `after` it: the optimised module that each device runs.
 
     Raises:
-        ValueError: another stage.
+        ValueError: `stage` has another value.
         SpmdError, DeviceMismatchError: as `stablehlo`.
     """
     if stage not in ("before", "after"):
         raise ValueError(
-            f"hlo shows the module 'before' or 'after' partitioning; got stage={stage!r}. Pass one of the two."
+            f"hlo shows the module 'before' or 'after' partitioning; got stage={stage!r}. "
+            "Pass one of the two."
         )
     with lock:
         if stage == "after":
@@ -73,15 +81,15 @@ def hlo(
 
 
 def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Collectives:
-    """What a program moves between devices: a tuple of `Collective` that prints as a table.
+    """The collectives of a program: a tuple of `Collective` that prints as a table.
 
     Args:
         tensors: pending tensors, whose program is compiled and not run.
-        program: instead of tensors, a compiled program; without either, the one that ran last.
+        program: instead of tensors, a compiled program; without either, the program that ran last.
 
     Raises:
         SpmdError: no program was compiled yet, or a tensor is not pending.
-        DeviceMismatchError: not a tensor on device `xla`.
+        DeviceMismatchError: a tensor is not on device `xla`.
 
     Example:
         >>> from spmd_core import Mesh, mark_sharding
@@ -100,13 +108,16 @@ def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Colle
     program = program or compile_cache.newest()
     if program is None:
         raise SpmdError(
-            "collectives reads a compiled program; none was compiled yet. Call it after sync(), or with pending tensors: collectives(loss)."
+            "collectives reads a compiled program; none was compiled yet. "
+            "Call it after sync(), or with pending tensors: collectives(loss)."
         )
     return communication.of_program(program)
 
 
 def operations(*tensors: torch.Tensor) -> str:
-    """What is recorded for pending tensors (without arguments: everything), one operation a line, with the lines where they are known.
+    """The operations recorded for pending tensors, one on each line, with source lines if known.
+
+    Without arguments: everything that is pending.
 
     Raises:
         SpmdError, DeviceMismatchError: as `stablehlo`.
@@ -124,21 +135,26 @@ def operations(*tensors: torch.Tensor) -> str:
         inputs = ", ".join(f"input {-i - 1}" if i < 0 else str(i) for i in node.inputs)
         where = "" if node.origin is None else f"  # {node.origin}"
         lines.append(
-            f"{number}: {node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}"
+            f"{number}: "
+            f"{node.entry.name}({inputs}) -> {', '.join(map(repr, node.entry.outs))}{where}"
         )
     return "\n".join(lines)
 
 
 def graph_hash(*tensors: torch.Tensor) -> bytes:
-    """32 bytes that two pending programs share if they are the same program, in any process: the SHA-256 of `stablehlo`, whose errors it has."""
+    """The SHA-256 of `stablehlo`: equal for equal pending programs, in any process.
+
+    Args and errors are those of `stablehlo`.
+    """
     return hashlib.sha256(stablehlo(*tensors).encode()).digest()
 
 
 @contextmanager
 def source_lines(enabled: bool = True) -> Iterator[None]:
-    """Inside, recorded operations keep the line of the user's program and the module they come from; programs compiled from them name both.
+    """Inside, recorded operations keep the user's line and module, and compiled programs name them.
 
-    A switch, as it costs tens of microseconds for each operation, and programs of their own. `SPMD_SOURCE_LINES=1` turns it on for the whole process.
+    Off by default: it costs tens of microseconds for each operation, and programs with source lines
+    are compiled separately. `SPMD_SOURCE_LINES=1` turns it on for the whole process.
     """
     before, config.record_source_lines = config.record_source_lines, enabled
     try:
@@ -153,7 +169,7 @@ def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:
 
 
 def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
-    """The program that the next cut of these tensors would run."""
+    """The program that a `sync()` of these tensors would run."""
     if tensors:
         return execution.plan([_pending(t, what) for t in tensors])
     live = take_pending()
@@ -161,22 +177,19 @@ def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
         storage.request()
     if not live:
         raise SpmdError(
-            f"{what} shows the program of what is pending; nothing is. Call it before sync(), or give it a program: {what}(program=...)."
+            f"{what} shows the program of what is pending; nothing is. "
+            f"Call it before sync(), or give it a program: {what}(program=...)."
         )
     return execution.plan(live)
 
 
 def _pending(t: torch.Tensor, what: str) -> Storage:
-    if not isinstance(t, XLAShardedTensor):
-        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(
-            f"{what} takes tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
-        )
-    handle = t._handle
+    handle = device_tensor(t, what)._handle
     if not isinstance(handle, Storage):
         return Storage(read(handle), Spec.contiguous(handle.spec.shape, handle.spec.dtype))
     if handle.value.data is not None:
         raise SpmdError(
-            f"{what} takes tensors that are pending; got one of shape {tuple(t.shape)} that is computed. Call it before sync() or a read."
+            f"{what} takes tensors that are pending; "
+            f"got one of shape {tuple(t.shape)} that is computed. Call it before sync() or a read."
         )
     return handle

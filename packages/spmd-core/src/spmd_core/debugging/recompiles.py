@@ -1,4 +1,4 @@
-"""Why a program was compiled: the nearest program before it, and which ingredients of its key changed from what to what, in a user's words."""
+"""Why a program was compiled: the parts of its key that differ from the most similar program's."""
 
 import sys
 from collections import Counter
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from spmd_core import metrics
 from spmd_core.config import config
-from spmd_core.debugging import arguments
 from spmd_core.debugging.graph_difference import Change, Difference
 from spmd_core.errors import SpmdError
 from spmd_core.program import compile_cache
 from spmd_core.program.compile_cache import Compiled, Key
 
 _MAX_CHANGES = 12
-_MAKES_STATE = ("aten::zeros", "aten::empty", "aten::full", "aten::ones", "aten::_to_copy")
+_STATE_MAKERS = ("aten::zeros", "aten::empty", "aten::full", "aten::ones", "aten::_to_copy")
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,14 @@ class Recompile:
     """Why a program was compiled; prints as a report.
 
     Attributes:
-        program: its name.
-        source: `file:line` of the user's call that had it compiled: a `sync()`, or a read.
-        seconds: what it took, tracing included.
-        nearest: the name of the program before it that is most like it; None where none is.
-        nearest_source: the line that had that one compiled.
+        program: the program's name.
+        source: `file:line` of the user's call that caused the compilation: a `sync()`, or a read.
+        seconds: duration of the compilation, tracing included.
+        nearest: the name of the most similar earlier program; None if there is none.
+        nearest_source: the line that caused the compilation of that program.
         ingredients: the fields of `compile_cache.Key` in which the two differ.
-        changes: the causes, without what follows from them.
-        note: what the whole says, where that is a common case.
+        changes: the causes, without differences that only follow from them.
+        note: a summary, if the changes are a common case.
     """
 
     program: str
@@ -46,7 +45,8 @@ class Recompile:
         if self.nearest is None:
             return f"{head}. {self.note}"
         lines = [
-            f"{head}; the nearest program before it is {self.nearest}, for {self.nearest_source}. What changed:"
+            f"{head}; the nearest program before it is {self.nearest}, "
+            f"for {self.nearest_source}. What changed:"
         ]
         for change in self.changes[:_MAX_CHANGES]:
             lines.append(f"  - {change.text}")
@@ -60,13 +60,14 @@ class Recompile:
 
 
 def explain_recompile(last: int = 1) -> Recompile:
-    """Why the newest program was compiled; with `last=2` the one before it, and so on. Does not wait for the device.
+    """Why the newest program was compiled; with `last=2` the one before it, and so on.
 
-    Compares the program's key with those of all programs compiled before it that are still known (those in memory, and the newest 64).
+    Compares the program's key with those of all earlier programs that are still known: those in
+    memory, and the newest 64. Does not wait for the device.
 
     Raises:
         ValueError: `last` is not a positive int.
-        SpmdError: so many programs were not compiled, or are not known any more.
+        SpmdError: fewer than `last` compiled programs are known.
 
     Example:
         >>> import torch, spmd_core as spmd
@@ -79,19 +80,21 @@ def explain_recompile(last: int = 1) -> Recompile:
     """
     if not isinstance(last, int) or isinstance(last, bool) or last < 1:
         raise ValueError(
-            f"explain_recompile counts back from the newest program, which is 1; got {last!r}. Pass 1 or more."
+            "explain_recompile counts back from the newest program, "
+            f"which is 1; got {last!r}. Pass 1 or more."
         )
     known = tuple(compile_cache.history)
     if last > len(known):
         raise SpmdError(
-            f"explain_recompile knows {len(known)} compiled programs, of the newest {compile_cache.history.maxlen} in this process; got last={last}. "
+            f"explain_recompile knows {len(known)} compiled programs, "
+            f"of the newest {compile_cache.history.maxlen} in this process; got last={last}. "
             "Call it after the sync() or the read that had the program compiled."
         )
-    return explain(known[-last], _before(known[: len(known) - last], known))
+    return explain(known[-last], _earlier_programs(known[: len(known) - last], known))
 
 
-def _before(earlier: Sequence[Compiled], known: Sequence[Compiled]) -> list[Compiled]:
-    """What was compiled before: in the history, and in memory only (older than all of the history)."""
+def _earlier_programs(earlier: Sequence[Compiled], known: Sequence[Compiled]) -> list[Compiled]:
+    """Earlier programs: those only in memory, which are older, then those of the history."""
     recent = {compiled.key for compiled in known}
     old = [
         Compiled(k, p.graph, p.record)
@@ -119,14 +122,15 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
         )
     if old.key == new.key:
         note = (
-            f"The same program was compiled before and dropped from memory since, as more than {config.max_programs} were in use. "
+            "The same program was compiled before and dropped from memory since, "
+            f"as more than {config.max_programs} were in use. "
             "Raise config.max_programs, or find out why there are so many."
         )
         return Recompile(r.name, r.source, seconds, None, "", (), (), note)
-    difference = Difference(old, new, arguments.Arguments())
+    difference = Difference(old, new)
     ingredients = compile_cache.changed(new.key, old.key)
-    # Whatever differs is named, also where nothing above has words for it.
-    changes = difference.changes() or tuple(
+    # A difference is always named, also where `Difference` has no words for it.
+    changes = difference.changes or tuple(
         Change(name, f"{name} of the key differs from the nearest program's")
         for name in ingredients
     )
@@ -152,7 +156,7 @@ def _num_other_operations(a: Key, b: Key) -> int:
 
 
 def _distance(a: Key, b: Key) -> tuple[int, int, int]:
-    """Operations of other names; then ingredients that differ; then the size of what differs in them."""
+    """Operations with other names, then differing fields of the key, then differing elements."""
     size = 0
     for name in Key._fields:
         ours, theirs = getattr(a, name), getattr(b, name)
@@ -161,27 +165,33 @@ def _distance(a: Key, b: Key) -> tuple[int, int, int]:
 
 
 def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
-    """The common difference between a first step and the second."""
+    """The text for the common differences between a first step and the second; else empty."""
     if old.record.executions > 1:
         return ""
-    made = [name for name in difference.operations_gone if name.startswith(_MAKES_STATE)]
+    made = [name for name in difference.operations_gone if name.startswith(_STATE_MAKERS)]
     if made and not difference.operations_new:
-        return "This is normal once: the first step makes state, such as the optimizer's, and the next ones find it made."
-    moved = {change.ingredient for change in difference.changes()}
+        return (
+            "This is normal once: "
+            "the first step makes state, such as the optimizer's, and the next ones find it made."
+        )
+    moved = {change.ingredient for change in difference.changes}
     if (
         moved
         and moved <= {"leaves", "donated"}
-        and all(change.is_settling for change in difference.changes())
+        and all(change.is_settling for change in difference.changes)
     ):
-        return "This is normal once: from the second step on, what the first one computed lies where it left it, and its buffers can be donated."
+        return (
+            "This is normal once: from the second step on, "
+            "what the first one computed lies where it left it, and its buffers can be donated."
+        )
     return ""
 
 
-def _say(compiled: Compiled) -> None:
+def _print_report(compiled: Compiled) -> None:
     after = config.explain_recompiles_after
     if after is not None and metrics.counter("compiles") > after:
         known = tuple(compile_cache.history)
-        print(explain(compiled, _before(known[:-1], known)), file=sys.stderr)
+        print(explain(compiled, _earlier_programs(known[:-1], known)), file=sys.stderr)
 
 
-compile_cache.observers.append(_say)
+compile_cache.observers.append(_print_report)

@@ -1,22 +1,20 @@
-"""Which device holds which block of a tensor, as a table for people: from XLA's text of a sharding, local devices or not."""
+"""Tables of which device holds which block of a tensor, from XLA's text of a sharding."""
 
 import importlib.util
-import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from spmd_core.errors import DeviceMismatchError, PartitionSpecError, SpmdError
+from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.runtime import devices
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.sharding import xla_text
+from spmd_core.tensor.sharded_tensor import device_tensor
 
 if TYPE_CHECKING:
     from rich.table import Table
-from spmd_core.sharding import xla_text
 
-# Each dark enough for white text.
+# Dark enough for white text.
 _COLOURS = ("dark_blue", "dark_green", "dark_red", "purple4")
 _MAX_DIMS = 3
 
@@ -31,21 +29,23 @@ def visualize_sharding(
 ) -> "Table":
     """Prints a table of the devices that hold each block, and returns it.
 
-    A cell is a block: `CPU 0` where one device holds it, `CPU [0, 4]` where several do. Rows are blocks along the first tensor dim, columns along the
-    second; a 1-D tensor is one row. For a 3-D tensor the table has one table for each block along the first dim. Works on ids alone: the devices
-    may belong to other hosts, or not exist.
+    A cell is a block: `CPU 0` if one device holds it, `CPU [0, 4]` if several do. Rows are blocks
+    along the first tensor dim, columns along the second; a 1-D tensor is one row. The table of a
+    3-D tensor contains one table for each block along the first dim. Only the ids are used: the
+    devices may belong to other hosts, or not exist.
 
     Args:
-        sharding: XLA's text, as `tensor.sharding_spec` gives it, with a list of devices (V1) or an iota (V2).
+        sharding: XLA's text, as in `tensor.sharding_spec`, with a list of devices (V1) or an iota
+            (V2).
         use_color: colour the cells, so that neighbours differ.
-        scale: of the cells' width and height.
-        min_width: of a cell, in characters.
-        max_width: of a cell, in characters.
+        scale: factor of the cells' width and height.
+        min_width: least width of a cell, in characters.
+        max_width: greatest width of a cell, in characters.
 
     Raises:
         ImportError: `rich` is not installed.
-        PartitionSpecError: the text is no sharding, or is one of tensors with more than three dims.
-        ValueError: a scale or a width that is not positive, or widths in the wrong order.
+        PartitionSpecError: the text is no sharding, or a sharding of more than three dims.
+        ValueError: a scale or width is not positive, or `min_width` is above `max_width`.
 
     Example:
         >>> table = visualize_sharding("{devices=[2,2]<=[4]}", use_color=False)
@@ -57,12 +57,14 @@ def visualize_sharding(
     """
     if importlib.util.find_spec("rich") is None:
         raise ImportError(
-            "visualize_sharding draws its table with rich; it is not installed. Run: pip install rich"
+            "visualize_sharding draws its table with rich; it is not installed. "
+            "Run: pip install rich"
         )
     if not scale > 0 or not 0 < min_width <= max_width:
         raise ValueError(
-            f"visualize_sharding takes a scale above 0 and 0 < min_width <= max_width; got scale={scale}, min_width={min_width}, "
-            f"max_width={max_width}. Leave them out for the defaults."
+            "visualize_sharding takes a scale above 0 and 0 < min_width <= max_width; "
+            f"got scale={scale}, min_width={min_width}, max_width={max_width}. "
+            "Leave them out for the defaults."
         )
     table = _table(sharding, use_color, scale, min_width, max_width)
     _print(table)
@@ -70,27 +72,25 @@ def visualize_sharding(
 
 
 def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> "Table":
-    """`visualize_sharding` of a tensor's sharding; the keywords are the same. Does not wait.
+    """Prints and returns the table of a tensor's sharding. Does not wait for the device.
+
+    The keywords are those of `visualize_sharding`.
 
     Raises:
         DeviceMismatchError: the tensor is not on device `xla`.
-        SpmdError: the tensor has no sharding: neither marked, nor computed.
+        SpmdError: the tensor has no sharding: it is neither marked nor computed.
     """
-    if not isinstance(t, XLAShardedTensor):
-        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(
-            f"visualize_tensor_sharding takes a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla')."
-        )
-    text = t.sharding_spec
+    text = device_tensor(t, "visualize_tensor_sharding").sharding_spec
     if not text:
         raise SpmdError(
-            f"visualize_tensor_sharding shows a tensor's sharding; this one, of shape {tuple(t.shape)}, has none. "
-            "Call mark_sharding(tensor, mesh, partition_spec), or sync() for what the partitioner chooses."
+            "visualize_tensor_sharding shows a tensor's sharding; "
+            f"this one, of shape {tuple(t.shape)}, has none. Call mark_sharding(tensor, "
+            "mesh, partition_spec), or sync() for what the partitioner chooses."
         )
     return visualize_sharding(text, **kwargs)
 
 
-# From blocks to tables. rich is imported where it is used, as it is optional and takes a while.
+# rich is imported inside the functions: it is optional, and the import takes a while.
 
 
 def _print(table: "Table") -> None:
@@ -98,7 +98,7 @@ def _print(table: "Table") -> None:
 
     console = Console()
     if not console.is_terminal:
-        # A file or a notebook has no width of its own: nothing need be cut off.
+        # A file or a notebook has no width of its own, so the table need not be cut off.
         console = Console(width=max(console.width, Console(width=1 << 16).measure(table).maximum))
     console.print(table)
 
@@ -106,18 +106,19 @@ def _print(table: "Table") -> None:
 def _table(sharding: str, use_color: bool, scale: float, min_width: int, max_width: int) -> "Table":
     from rich.table import Table  # noqa: PLC0415 - see above
 
-    held, is_manual = xla_text.blocks(sharding, num_devices=devices.global_runtime_device_count())
+    blocks, is_manual = xla_text.blocks(sharding, num_devices=devices.global_runtime_device_count())
     note = "manual" if is_manual else ""
-    if held.ndim > _MAX_DIMS:
+    if blocks.ndim > _MAX_DIMS:
         raise PartitionSpecError(
-            f"a table shows shardings of tensors with up to {_MAX_DIMS} dims; got {sharding!r} of {held.ndim} dims. "
+            f"a table shows shardings of tensors with up to {_MAX_DIMS} dims; "
+            f"got {sharding!r} of {blocks.ndim} dims. "
             "Read tensor.sharding.tile_assignment, an array of the device ids of each block."
         )
     platform = devices.platform().upper()
-    width = _width(held, platform, note, scale, min_width, max_width)
-    if held.ndim < _MAX_DIMS:
+    width = _width(blocks, platform, note, scale, min_width, max_width)
+    if blocks.ndim < _MAX_DIMS:
         return _grid(
-            held.reshape((1,) * (2 - held.ndim) + held.shape),
+            blocks.reshape((1,) * (2 - blocks.ndim) + blocks.shape),
             0,
             platform,
             note,
@@ -126,7 +127,7 @@ def _table(sharding: str, use_color: bool, scale: float, min_width: int, max_wid
             scale,
         )
     outer = Table(show_header=False, show_lines=True, padding=0, pad_edge=False)
-    for i, part in enumerate(held):
+    for i, part in enumerate(blocks):
         outer.add_row(
             f"block {i} of dim 0", _grid(part, i, platform, note, use_color, width, scale)
         )
@@ -171,16 +172,12 @@ def _cell_text(ids: list[int], platform: str, note: str) -> str:
 
 
 def _width(
-    held: np.ndarray, platform: str, note: str, scale: float, min_width: int, max_width: int
+    blocks: np.ndarray, platform: str, note: str, scale: float, min_width: int, max_width: int
 ) -> int:
-    longest = max(len(_cell_text(ids, platform, note)) for ids in _each(held))
+    longest = max(len(_cell_text(ids, platform, note)) for ids in blocks.flat)
     return min(max(round(min_width * scale), longest + 2), round(max_width * scale))
 
 
-def _each(held: np.ndarray) -> Iterator[list[int]]:
-    return itertools.chain(held.reshape(-1))
-
-
 def _colour(outer: int, row: int, column: int) -> str:
-    """One of four: along each of the three dims, neighbours differ."""
+    """One of four colours; neighbours differ along each of the three dims."""
     return _COLOURS[(2 * row + column + outer) % len(_COLOURS)]

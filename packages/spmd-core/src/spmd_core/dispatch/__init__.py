@@ -1,1 +1,1 @@
-"""Which way each overload goes: recorded, composed, read on the host, or refused."""
+"""How each ATen overload is carried out: recorded, composed, read on the host, or refused."""

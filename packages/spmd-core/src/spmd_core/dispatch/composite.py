@@ -1,4 +1,4 @@
-"""Composite operations that are recorded whole: kernels above autograd, for what torch would otherwise take apart before we see it."""
+"""Composite operations that are recorded whole, by kernels above autograd, not in torch's parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +37,10 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
-    """`aten::layer_norm`. Its parts return the statistics that a backward needs, as two more tensors; without one they only cost."""
+    """`aten::layer_norm`, recorded whole if no gradient is needed.
+
+    torch's parts also return the statistics for a backward; without a backward they only cost.
+    """
     if torch.is_grad_enabled() or not isinstance(x, XLAShardedTensor):
         return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)[0]
     return _record_layer_norm((x, normalized_shape, weight, bias, eps), NO_KWARGS)
@@ -56,8 +59,8 @@ def attention(
 ) -> torch.Tensor:
     """`aten::scaled_dot_product_attention`: one recorded operation, and one for its backward.
 
-    torch's own composition runs where `torch.nn.attention.sdpa_kernel` leaves the math backend alone, in forward-mode AD, and under torch.func's
-    transforms, whose tensors are wrapped.
+    torch's own composition runs if `torch.nn.attention.sdpa_kernel` leaves only the math backend,
+    in forward-mode AD, and under torch.func's transforms, whose tensors are wrapped.
     """
     if (
         query.__class__ is not XLAShardedTensor
@@ -71,14 +74,15 @@ def attention(
         )
     leading = query.shape[:-2]
     if key.shape[:-2] != leading or value.shape[:-2] != leading:
-        query, key, value, enable_gqa = _aligned(query, key, value, enable_gqa)
+        query, key, value, enable_gqa = _align_leading_dims(query, key, value, enable_gqa)
     else:
         enable_gqa = False
     seed = None
     if dropout_p != 0:
         if not 0 <= dropout_p <= 1:
             raise RuntimeError(
-                f"dropout probability has to be between 0 and 1, but got {dropout_p}. Pass a probability."
+                "dropout probability has to be between 0 and 1, "
+                f"but got {dropout_p}. Pass a probability."
             )
         seed = random_stream.draw()
     if torch.is_grad_enabled() and (
@@ -99,7 +103,7 @@ _flash_enabled = torch._C._get_flash_sdp_enabled
 
 
 def _fused_enabled() -> bool:
-    """Whether the user left any backend but math; with none at all torch's own composition says so."""
+    """Whether a fused backend is enabled; with no backend at all torch's composition raises."""
     return (
         torch._C._get_mem_efficient_sdp_enabled()
         or torch._C._get_cudnn_sdp_enabled()
@@ -107,8 +111,13 @@ def _fused_enabled() -> bool:
     )
 
 
-def _aligned(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, Any, Any, bool]:
-    """Equal leading dims, by views: only grouped heads stay apart, also where one kv head serves all without `enable_gqa`."""
+def _align_leading_dims(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
+    """Makes the leading dims equal, by views.
+
+    Only grouped heads stay apart, also if one kv head serves all without `enable_gqa`.
+    """
     if min(query.dim(), key.dim(), value.dim()) < 3:
         grouped = False
     else:
@@ -133,7 +142,10 @@ def _aligned(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[Any, A
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the result and the log of the sum of exponents; the backward computes the probabilities, and what dropout took, again."""
+    """Attention whose backward computes the probabilities and the dropout mask again.
+
+    Only the result and the log of the sum of exponents are kept.
+    """
 
     @staticmethod
     def forward(
@@ -185,7 +197,10 @@ def _differentiable_backward(
     scale: float | None,
     enable_gqa: bool,
 ) -> list[torch.Tensor | None]:
-    """The gradients through torch's own composition of attention, which autograd can differentiate again; with the forward's dropout."""
+    """Gradients through torch's composition of attention, which autograd can differentiate again.
+
+    The dropout is that of the forward.
+    """
     # Views, so that one tensor that is query, key and value at once gets three gradients.
     query, key, value, attn_mask = (None if x is None else x.view_as(x) for x in inputs)
     assert query is not None and key is not None and value is not None
@@ -194,17 +209,20 @@ def _differentiable_backward(
     )
     if seed is not None:
         kept = _record_attention_kept((query, key, seed, dropout_p, is_causal), NO_KWARGS)
-        each = (
+        value_per_head = (
             value.repeat_interleave(query.shape[-3] // value.shape[-3], -3) if enable_gqa else value
         )
-        out = (weights * kept * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ each
+        out = (weights * kept * (0.0 if dropout_p == 1 else 1 / (1 - dropout_p))) @ value_per_head
     of = [x for x, yes in zip((query, key, value, attn_mask), wanted) if x is not None and yes]
     found = iter(torch.autograd.grad(out, of, grad, create_graph=True))
     return [next(found) if yes else None for yes in wanted]
 
 
 def resolve_conj(x: torch.Tensor) -> torch.Tensor:
-    """`aten::resolve_conj`: a copy where torch would make one. The device has no conjugates that wait, but a write to the result must not reach x."""
+    """`aten::resolve_conj`: a copy of a conjugate, otherwise `x`.
+
+    The device has no lazy conjugates, but a write to the result must not reach `x`.
+    """
     return x.clone() if conjugated(x) else x
 
 
@@ -217,15 +235,22 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """`aten::ctc_loss`. Lengths may be lists or on the CPU; as tensors of the device they are inputs of the program: others compile nothing."""
+    """`aten::ctc_loss` with the lengths as tensors on the device.
+
+    They may be lists or on the CPU. On the device they are inputs of the program, so that other
+    lengths compile nothing.
+    """
     lengths = [torch.as_tensor(x).to(log_probs.device) for x in (input_lengths, target_lengths)]
     return aten.ctc_loss.Tensor.decompose(
         log_probs, targets, *lengths, blank, reduction, zero_infinity
     )
 
 
-def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """An `out=` form that torch composes by writing through reshaped results, which it takes for the memory of `out`: computed, then copied."""
+def _out_kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A kernel for an `out=` overload: computes the result, then copies it to `out`.
+
+    torch's composition writes through reshaped results, which it takes for the memory of `out`.
+    """
     handler = out_handler(overload)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +258,8 @@ def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
             isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
         ):
             raise RuntimeError(
-                f"{overload._schema.name.removeprefix('aten::')}(): functions with out=... arguments don't support automatic differentiation, "
+                f"{overload._schema.name.removeprefix('aten::')}(): functions with out=... "
+                "arguments don't support automatic differentiation, "
                 "but one of the arguments requires grad."
             )
         return handler(args, kwargs)
@@ -241,13 +267,16 @@ def _written_out(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-# Operations whose derivative torch knows, but which it takes apart above a backend without a kernel of its own for them. `linear` in parts merges
-# the dims of its input, and rounds a sum of 16 bits twice.
-_KEPT_WHOLE = ("linear", "mish_backward", "silu_backward")
+# torch knows the derivatives of these operations, but decomposes them for a backend without its own
+# kernel. A decomposed `linear` merges the dims of its input, and rounds a 16-bit sum twice.
+_NOT_DECOMPOSED = ("linear", "mish_backward", "silu_backward")
 
 
-def _beneath(name: str) -> Callable[..., Any]:
-    """A backend's kernel. That it is there is what torch looks for: our tensors are recorded before it is called."""
+def _unreachable_kernel(name: str) -> Callable[..., Any]:
+    """A backend's kernel that is never called: tensors of the device are recorded before.
+
+    torch only looks whether it exists.
+    """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError(f"aten::{name} reached the backend without being recorded")
@@ -256,7 +285,7 @@ def _beneath(name: str) -> Callable[..., Any]:
 
 
 def install() -> torch.library.Library:
-    """Registers the kernels; they live as long as the library that is returned."""
+    """Registers the kernels, which live as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("layer_norm", layer_norm, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
@@ -264,11 +293,11 @@ def install() -> torch.library.Library:
     for overload in (aten.kron.out, aten.matmul.out):
         library.impl(
             f"{overload._schema.name.removeprefix('aten::')}.out",
-            _written_out(overload),
+            _out_kernel(overload),
             "AutogradXLA",
         )
     library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")
     library.impl("ctc_loss.IntList", ctc_loss, "AutogradXLA")
-    for name in _KEPT_WHOLE:
-        library.impl(name, _beneath(name), "XLA")
+    for name in _NOT_DECOMPOSED:
+        library.impl(name, _unreachable_kernel(name), "XLA")
     return library

@@ -1,12 +1,13 @@
-"""Operations whose result's shape depends on the data: the positions or the count are read on the host, the values stay on the device.
+"""Operations with data-dependent result shapes: positions or counts are read on the host.
 
-Each read cuts the program and waits, is counted in the metrics as `data_dependent_reads`, and is warned about once for each operation, with
-the static alternative. It is no host fallback: nothing is computed on the host but positions, so strict mode allows it. Gradients flow, as
-the values are gathered on the device.
+Each read cuts the program and waits. It is counted in the metrics as `data_dependent_reads`; the
+first one of each operation causes a warning with the static alternative. It is no host fallback:
+the host computes nothing but positions, so strict mode allows it. The values are gathered on the
+device, so gradients flow.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,20 +29,21 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _read(tensor: torch.Tensor, what: str, alternative: str) -> torch.Tensor:
-    """The tensor on the host, counted; says so the first time."""
+    """The tensor on the host; counts the read, and warns at the first one of `what`."""
     metrics.count("data_dependent_reads")
     if what not in _warned:
         _warned.add(what)
         warnings.warn(
-            f"the shape of the result of {what} depends on the data, so the host reads a tensor of shape {tuple(tensor.shape)}, which cuts the "
-            f"program and waits for it. {alternative} Counted in the metrics as data_dependent_reads.",
+            f"the shape of the result of {what} depends on the data, so the host reads "
+            f"a tensor of shape {tuple(tensor.shape)}, which cuts the program and waits for it. "
+            f"{alternative} Counted in the metrics as data_dependent_reads.",
             stacklevel=user_frame()[2],
         )
     return to_host(tensor) if isinstance(tensor, XLAShardedTensor) else tensor
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Where a 1-d host mask is True, on the device."""
+    """The positions of True in a 1-d host mask, on the device."""
     return from_host(mask.nonzero().reshape(-1))
 
 
@@ -62,11 +64,12 @@ def nonzero(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def masked_select(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.masked_select(mask)`: the elements of x, broadcast with the mask, where the mask is True."""
+    """`x.masked_select(mask)`: the elements of x at True; x and mask are broadcast."""
     x, mask = args
     if mask.dtype is not torch.bool:
         raise RuntimeError(
-            f"masked_select: expected BoolTensor for mask; got a mask of {mask.dtype}. Write mask != 0."
+            "masked_select: "
+            f"expected BoolTensor for mask; got a mask of {mask.dtype}. Write mask != 0."
         )
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     host = _read(mask, "masked_select", "torch.where(mask, x, 0) stays on the device.")
@@ -79,7 +82,11 @@ def masked_select(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def indexing(func: torch._ops.OpOverload) -> Handler:
-    """`index`, `index_put`: a boolean mask selects a number of elements that only the data knows, so its positions are read on the host."""
+    """A handler for `index` and `index_put`.
+
+    Only the data knows how many elements a boolean mask selects, so its positions are read on the
+    host.
+    """
     reads = func is aten.index.Tensor
     lowering = registry.find(func if reads else aten.index_put.default)
     assert lowering is not None
@@ -93,7 +100,7 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
         x, indices = args[0], list(args[1])
         if any(i is not None and i.dtype in _MASKS for i in indices):
             _check_masks(x, indices)
-            if reads or not _fills(x, indices, args[2]):
+            if reads or not _writes_same_values(x, indices, args[2]):
                 indices = _without_masks(indices, "x[mask]" if reads else "x[mask] = values")
         dim = 0
         for position, i in enumerate(indices):
@@ -122,7 +129,10 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
 def _check_values(
     shape: tuple[int, ...], indices: tuple[tuple[int, ...] | None, ...], values: tuple[int, ...]
 ) -> None:
-    """Raises torch's error for values that do not fit where they go; the meta kernel of `index_put` does not look."""
+    """Raises torch's error if values cannot be broadcast to the indexed region.
+
+    The meta kernel of `index_put` does not check this.
+    """
     metas = [
         None if i is None else torch.empty(i, dtype=torch.int64, device="meta") for i in indices
     ]
@@ -131,8 +141,8 @@ def _check_values(
         n not in (1, m) for n, m in zip(reversed(values), reversed(region))
     ):
         raise RuntimeError(
-            f"shape mismatch: value tensor of shape {list(values)} cannot be broadcast to indexing result of shape {list(region)}. Give values of "
-            "that shape."
+            f"shape mismatch: value tensor of shape {list(values)} cannot "
+            f"be broadcast to indexing result of shape {list(region)}. Give values of that shape."
         )
 
 
@@ -144,8 +154,9 @@ def _check_masks(x: torch.Tensor, indices: list[Any]) -> None:
             continue
         if tuple(i.shape) != tuple(x.shape[dim : dim + i.dim()]):
             raise IndexError(
-                f"The shape of the mask {list(i.shape)} at index {position} does not match the shape of the indexed tensor {list(x.shape)} at index "
-                f"{dim}. Give a mask of the shape of the dims that it selects from."
+                f"The shape of the mask {list(i.shape)} at index {position} "
+                f"does not match the shape of the indexed tensor {list(x.shape)} at index {dim}. "
+                "Give a mask of the shape of the dims that it selects from."
             )
         dim += i.dim()
 
@@ -165,8 +176,8 @@ def _without_masks(indices: list[Any], what: str) -> list[Any]:
     return chosen
 
 
-def _fills(x: torch.Tensor, indices: list[Any], values: torch.Tensor) -> bool:
-    """Whether `x[mask] = values` writes the same at every True, so that no count is needed."""
+def _writes_same_values(x: torch.Tensor, indices: list[Any], values: torch.Tensor) -> bool:
+    """Whether `x[mask] = values` writes the same at each True, so that no count is needed."""
     given = [i for i in indices if i is not None]
     if len(given) != 1 or given[0].dtype is not torch.bool:
         return False
@@ -186,7 +197,10 @@ def check_range(
     wraps: bool = True,
     error: type[Exception] = IndexError,
 ) -> None:
-    """Raises torch's error for an index outside its dim, where its values are still on the host; on the device it is clamped or dropped."""
+    """Raises torch's error for an index outside its dim, if the index is still on the host.
+
+    An index on the device is clamped or dropped instead.
+    """
     if index.__class__ is XLAShardedTensor:
         handle = index._handle
         if handle.__class__ is not Storage or not isinstance(handle.value.data, torch.Tensor):
@@ -198,14 +212,18 @@ def check_range(
     least = -size if wraps else 0
     if low < least or high >= size:
         raise error(
-            f"index {low if low < least else high} is out of bounds for dimension {dim} with size {size}"
+            "index "
+            f"{low if low < least else high} is out of bounds for dimension {dim} with size {size}"
         )
 
 
 def in_range(
     func: torch._ops.OpOverload, *, wraps: bool = False, error: type[Exception] = IndexError
 ) -> Handler:
-    """Reads and writes at an index tensor, in functional form or in place: indices that are still on the host are checked."""
+    """A handler for reads and writes at an index tensor, functional or in place.
+
+    Indices that are still on the host are checked against the size of their dim.
+    """
     form = schema.functional(func) if schema.of(func).written else func
     lowering = None if form is None else registry.find(form)
     assert lowering is not None and lowering.host_when is None
@@ -220,7 +238,7 @@ def in_range(
         x = args[0]
         try:
             if not along_dim:
-                # `take` counts through the whole tensor, an embedding its rows.
+                # `take` indexes the flattened tensor, an embedding its rows.
                 check_range(
                     args[1],
                     x.numel() if func is aten.take.default or not x.dim() else x.shape[0],
@@ -231,23 +249,28 @@ def in_range(
             elif len(args) > 2 and -x.dim() <= args[1] < x.dim():
                 check_range(args[2], x.shape[args[1]], args[1] % x.dim(), wraps=wraps, error=error)
         except error:
-            inference.infer(
-                func, args, kwargs, spec_of
-            )  # of two mistakes, eager torch names the one in the shapes
+            # With two mistakes, eager torch reports the one in the shapes.
+            inference.infer(func, args, kwargs, spec_of)
             raise
         return record(args, kwargs)
 
     return handler
 
 
-# Distinct elements. A sort brings equals together; the host learns where each group starts, and that alone.
+# Distinct elements. A sort puts equal elements together; the host reads only where groups start.
 
-_UNIQUE = "There is no unique of static shape; sort() with a comparison of neighbours stays on the device."
-_NOTHING = (0,)
+_UNIQUE = (
+    "There is no unique of static shape; "
+    "sort() with a comparison of neighbours stays on the device."
+)
+_EMPTY_SHAPE = (0,)
 
 
 def _groups(first: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a mask over sorted elements that is True where a group begins: where the groups begin, and how long each is."""
+    """The starts and the lengths of groups of equal elements.
+
+    `first` is a mask over sorted elements that is True at the start of each group.
+    """
     starts = _read(first, what, _UNIQUE).nonzero().reshape(-1)
     ends = (
         torch.cat([starts[1:], starts.new_full((1,), first.numel())]) if starts.numel() else starts
@@ -255,14 +278,14 @@ def _groups(first: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]
     return from_host(starts), from_host(ends - starts)
 
 
-def _begins(rows: torch.Tensor) -> torch.Tensor:
-    """Where a row of (n, m) differs from the one before; the first always does."""
+def _starts_group(rows: torch.Tensor) -> torch.Tensor:
+    """Whether each row of (n, m) differs from the row before; True for the first row."""
     differs = (rows[1:] != rows[:-1]).any(1)
     return torch.cat([differs.new_ones((min(rows.shape[0], 1),)), differs])
 
 
 def _ranks(order: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """The number of each element's group, from the sorted order and the groups' beginnings, along dim 0."""
+    """The number of each element's group, along dim 0, from the sorted order and the starts."""
     return torch.zeros_like(order).scatter(0, order, first.long().cumsum(0) - 1)
 
 
@@ -280,24 +303,26 @@ def _distinct(
     return x.index_select(dim, chosen), inverse.reshape(shape), counts
 
 
-def _asked(result: Any, *, inverse: bool, counts: bool) -> Any:
+def _requested(result: Any, *, inverse: bool, counts: bool) -> Any:
     values, positions, lengths = result
-    nothing = positions.new_empty(_NOTHING)
+    nothing = positions.new_empty(_EMPTY_SHAPE)
     return values, positions if inverse else nothing, lengths if counts else nothing
 
 
 def unique2(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`_unique2(x, sorted, return_inverse, return_counts)`: always sorted, as torch's on the CPU."""
+    """`_unique2(x, sorted, return_inverse, return_counts)`: always sorted, as torch's on CPU."""
     x, _, inverse, counts = _defaults(
         args, kwargs, sorted=True, return_inverse=False, return_counts=False
     )
     values, order = x.reshape(-1).sort(stable=True)
-    result = _distinct(x.reshape(-1), 0, order, _begins(values.unsqueeze(1)), "unique", x.shape)
-    return _asked(result, inverse=inverse, counts=counts)
+    result = _distinct(
+        x.reshape(-1), 0, order, _starts_group(values.unsqueeze(1)), "unique", x.shape
+    )
+    return _requested(result, inverse=inverse, counts=counts)
 
 
 def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`_unique(x, sorted, return_inverse)`: the older form."""
+    """`_unique(x, sorted, return_inverse)`: the older form of `_unique2`."""
     x, is_sorted, inverse = _defaults(args, kwargs, sorted=True, return_inverse=False)
     return unique2((x, is_sorted, inverse, False), {})[:2]
 
@@ -310,27 +335,28 @@ def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if dim is not None:
         return unique_dim_consecutive((x, dim, inverse, counts), {})
     flat = x.reshape(-1)
-    return _asked(
-        _distinct(flat, 0, None, _begins(flat.unsqueeze(1)), "unique_consecutive", x.shape),
+    return _requested(
+        _distinct(flat, 0, None, _starts_group(flat.unsqueeze(1)), "unique_consecutive", x.shape),
         inverse=inverse,
         counts=counts,
     )
 
 
 def unique_dim_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`unique_dim_consecutive(x, dim, return_inverse, return_counts)`: one of each run of equal slices."""
+    """`unique_dim_consecutive(x, dim, return_inverse, return_counts)`: for runs of equal slices."""
     x, dim, inverse, counts = _defaults(
         args, kwargs, dim=0, return_inverse=False, return_counts=False
     )
     rows = _rows(x, dim)
-    result = _distinct(x, dim, None, _begins(rows), "unique_consecutive", (x.shape[dim],))
-    return _asked(result, inverse=inverse, counts=counts)
+    result = _distinct(x, dim, None, _starts_group(rows), "unique_consecutive", (x.shape[dim],))
+    return _requested(result, inverse=inverse, counts=counts)
 
 
 def unique_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`unique_dim(x, dim, sorted, return_inverse, return_counts)`: the distinct slices, in lexicographic order.
+    """`unique_dim(x, dim, sorted, return_inverse, return_counts)`: distinct slices, sorted.
 
-    Slices are ranked by pairs of columns, then pairs of pairs: as many sorts as the logarithm of a slice's length.
+    The order is lexicographic. Slices are ranked by pairs of columns, then pairs of pairs, so the
+    number of sorts is the logarithm of a slice's length.
     """
     x, dim, _, inverse, counts = _defaults(
         args, kwargs, dim=0, sorted=True, return_inverse=False, return_counts=False
@@ -342,29 +368,30 @@ def unique_dim(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         paired = _dense_ranks(even * rows.shape[0] + odd)
         keys = torch.cat([paired, keys[:, -1:]], 1) if keys.shape[1] % 2 else paired
     values, order = keys[:, 0].sort(stable=True)
-    result = _distinct(x, dim, order, _begins(values.unsqueeze(1)), "unique", (x.shape[dim],))
-    return _asked(result, inverse=inverse, counts=counts)
+    result = _distinct(x, dim, order, _starts_group(values.unsqueeze(1)), "unique", (x.shape[dim],))
+    return _requested(result, inverse=inverse, counts=counts)
 
 
 def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
     """The slices along `dim` as rows."""
     if x.dim() == 0 or (x.numel() == 0 and (x.shape[dim] != 0 or list(x.shape).count(0) > 1)):
         raise RuntimeError(
-            f"unique along a dim needs slices with elements; got shape {tuple(x.shape)} and dim {dim}. Give a tensor without other dims of size 0."
+            "unique along a dim needs slices with elements; got "
+            f"shape {tuple(x.shape)} and dim {dim}. Give a tensor without other dims of size 0."
         )
     slices = x.movedim(dim, 0)
     return slices.reshape(x.shape[dim], slices[0].numel() if x.numel() else 1)
 
 
 def _dense_ranks(columns: torch.Tensor) -> torch.Tensor:
-    """Each element's rank among the distinct ones of its column, of (n, m)."""
+    """Each element's rank among the distinct elements of its column, for columns of (n, m)."""
     values, order = columns.sort(dim=0, stable=True)
     first = torch.cat([torch.ones_like(values[:1], dtype=torch.bool), values[1:] != values[:-1]])
     return _ranks(order, first)
 
 
 def _defaults(args: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> list[Any]:
-    """The first argument, then those of `defaults` in order, given or not."""
+    """The first argument, then the arguments of `defaults` in order; defaults for missing ones."""
     values = {**defaults, **dict(zip(defaults, args[1:])), **kwargs}
     return [args[0], *values.values()]
 
@@ -373,7 +400,7 @@ def _defaults(args: Sequence[Any], kwargs: dict[str, Any], **defaults: Any) -> l
 
 
 def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`bincount(x, weights, minlength)`: the largest element, one number, is read; the counting stays on the device."""
+    """`bincount(x, weights, minlength)`: reads the extrema; the counting stays on the device."""
     x, weights, minlength = _defaults(args, kwargs, weights=None, minlength=0)
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
         raise NotImplementedError(
@@ -381,7 +408,8 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         )
     if x.dim() != 1:
         raise RuntimeError(
-            f"bincount only supports 1-d non-negative integral inputs; got shape {tuple(x.shape)}. Flatten it."
+            "bincount only supports 1-d non-negative integral inputs; "
+            f"got shape {tuple(x.shape)}. Flatten it."
         )
     if minlength < 0:
         raise RuntimeError(
@@ -389,7 +417,8 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         )
     if weights is not None and (weights.dim() != 1 or weights.shape != x.shape):
         raise RuntimeError(
-            f"weights should be 1-d and have the same length as input; got {tuple(weights.shape)} for {tuple(x.shape)}."
+            "weights should be 1-d and have the same length as input; "
+            f"got {tuple(weights.shape)} for {tuple(x.shape)}."
         )
     length = minlength
     if x.numel():
@@ -400,7 +429,8 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         )
         if int(bounds[0]) < 0:
             raise RuntimeError(
-                f"bincount only supports 1-d non-negative integral inputs; got the element {int(bounds[0])}. Shift the elements to 0."
+                "bincount only supports 1-d non-negative integral inputs; "
+                f"got the element {int(bounds[0])}. Shift the elements to 0."
             )
         length = max(length, int(bounds[1]) + 1)
     if not x.numel():
@@ -413,12 +443,13 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`repeat_interleave(repeats)`: without `output_size`, the sum of the repeats is read."""
+    """`repeat_interleave(repeats)`: without `output_size`, reads the sum of the repeats."""
     repeats = args[0]
     if kwargs.get("output_size") is None:
         if repeats.dim() != 1:
             raise RuntimeError(
-                f"repeat_interleave only accept 1D vector as repeat; got shape {tuple(repeats.shape)}. Flatten it."
+                "repeat_interleave only accept 1D vector as repeat; "
+                f"got shape {tuple(repeats.shape)}. Flatten it."
             )
         total = 0
         if repeats.numel():
@@ -438,7 +469,7 @@ def repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def equal(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """`torch.equal(a, b)`: compared on the device; one bool is read."""
+    """`torch.equal(a, b)`: compares on the device, and reads one bool."""
     a, b = args
     return a.shape == b.shape and bool((a == b).all())
 
@@ -447,7 +478,7 @@ _lowering = registry.find(aten.repeat_interleave.Tensor)
 assert _lowering is not None
 _record_repeat_interleave = functional_handler(_lowering)
 
-# torch raises a RuntimeError for the one kind and an IndexError for the other.
+# torch raises a RuntimeError for an index outside its dim here, and an IndexError for `_AT_SLICES`.
 _AT_ELEMENTS = [
     aten.gather.default,
     aten.scatter.src,
@@ -463,7 +494,7 @@ _AT_SLICES = [
     aten.index_copy_.default,
 ]
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten.nonzero.default: nonzero,
     aten.masked_select.default: masked_select,
     aten.index.Tensor: indexing(aten.index.Tensor),

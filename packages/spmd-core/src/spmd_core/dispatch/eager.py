@@ -1,63 +1,74 @@
-"""Eager mode: each operation is executed when it is recorded, in a program of its own, so that an error shows at its line. For debugging.
+"""Eager mode, for debugging: each operation runs when it is recorded, so errors show at its line.
 
-The router is exchanged for one that cuts after each call from outside of it, and stays as it is while the mode is off. Operations that torch composes
-of others are cut once, at their end. What does not go through the router waits for the next operation or read: empty tensors,
-attention and layer norm (`composite`), `call_jax` and marks.
+While the mode is on, another `__torch_dispatch__` calls the router and cuts after each outermost
+call; while it is off, the router runs unchanged. Operations that torch composes of others are cut
+once, at their end. Operations that do not go through the router wait for the next operation or
+read: empty tensors, attention and layer norm (`dispatch.composite`), `call_jax` and marks.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from spmd_core.dispatch import router
 from spmd_core.program import execution
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
-class _Depth(threading.local):
+class _ThreadState(threading.local):
     inside = False
 
 
-_depth = _Depth()
-_lazy: Any = None  # the router that the mode replaced; None while it is off
+_thread = _ThreadState()
+# The `__torch_dispatch__` that the mode replaced; None while the mode is off.
+_replaced_dispatch: Any = None
 
 
-def _route_and_cut(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if _depth.inside:
+def _route_and_cut(
+    cls: type[XLAShardedTensor],
+    func: torch._ops.OpOverload,
+    types: Sequence[type],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    if _thread.inside:
         return router.route(cls, func, types, args, kwargs)
-    _depth.inside = True
+    _thread.inside = True
     try:
         result = router.route(cls, func, types, args, kwargs)
     finally:
-        _depth.inside = False
+        _thread.inside = False
     execution.cut()
     return result
 
 
 def is_eager_mode() -> bool:
     """Whether each operation is executed when it is recorded."""
-    return _lazy is not None
+    return _replaced_dispatch is not None
 
 
 def eager_mode(enable: bool) -> None:
-    """Turns eager mode on or off, for every thread. What is pending is computed when it goes on.
+    """Turns eager mode on or off, for all threads. Turning it on computes what is pending.
 
-    Each operation is one program, compiled once for its shapes, and started without waiting; views and in-place updates are as always. A step is many
-    times slower than one that is recorded whole.
+    Each operation is a program of its own, compiled once for its shapes and started without
+    waiting; views and in-place updates work as always. A step is many times slower than one that is
+    recorded whole.
     """
-    global _lazy
-    if enable and _lazy is None:
+    global _replaced_dispatch
+    if enable and _replaced_dispatch is None:
         execution.cut()
-        _lazy = XLAShardedTensor.__dict__["__torch_dispatch__"]
+        _replaced_dispatch = XLAShardedTensor.__dict__["__torch_dispatch__"]
         XLAShardedTensor.__torch_dispatch__ = classmethod(_route_and_cut)  # type: ignore[assignment, method-assign]
-    elif not enable and _lazy is not None:
-        XLAShardedTensor.__torch_dispatch__, _lazy = _lazy, None  # type: ignore[method-assign]
+    elif not enable and _replaced_dispatch is not None:
+        XLAShardedTensor.__torch_dispatch__, _replaced_dispatch = _replaced_dispatch, None  # type: ignore[method-assign]
 
 
 @contextmanager
 def eager_mode_context(enable: bool) -> Iterator[None]:
-    """Inside, eager mode is on or off; after it, as before."""
+    """Inside, eager mode is on or off; afterwards it is as before."""
     before = is_eager_mode()
     eager_mode(enable)
     try:

@@ -1,10 +1,11 @@
-"""What the recorded matrix kernels cannot say alone: errors that depend on values, and results that depend on the layout of an argument.
+"""Handlers of matrix operations whose errors depend on values, or whose results on strides.
 
-A program cannot raise, so a factorization returns `info`; where torch raises for a singular matrix, `info` is read on the host. That cuts the
-program and waits, as it does on any device; it is counted in `metrics` as host_reads_of_info. Where it should not, use the `_ex` functions.
+A program cannot raise, so a factorization returns `info`. Where torch raises for a singular matrix,
+`info` is read on the host, which cuts the program and waits, as on any device. The reads are
+counted in the metrics as `host_reads_of_info`. The `_ex` functions do not read it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def _recorded(func: torch._ops.OpOverload) -> Handler:
 
 
 def check_info(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
-    """Raises torch's LinAlgError for `api_name` where an int32 `info` is not 0. Waits for the devices."""
+    """Raises torch's LinAlgError for `api_name` if an int32 `info` is not 0. Waits."""
     metrics.count("host_reads_of_info")
     torch._linalg_check_errors(info.cpu(), api_name, is_matrix=is_matrix)
 
@@ -35,7 +36,7 @@ def _check_errors(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 
 
 def _ex(func: torch._ops.OpOverload, api_name: str, record: Handler | None = None) -> Handler:
-    """A factorization whose last result is `info`: with `check_errors` it is looked at."""
+    """A factorization whose last result is `info`, which `check_errors` reads."""
     record = record or _recorded(func)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -78,24 +79,28 @@ def _svd(record: Handler) -> Handler:
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("driver") is not None:
             raise RuntimeError(
-                f"torch.linalg.svd: keyword argument `driver=` is only supported on CUDA inputs with cuSOLVER backend; got "
-                f"{kwargs['driver']!r} for a tensor on xla. Leave it out."
+                "torch.linalg.svd: "
+                "keyword argument `driver=` is only supported on CUDA inputs with "
+                f"cuSOLVER backend; got {kwargs['driver']!r} for a tensor on xla. Leave it out."
             )
         return record(args, kwargs)
 
     return handler
 
 
-# ---- what shares its LU with the backward ------------------------------------------------------------------------------
+# Operations that share their LU factorization with their backward.
 
 
 def _factored(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The LU that the backward of a determinant takes from its forward: of the transpose, if the matrix is real and contiguous."""
+    """The LU factorization that the backward of a determinant takes from its forward.
+
+    Of the transpose, if the matrix is real and contiguous.
+    """
     return aten.linalg_lu_factor_ex(a.mT if a.is_contiguous() and not a.is_complex() else a)
 
 
 def _parity(pivots: torch.Tensor) -> torch.Tensor:
-    """The sign of the permutation: each pivot that is not its own position is one exchange."""
+    """The sign of a permutation: each pivot that is not its own position is one exchange."""
     exchanges = (
         pivots != torch.arange(1, pivots.shape[-1] + 1, dtype=torch.int32, device=pivots.device)
     ).sum(-1)
@@ -125,13 +130,13 @@ def _solve(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, .
     return x.squeeze(-1) if is_vector else x, packed, pivots, info
 
 
-# ---- least squares -----------------------------------------------------------------------------------------------------
+# Least squares.
 
 _DRIVERS = ("gels", "gelsy", "gelsd", "gelss")
 
 
 def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
-    """Raises for what torch refuses; otherwise whether `b` holds vectors."""
+    """Raises for arguments that torch refuses; otherwise returns whether `b` holds vectors."""
     rule = None
     is_vector = a.dim() >= 2 and a.dim() - 1 == b.dim() and b.shape == a.shape[:-1]
     if a.dim() < 2:
@@ -139,7 +144,10 @@ def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
     elif b.dim() < 1:
         rule = "other must have at least 1 dimension"
     elif a.dtype != b.dtype:
-        rule = f"expected input and other to have the same dtype, but got input's dtype {a.dtype} and other's dtype {b.dtype}"
+        rule = (
+            "expected input and other to have the same dtype, "
+            f"but got input's dtype {a.dtype} and other's dtype {b.dtype}"
+        )
     elif not (a.is_floating_point() or a.is_complex()):
         rule = "expected a floating or complex dtype"
     elif driver not in _DRIVERS:
@@ -151,16 +159,18 @@ def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
         rule = "the rows of input and other must agree"
     if rule is not None:
         raise RuntimeError(
-            f"torch.linalg.lstsq: {rule}; input has shape {tuple(a.shape)}, other {tuple(b.shape)}. Give it a matrix and as many rows of other, "
-            "in one floating dtype."
+            f"torch.linalg.lstsq: {rule}; input has shape {tuple(a.shape)}, other "
+            f"{tuple(b.shape)}. Give it a matrix and as many rows of other, in one floating dtype."
         )
     return is_vector
 
 
 def _least_squares(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """`linalg_lstsq`, which has no meta kernel: by QR for `gels`, which assumes full rank, else by the pseudo-inverse over the singular values.
+    """`linalg_lstsq`, which has no meta kernel: by QR or by the pseudo-inverse.
 
-    `gelsy` is the default, as on the CPU; its rank is counted from the singular values too, where LAPACK estimates them from a pivoted QR.
+    `gels` assumes full rank and uses QR; the other drivers use the pseudo-inverse over the singular
+    values. `gelsy` is the default, as on the CPU; its rank is counted from the singular values too,
+    where LAPACK estimates it from a pivoted QR.
     """
     a, b = args[:2]
     rcond = args[2] if len(args) > 2 else kwargs.get("rcond")
@@ -197,7 +207,8 @@ def _full_rank(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return q @ aten.linalg_solve_triangular(r.mH, b, upper=False)
 
 
-# torch's composition of `matrix_rank(out=)` ends by giving its own name `out` another tensor, so that a device below it leaves `out` unwritten.
+# torch's composition of `matrix_rank(out=)` ends by binding its own name `out` to another tensor,
+# so that on a device below it `out` stays unwritten.
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -209,7 +220,8 @@ def _write_rank(func: torch._ops.OpOverload) -> None:
         ranks = form(*args, **kwargs)
         if not torch.can_cast(ranks.dtype, out.dtype):
             raise RuntimeError(
-                f"Expected result to be safely castable from {ranks.dtype}, but got {out.dtype}. Give `out` the dtype {ranks.dtype}."
+                f"Expected result to be safely castable from {ranks.dtype}, but got {out.dtype}. "
+                f"Give `out` the dtype {ranks.dtype}."
             )
         if out.shape != ranks.shape:
             out.resize_(ranks.shape)
@@ -223,7 +235,7 @@ for _name in aten.linalg_matrix_rank.overloads():
         _write_rank(getattr(aten.linalg_matrix_rank, _name))
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten._linalg_check_errors.default: _check_errors,
     aten.linalg_cholesky_ex.default: _ex(aten.linalg_cholesky_ex.default, "linalg.cholesky_ex"),
     aten.linalg_inv_ex.default: _ex(aten.linalg_inv_ex.default, "linalg.inv_ex"),

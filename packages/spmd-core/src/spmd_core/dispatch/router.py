@@ -1,11 +1,13 @@
-"""The one router: every operation on the device comes here, below autograd, and is recorded, derived, decomposed, run on the host, or refused.
+"""The router: finds a handler for each operation on the device, below autograd, and calls it.
 
-Each overload gets a handler the first time that it is met:
+An overload gets its handler at its first call:
 
-- a view becomes a link of a chain over the shared storage (`aliasing`);
-- an operation with a lowering becomes a value of the graph (`recording`);
-- an in-place or `out=` form is derived from the schema: the functional form computes, the storage is written;
-- anything else goes through torch's own composite kernels and decompositions, then to the CPU, counted and warned about once (`fallback`).
+- a view becomes a link of a chain over the shared storage (`recording.views`);
+- an operation with a lowering becomes a value of the graph (`recording.calls`);
+- an in-place or `out=` form is derived from the schema: the functional form computes the result,
+  which is written to the storage;
+- anything else goes through torch's own composite kernels and decompositions, then to the CPU,
+  counted and warned about once (`dispatch.fallback`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,20 +25,21 @@ from spmd_core.dispatch import data_dependent, linalg_checks, set_resize, specia
 from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
-from spmd_core.recording import inference, schema
-from spmd_core.recording.calls import NO_KWARGS, Handler, entries, functional_handler
+from spmd_core.recording import calls, inference, schema
+from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
 from spmd_core.recording.in_place import in_place_handler, several_written_handler
 from spmd_core.recording.views import alias, as_strided, pieces_handler, view_handler
 from spmd_core.runtime import devices
-from spmd_core.tensor.sharded_tensor import become, spec_of
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, replace_handle, spec_of
 
 aten = torch.ops.aten
-# By identity: torch keeps one object for an overload, and hashes it in Python, which costs as much as all of the lookup.
+# By identity: an overload is one object, and torch hashes it in Python, which costs as much as the
+# whole lookup.
 _handlers: dict[int, Handler] = {}
 
 
-class How(StrEnum):
-    """How the calls of an overload are carried out."""
+class Route(StrEnum):
+    """The way in which the calls of an overload are carried out."""
 
     LOWERED = "lowered"
     VIEW = "a view of shared storage"
@@ -48,8 +51,14 @@ class How(StrEnum):
     HOST = "on the host"
 
 
-def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """`XLAShardedTensor.__torch_dispatch__`."""
+def route(
+    cls: type[XLAShardedTensor] | None,
+    func: torch._ops.OpOverload,
+    types: Sequence[type],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """`XLAShardedTensor.__torch_dispatch__`: calls the handler of the overload."""
     handler = _handlers.get(id(func))
     if handler is None:
         handler = _handlers[id(func)] = _make_handler(func)
@@ -59,67 +68,71 @@ def route(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -
 
 
 def forget() -> None:
-    """Forgets every inferred result, as in a new process: what is recorded next fills `recording.entries` anew. Programs stay compiled."""
+    """Drops all handlers and inferred results, as in a new process. Programs stay compiled.
+
+    `recording.calls.entries` then holds only what is recorded afterwards.
+    """
     _handlers.clear()
-    entries.clear()
+    calls.forget()
 
 
-def _make_handler(func: Any) -> Handler:
-    own = _SPECIAL.get(func)
-    return _ordinary_handler(func) if own is None else own
+def _make_handler(func: torch._ops.OpOverload) -> Handler:
+    special_handler = _SPECIAL.get(func)
+    return _ordinary_handler(func) if special_handler is None else special_handler
 
 
-def how(func: torch._ops.OpOverload) -> How:
-    """How calls of an overload are carried out, save for those that a lowering or a decomposition declines."""
-    return How.SPECIAL if func in _SPECIAL else _choose(func)[0]
+def route_of(func: torch._ops.OpOverload) -> Route:
+    """The route of an overload's calls, except those that a lowering or decomposition declines."""
+    return Route.SPECIAL if func in _SPECIAL else _choose_route(func)[0]
 
 
-def _ordinary_handler(func: Any) -> Handler:
-    return _choose(func)[1]()
+def _ordinary_handler(func: torch._ops.OpOverload) -> Handler:
+    return _choose_route(func)[1]()
 
 
-def _choose(func: Any) -> tuple[How, Callable[[], Handler]]:
+def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Handler]]:
+    """The route of an overload without a special handler, and a function that makes its handler."""
     facts = schema.of(func)
     lowering = registry.find(func)
     if lowering is not None:
         return (
-            (How.VIEW, partial(view_handler, lowering))
+            (Route.VIEW, partial(view_handler, lowering))
             if facts.is_view
-            else (How.LOWERED, partial(_computed, lowering))
+            else (Route.LOWERED, partial(_computed, lowering))
         )
     if facts.written:
         form = schema.functional(func)
         if form is not None and torch.Tag.inplace_view in func.tags:
-            return How.IN_PLACE, partial(_in_place_view, form)
+            return Route.IN_PLACE, partial(_in_place_view, form)
         writes_lists = any(
             "[]" in str(a.type) or "List" in str(a.type)
             for a in func._schema.arguments
             if a.name in facts.written
         )
         if form is not None and facts.out_names:
-            return How.OUT, partial(_derived_out, func, form)
+            return Route.OUT, partial(_derived_out, func, form)
         several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
         computed = None if form is None else registry.find(form)
         if several and computed is not None:
-            return How.IN_PLACE, partial(several_written_handler, func, computed)
+            return Route.IN_PLACE, partial(several_written_handler, func, computed)
         if form is not None and facts.written == facts.names[:1] and not writes_lists:
-            return How.IN_PLACE, partial(
+            return Route.IN_PLACE, partial(
                 _derived_in_place, func, form
             ) if computed is None else partial(in_place_handler, func, computed)
     if schema.has_kernel(func, "CompositeImplicitAutograd"):
-        return How.COMPOSED, lambda: lambda args, kwargs: func.decompose(*args, **kwargs)
+        return Route.COMPOSED, lambda: lambda args, kwargs: func.decompose(*args, **kwargs)
     if schema.has_kernel(func, "CompositeExplicitAutograd"):
-        return How.COMPOSED, partial(composite_explicit, func)
+        return Route.COMPOSED, partial(composite_explicit, func)
     function = decomposition_table.get(func)
     return (
-        (How.HOST, partial(on_host, func))
+        (Route.HOST, partial(on_host, func))
         if function is None
-        else (How.DECOMPOSED, partial(decomposition, func, function))
+        else (Route.DECOMPOSED, partial(decomposition, func, function))
     )
 
 
 def _computed(lowering: registry.Lowering) -> Handler:
-    """Records the overload, save for the calls that its lowering declines."""
+    """Records the overload; runs calls that its lowering declines on the host."""
     record = (
         like_handler(lowering) if makes_like(lowering.overload) else functional_handler(lowering)
     )
@@ -133,17 +146,17 @@ def _computed(lowering: registry.Lowering) -> Handler:
 
 
 def _in_place_view(form: torch._ops.OpOverload) -> Handler:
-    """`t_`, `squeeze_` and their kin change what the tensor itself shows of its storage."""
+    """`t_`, `squeeze_` and similar overloads, which change the tensor's view of its storage."""
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        become(args[0], form(*args, **kwargs)._handle)
+        replace_handle(args[0], form(*args, **kwargs)._handle)
         return args[0]
 
     return handler
 
 
 def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
-    """`x.op_(...)` where the functional form is itself decomposed: compute, then copy into place."""
+    """`x.op_(...)` whose functional form has no lowering: computes, then copies into place."""
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         inference.infer(func, args, kwargs, spec_of)
@@ -153,12 +166,13 @@ def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) 
 
 
 def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
-    """`op(..., out=x)`: compute, check as torch does, resize where torch would, and copy into place."""
+    """`op(..., out=x)`: computes, checks and resizes as torch does, then copies into place."""
     names = schema.of(func).out_names
-    # What has a handler of its own, `linalg_inv_ex` for instance, has it here too.
+    # A form with a handler of its own, `linalg_inv_ex` for instance, is called through the router.
     lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
-    # torch leaves out an argument that is None, also where the schema gives it no default (`randperm.generator`).
+    # torch omits arguments that are None, even without a default in the schema
+    # (`randperm.generator`).
     required = {
         a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()
     }
@@ -169,7 +183,8 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in names]
         outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
-        # For its errors, and its warning where it gives `out` another shape. What has no meta kernel is checked in its pieces.
+        # For torch's errors, and its warning if `out` gets another shape. Overloads without a meta
+        # kernel are checked in their parts.
         with suppress(NotImplementedError):
             inference.infer(func, args, kwargs, spec_of)
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
@@ -179,12 +194,14 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         results = (results,) if isinstance(results, torch.Tensor) else results
         if len(results) != len(outs):
             raise RuntimeError(
-                f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. Give one tensor for each result."
+                f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. "
+                "Give one tensor for each result."
             )
         for out, result in zip(outs, results):
             if not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
-                    f"result type {result.dtype} can't be cast to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
+                    f"result type {result.dtype} can't be cast "
+                    f"to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
                 )
             if out.shape != result.shape:
                 set_resize.resize_((out, result.shape), NO_KWARGS)
@@ -207,8 +224,11 @@ def _call_of(handler: Handler) -> Callable[..., Any]:
     return lambda *args, **kwargs: handler(args, kwargs)
 
 
-def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
-    """A number that is written into integers must fit them: as it is an input of the program, only the recording can refuse it."""
+def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
+    """Raises torch's error for a number that does not fit the integers into which it is written.
+
+    The number is an input of the program, so only the recording can refuse it.
+    """
     inner: list[Handler] = []
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -216,19 +236,18 @@ def _checked(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            standin, chosen = (
+            sample, mask = (
                 torch.zeros((), dtype=dtype),
                 [torch.zeros((), dtype=torch.bool)] if position == 2 else [],
             )
-            getattr(standin, "masked_fill_" if chosen else "fill_")(
-                *chosen, args[position]
-            )  # raises what eager torch raises
+            # Raises what eager torch raises.
+            getattr(sample, "masked_fill_" if mask else "fill_")(*mask, args[position])
         return inner[0](args, kwargs)
 
     return handler
 
 
-_SPECIAL: dict[Any, Handler] = {
+_SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.detach.default: alias,
     aten.alias.default: alias,
     aten.lift_fresh.default: alias,
@@ -244,16 +263,17 @@ _SPECIAL: dict[Any, Handler] = {
         None, aten.index_put_.default, (), args[:4]
     ),
     **special.HANDLERS,
-    # A question of TransformerEncoder's, whether it may go on with nested tensors, which this device does not have; answering it would read the mask.
+    # TransformerEncoder asks whether it may use nested tensors, which this device does not have.
+    # The constant answer avoids a read of the mask.
     aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
     aten.resize_as_.default: lambda args, kwargs: set_resize.resize_(
         (args[0], args[1].shape), kwargs
     ),
-    aten.fill_.Scalar: _checked(aten.fill_.Scalar, 1),
-    aten.fill.Scalar: _checked(aten.fill.Scalar, 1),
-    aten.full_like.default: _checked(aten.full_like.default, 1),
-    aten.masked_fill_.Scalar: _checked(aten.masked_fill_.Scalar, 2),
-    aten.masked_fill.Scalar: _checked(aten.masked_fill.Scalar, 2),
+    aten.fill_.Scalar: _check_number_fits(aten.fill_.Scalar, 1),
+    aten.fill.Scalar: _check_number_fits(aten.fill.Scalar, 1),
+    aten.full_like.default: _check_number_fits(aten.full_like.default, 1),
+    aten.masked_fill_.Scalar: _check_number_fits(aten.masked_fill_.Scalar, 2),
+    aten.masked_fill.Scalar: _check_number_fits(aten.masked_fill.Scalar, 2),
     aten.resize_.default: set_resize.resize_,
     aten.is_set_to.default: set_resize.is_set_to,
     **{getattr(aten.set_, name): set_resize.refuse_storage for name in aten.set_.overloads()},

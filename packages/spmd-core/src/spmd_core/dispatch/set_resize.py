@@ -1,4 +1,7 @@
-"""What exchanges or compares the memory under a tensor: `set_`, `resize_`, `is_set_to`. Values stay where they are; handles change."""
+"""Handlers that exchange or compare the memory under a tensor: `set_`, `resize_`, `is_set_to`.
+
+Values stay where they are; tensors get other handles.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -15,50 +18,56 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 aten = torch.ops.aten
 
 
-def _place_on(target: XLAShardedTensor, handle: Handle) -> XLAShardedTensor:
-    target.data = wrap(
-        handle
-    )  # torch's setter, as the metadata alone would be held against the size of the old storage
+def _replace_memory(target: XLAShardedTensor, handle: Handle) -> XLAShardedTensor:
+    # torch's setter: the metadata alone would be checked against the size of the old storage.
+    target.data = wrap(handle)
     return target
 
 
 def set_to_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`target.set_(source)`: from here on `target` is another tensor over the source's memory, with its shape and strides."""
+    """`target.set_(source)`: `target` becomes a tensor over the source's memory.
+
+    It gets the source's shape and strides.
+    """
     target, source = args[0], args[1]
     if source.__class__ is not XLAShardedTensor or target.__class__ is not XLAShardedTensor:
         raise DeviceMismatchError(
-            f"set_ needs two tensors on one device; got a source on {source.device} for a tensor on {target.device}. Move it with .to('xla')."
+            "set_ needs two tensors on one device; got a "
+            f"source on {source.device} for a tensor on {target.device}. Move it with .to('xla')."
         )
-    return _place_on(target, source._handle)
+    return _replace_memory(target, source._handle)
 
 
 def set_to_nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`target.set_()`: an empty tensor of one dim."""
-    return _place_on(args[0], new_storage((0,), args[0].dtype))
+    """`target.set_()`: `target` becomes an empty tensor of one dim."""
+    return _replace_memory(args[0], new_storage((0,), args[0].dtype))
 
 
 def refuse_storage(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`target.set_(storage, ...)`: torch's storage objects hold host memory."""
+    """`target.set_(storage, ...)` is refused: torch's storage objects hold host memory."""
     raise UnsupportedOpError(
-        "set_ to a storage object exchanges the memory under a tensor, which a recorded value does not have; got a call on a tensor of shape "
-        f"{tuple(args[0].shape)}. Write target.set_(other_tensor), or assign tensor.data = other."
+        "set_ to a storage object exchanges the memory under a tensor, which "
+        f"a recorded value does not have; got a call on a tensor of shape {tuple(args[0].shape)}. "
+        "Write target.set_(other_tensor), or assign tensor.data = other."
     )
 
 
 def resize_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.resize_(size)`: the first elements of x's memory from its offset on, contiguous, still shared with its aliases.
+    """`x.resize_(size)`: the first elements of x's memory from its offset on, contiguous.
 
-    Memory that is too short is replaced by a longer one with the same beginning. That is possible only where no other tensor shares it.
+    The memory stays shared with other tensors. Memory that is too short is replaced by a longer one
+    with the same beginning, which is possible only if no other tensor shares it.
 
     Raises:
         UnsupportedOpError: the memory would have to grow under another tensor.
     """
     target, size = args[0], tuple(args[1])
-    alone = _alone(target)  # before anything here holds the handle
+    is_unshared = _is_unshared(target)  # before a local name holds the handle
     memory_format = kwargs.get("memory_format")
     if any(n < 0 for n in size):
         raise RuntimeError(
-            f"resize_ needs sizes of at least 0; got {size}. Give the number of elements of each dim."
+            f"resize_ needs sizes of at least 0; got {size}. "
+            "Give the number of elements of each dim."
         )
     meta = torch.empty(
         size,
@@ -70,24 +79,31 @@ def resize_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handle = target._handle
     if size == handle.spec.shape and (memory_format is None or strides == handle.spec.strides):
         return target
-    have = handle.storage.spec.num_bytes // target.dtype.itemsize
-    need = handle.offset + meta.numel()
-    if need <= have:
-        return _place_on(target, strided_view(handle, size, strides, handle.offset))
-    if have == 0:
-        return _place_on(target, new_storage(size, target.dtype, strides))
-    if handle.offset or not alone:
+    available = handle.storage.spec.num_bytes // target.dtype.itemsize
+    needed = handle.offset + meta.numel()
+    if needed <= available:
+        return _replace_memory(target, strided_view(handle, size, strides, handle.offset))
+    if available == 0:
+        return _replace_memory(target, new_storage(size, target.dtype, strides))
+    if handle.offset or not is_unshared:
         raise UnsupportedOpError(
-            f"resize_ can lengthen the memory of a tensor only where no other tensor shares it; got size {size}, which needs {need} elements where "
-            f"there are {have}, on a tensor that is a view or has one. Make a new tensor: torch.empty({size}, device='xla')."
+            "resize_ can lengthen the memory of a tensor only where no other tensor shares it; "
+            f"got size {size}, which needs {needed} elements where there are {available}, "
+            "on a tensor that is a view or has one. "
+            f"Make a new tensor: torch.empty({size}, device='xla')."
         )
     longer = new_storage(size, target.dtype, strides)
-    wrap(strided_view(longer, (have,), (1,), 0)).copy_(wrap(strided_view(handle, (have,), (1,), 0)))
-    return _place_on(target, longer)
+    wrap(strided_view(longer, (available,), (1,), 0)).copy_(
+        wrap(strided_view(handle, (available,), (1,), 0))
+    )
+    return _replace_memory(target, longer)
 
 
-def _alone(target: XLAShardedTensor) -> bool:
-    """Whether the tensor is all that holds its storage; the number of references is compared with that of a tensor just made like it."""
+def _is_unshared(target: XLAShardedTensor) -> bool:
+    """Whether no other tensor shares the storage of this one.
+
+    Compares the number of references with that of a new tensor of the same kind.
+    """
     storage = new_storage((1,), target.dtype)
     fresh = wrap(storage)
     if isinstance(target._handle, View):
@@ -102,6 +118,6 @@ def _alone(target: XLAShardedTensor) -> bool:
 
 
 def is_set_to(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether two tensors are the same elements of the same memory."""
+    """Whether two tensors consist of the same elements of the same memory."""
     a, b = args[0]._handle, args[1]._handle if isinstance(args[1], XLAShardedTensor) else None
     return b is not None and a.storage is b.storage and (a.spec, a.offset) == (b.spec, b.offset)

@@ -1,4 +1,4 @@
-"""Handlers of single ATen overloads that neither a lowering nor torch's composition carries out."""
+"""Handlers of single ATen overloads that need more than a lowering or torch's composition."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,16 @@ import torch
 from spmd_core.dispatch import set_resize
 from spmd_core.dispatch.transfer import store
 from spmd_core.recording import schema
-from spmd_core.recording.calls import NO_KWARGS
+from spmd_core.recording.calls import NO_KWARGS, Handler
 
 aten = torch.ops.aten
 
 
 def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`native_batch_norm` moves the running statistics, which its schema does not say: the functional form, then two writes."""
+    """`native_batch_norm` updates the running statistics, which its schema does not say.
+
+    The functional form computes them, then two writes store them.
+    """
     x, weight, bias, mean, var, training, momentum, eps = args
     if not training:
         return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
@@ -38,8 +41,11 @@ def _native_batch_norm_out(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes the slopes that it drew into `noise`. Without training it draws none, so that torch's generator stays where it is."""
-    given = {**dict(zip(schema.of(aten.rrelu_with_noise.default).names, args)), **kwargs}
+    """`rrelu_with_noise`, which writes the drawn slopes into `noise`.
+
+    Without training it draws nothing, so that torch's generator keeps its state.
+    """
+    given = schema.of(aten.rrelu_with_noise.default).by_name(args, kwargs)
     lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
     if not given.get("training", False):
         return aten.leaky_relu(given["self"], (lower + upper) / 2)
@@ -50,7 +56,7 @@ def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-HANDLERS = {
+HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     aten.native_batch_norm.default: _native_batch_norm,
     aten._native_batch_norm_legit.default: _native_batch_norm,
     aten._native_batch_norm_legit.out: _native_batch_norm_out,

@@ -1,4 +1,4 @@
-"""Between the device and the host: reads, copies, factories, and tensors made like others."""
+"""Transfers between device and host: reads, copies, factories, and tensors made like others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,18 +16,18 @@ from spmd_core.recording import inference
 from spmd_core.recording.calls import (
     NO_KWARGS,
     Handler,
-    entries,
     from_host,
     functional_handler,
     inherit,
-    remember,
+    known,
+    record_own,
 )
 from spmd_core.recording.in_place import in_place_handler
 from spmd_core.recording.views import strided_view
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
-# Same shape in, same shape out, and the result stands for its source: it is sharded like it.
+# The result of these stands for its source, with the same shape, so it gets the same sharding.
 _INHERITS_SHARDING = frozenset(
     {
         "zeros_like",
@@ -44,13 +44,16 @@ _INHERITS_SHARDING = frozenset(
 
 
 def makes_like(func: torch._ops.OpOverload) -> bool:
-    """Whether the overload makes a tensor in the likeness of its first argument, perhaps on another device."""
+    """Whether the overload makes a tensor like its first argument, perhaps on another device."""
     name = func._schema.name.split("::")[1]
     return name in _INHERITS_SHARDING or name.startswith("new_")
 
 
 def like_handler(lowering: registry.Lowering) -> Handler:
-    """`zeros_like`, `clone`, `to(dtype)`, `new_zeros`, ...: recorded here, or made where their `device` argument says."""
+    """A handler for `zeros_like`, `clone`, `to(dtype)`, `new_zeros` and similar overloads.
+
+    Recorded here, or run on the device that the `device` argument names.
+    """
     func = lowering.overload
     record = functional_handler(lowering)
     inherits = func._schema.name.split("::")[1] in _INHERITS_SHARDING
@@ -70,13 +73,14 @@ def like_handler(lowering: registry.Lowering) -> Handler:
 
 
 def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
-    """The values on the CPU, in a new tensor. Cuts, and waits for the device."""
+    """The values on the CPU, in a new tensor. Cuts the program, and waits for the device."""
     handle = tensor._handle
     if isinstance(handle, Storage):
         return execution.to_host(handle)
     storage = handle.storage
     if storage.spec.num_bytes <= 1 << 24:
-        # A small base is read whole, and torch itself takes the views of it: a program for each different view would cost a compile.
+        # A small base is read whole, and torch makes the view on the host: a program for each view
+        # would cost a compilation.
         return _view_on_host(handle)
     with lock:
         execution.materialize(storage)
@@ -99,20 +103,26 @@ def _view_on_host(view: View) -> torch.Tensor:
             size, strides, offset, changes = args
             host = _memory_on_host(host, changes).as_strided(size, strides, offset)
         else:
-            # Resolved at once: the device computes a conjugate, so a view of its parts is allowed here.
+            # Resolved at once: the device computes conjugates, so a view of their real or imaginary
+            # parts is allowed here.
             host = func(host, *args, **kwargs).resolve_conj().resolve_neg()
     return host.clone(memory_format=torch.contiguous_format)
 
 
-def _memory_on_host(host: torch.Tensor, changes: Sequence[Any]) -> torch.Tensor:
-    """All elements in the order of memory, after what a chain of views did to their values (`aliasing` lists it)."""
+def _memory_on_host(
+    host: torch.Tensor, changes: Sequence[torch.dtype | torch._ops.OpOverload]
+) -> torch.Tensor:
+    """All elements in the order of memory, after the value changes of a chain of views.
+
+    `recording.views` lists the changes: dtypes, and conjugate or negative views.
+    """
     flat = host.as_strided((host.numel(),), (1,))
-    for how in changes:
-        if isinstance(how, torch.dtype):
-            ratio = max(how.itemsize // flat.dtype.itemsize, 1)
-            flat = flat[: flat.numel() // ratio * ratio].view(how)
+    for change in changes:
+        if isinstance(change, torch.dtype):
+            ratio = max(change.itemsize // flat.dtype.itemsize, 1)
+            flat = flat[: flat.numel() // ratio * ratio].view(change)
         else:
-            flat = how(flat).resolve_conj().resolve_neg()
+            flat = change(flat).resolve_conj().resolve_neg()
     return flat
 
 
@@ -153,10 +163,15 @@ def store(target: Any, result: torch.Tensor) -> Any:
 
 
 def resize(target: XLAShardedTensor, shape: Sequence[int]) -> None:
-    """What torch does to an `out=` tensor of another shape: an empty one takes the shape, others are refused."""
+    """Gives an empty `out=` tensor another shape, as torch does; raises for a tensor with elements.
+
+    Raises:
+        RuntimeError: the tensor has elements, or is a view.
+    """
     if target.numel() != 0 or not isinstance(target._handle, Storage):
         raise RuntimeError(
-            f"an `out` tensor must be empty or have the result's shape {tuple(shape)}; got {tuple(target.shape)}. Pass torch.empty(0, device='xla')."
+            f"an `out` tensor must be empty or have the result's shape {tuple(shape)}; "
+            f"got {tuple(target.shape)}. Pass torch.empty(0, device='xla')."
         )
     target.data = wrap(new_storage(tuple(shape), target.dtype))
 
@@ -164,32 +179,34 @@ def resize(target: XLAShardedTensor, shape: Sequence[int]) -> None:
 def new_storage(
     shape: tuple[int, ...], dtype: torch.dtype, strides: tuple[int, ...] | None = None
 ) -> Handle:
-    """A storage of zeros: memory on the device is never uninitialised. Strides with gaps or shared places are a view of a dense one."""
+    """A storage of zeros: memory on the device is never uninitialised.
+
+    With strides that leave gaps or overlap, a view of a dense storage.
+    """
     dtypes.to_jax(dtype)
     if strides is not None and not is_dense(shape, strides):
         length = 1 + sum((n - 1) * step for n, step in zip(shape, strides)) if all(shape) else 0
         return strided_view(new_storage((length,), dtype), shape, strides, 0)
-    key = ("empty", shape, dtype, strides)
-    entry = entries.get(key)
-    if entry is None:
+
+    def make() -> Entry:
         spec = Spec.contiguous(shape, dtype) if strides is None else Spec.of(shape, strides, dtype)
-        entry = Entry(
+        return Entry(
             "aten::empty",
             lambda context, inputs, numbers: [jnp.zeros(shape, dtypes.to_jax(dtype))],
             (spec,),
         )
-        remember(key, entry)
-    with lock:
-        return Storage(Value(entry, (), ()), entry.spec)
+
+    made: XLAShardedTensor = record_own(known(("empty", shape, dtype, strides), make), ())
+    return made._handle
 
 
 def empty(
     size: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> XLAShardedTensor:
     """`aten::empty` on device `xla`, from which torch builds its other factories."""
@@ -205,9 +222,9 @@ def empty_strided(
     stride: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
 ) -> XLAShardedTensor:
     """`aten::empty_strided` on device `xla`."""
     return wrap(new_storage(tuple(size), dtype or torch.get_default_dtype(), tuple(stride)))
@@ -216,12 +233,15 @@ def empty_strided(
 def copy_from(
     source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """`aten::_copy_from` on device `xla`: how C++ copies where it goes round Python's dispatch, as `torch.tensor(..., device="xla")` does."""
+    """`aten::_copy_from` on device `xla`, by which C++ copies without Python's dispatch.
+
+    `torch.tensor(..., device="xla")` uses it, for instance.
+    """
     return copy_((target, source), NO_KWARGS)
 
 
 def item(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`tensor.item()`. Cuts, and waits for the device."""
+    """`tensor.item()`. Cuts the program, and waits for the device."""
     return to_host(args[0]).item()
 
 

@@ -1,1 +1,1 @@
-"""What was recorded: specs, entries, values, and the storages that hold them."""
+"""The recorded graph: specs, entries, values, and the storages and views that hold them."""

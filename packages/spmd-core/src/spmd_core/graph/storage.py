@@ -1,8 +1,13 @@
-"""What tensors share: a storage holds one value, views are chains over it, and a write through any view reaches every other.
+"""Storages and views: tensors that alias each other share one value, and see each other's writes.
 
-Invariants. A storage's `value` is always its current value, pending or computed. A view caches the value it last derived together with
-the storage's version; where the versions differ, for a new view and after a write through another alias, it is derived from the storage. Every
-storage whose value is pending is listed, weakly, in `_pending`: what nobody holds any more is never computed.
+A storage holds one value. A view is a chain of view operations over a storage. Invariants:
+
+- A storage's `value` is always its current value, pending or computed.
+- A view caches its last derived value together with the storage's version at that time. If the
+  versions differ (in a new view, or after a write through another alias), the value is derived from
+  the storage again.
+- Every live storage whose value is pending is in `_pending`, by weak reference: a value that no
+  tensor holds any more is never computed.
 """
 
 import threading
@@ -14,7 +19,8 @@ from spmd_core.config import config
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.sharding.sharding import Sharding
 
-# Recording and cutting exclude each other: a cut must see whole operations only. Reentrant, as a host read inside an operation cuts.
+# Recording and cutting exclude each other: a cut must not see half of an operation. Reentrant, as a
+# host read inside an operation cuts.
 lock = threading.RLock()
 _pending: list["weakref.ref[Storage]"] = []
 _weak = weakref.ref
@@ -22,15 +28,20 @@ _next_address = 1 << 40
 
 
 class Storage:
-    """One value shared by a tensor and its views. `sharding` is the user's mark (or inherited), None where the partitioner may choose.
+    """One value shared by a tensor and its views.
 
-    `committed` is the value of the last successful cut: where a program fails, the storage returns to it.
+    Attributes:
+        value: the current value, pending or computed.
+        spec: the spec of the whole storage.
+        version: number of writes so far.
+        sharding: the user's mark, or an inherited one; None where the partitioner may choose.
+        committed: the value of the last successful cut, which is restored if a program fails.
     """
 
     __slots__ = ("__weakref__", "_address", "committed", "sharding", "spec", "value", "version")
 
-    _address: int  # set when somebody asks
-    offset = 0  # a storage begins at its own beginning; a view may begin elsewhere
+    _address: int  # set by the first call of `address`
+    offset = 0  # in elements; a view of the storage may begin elsewhere
 
     def __init__(self, value: Value, spec: Spec) -> None:
         self.value, self.spec = value, spec
@@ -42,7 +53,7 @@ class Storage:
             _prune()
 
     def write(self, value: Value) -> None:
-        """Replaces the value; every view derives itself again when it is next read."""
+        """Replaces the value; every view derives its own again when it is next read."""
         if value.data is not None:
             self.committed = value
             value.owner = _weak(self)
@@ -52,12 +63,12 @@ class Storage:
         self.version += 1
 
     def request(self) -> None:
-        """Lists a pending storage again, after a program that should have computed it failed."""
+        """Adds a pending storage to `_pending` again, after the program of its value failed."""
         _pending.append(_weak(self))
 
     @staticmethod
     def of_leaf(spec: Spec, data: Any, placement: Any) -> "Storage":
-        """A storage over data that is already there."""
+        """A storage over existing data; see `Value` for `data` and `placement`."""
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
         storage.spec, storage.version, storage.sharding = spec, 0, None
@@ -69,7 +80,7 @@ class Storage:
 
 
 def take_pending() -> list[Storage]:
-    """The live storages whose value is pending, in the order in which they became so; the list starts anew."""
+    """Empties `_pending` and returns the live storages in it, in the order of their addition."""
     live = list(
         dict.fromkeys(s for ref in _pending if (s := ref()) is not None and s.value.data is None)
     )
@@ -78,20 +89,23 @@ def take_pending() -> list[Storage]:
 
 
 def _prune() -> None:
-    """Forgets dead storages, so that a long loop without a cut holds no memory for what it dropped."""
+    """Forgets dead storages, so that a long loop without a cut does not grow the list."""
     _pending[:] = [ref for ref in _pending if ref() is not None]
 
 
 class Link:
-    """One view operation of a chain, with every argument fixed: the same for all views made by the same call on bases of one spec.
+    """One view operation of a chain, with all arguments fixed.
+
+    All views made by the same call on bases of one spec share one link.
 
     Attributes:
-        entry: the operation, whose `view_write` puts a written view back; made lazily by `aliasing`.
-        numbers: the entry's numbers, where a position is an input of the program and not part of it.
+        entry: the operation. Its `view_write` is set by `recording.views`, or at the first write by
+            `recording.writes`.
+        numbers: the entry's numbers: positions that are inputs of the program, not constants of it.
         call: the overload and its arguments without the base, as torch itself would be called.
-        spec: of the view.
+        spec: the view's spec.
         offset: where the view begins in its base, in elements of the view.
-        scale: bytes of one element of the base and of the view, where they differ.
+        scale: bytes per element of the base and of the view, or None if they are equal.
     """
 
     __slots__ = ("call", "entry", "numbers", "offset", "scale", "spec")
@@ -111,16 +125,21 @@ class Link:
         self.scale = None if sizes[0] == sizes[1] else sizes
 
     def begins_at(self, base_offset: int) -> int:
-        """Where the view begins in the storage, in its own elements."""
+        """Where the view begins in the storage, in elements of the view.
+
+        Args:
+            base_offset: where the base begins in the storage, in elements of the base.
+        """
         return self.offset + (
             base_offset if self.scale is None else base_offset * self.scale[0] // self.scale[1]
         )
 
 
 class View:
-    """A chain of view operations over a storage: each view holds its last link and the handle that this is a view of.
+    """A chain of view operations over a storage: the last link, and the handle that it applies to.
 
-    The value is derived when it is first asked for, and again after a write through another alias. Its origin is the view's, not that of who asks.
+    The value is derived when it is first read, and again after a write through another alias. Its
+    origin is the line that made the view, not the line that reads it.
     """
 
     __slots__ = (
@@ -146,11 +165,11 @@ class View:
             self.origin = source_lines.origin()
 
     def current(self) -> Value:
-        """The view's value, derived if the storage was written since it last was."""
+        """The view's value; derived again if the storage was written since the last call."""
         version = self.storage.version
         if self.version == version:
             return self.value
-        # A loop, as a chain may be longer than Python's recursion.
+        # A loop, as a chain may be longer than Python's recursion limit.
         stale = [self]
         handle = self.base
         while handle.__class__ is View and handle.version != version:
@@ -165,7 +184,7 @@ class View:
         return value
 
     def chain(self) -> list["View"]:
-        """The views from the storage to this one."""
+        """The views from the storage (exclusive) to this one (inclusive)."""
         views: list[View] = []
         handle: Handle = self
         while isinstance(handle, View):
@@ -183,9 +202,10 @@ def read(handle: Handle) -> Value:
 
 
 def address(handle: Handle) -> int:
-    """A number for where the handle's first element lies: equal for tensors that begin at one place of one storage, and for no others.
+    """A number that identifies the location of the handle's first element, for `data_ptr()`.
 
-    There is no memory behind it. It is what programs that look for tied weights by `data_ptr()` need.
+    Two handles have the same number if and only if they begin at the same location of one storage.
+    No memory lies there: programs compare `data_ptr()` to find tied weights.
     """
     global _next_address
     storage = handle.storage

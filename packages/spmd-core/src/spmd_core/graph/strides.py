@@ -1,4 +1,4 @@
-"""Arithmetic of shapes and strides: overlap and density."""
+"""Overlap and density of a strided tensor, from its shape and strides."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,7 +8,7 @@ import numpy as np
 
 @lru_cache(maxsize=8192)
 def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two elements lie at one place."""
+    """Whether two elements share one memory location."""
     span, nested = 0, True
     for step, n in sorted(zip(strides, shape)):
         if n > 1:
@@ -16,25 +16,27 @@ def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
                 return True
             nested &= step > span
             span += (n - 1) * step
-    # In the order of strides each step leaves behind what the smaller dims span; where not, the places themselves must tell.
+    # No elements meet if each stride exceeds the span of the dims with smaller strides. Otherwise,
+    # only the offsets themselves tell.
     return (
         not nested
         and 0 not in shape
-        and len(np.unique(_places(shape, strides))) != int(np.prod(shape))
+        and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
     )
 
 
-def _places(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    places = np.zeros((1,) * len(shape), np.int64)
+def _offsets(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """The offset of each element, in elements, as an int64 array of shape `shape`."""
+    offsets = np.zeros((1,) * len(shape), np.int64)
     for d, (n, step) in enumerate(zip(shape, strides)):
-        places = places + (np.arange(n) * step).reshape(
+        offsets = offsets + (np.arange(n) * step).reshape(
             [-1 if e == d else 1 for e in range(len(shape))]
         )
-    return places
+    return offsets
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without a gap and without sharing a place, in some order of the dims."""
+    """Whether the elements, in some order of the dims, fill their memory with no gap or overlap."""
     step = 1
     for stride, n in sorted(zip(strides, shape)):
         if n != 1:

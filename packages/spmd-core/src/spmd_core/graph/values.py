@@ -1,19 +1,22 @@
-"""The recorded program: immutable specs, interned operation entries, and values that are either pending or computed.
+"""The recorded graph: interned specs and entries, and values that are pending or computed.
 
-A `Spec` is what torch says of a tensor (shape, strides, dtype). An `Entry` is one operation with every static argument fixed, so two
-recordings of the same call share one entry and a graph's key is little more than a list of entries. A `Value` is the result of one
-recording: pending while `data` is None, and a leaf of later graphs once it holds data. No torch kernel and no device is touched here.
+A `Spec` is torch's metadata of a tensor: shape, strides, dtype. An `Entry` is one operation with
+all static arguments fixed: two recordings of the same call share one entry, so a graph's key is
+little more than a list of entries. A `Value` is the result of one recorded operation: pending while
+`data` is None, and a leaf of later graphs once it holds data. Nothing here calls a torch kernel or
+a device.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from spmd_core import source_lines
 from spmd_core.config import config
+from spmd_core.sharding.sharding import Border, Sharding
 
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
 _serial = itertools.count()
@@ -30,7 +33,8 @@ def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Spec:
     """Shape, strides (in elements) and dtype of a tensor; interned, so equality is identity.
 
-    Where a view begins in its storage is not part of it: what is computed from `x[0]` and from `x[1]` is the same operation.
+    The offset of a view in its storage is not part of the spec: an operation on `x[0]` and the same
+    operation on `x[1]` share one entry.
     """
 
     __slots__ = ("__weakref__", "_packed", "dtype", "shape", "size", "strides")
@@ -61,7 +65,7 @@ class Spec:
 
     @property
     def logical(self) -> "Spec":
-        """The contiguous spec of this shape and dtype: what the data on the devices has, whatever strides the tensor shows."""
+        """The contiguous spec of this shape and dtype, which all device data has."""
         return self._packed or self
 
     @property
@@ -77,13 +81,30 @@ class Spec:
 
 
 class Entry:
-    """One operation with its static arguments: what a node of the graph computes, for inputs of fixed specs.
+    """One operation with its static arguments: what a node of the graph computes.
 
-    `kernel(ctx, inputs, numbers)` returns a list of arrays, one per element of `outs`; `structure` says how torch wants the results:
-    None for a single tensor, else a tuple whose elements are indices into `outs` or None (and `as_list` for a Python list).
+    An entry is for inputs of fixed specs.
+
+    Attributes:
+        name: the operation's name, such as `aten::add.Tensor`.
+        kernel: `kernel(ctx, inputs, numbers)` returns a list of arrays, one per element of `outs`.
+        outs: the specs of the results.
+        spec: the first of `outs`.
+        structure: how torch expects the results: None for a single tensor, else a tuple of indices
+            into `outs`, or None where torch's result is None.
+        as_list: whether torch expects the structure as a list instead of a tuple.
+        number_kinds: the types of the Python numbers that are inputs of the program.
+        random: whether the operation draws random numbers.
+        sharding: the mark, if the operation is one.
+        border: the way in or out, if the operation enters or leaves a manual region.
+        arguments: the arguments of torch's call by name: a `Spec` for a tensor, a type for a number
+            that is an input of the program, else the value itself. None if the operation is not one
+            of torch's.
+        view_write: for a view, the operation that writes a changed view back into its base.
     """
 
     __slots__ = (
+        "arguments",
         "as_list",
         "border",
         "kernel",
@@ -107,8 +128,9 @@ class Entry:
         as_list: bool = False,
         number_kinds: tuple[type, ...] = (),
         random: bool = False,
-        sharding: Any = None,
-        border: Any = None,
+        sharding: Sharding | None = None,
+        border: Border | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = (
             name,
@@ -119,10 +141,8 @@ class Entry:
         )
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
         self.spec = outs[0]
-        self.border = (
-            border  # of a manual region, where the operation crosses it (`regions.Border`)
-        )
-        # For a view: the operation that puts a written view back into its base.
+        self.border = border
+        self.arguments = arguments
         self.view_write: Entry | None = None
 
     def __repr__(self) -> str:
@@ -130,9 +150,24 @@ class Entry:
 
 
 class Value:
-    """The result of one recording. Pending: `entry`, `inputs` and `numbers` say how to compute it. Computed: `data` holds a device array or
-    host data, and the rest is dropped so that memory is freed. An operation with several results is one Value, and each result a `Part`.
-    `origin` is there only where `config.record_source_lines` was on: `origin_of` reads it."""
+    """The result of one recorded operation, pending or computed.
+
+    An operation with several results is one Value, and each of its results is a `Part`.
+
+    Attributes:
+        spec: the spec of the (first) result.
+        serial: the position in the order of recording; set for recorded operations only.
+        entry: the operation, while the value is pending.
+        inputs: the operands, while the value is pending; then `()`, so that their memory is freed.
+        numbers: the entry's numbers, while the value is pending; then `()`.
+        data: None while the value is pending; else a `jax.Array`, or a CPU tensor that is not
+            uploaded yet.
+        placement: where `data` lies; set together with it.
+        owner: a weak reference to the storage whose value this is or was. While the storage still
+            has this value, no program may take over its buffer. None without a storage.
+        origin: the line of the user's program; only there if `config.record_source_lines` was on,
+            so read it with `origin_of`.
+    """
 
     __slots__ = (
         "data",
@@ -146,8 +181,12 @@ class Value:
         "spec",
     )
     parent: "Value | None" = None
+    inputs: "Sequence[Value]"
+    numbers: Sequence[Any]
+    placement: Any  # a `Placement`; its class stands beside this folder, in `runtime.placement`
+    owner: "weakref.ref[Any] | None"  # to a `Storage`, whose module imports this one
 
-    def __init__(self, entry: Entry, inputs: Any, numbers: Any) -> None:
+    def __init__(self, entry: Entry, inputs: "Sequence[Value]", numbers: Sequence[Any]) -> None:
         self.entry, self.inputs, self.numbers = entry, inputs, numbers
         self.spec = entry.spec
         self.data: Any = None
@@ -155,14 +194,14 @@ class Value:
         if config.record_source_lines:
             self.origin = source_lines.origin()
 
-    def settle(self, data: Any, placement: Any, owner: Any) -> None:
+    def settle(self, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> None:
         """Turns a pending value into a leaf."""
         self.data, self.placement, self.owner = data, placement, owner
         self.entry, self.inputs, self.numbers = None, (), ()  # type: ignore[assignment]
 
     @staticmethod
-    def leaf(spec: Spec, data: Any, placement: Any, owner: Any) -> "Value":
-        """A value over data that is already there."""
+    def leaf(spec: Spec, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> "Value":
+        """A computed value over existing data."""
         value: Value = Value.__new__(Value)
         value.spec = spec
         value.settle(data, placement, owner)
@@ -175,7 +214,12 @@ class Value:
 
 
 class Part(Value):
-    """One result of an operation with several."""
+    """One result of an operation with several results.
+
+    Attributes:
+        parent: the operation; None once this result is computed.
+        index: the position among the operation's results.
+    """
 
     __slots__ = ("index", "parent")
 
@@ -184,15 +228,17 @@ class Part(Value):
         self.spec = parent.entry.outs[index]
         self.data = None
 
-    def settle(self, data: Any, placement: Any, owner: Any) -> None:
-        """Turns a pending result into a leaf; its siblings stay as they are."""
+    def settle(self, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> None:
+        """Turns a pending result into a leaf; the operation's other results stay as they are."""
         super().settle(data, placement, owner)
         self.parent = None
 
     def __repr__(self) -> str:
-        return f"{self.spec!r} {'leaf' if self.data is not None else f'part {self.index} of {self.parent.entry.name}'}"  # type: ignore[union-attr]
+        if self.parent is None:
+            return f"{self.spec!r} leaf"
+        return f"{self.spec!r} part {self.index} of {self.parent.entry.name}"
 
 
 def origin_of(value: Value) -> source_lines.Origin | None:
-    """Where a value comes from, as far as it was recorded."""
+    """The line of the user's program that a value comes from; None if it was not recorded."""
     return getattr(value if value.parent is None else value.parent, "origin", None)

@@ -1,1 +1,1 @@
-"""Code that is one device's own: manual regions and their collectives."""
+"""Manual regions, in which code computes on one device's blocks, and their collectives."""

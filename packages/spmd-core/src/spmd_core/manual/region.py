@@ -1,22 +1,27 @@
-"""Which mesh axes are manual where the code stands, and to which axes a tensor is local."""
+"""The current manual region, its axes, and whether a tensor is local to a region."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TypeAlias
 
-from spmd_core.errors import MeshError
 from spmd_core.graph.storage import read
 from spmd_core.runtime import devices
-from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh
+from spmd_core.sharding.mesh import Mesh, check_devices
+from spmd_core.sharding.partition_spec import Axis
 from spmd_core.sharding.sharding import Manual, Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
+Axes: TypeAlias = Axis | Iterable[Axis]
+"""A mesh axis, by number or name, or several, major first."""
+
+# The region whose code is running; None outside of any.
 current_region: ContextVar[Manual | None] = ContextVar("region", default=None)
 
 
 @contextmanager
-def inside(manual: Manual) -> Any:
+def inside(manual: Manual) -> Iterator[None]:
+    """Inside, code belongs to this region."""
     token = current_region.set(manual)
     try:
         yield
@@ -25,12 +30,12 @@ def inside(manual: Manual) -> Any:
 
 
 def is_local(tensor: XLAShardedTensor) -> bool:
-    """Whether a tensor is local to the devices of a manual region, so that it has a value of its own on each."""
+    """Whether a tensor is local to a manual region: it has a separate value on each device."""
     return region_of(tensor) is not None
 
 
 def region_of(tensor: XLAShardedTensor) -> Manual | None:
-    """The mesh, and its axes, to whose devices a tensor is local; None for a tensor that is whole."""
+    """The manual region that a tensor is local to; None for a tensor that is whole."""
     value = read(tensor._handle)
     seen: set[int] = set()
     pending = [value]
@@ -45,32 +50,27 @@ def region_of(tensor: XLAShardedTensor) -> Manual | None:
             continue
         border = value.entry.border if value.parent is None else None
         if border is not None:
-            if not border.leaves:
+            if not border.is_exit:
                 return border.manual
-            continue  # what leaves a region is whole, wherever it came from
+            continue  # the result of leaving a region is whole
         pending.extend(value.inputs if value.parent is None else (value.parent,))
     return None
 
 
-def manual_axes(mesh: Mesh, axis_names: Iterable[str | int] | None = None) -> Manual:
-    """The axes of a manual region: those named, or all."""
+def manual_axes(mesh: Mesh, axis_names: Iterable[Axis] | None = None) -> Manual:
+    """The axes of a manual region: those in `axis_names`, or all of the mesh's."""
     check_devices(mesh, devices.global_runtime_device_count())
-    every = tuple(range(len(mesh.mesh_shape)))
+    all_axes = tuple(range(len(mesh.mesh_shape)))
     return Manual(
-        mesh, every if axis_names is None else tuple(sorted(axes_of(mesh, tuple(axis_names))))
+        mesh, all_axes if axis_names is None else tuple(sorted(axes_of(mesh, tuple(axis_names))))
     )
 
 
-def given_or_global(mesh: Mesh | None) -> Mesh:
-    chosen = get_global_mesh() if mesh is None else mesh
-    if chosen is None:
-        raise MeshError(
-            "a manual region needs a mesh; got None, and no global mesh is set. Pass mesh=, or call set_global_mesh(mesh)."
-        )
-    return chosen
+def axes_of(mesh: Mesh, axes: Axes) -> tuple[int, ...]:
+    """The numbers of mesh axes, each of which may occur once.
 
-
-def axes_of(mesh: Mesh, axes: Any) -> tuple[int, ...]:
-    """Numbers of axes from a name, a number, or several; each once."""
+    Raises:
+        PartitionSpecError: the mesh lacks an axis, or one occurs twice.
+    """
     sharding = Sharding.of(mesh, ((axes,) if isinstance(axes, (str, int)) else tuple(axes),), 1)
     return sharding.dims[0]

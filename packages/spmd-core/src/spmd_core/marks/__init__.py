@@ -1,1 +1,1 @@
-"""Every way to say where a tensor's blocks shall live."""
+"""Functions that say how tensors are sharded: marks, rules for modules, DTensor's placements."""

@@ -1,10 +1,11 @@
-"""Marks as operators of torch's dispatcher, in the namespace `xla`: with strings in place of objects, they pass through traces of a program.
+"""Marks as operators of torch's dispatcher, in the namespace `xla`, for use in traced programs.
 
-They do on device `xla` what `marking` does; of other tensors they return a copy. Traced with fake tensors they stay in the graph as they are.
+Their arguments are strings in place of objects. On device `xla` they do what `marks.marking` does;
+of other tensors they return a copy. Traced with fake tensors they stay in the graph as they are.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
 _library.define(
-    "dynamo_mark_sharding(Tensor input, int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor"
+    "dynamo_mark_sharding(Tensor input, "
+    "int[] device_ids, int[] mesh_shape, str axis_names, str partition_spec) -> Tensor"
 )
 _library.define("aot_mark_sharding(Tensor input, str mesh, str partition_spec) -> Tensor")
 _library.define("dynamo_set_buffer_donor_(Tensor(a) t, bool should_donate) -> Tensor(a)")
 
 
 def parse_partition_spec(text: str) -> PartitionSpec:
-    """The partition spec that a string is the literal of, such as `"('data', None)"`.
+    """Parses the literal of a partition spec, such as `"('data', None)"`.
 
     Raises:
         PartitionSpecError: the string is not the literal of a tuple or a list.
@@ -39,16 +41,20 @@ def parse_partition_spec(text: str) -> PartitionSpec:
         spec = None
     if not isinstance(spec, (tuple, list)):
         raise PartitionSpecError(
-            f"a partition spec is read from the literal of a tuple; got {text!r}. Pass str(partition_spec), such as \"('data', None)\"."
+            f"a partition spec is read from the literal of a tuple; got {text!r}. "
+            "Pass str(partition_spec), such as \"('data', None)\"."
         )
     return tuple(spec)
 
 
 def parse_axis_names(text: str) -> tuple[str, ...] | None:
-    """The names of a mesh's axes that a string is the literal of, such as `"('data', 'model')"`; None for `"None"` and for the empty string.
+    """Parses the literal of axis names, such as `"('data', 'model')"`.
+
+    Returns:
+        The names; None for `"None"` and for the empty string.
 
     Raises:
-        MeshError: the string is neither.
+        MeshError: the string is neither the literal of a tuple or a list, nor None, nor empty.
     """
     if text.strip() in ("", "None"):
         return None
@@ -58,7 +64,8 @@ def parse_axis_names(text: str) -> tuple[str, ...] | None:
         names = None
     if not isinstance(names, (tuple, list)):
         raise MeshError(
-            f"axis names are read from the literal of a tuple, or None; got {text!r}. Pass their str(), such as \"('data', 'model')\"."
+            f"axis names are read from the literal of a tuple, or None; got {text!r}. "
+            "Pass their str(), such as \"('data', 'model')\"."
         )
     return tuple(names)
 
@@ -70,54 +77,56 @@ def _mark_in_place(
     axis_names: str,
     partition_spec: str,
 ) -> torch.Tensor:
-    """`mark_sharding` of the tensor itself, which is returned; its gradient follows."""
+    """Marks the tensor itself, and returns it; its gradient gets the same sharding."""
     mesh, spec = (
         Mesh(device_ids, tuple(mesh_shape), parse_axis_names(axis_names)),
         parse_partition_spec(partition_spec),
     )
     if isinstance(input, XLAShardedTensor):
         return mark_sharding(input, mesh, spec)
-    # Compiled code takes what an operator without an alias in its schema returns for a new tensor.
+    # Compiled code assumes a new tensor from an operator without an alias in its schema.
     return input.clone()
 
 
 def _marked_copy(input: torch.Tensor, mesh: str, partition_spec: str) -> torch.Tensor:
-    """A new tensor with the same values, marked; its gradient follows, and the input's sharding stays."""
+    """A marked copy; its gradient gets the same sharding, and the input keeps its own."""
     parsed, spec = Mesh.from_str(mesh), parse_partition_spec(partition_spec)
     copied = input.clone()
     return mark_sharding(copied, parsed, spec) if isinstance(copied, XLAShardedTensor) else copied
 
 
 class _PassThrough(torch.autograd.Function):
-    """A mark in a trace: the same operator on the gradient."""
+    """A mark in a trace; its backward applies the same operator to the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, overload: Any, input: torch.Tensor, *how: Any) -> torch.Tensor:
-        ctx.overload, ctx.how = overload, how
+    def forward(
+        ctx: Any, overload: torch._ops.OpOverload, input: torch.Tensor, *arguments: Any
+    ) -> torch.Tensor:
+        ctx.overload, ctx.arguments = overload, arguments
         with torch._C._AutoDispatchBelowAutograd():
-            result: torch.Tensor = overload(input, *how)
+            result: torch.Tensor = overload(input, *arguments)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (None, ctx.overload(grads[0], *ctx.how), *(None for _ in ctx.how))
+        return (None, ctx.overload(grads[0], *ctx.arguments), *(None for _ in ctx.arguments))
 
 
-def _install(name: str, kernel: Any) -> None:
+def _install(name: str, kernel: Callable[..., torch.Tensor]) -> None:
     overload = getattr(torch.ops.xla, name).default
 
-    def with_autograd(input: torch.Tensor, *how: Any) -> Any:
-        # On the device autograd sees the mark's own hook, and a clone where there is one.
+    def with_autograd(input: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        # On the device autograd sees the hook that a mark sets, and the clone of a marked copy.
         return (
-            kernel(input, *how)
+            kernel(input, *arguments)
             if isinstance(input, XLAShardedTensor)
-            else _PassThrough.apply(overload, input, *how)
+            else _PassThrough.apply(overload, input, *arguments)
         )
 
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     _library.impl(name, with_autograd, "Autograd")
     torch.library.register_fake(
-        f"xla::{name}", lambda input, *how: torch.empty_like(input), lib=_library
+        f"xla::{name}", lambda input, *arguments: torch.empty_like(input), lib=_library
     )
 
 
@@ -126,10 +135,10 @@ _install("aot_mark_sharding", _marked_copy)
 
 
 def _set_buffer_donor(t: torch.Tensor, should_donate: bool) -> torch.Tensor:
-    """Returns the tensor and changes nothing, whichever way it is asked.
+    """Returns the tensor; `should_donate` changes nothing.
 
-    A buffer is donated to its successor as soon as no tensor holds its value, so True asks for what happens anyway. It never is while a tensor
-    holds it, so what False protects, the tensor's value, is always protected.
+    A buffer is donated as soon as no tensor holds its value, so True asks for what happens anyway.
+    A buffer that a tensor holds is never donated, so the value that False protects is always safe.
     """
     return t
 

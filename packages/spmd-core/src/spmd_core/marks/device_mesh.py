@@ -1,7 +1,7 @@
-"""torch's `DeviceMesh` of type xla: to our meshes and back, and completed with slices and ranks."""
+"""torch's `DeviceMesh` for device type xla: conversion from and to `Mesh`, slices and ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,18 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from spmd_core.errors import MeshError
 from spmd_core.runtime import devices
-from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh
+from spmd_core.sharding.mesh import Mesh, check_devices, given_or_global
 
 AnyMesh: TypeAlias = DeviceMesh | Mesh
 
 
 @dataclass(frozen=True)
 class AxesOf:
-    """A DeviceMesh as axes of a `Mesh`.
+    """A DeviceMesh, expressed as axes of a `Mesh`.
 
     Attributes:
-        mesh: over all devices of the DeviceMesh, or, for a slice such as `mesh["tp"]`, of the mesh that it was cut from.
-        axes: for each dimension of the DeviceMesh the axes of `mesh` that it is, major first: one, or several for a flattened dimension.
+        mesh: a mesh of all devices of the DeviceMesh; for a slice such as `mesh["tp"]`, of the mesh
+            from which it was cut.
+        axes: for each dimension of the DeviceMesh the corresponding axes of `mesh`, major first:
+            one axis, or several for a flattened dimension.
     """
 
     mesh: Mesh
@@ -33,19 +35,23 @@ class AxesOf:
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
 ) -> DeviceMesh:
-    """torch's `init_device_mesh` for device type "xla": the devices in order, and no process group. Slicing it by name works: `mesh["tp"]`.
+    """torch's `init_device_mesh` for device type "xla": all devices in order, no process group.
+
+    The mesh can be sliced by name, as in `mesh["tp"]`.
 
     Raises:
-        MeshError: another device type, or a shape that does not multiply to the number of devices.
+        MeshError: another device type, or the product of the shape is not the number of devices.
     """
     if device_type != "xla":
         raise MeshError(
-            f"init_device_mesh makes meshes of device type 'xla'; got {device_type!r}. For others use torch.distributed.init_device_mesh."
+            f"init_device_mesh makes meshes of device type 'xla'; got {device_type!r}. "
+            "For others use torch.distributed.init_device_mesh."
         )
     shape, count = tuple(mesh_shape), devices.global_runtime_device_count()
     if math.prod(shape) != count:
         raise MeshError(
-            f"the product of mesh_shape must be the number of devices; got {shape} with product {math.prod(shape)} for {count} devices. "
+            "the product of mesh_shape must be the number of devices; "
+            f"got {shape} with product {math.prod(shape)} for {count} devices. "
             f"Write for instance ({count},), or build DeviceMesh('xla', ids) over some of them."
         )
     return torch_device_mesh.init_device_mesh(
@@ -60,20 +66,16 @@ def to_device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
-    """What a DeviceMesh of device type "xla" is in terms of our meshes; a `Mesh` stands for itself, None for the global mesh.
+    """Expresses a DeviceMesh of device type "xla" as axes of a `Mesh`.
 
-    A slice of a mesh keeps to the whole of it: in the global view, to shard over `mesh["tp"]` is to shard over that axis and replicate over the
-    others.
+    A `Mesh` stands for itself, None for the global mesh. A slice becomes axes of the whole mesh: to
+    shard over `mesh["tp"]` is to shard over that axis, and to replicate over the others.
 
     Raises:
         MeshError: another device type, devices that do not exist, or no global mesh.
     """
     if device_mesh is None:
-        device_mesh = get_global_mesh()
-        if device_mesh is None:
-            raise MeshError(
-                "a mesh is needed where no global mesh is set; got None. Pass a DeviceMesh or a Mesh, or call set_global_mesh(mesh)."
-            )
+        device_mesh = given_or_global(None, "a placement")
     if isinstance(device_mesh, Mesh):
         return AxesOf(device_mesh, tuple((axis,) for axis in range(len(device_mesh.mesh_shape))))
     if not isinstance(device_mesh, DeviceMesh) or device_mesh.device_type != "xla":
@@ -83,7 +85,8 @@ def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
             else type(device_mesh).__name__
         )
         raise MeshError(
-            f"a mesh of device type 'xla' is needed; got {got}. Build one: init_device_mesh('xla', shape, mesh_dim_names=names)."
+            f"a mesh of device type 'xla' is needed; got {got}. "
+            "Build one: init_device_mesh('xla', shape, mesh_dim_names=names)."
         )
     root = device_mesh._get_root_mesh()
     names = root.mesh_dim_names
@@ -98,12 +101,12 @@ def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
 
 
 def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> tuple[int, ...]:
-    """The root's axes that make one dimension of a slice: those whose devices are as far apart as the dimension's own."""
+    """The axes of `root` whose devices have the same distances as those along `dim` of a slice."""
     names, root_names = device_mesh.mesh_dim_names, root.mesh_dim_names
     assert names is not None and root_names is not None
     if names[dim] in root_names:
         return (root_names.index(names[dim]),)
-    # A flattened dimension: its layout is the layouts of its parts, each a size and a stride in the order of the devices.
+    # The layout of a flattened dimension is a list of (size, stride) in the order of the devices.
     layout = device_mesh._layout[dim]
     parts = list(
         zip(
@@ -118,7 +121,8 @@ def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> t
         run = _axes_with(root, size, stride)
         if run is None:
             raise MeshError(
-                f"a flattened dimension must be whole axes of its mesh; got {names[dim]!r} of size {size} and stride {stride} in {root}. "
+                "a flattened dimension must be whole axes of its mesh; "
+                f"got {names[dim]!r} of size {size} and stride {stride} in {root}. "
                 "Build the Mesh yourself and pass that."
             )
         axes.extend(run)
@@ -126,7 +130,7 @@ def _axes_of_dimension(device_mesh: DeviceMesh, root: DeviceMesh, dim: int) -> t
 
 
 def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | None:
-    """Consecutive axes of the root whose product is `size` and the last of which has stride `stride`."""
+    """Consecutive axes of `root` with the product `size`, the last of which has stride `stride`."""
     shape = tuple(root.mesh.shape)
     for last in range(len(shape)):
         if math.prod(shape[last + 1 :]) != stride:
@@ -137,14 +141,14 @@ def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | No
     return None
 
 
-# torch makes a mesh of this type without process groups, and then leaves out what it would have learnt from them: `mesh["tp"]`, `get_rank()` and
-# `get_coordinate()` fail. All of this ends when torch sets it for every type.
-_mesh_tensor = DeviceMesh._get_mesh_tensor_from_full_mesh
-_rank, _local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
+# torch makes a mesh of this type without process groups, so that `mesh["tp"]`, `get_rank()` and
+# `get_coordinate()` fail. The replacements below can go once torch supports them for all types.
+_torch_mesh_tensor = DeviceMesh._get_mesh_tensor_from_full_mesh
+_torch_rank, _torch_local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
 
 
 def own_rank() -> int:
-    """Where this process stands in a mesh of device type "xla": its first device."""
+    """The rank of this process in a mesh of device type "xla": the id of its first device."""
     return devices.first_local_device()
 
 
@@ -153,19 +157,20 @@ def _mesh_tensor_without_group(
 ) -> torch.Tensor:
     if current_rank is None and not distributed.is_initialized():
         current_rank = own_rank()
-    return _mesh_tensor(full_mesh, current_rank)
+    return _torch_mesh_tensor(full_mesh, current_rank)
 
 
 def _rank_of(self: DeviceMesh) -> int:
-    return own_rank() if self.device_type == "xla" else _rank(self)
+    return own_rank() if self.device_type == "xla" else _torch_rank(self)
 
 
 def _local_rank_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
     if self.device_type != "xla":
-        return _local_rank(self, mesh_dim)
+        return _torch_local_rank(self, mesh_dim)
     if mesh_dim is None and self.ndim > 1:
         raise RuntimeError(
-            f"a mesh of several dimensions has a local rank in each; got get_local_rank() on {self}. Name one: get_local_rank(mesh_dim=0)."
+            "a mesh of several dimensions has a local rank in each; "
+            f"got get_local_rank() on {self}. Name one: get_local_rank(mesh_dim=0)."
         )
     names = self.mesh_dim_names or ()
     if isinstance(mesh_dim, str) and mesh_dim not in names:
@@ -178,7 +183,8 @@ def _local_rank_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
     coordinate = _coordinate(self)
     if coordinate is None:
         raise RuntimeError(
-            f"only a device of the mesh has a rank in it; device {own_rank()}, the first of this process, is not one of {self}'s."
+            "only a device of the mesh has a rank in it; "
+            f"device {own_rank()}, the first of this process, is not one of {self}'s."
         )
     return coordinate[dim]
 
@@ -188,13 +194,13 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     return tuple(where[0].tolist()) if len(where) else None
 
 
-class _Default:
-    """A value for meshes to which torch has given none of their own."""
+class _GroupAttribute:
+    """A descriptor for an attribute that torch sets only on meshes with process groups."""
 
-    def __init__(self, name: str, value: Any) -> None:
+    def __init__(self, name: str, value: Callable[[DeviceMesh], Any]) -> None:
         self._name, self._value = name, value
 
-    def __get__(self, mesh: DeviceMesh | None, owner: Any = None) -> Any:
+    def __get__(self, mesh: DeviceMesh | None, owner: type | None = None) -> Any:
         if mesh is not None and mesh.device_type == "xla":
             return self._value(mesh)
         raise AttributeError(
@@ -202,9 +208,11 @@ class _Default:
         )
 
 
-DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(_mesh_tensor_without_group)  # type: ignore[method-assign]
+DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(  # type: ignore[method-assign]
+    _mesh_tensor_without_group
+)
 DeviceMesh.get_rank = _rank_of  # type: ignore[method-assign]
 DeviceMesh.get_local_rank = _local_rank_of  # type: ignore[method-assign]
-DeviceMesh._dim_group_names = _Default("_dim_group_names", lambda mesh: [])  # type: ignore[assignment]
-DeviceMesh._coordinate_on_dim = _Default("_coordinate_on_dim", _coordinate)  # type: ignore[assignment]
-DeviceMesh._rank = _Default("_rank", lambda mesh: own_rank())  # type: ignore[assignment]
+DeviceMesh._dim_group_names = _GroupAttribute("_dim_group_names", lambda mesh: [])  # type: ignore[assignment]
+DeviceMesh._coordinate_on_dim = _GroupAttribute("_coordinate_on_dim", _coordinate)  # type: ignore[assignment]
+DeviceMesh._rank = _GroupAttribute("_rank", lambda mesh: own_rank())  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""DTensor's words for our shardings: `DeviceMesh` and placements to `Mesh` and partition spec and back, and DTensor's methods on our tensors."""
+"""DTensor's interface: `distribute_tensor`, `distribute_module`, methods of our tensors."""
 
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,29 +18,36 @@ from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-# Distributing.
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor.placement_types import Placement
 
 
-def auto_policy(name: str, module: nn.Module, device_mesh: Any) -> None:
-    """Stands for a sharding that is found automatically, which is not available: `distribute_module` refuses it."""
+def auto_policy(name: str, module: nn.Module, device_mesh: AnyMesh) -> None:
+    """Stands for automatic sharding, which is not available; `distribute_module` refuses it."""
 
 
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Any] | None = None,
+    placements: Sequence["Placement"] | None = None,
 ) -> XLAShardedTensor:
-    """A tensor on device `xla`, marked as the placements say; torch's `distribute_tensor` for a mesh of device type "xla". Does not wait.
+    """A tensor on device `xla`, sharded as the placements say. Does not wait.
+
+    torch's `distribute_tensor` for a mesh of device type "xla".
 
     Args:
-        tensor: a leaf, on the host (it goes up sharded) or on device `xla` (it is marked in place, and returned). Requires grad as before.
-        device_mesh: a DeviceMesh of device type "xla", or a slice of one, or a Mesh; None: the global mesh.
+        tensor: a leaf, on the host (it is uploaded in shards) or on device `xla` (it is marked in
+            place and returned). The result requires grad if `tensor` does.
+        device_mesh: a DeviceMesh of device type "xla", a slice of one, or a Mesh; None: the global
+            mesh.
         placements: one for each dimension of the mesh; None: replicated.
 
     Raises:
-        MeshError, ValueError, UnsupportedOpError, IndexError: see `from_device_mesh` and `partition_spec_of`.
-        PartitionSpecError: the tensor is sharded otherwise already (use `redistribute`).
-        TypeError: a DTensor of another device type.
+        MeshError, ValueError, UnsupportedOpError, IndexError: see `from_device_mesh` and
+            `partition_spec_of`.
+        PartitionSpecError: the tensor has another sharding already (use `redistribute`).
+        TypeError: the tensor is a DTensor of another device type.
         RuntimeError: the tensor is not a leaf.
     """
     over = from_device_mesh(device_mesh)
@@ -50,16 +57,20 @@ def distribute_tensor(
     )
     if not isinstance(tensor, XLAShardedTensor) and hasattr(tensor, "_local_tensor"):
         raise TypeError(
-            f"distribute_tensor takes a plain tensor; got a DTensor over {tensor.device_mesh}. Pass tensor.full_tensor()."  # type: ignore[attr-defined]
+            "distribute_tensor takes a plain tensor; "
+            f"got a DTensor over {tensor.device_mesh}. "  # type: ignore[attr-defined]
+            "Pass tensor.full_tensor()."
         )
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor takes a leaf of autograd; got a tensor that was computed. Distribute its inputs, or use redistribute."
+            "distribute_tensor takes a leaf of autograd; got a tensor that was computed. "
+            "Distribute its inputs, or use redistribute."
         )
     if isinstance(tensor, XLAShardedTensor):
         if tensor.sharding is not None and tensor.sharding != Sharding.of(mesh, spec, tensor.dim()):
             raise PartitionSpecError(
-                f"distribute_tensor marks a tensor once; got one with the sharding {tensor.partition_spec} for placements {tuple(given)}. "
+                "distribute_tensor marks a tensor once; got "
+                f"one with the sharding {tensor.partition_spec} for placements {tuple(given)}. "
                 "Use tensor.redistribute(device_mesh, placements)."
             )
         return marking.mark_sharding(tensor, mesh, spec)
@@ -70,23 +81,32 @@ def distribute_tensor(
 def distribute_module(
     module: nn.Module,
     device_mesh: AnyMesh | None = None,
-    partition_fn: Callable[[str, nn.Module, Any], None] | None = None,
+    partition_fn: Callable[[str, nn.Module, AnyMesh], None] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """The module with its parameters and buffers on device `xla` and marked, in place; torch's `distribute_module` for device type "xla".
+    """Moves a module to device `xla` and marks its parameters and buffers, in place.
+
+    torch's `distribute_module` for device type "xla".
 
     Args:
-        module: not distributed before.
+        module: a module that was not distributed before.
         device_mesh: see `distribute_tensor`.
-        partition_fn: called as `(name, submodule, device_mesh)` for each submodule, on device `xla` by then; may mark or replace its parameters.
-            What it leaves alone is replicated. None: everything is.
-        input_fn: called as `(module, inputs, device_mesh)` before each forward; a result replaces the inputs.
-        output_fn: called as `(module, outputs, device_mesh)` after each forward; a result replaces the outputs.
+        partition_fn: called as `(name, submodule, device_mesh)` for each submodule, which is on
+            device `xla` by then; may mark or replace its parameters. Parameters that it does not
+            mark are replicated. None: all are replicated.
+        input_fn: called as `(module, inputs, device_mesh)` before each forward; a result replaces
+            the inputs.
+        output_fn: called as `(module, outputs, device_mesh)` after each forward; a result replaces
+            the outputs.
+
+    Returns:
+        The module.
 
     Raises:
         RuntimeError: the module was distributed before.
-        ValueError: `input_fn` or `output_fn` takes another number of arguments than three (two, without the module, are accepted with a warning).
+        ValueError: `input_fn` or `output_fn` does not take three arguments (two, without the
+            module, are accepted with a warning).
         UnsupportedOpError: `partition_fn` is `auto_policy`.
         MeshError: see `from_device_mesh`.
     """
@@ -94,8 +114,9 @@ def distribute_module(
     mesh = from_device_mesh(device_mesh).mesh
     if partition_fn is auto_policy:
         raise UnsupportedOpError(
-            "auto_policy asks for shardings that are found automatically, which is not available. Pass a partition_fn that marks the parameters, "
-            "or call shard_module(module, rules)."
+            "auto_policy asks for shardings that are found automatically, "
+            "which is not available. "
+            "Pass a partition_fn that marks the parameters, or call shard_module(module, rules)."
         )
     num_for_input, num_for_output = (
         _num_arguments(input_fn, "input_fn"),
@@ -103,9 +124,10 @@ def distribute_module(
     )
     if getattr(module, "_spmd_distributed", False):
         raise RuntimeError(
-            "distribute_module takes a module once; this one was distributed before. Call it on the outermost module only."
+            "distribute_module takes a module once; this one was distributed before. "
+            "Call it on the outermost module only."
         )
-    # First, so that a partition_fn may mark in place; host data goes up when it is used.
+    # First, so that partition_fn may mark in place; host data is uploaded at its first use.
     module.to("xla")
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -122,7 +144,7 @@ def distribute_module(
     return module
 
 
-def _hook(fn: Callable[..., Any], count: int, device_mesh: Any) -> Callable[..., Any]:
+def _hook(fn: Callable[..., Any], count: int, device_mesh: AnyMesh) -> Callable[..., Any]:
     def hook(module: nn.Module, *inputs_and_outputs: Any) -> Any:
         last = inputs_and_outputs[-1]
         return fn(last, device_mesh) if count == 2 else fn(module, last, device_mesh)
@@ -136,43 +158,50 @@ def _num_arguments(fn: Callable[..., Any] | None, what: str) -> int:
     count = len(inspect.signature(fn).parameters)
     if count == 2:
         warnings.warn(
-            f"{what} takes (module, {what[:-3]}s, device_mesh); two arguments are deprecated in torch.",
+            f"{what} takes (module, "
+            f"{what[:-3]}s, device_mesh); two arguments are deprecated in torch.",
             FutureWarning,
             stacklevel=3,
         )
     elif count != 3:
         raise ValueError(
-            f"{what} takes three arguments, (module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three."
+            f"{what} takes three arguments, "
+            f"(module, {what[:-3]}s, device_mesh); got a function of {count}. Write it with three."
         )
     return count
 
 
-# DTensor's methods.
+# DTensor's methods. The assignments at the end of the file add them to `XLAShardedTensor`.
 
 
 def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
     sharding = tensor.sharding
     if sharding is None:
         raise ShardError(
-            f"{what} needs a tensor with a sharding; this one, of shape {tuple(tensor.shape)}, has none. Mark it first."
+            f"{what} needs a tensor with a sharding; "
+            f"this one, of shape {tuple(tensor.shape)}, has none. Mark it first."
         )
     return sharding
 
 
 def _device_mesh(self: XLAShardedTensor) -> DeviceMesh:
-    """The DeviceMesh that the tensor is sharded over. Raises ShardError where it has no sharding."""
+    """The DeviceMesh over which the tensor is sharded. Raises ShardError if it has no sharding."""
     return to_device_mesh(_own_sharding(self, "device_mesh").mesh)
 
 
-def _placements(self: XLAShardedTensor) -> tuple[Any, ...]:
-    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`. Raises ShardError where the tensor has no sharding."""
+def _placements(self: XLAShardedTensor) -> tuple["Placement", ...]:
+    """For each dimension of `device_mesh`, `Shard(dim)` or `Replicate()`.
+
+    Raises ShardError if the tensor has no sharding.
+    """
     return placements_of(_own_sharding(self, "placements"))
 
 
-def _spec(self: XLAShardedTensor) -> Any:
-    """torch's DTensorSpec of the tensor: mesh, placements, shape, strides and dtype. The same object until the sharding changes.
+def _spec(self: XLAShardedTensor) -> "DTensorSpec":
+    """torch's DTensorSpec of the tensor: mesh, placements, shape, strides and dtype.
 
-    A tensor without a sharding is described as what it is to a program, one value: replicated over one dimension of all devices.
+    The same object until the sharding changes. A tensor without a sharding is described as
+    replicated over a mesh of all devices with one dimension.
     """
     from torch.distributed.tensor import _dtensor_spec  # noqa: PLC0415 - see `placement_types`
 
@@ -195,30 +224,33 @@ def _spec(self: XLAShardedTensor) -> Any:
 
 
 def _invalidate_spec_cache(self: XLAShardedTensor) -> None:
-    """Forgets the DTensorSpec; the next `_spec` makes another. Never needed: a new sharding makes one by itself."""
+    """Drops the cached DTensorSpec. Never needed: a new sharding leads to a new DTensorSpec."""
     self.__dict__.pop("_cached_spec", None)
 
 
 def _redistribute(
     self: XLAShardedTensor,
     device_mesh: AnyMesh | None = None,
-    placements: Sequence[Any] | None = None,
+    placements: Sequence["Placement"] | None = None,
     *,
     async_op: bool = False,
 ) -> XLAShardedTensor:
-    """A tensor of the same values, laid out as the placements say; its gradient is laid out likewise. Does not wait.
+    """A tensor of the same values, sharded as the placements say. Does not wait.
+
+    Its gradient is sharded in the same way.
 
     Args:
-        device_mesh: None: the tensor's own mesh.
+        device_mesh: the new mesh; None: the tensor's own mesh.
         placements: one for each dimension of the mesh.
-        async_op: accepted; every operation is asynchronous.
+        async_op: accepted and ignored, as all operations are asynchronous.
 
     Raises:
         ValueError, UnsupportedOpError, IndexError, MeshError: see `partition_spec_of`.
     """
     if placements is None:
         raise ValueError(
-            "redistribute needs placements; got None. Pass one for each dimension of the mesh, such as [Shard(0), Replicate()]."
+            "redistribute needs placements; got None. "
+            "Pass one for each dimension of the mesh, such as [Shard(0), Replicate()]."
         )
     target = (
         _own_sharding(self, "redistribute without a mesh").mesh
@@ -230,35 +262,44 @@ def _redistribute(
 
 
 def _full_tensor(
-    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+    self: XLAShardedTensor, *, grad_placements: Sequence["Placement"] | None = None
 ) -> XLAShardedTensor:
-    """A tensor of the same values that every device holds whole. `grad_placements` is accepted: gradients are whole values here."""
+    """A replicated tensor of the same values.
+
+    `grad_placements` is accepted and ignored, as gradients are whole values here.
+    """
     return marking.mark_sharding_with_gradients(self, _own_sharding(self, "full_tensor").mesh, ())
 
 
 def _to_local(
-    self: XLAShardedTensor, *, grad_placements: Sequence[Any] | None = None
+    self: XLAShardedTensor, *, grad_placements: Sequence["Placement"] | None = None
 ) -> XLAShardedTensor:
-    """Each device's own block, as a tensor that is local to its device: of the block's shape, to be computed with, not read on the host.
+    """Each device's own block, as a tensor that is local to its device. Differentiable.
 
-    It is what a function inside `shard_map` sees; `from_local` is the way back. Differentiable. For the blocks' values on the host
-    use `local_shards`. Raises PartitionSpecError where the blocks are uneven, ShardError where the tensor has no sharding.
+    The result has the block's shape, and is the kind of tensor that a function inside `shard_map`
+    gets: operations take it, the host cannot read it. `from_local` is the inverse. For the blocks'
+    values on the host use `local_shards`. Raises PartitionSpecError if the blocks are uneven,
+    ShardError if the tensor has no sharding.
     """
     sharding = _own_sharding(self, "to_local")
     return shard_map.enable_manual_sharding(self, sharding.partition_spec, mesh=sharding.mesh)
 
 
 def from_local(
-    local: torch.Tensor, device_mesh: AnyMesh | None = None, placements: Sequence[Any] | None = None
+    local: torch.Tensor,
+    device_mesh: AnyMesh | None = None,
+    placements: Sequence["Placement"] | None = None,
 ) -> XLAShardedTensor:
-    """The global tensor whose block on each device is a local tensor (`to_local`); marked as the placements say. Differentiable.
+    """The global tensor of which a local tensor (`to_local`) is each device's block.
 
-    `Partial()` along a dimension sums the blocks of its devices ("avg", "max" and "min" likewise).
+    It is marked as the placements say. `Partial()` along a dimension sums the blocks of its devices
+    ("avg", "max" and "min" likewise). Differentiable.
 
     Args:
-        local: local to each device of the whole mesh.
+        local: a tensor that is local to each device of the whole mesh.
         device_mesh: see `distribute_tensor`.
-        placements: one for each dimension of the mesh; None: replicated, where every device must have the same values.
+        placements: one for each dimension of the mesh; None: replicated, which needs the same
+            values on all devices.
     """
     types, over = placement_types(), from_device_mesh(device_mesh)
     given = list(placements) if placements is not None else [types.Replicate()] * len(over.axes)

@@ -1,4 +1,4 @@
-"""Marks: `mark_sharding` says where a tensor's blocks live, `clear_sharding` takes that back, `sync` ends a step. Most users' whole API."""
+"""Marks, which set, change or remove a tensor's sharding; and `sync`, which ends a step."""
 
 import math
 from collections.abc import Sequence
@@ -8,31 +8,34 @@ import torch
 from jax.experimental.shard_alike import shard_alike
 from torch.utils import _pytree as pytree
 
-from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError, UnsupportedOpError
+from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, lock, read
 from spmd_core.graph.values import Entry, Value
 from spmd_core.program import execution, leaves
-from spmd_core.recording.calls import entries, remember
+from spmd_core.recording.calls import known
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices
 from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
-from spmd_core.tensor.sharded_tensor import Followed, XLAShardedTensor, wrap
+from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, device_tensor, wrap
 
 
 def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
     """Shards a tensor over a mesh, in place; returns the same tensor.
 
-    The mark is visible at once. Host data goes up sharded when the first program needs it; data on the device is laid out anew; a pending
-    value gets a constraint in the program. Marking again reshards. From then on an in-place update keeps the sharding, the gradient of a
-    leaf follows it, and tensors made by `zeros_like` and its kin (so an optimizer's state) inherit it. Does not wait for the device.
+    The mark is visible at once. Data on the host is uploaded in shards when the first program needs
+    it; data on the device is redistributed; a pending value gets a constraint in the program.
+    Another mark replaces the sharding. The sharding stays with the tensor: in-place updates keep
+    it, the gradient of a leaf gets it, and tensors made by `zeros_like` and similar functions (so
+    an optimizer's state) inherit it. Does not wait for the device.
 
     Args:
         t: a tensor on device `xla`, of any shape and dtype.
         mesh: the devices and the axes.
-        partition_spec: for each dim of `t` the mesh axis (a name or an index) that shards it, a tuple of axes (major first), or None; a spec
-            shorter than the rank replicates the remaining dims.
+        partition_spec: for each dim of `t` the mesh axis (a name or an index) that shards it, a
+            tuple of axes (major first), or None. A spec shorter than the rank replicates the
+            remaining dims.
 
     Raises:
         NotInSpmdModeError: `use_spmd()` was not called.
@@ -46,7 +49,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         >>> w.sharding_spec
         '{devices=[4,2]0,1,2,3,4,5,6,7}'
     """
-    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding")
     with lock:
         _mark(tensor._handle, sharding)
     if tensor.requires_grad:
@@ -55,12 +58,14 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
 
 
 def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
-    """Constrains a tensor's present value, in place; returns the same tensor. A hint to the partitioner at one place of the program.
+    """Constrains the sharding of a tensor's present value, in place; returns the same tensor.
 
-    Unlike `mark_sharding` it does not stay with the tensor: `t.sharding`, later in-place updates, gradients and `zeros_like` are as before.
-    Data on the device moves when the next program that reads the tensor runs. Arguments and errors are those of `mark_sharding`.
+    A hint to the partitioner at one place of the program. Unlike `mark_sharding` it does not stay
+    with the tensor: `t.sharding`, later in-place updates, gradients and `zeros_like` do not change.
+    Data on the device moves when the next program that reads the tensor runs. Arguments and errors
+    are those of `mark_sharding`.
     """
-    tensor, sharding = _checked(t, mesh, partition_spec, "annotate")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "annotate")
     handle = tensor._handle
     with lock:
         value = _constrained(read(handle), sharding)
@@ -74,17 +79,17 @@ def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAS
 def mark_sharding_with_gradients(
     t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec
 ) -> XLAShardedTensor:
-    """A new tensor of the same values, marked; what autograd sends back through it is constrained to the same sharding.
+    """A marked tensor of the same values, whose gradient is constrained to the same sharding.
 
-    Not in place: `t` keeps its own sharding, and so does its gradient where it has one. Can be differentiated any number of times. Arguments and
-    errors are those of `mark_sharding`.
+    Not in place: `t` and its gradient keep their own shardings. Can be differentiated any number of
+    times. Arguments and errors are those of `mark_sharding`.
     """
-    tensor, sharding = _checked(t, mesh, partition_spec, "mark_sharding_with_gradients")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding_with_gradients")
     return MarkSharding.apply(tensor, sharding)
 
 
 class MarkSharding(torch.autograd.Function):
-    """The same values, marked with a `Sharding`; it is its own transpose."""
+    """The same values, marked with a `Sharding`; the backward marks the gradient likewise."""
 
     @staticmethod
     def forward(ctx: Any, x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
@@ -97,17 +102,22 @@ class MarkSharding(torch.autograd.Function):
 
 
 def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two nested structures of tensors whose leaves, in pairs, get one sharding; returns new tensors in the same structures.
+    """Gives the tensors of two nested structures one sharding, pair by pair.
 
-    A leaf with a sharding lends it to the other. Where neither has one, the partitioner chooses one for both. Gradients flow through.
+    A tensor with a sharding passes it to the other of its pair. If neither has one, the partitioner
+    chooses one for both. Gradients flow through.
 
     Args:
-        a: a tensor, or nested lists, tuples and dicts of tensors. A leaf that is None or no tensor stays as it is.
+        a: a tensor, or nested lists, tuples and dicts of tensors. Other leaves, such as None, stay
+            as they are.
         b: a structure of the same form, with tensors of the same shapes.
+
+    Returns:
+        New tensors, in the same structures.
 
     Raises:
         ValueError: the structures differ.
-        PartitionSpecError: the two leaves of a pair differ in shape, or were marked with different shardings.
+        PartitionSpecError: the two tensors of a pair differ in shape, or have different shardings.
     """
     devices.require_spmd("shard_as")
     leaves_a, form_a = pytree.tree_flatten(a)
@@ -117,27 +127,31 @@ def shard_as(a: Any, b: Any) -> tuple[Any, Any]:
         for x, y in zip(leaves_a, leaves_b)
     ):
         raise ValueError(
-            f"shard_as pairs the leaves of two structures of one form; got {form_a} and {form_b} with leaves of types "
-            f"{[type(x).__name__ for x in leaves_a]} and {[type(x).__name__ for x in leaves_b]}. Give both tensors in the same places."
+            "shard_as pairs the leaves of two structures of one form; got "
+            f"{form_a} and {form_b} with leaves of types {[type(x).__name__ for x in leaves_a]} "
+            f"and {[type(x).__name__ for x in leaves_b]}. Give both tensors in the same places."
         )
     pairs = [
-        _alike(x, y) if isinstance(x, torch.Tensor) else (x, y) for x, y in zip(leaves_a, leaves_b)
+        _shard_pair(x, y) if isinstance(x, torch.Tensor) else (x, y)
+        for x, y in zip(leaves_a, leaves_b)
     ]
     return pytree.tree_unflatten([x for x, _ in pairs], form_a), pytree.tree_unflatten(
         [y for _, y in pairs], form_b
     )
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _shard_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = device_tensor(a, "shard_as"), device_tensor(b, "shard_as")
     if x.shape != y.shape:
         raise PartitionSpecError(
-            f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. Pair tensors of the same shape."
+            f"shard_as pairs tensors of one shape; got {tuple(x.shape)} and {tuple(y.shape)}. "
+            "Pair tensors of the same shape."
         )
     given = {sharding for sharding in (x.sharding, y.sharding) if sharding is not None}
     if len(given) == 2:
         raise PartitionSpecError(
-            f"shard_as gives two tensors one sharding; got two that were marked with different ones, {x.sharding!r} and {y.sharding!r}. "
+            "shard_as gives two tensors one sharding; "
+            f"got two that were marked with different ones, {x.sharding!r} and {y.sharding!r}. "
             "Call clear_sharding on the one that should follow."
         )
     if given:
@@ -148,7 +162,10 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
-    """Takes a mark back: the partitioner may choose again; data on the device is gathered (without waiting). Returns the same tensor."""
+    """Removes a tensor's mark, so that the partitioner chooses again; returns the same tensor.
+
+    Data on the device is gathered, without waiting.
+    """
     tensor = device_tensor(t, "clear_sharding")
     handle = tensor._handle
     with lock:
@@ -156,8 +173,8 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
             leaves.set_sharding(handle, None)
         else:
             handle.sharding = None
-    if tensor._followed is not None:
-        tensor._followed.take(handle)
+    if tensor._gradient_sharding is not None:
+        tensor._gradient_sharding.follow(handle)
     return tensor
 
 
@@ -165,20 +182,23 @@ def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """`mark_sharding` with a `ShardingSpec`.
 
     Raises:
-        UnsupportedOpError: `spec.minibatch` under several processes, where each process would hold its own part of the batch.
+        UnsupportedOpError: `spec.minibatch` with several processes, each of which would hold its
+            own part of the batch.
     """
     if spec.minibatch and devices.num_processes() > 1:
         raise UnsupportedOpError(
-            f"minibatch=True joins the batches of several processes into one global tensor, which is not available yet; "
-            f"got {devices.num_processes()} processes. Give every process the whole batch and minibatch=False."
+            "minibatch=True joins the batches of several processes into one global tensor, "
+            f"which is not available yet; got {devices.num_processes()} processes. "
+            "Give every process the whole batch and minibatch=False."
         )
     return mark_sharding(t, spec.mesh, spec.partition_spec)
 
 
 def start_upload(t: torch.Tensor) -> XLAShardedTensor:
-    """Sends a tensor's host data to the devices now, sharded as it is marked, instead of when the first program needs it. Returns the tensor.
+    """Uploads a tensor's host data now, in shards, instead of when the first program needs it.
 
-    For a thread that works ahead of the training loop. Does not wait, and does nothing for data that is not on the host.
+    For a thread that works ahead of the training loop. Does not wait, and does nothing if the data
+    is not on the host. Returns the tensor.
     """
     tensor = device_tensor(t, "start_upload")
     execution.upload(tensor._handle.storage)
@@ -186,39 +206,31 @@ def start_upload(t: torch.Tensor) -> XLAShardedTensor:
 
 
 def sync(*, wait: bool = False) -> None:
-    """Ends a step: computes everything pending and held in one program, then runs the step's closures (`add_step_closure`).
+    """Ends a step: computes everything pending and held in one program, then runs the closures.
 
-    Returns when the program was started, so that Python records the next step meanwhile; `wait=True` blocks until the devices are done.
+    Closures are those of `add_step_closure`. Returns when the program was started, so that Python
+    records the next step meanwhile; `wait=True` blocks until the devices are done.
     """
     execution.end_step(wait=wait)
 
 
-def device_tensor(t: Any, what: str) -> XLAShardedTensor:
-    """The tensor, if it is one on device `xla`; `what` is who asks. Raises DeviceMismatchError."""
-    if not isinstance(t, XLAShardedTensor):
-        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(
-            f"{what} needs a tensor on device 'xla'; got {got}. Move it first: t = t.to('xla')."
-        )
-    return t
-
-
-def _checked(
-    t: Any, mesh: Mesh, partition_spec: PartitionSpec, what: str
+def _check_arguments(
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec, what: str
 ) -> tuple[XLAShardedTensor, Sharding]:
-    """The tensor and the sharding that the arguments of a marking function mean."""
+    """Checks the arguments of a marking function; returns the tensor and the sharding."""
     devices.require_spmd(what)
     tensor = device_tensor(t, what)
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"{what} needs a Mesh; got {type(mesh).__name__}. Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
+            f"{what} needs a Mesh; got {type(mesh).__name__}. "
+            f"Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
         )
     check_devices(mesh, devices.global_runtime_device_count())
     return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
 
 
 def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
-    """A tensor of its own over the same value, constrained."""
+    """A new tensor of the same value, constrained and marked."""
     with lock:
         storage = Storage(_constrained(read(x._handle), sharding), x._handle.spec)
         storage.sharding = sharding
@@ -226,17 +238,15 @@ def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
 
 
 def _constrained(value: Value, sharding: Sharding) -> Value:
-    key = ("mark_sharding", value.spec, sharding)
-    entry = entries.get(key)
-    if entry is None:
-        entry = Entry(
-            "spmd::mark_sharding",
-            lambda context, inputs, numbers: inputs,
-            (value.spec,),
-            sharding=sharding,
-        )
-        remember(key, entry)
+    entry = known(
+        ("mark_sharding", value.spec, sharding),
+        lambda: Entry("spmd::mark_sharding", _identity, (value.spec,), sharding=sharding),
+    )
     return Value(entry, (value,), ())
+
+
+def _identity(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+    return inputs
 
 
 def _mark(handle: Handle, sharding: Sharding) -> None:
@@ -244,7 +254,7 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
         return
     value = read(handle)
     if not isinstance(handle, Storage):
-        # The view's value from here on; its storage keeps its own layout.
+        # A mark on a view is a constraint on its value; its storage keeps its own sharding.
         handle.value, handle.sharding = _constrained(value, sharding), sharding
         return
     if value.data is None:
@@ -255,19 +265,19 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
 
 
 def _follow_gradients(tensor: XLAShardedTensor) -> None:
-    """Constrains what autograd sends to a marked leaf (or intermediate) to the sharding that it has at that time."""
-    if tensor._followed is not None:
-        tensor._followed.take(tensor._handle)
+    """Constrains each gradient of a marked leaf or intermediate to the sharding it has by then."""
+    if tensor._gradient_sharding is not None:
+        tensor._gradient_sharding.follow(tensor._handle)
         return
-    # Not the tensor, which its own hook would keep alive; `tensor.data = other` puts the new handle in.
-    followed = tensor._followed = Followed(tensor._handle)
+    # A hook that holds the tensor would keep it alive; `tensor.data = other` updates the handle.
+    target = tensor._gradient_sharding = GradientSharding(tensor._handle)
 
     def follow(gradient: torch.Tensor) -> torch.Tensor | None:
-        sharding = followed.sharding
+        sharding = target.sharding
         if (
             sharding is None
             or not isinstance(gradient, XLAShardedTensor)
-            or gradient.shape != followed.shape
+            or gradient.shape != target.shape
         ):
             return None
         return _marked_copy(gradient, sharding)

@@ -1,4 +1,4 @@
-"""`shard_module`: marks a module's parameters and buffers by rules over their names, and reports what no rule, or no name, was for."""
+"""`shard_module`: marks a module's parameters and buffers by rules over their names."""
 
 import re
 from collections.abc import Mapping
@@ -8,28 +8,30 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from spmd_core.errors import MeshError, PartitionSpecError
+from spmd_core.errors import PartitionSpecError
 from spmd_core.marks import marking
-from spmd_core.sharding.mesh import Mesh, get_global_mesh
+from spmd_core.sharding.mesh import Mesh, given_or_global
 from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor.sharded_tensor import device_tensor
 
 Rule: TypeAlias = PartitionSpec | ShardingSpec | None
 
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """What `shard_module` did; `str()` is a text for people.
+    """The result of `shard_module`; `str()` is a text for people.
 
     Attributes:
-        marked: the partition spec of each tensor that was marked, by its name in the module.
+        marked: the partition spec of each marked tensor, by its name in the module.
         left: names that a rule of None leaves to the partitioner.
-        unmatched_names: parameters and buffers that no rule is for; they were left alone.
-        unmatched_rules: rules that are for no name.
-        ambiguous: for each name that rules with different specs are for, those rules; the first was applied.
+        unmatched_names: parameters and buffers that match no rule; they were left alone.
+        unmatched_rules: rules that match no name.
+        ambiguous: for each name that matches rules with different specs, those rules; the first
+            was applied.
     """
 
-    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+    __module__ = "spmd_core"  # pickles name the public package, which does not move
 
     marked: dict[str, PartitionSpec] = field(default_factory=dict)
     left: tuple[str, ...] = ()
@@ -59,25 +61,29 @@ class ShardingReport:
 def shard_module(
     module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None = None, *, strict: bool = False
 ) -> ShardingReport:
-    """Marks the parameters and buffers of a module, in place, by regular expressions over their names. Does not wait.
+    """Marks a module's parameters and buffers, in place, by regular expressions over their names.
 
-    The first rule whose expression is found anywhere in the name (`re.search`) applies; anchor it with `^` and `$` for a whole name. A tensor
-    that has several names (tied weights) is marked once. Every rule is checked against every tensor before the first is marked.
+    The first rule whose expression is found anywhere in the name (`re.search`) applies; anchor it
+    with `^` and `$` for a whole name. A tensor with several names (tied weights) is marked once.
+    All rules are checked against all tensors before the first tensor is marked. Does not wait.
 
     Args:
-        module: on device `xla`.
-        rules: for each expression a partition spec, a `ShardingSpec` (with its own mesh), `()` to replicate, or None to leave the tensor alone.
-        mesh: the mesh of the specs; None: the global mesh.
-        strict: a rule for no name, a name without a rule, and a name whose rules differ are errors instead of lines of the report.
+        module: a module on device `xla`.
+        rules: for each expression a partition spec, a `ShardingSpec` (with its own mesh), `()` to
+            replicate, or None to leave the tensor alone.
+        mesh: the mesh of the partition specs; None: the global mesh.
+        strict: raise for a rule that matches no name, a name that matches no rule, and a name whose
+            rules differ, instead of reporting them.
 
     Returns:
-        What was marked, and what no rule or no name was for.
+        The marked tensors, and the rules and names without a match.
 
     Raises:
-        PartitionSpecError: a spec does not fit the mesh or its tensor, or, in strict mode, the report has problems. Nothing was marked.
+        PartitionSpecError: a spec does not fit the mesh or its tensor, or, in strict mode, the
+            report has problems. Nothing was marked.
         MeshError: there is neither `mesh` nor a global mesh.
-        ValueError: an expression that cannot be compiled.
-        DeviceMismatchError: a tensor that is to be marked is not on device `xla`.
+        ValueError: an expression cannot be compiled.
+        DeviceMismatchError: a tensor to be marked is not on device `xla`.
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
@@ -99,9 +105,8 @@ def shard_module(
     matches = {
         name: [text for text, rule in compiled.items() if rule.search(name)] for name in tensors
     }
-    chosen: dict[
-        int, tuple[str, ...]
-    ] = {}  # by tensor: all rules for any of its names, in the order of the rules
+    # By tensor: all rules that match any of its names, in the order of the rules.
+    chosen: dict[int, tuple[str, ...]] = {}
     for name, found in matches.items():
         before = chosen.get(id(tensors[name]), ())
         chosen[id(tensors[name])] = tuple(text for text in rules if text in before or text in found)
@@ -117,7 +122,7 @@ def shard_module(
             unmatched.append(name)
             continue
         specs = [_sharding_spec(name, tensor, text, rules[text], mesh) for text in texts]
-        if any(_meaning(spec, tensor) != _meaning(specs[0], tensor) for spec in specs):
+        if any(_sharding(spec, tensor) != _sharding(specs[0], tensor) for spec in specs):
             ambiguous[name] = texts
         if specs[0] is None:
             left.append(name)
@@ -133,11 +138,12 @@ def shard_module(
     )
     if strict and report.problems:
         raise PartitionSpecError(
-            f"strict sharding needs exactly one spec for each parameter and buffer, and no rule to spare; got: {'; '.join(report.problems)}. "
-            "Add, correct or anchor rules (None leaves a tensor to the partitioner), or call without strict."
+            "strict sharding needs exactly one spec for each parameter and buffer, "
+            f"and no rule to spare; got: {'; '.join(report.problems)}. Add, correct "
+            "or anchor rules (None leaves a tensor to the partitioner), or call without strict."
         )
     for name in plan:
-        marking.device_tensor(tensors[name], f"shard_module ({name})")
+        device_tensor(tensors[name], f"shard_module ({name})")
     for name, spec in plan.items():
         marking.mark_sharding(tensors[name], spec.mesh, spec.partition_spec)
     return report
@@ -148,7 +154,8 @@ def _compile(text: str) -> "re.Pattern[str]":
         return re.compile(text)
     except re.error as error:
         raise ValueError(
-            f"a rule's key is a regular expression over names; got {text!r}: {error}. Escape special characters with a backslash."
+            f"a rule's key is a regular expression over names; got {text!r}: {error}. "
+            "Escape special characters with a backslash."
         ) from None
 
 
@@ -163,11 +170,7 @@ def _sharding_spec(
     if rule is None:
         return None
     if not isinstance(rule, ShardingSpec):
-        over = get_global_mesh() if mesh is None else mesh
-        if over is None:
-            raise MeshError(
-                f"a partition spec needs a mesh; got rule {text!r} without one, and no global mesh is set. Pass mesh, or call set_global_mesh(mesh)."
-            )
+        over = given_or_global(mesh, f"rule {text!r}")
         rule = ShardingSpec(over, rule)
     try:
         Sharding.of(rule.mesh, rule.partition_spec, tensor.dim())
@@ -178,5 +181,5 @@ def _sharding_spec(
     return rule
 
 
-def _meaning(spec: ShardingSpec | None, tensor: torch.Tensor) -> Sharding | None:
+def _sharding(spec: ShardingSpec | None, tensor: torch.Tensor) -> Sharding | None:
     return None if spec is None else Sharding.of(spec.mesh, spec.partition_spec, tensor.dim())

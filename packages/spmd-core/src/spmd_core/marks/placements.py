@@ -1,8 +1,9 @@
-"""DTensor's placements as partition specs, and back."""
+"""Conversion between DTensor's placements and partition specs."""
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from spmd_core.errors import PartitionSpecError, UnsupportedOpError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
@@ -10,35 +11,41 @@ from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
-def placement_types() -> Any:
-    # A second of import that only programs with placements should pay.
+
+def placement_types() -> ModuleType:
+    """torch's module of placement types, imported at the first call.
+
+    The import takes a second, which only programs with placements should pay.
+    """
     from torch.distributed.tensor import placement_types  # noqa: PLC0415
 
     return placement_types
 
 
-# Placements.
-
-
 def partition_spec_of(
-    device_mesh: AnyMesh, placements: Sequence[Any], ndim: int
+    device_mesh: AnyMesh, placements: Sequence["Placement"], ndim: int
 ) -> tuple[Mesh, PartitionSpec]:
-    """The mesh and the partition spec that placements mean for tensors of rank `ndim`.
+    """The mesh and the partition spec of placements, for tensors of rank `ndim`.
 
-    Several dimensions of the mesh may shard one dim: they split it in their order, `_StridedShard` in the order that its `split_factor` says.
+    If several dimensions of the mesh shard one dim, they split it in their order; `_StridedShard`
+    changes the order by its `split_factor`.
 
     Raises:
         ValueError: not one placement for each dimension of the mesh.
-        UnsupportedOpError: `Partial`, which no stored tensor has: its sum is taken when somebody reads it. Or a placement that we do not know.
+        UnsupportedOpError: an unknown placement, or `Partial`, which no stored tensor has, as sums
+            are computed when they are read.
         IndexError: a `Shard` of a dim that the tensor does not have.
     """
     types = placement_types()
     over = from_device_mesh(device_mesh)
     if len(placements) != len(over.axes):
         raise ValueError(
-            f"there must be one placement for each dimension of the mesh; got {len(placements)} placements {tuple(placements)} for "
-            f"{len(over.axes)} dimensions. Write Replicate() for a dimension that does not shard."
+            "there must be one placement for each dimension of the mesh; got "
+            f"{len(placements)} placements {tuple(placements)} for {len(over.axes)} dimensions. "
+            "Write Replicate() for a dimension that does not shard."
         )
     sharded = getattr(types, "_StridedShard", ())
     factors: dict[int, list[tuple[tuple[int, ...], int]]] = {}
@@ -47,12 +54,14 @@ def partition_spec_of(
             continue
         if not isinstance(placement, (types.Shard, sharded)):
             raise UnsupportedOpError(
-                f"a tensor of the global view is sharded or replicated along each axis; got {placement!r}. "
-                "Use Shard(dim) or Replicate(); sums over devices are pending inside shard_map only."
+                "a tensor of the global view is sharded or replicated along each axis; "
+                f"got {placement!r}. Use Shard(dim) or Replicate(); "
+                "sums over devices are pending inside shard_map only."
             )
         if not -ndim <= placement.dim < ndim:
             raise IndexError(
-                f"Shard names a dim of the tensor; got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}."
+                "Shard names a dim of the tensor; "
+                f"got dim {placement.dim} for a tensor of rank {ndim}. Use {-ndim} to {ndim - 1}."
             )
         factors.setdefault(placement.dim % ndim, []).append(
             (axes, getattr(placement, "split_factor", 1))
@@ -62,7 +71,11 @@ def partition_spec_of(
 
 
 def _in_order(mesh: Mesh, sharding: list[tuple[tuple[int, ...], int]]) -> tuple[int, ...]:
-    """Axes that shard one dim, the major one first. The factor of each is the number of pieces that those after it in the mesh make before it."""
+    """The axes that shard one dim, the major one first.
+
+    `sharding` lists (axes, split_factor) in the order of the mesh. The factor is the number of
+    pieces into which later entries split the dim before this one does.
+    """
     order: list[tuple[int, ...]] = []
     for axes, factor in reversed(sharding):
         pieces = [
@@ -71,15 +84,19 @@ def _in_order(mesh: Mesh, sharding: list[tuple[tuple[int, ...], int]]) -> tuple[
         ]
         if factor not in pieces:
             raise PartitionSpecError(
-                f"the split_factor of a strided shard must be the number of pieces that later dimensions of the mesh make first, one of "
-                f"{sorted(set(pieces))}; got {factor}. Use Shard(dim), or correct the factor."
+                "the split_factor of a strided shard must be the number of pieces that later "
+                f"dimensions of the mesh make first, one of {sorted(set(pieces))}; got {factor}. "
+                "Use Shard(dim), or correct the factor."
             )
         order.insert(pieces.index(factor), axes)
     return tuple(axis for axes in order for axis in axes)
 
 
-def placements_of(sharding: Sharding) -> tuple[Any, ...]:
-    """For each axis of the sharding's mesh `Shard(dim)` or `Replicate()`; `_StridedShard` where a later axis splits the dim before it."""
+def placements_of(sharding: Sharding) -> tuple["Placement", ...]:
+    """For each axis of the sharding's mesh `Shard(dim)` or `Replicate()`.
+
+    `_StridedShard` if a later axis of the mesh splits the dim first.
+    """
     types = placement_types()
     placements = [types.Replicate()] * len(sharding.mesh.mesh_shape)
     for dim, axes in enumerate(sharding.dims):

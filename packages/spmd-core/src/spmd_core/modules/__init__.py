@@ -1,1 +1,1 @@
-"""What takes an `nn.Module` and gives it back changed: FSDP, checkpointing."""
+"""Functions and wrappers that change an `nn.Module`: FSDP, checkpointing, einsum linear layers."""

@@ -1,58 +1,62 @@
-"""Optimization barriers: the compiler moves no computation from one side of them to the other."""
+"""Optimization barriers, across which the compiler moves no computation."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
-from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.storage import lock, read
 from spmd_core.ops import registry
 from spmd_core.recording.calls import NO_KWARGS, functional_handler
 from spmd_core.recording.writes import write
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.tensor.sharded_tensor import device_tensor
 
 _lowering = registry.find(registry.resolve("spmd.optimization_barrier.default"))
 assert _lowering is not None
 _record = functional_handler(_lowering)
 
+# What torch passes to a backward hook.
+_Gradients: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...] | None
+
 
 def optimization_barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """New tensors of the same values, behind one barrier; not differentiable. All must be on device `xla`."""
+    """New tensors with the same values, behind one barrier.
+
+    Not differentiable. All tensors must be on device `xla`.
+    """
     with torch.no_grad():
-        behind: list[torch.Tensor] = _record((list(tensors),), NO_KWARGS)
-    return behind
+        results: list[torch.Tensor] = _record((list(tensors),), NO_KWARGS)
+    return results
 
 
 def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Puts one barrier behind all tensors, in place: what is computed from any of them waits for all of them, and is not fused with what made them.
+    """Puts one barrier behind all tensors, in place.
 
-    The values do not change. So it is nothing to autograd either: gradients pass as if it were not there, and get no barrier of their own. Its use
-    is in a backward pass, to keep what one layer recomputes or gathers from being computed early for all layers. Does not wait for the device.
+    Operations on any of the tensors run after all of them are computed, and are not fused with the
+    operations that computed them. The values do not change, so autograd does not see the barrier:
+    gradients pass unchanged, and get no barrier themselves. Used in a backward pass, it keeps
+    what one layer recomputes or gathers from being computed early for all layers. Does not wait
+    for the device.
 
     Raises:
         DeviceMismatchError: not a tensor on device `xla`.
     """
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    handles = []
-    for t in given:
-        if not isinstance(t, XLAShardedTensor):
-            got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-            raise DeviceMismatchError(
-                f"optimization_barrier_ needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
-            )
-        handles.append(t._handle)
+    handles = [device_tensor(t, "optimization_barrier_")._handle for t in given]
     if not given:
         return
     with lock:
-        for handle, behind in zip(handles, optimization_barrier(given)):
-            write(handle, read(behind._handle))  # type: ignore[attr-defined]
+        for handle, result in zip(handles, optimization_barrier(given)):
+            write(handle, read(result._handle))  # type: ignore[attr-defined]
 
 
 def apply_backward_optimization_barrier(module: torch.nn.Module) -> torch.nn.Module:
-    """In every backward pass of the module, puts a barrier behind its parameters' gradients and the gradients of its inputs. Returns the module."""
+    """Puts a barrier behind the module's gradients in every backward pass. Returns the module.
 
-    def hook(module: torch.nn.Module, grad_input: Any, grad_output: Any) -> None:
+    These are the gradients of its parameters and of its inputs, behind one barrier.
+    """
+
+    def hook(module: torch.nn.Module, grad_input: _Gradients, grad_output: _Gradients) -> None:
         inputs = grad_input if isinstance(grad_input, tuple) else (grad_input,)
         parameters = [p.grad for p in module.parameters() if p.grad is not None]
         optimization_barrier_([g for g in (*parameters, *inputs) if g is not None])

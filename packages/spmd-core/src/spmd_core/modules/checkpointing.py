@@ -1,4 +1,4 @@
-"""Gradient checkpointing that a compiler keeps: a second run of a forward stands behind barriers, over which it shares nothing with the first."""
+"""Gradient checkpointing with barriers, so that the compiler keeps the two forward runs apart."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,26 +13,32 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread, so that a forward is one that is computed again."""
+    """Whether autograd runs a backward pass in this thread, where a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors (on device `xla`, any shapes and dtypes), none of which the program uses before all are there.
+    """The same tensors (on device `xla`, any shapes and dtypes), behind one barrier.
 
-    The compiler takes them for other values than those given, so it does not share what is computed from them. Not differentiable. Does not wait.
+    The program uses none of them before all are computed. The compiler does not know that the
+    values are those given, so it does not share what is computed from them. Not differentiable.
+    Does not wait.
     """
     return optimization_barrier(tensors)
 
 
 class _Barrier(torch.autograd.Function):
-    """`barrier`, through which gradients pass unchanged. It saves nothing: checkpointing counts what the two runs of a forward save."""
+    """A differentiable `barrier`, through which gradients pass unchanged.
+
+    It saves nothing: checkpointing counts what the two runs of a forward save.
+    """
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         results = barrier(tensors)
-        # One that autograd need not follow before may not be one that it must follow after: the second run would save more than the first.
+        # A tensor that needs no gradient before the barrier must need none after it, or the second
+        # run would save more than the first.
         ctx.mark_non_differentiable(
             *(r for r, needed in zip(results, ctx.needs_input_grad) if not needed)
         )
@@ -44,7 +50,10 @@ class _Barrier(torch.autograd.Function):
 
 
 def behind_barrier(tree: Any) -> Any:
-    """Nested lists, tuples and dicts with their tensors on device `xla` behind one barrier; gradients pass through. The rest as it is."""
+    """Nested lists, tuples and dicts, with their tensors on device `xla` behind one barrier.
+
+    Gradients pass through. Everything else stays as it is.
+    """
     leaves, structure = pytree.tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
     if not tensors:
@@ -57,10 +66,12 @@ def behind_barrier(tree: Any) -> Any:
 
 
 class CheckpointedForward:
-    """Stands in a module's `forward`: what the forward saves is not kept, but computed again in backward.
+    """Replaces a module's `forward`: what it saves is not kept, and backward runs it again.
 
     Attributes:
-        inner: what computes the module's result: an earlier stand-in of `forward`, or None for the method of the module's class.
+        module: the module.
+        inner: computes the module's result: an earlier replacement of `forward`, or None for the
+            method of the module's class.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
@@ -79,9 +90,10 @@ class CheckpointedForward:
 
 
 def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What a stand-in calls: the earlier stand-in, or the method of the module's class.
+    """What a replacement of `forward` calls: the earlier one, or the method of the module's class.
 
-    Looked up at each call, so that a deep copy of the module runs its own method and not that of the module it was copied from.
+    The method is looked up at each call, so that a deep copy of the module runs its own method and
+    not that of the module it was copied from.
     """
     if inner is not None:
         return inner
@@ -90,10 +102,15 @@ def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callab
 
 
 def checkpoint_module(module: nn.Module) -> nn.Module:
-    """Makes a module run its forward again in backward, instead of keeping what it saved; in place, returns the module. Apply it before wrapping.
+    """Makes a module run its forward again in backward, instead of keeping what it saved.
 
-    It is `torch.utils.checkpoint` (without re-entrance) round `module.forward`, whose second run the compiler may not share with the first. Random
-    numbers are the same in both. `fully_shard` and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for each run.
+    In place. Apply it before `fully_shard` or a wrapper. Around `module.forward` this puts
+    `torch.utils.checkpoint` (with `use_reentrant=False`), and barriers that keep the compiler from
+    sharing the second run with the first. Random numbers are the same in both runs. `fully_shard`
+    and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for each run.
+
+    Returns:
+        The module.
 
     Raises:
         ValueError: the module is checkpointed or sharded already.
@@ -106,16 +123,19 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"checkpoint_module takes a torch.nn.Module; got {type(module).__name__}. Pass the block whose activations are not to be kept."
+            f"checkpoint_module takes a torch.nn.Module; got {type(module).__name__}. "
+            "Pass the block whose activations are not to be kept."
         )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
         raise ValueError(
-            f"a module is checkpointed once; got a {type(module).__name__} that is already. Call checkpoint_module once for each block."
+            f"a module is checkpointed once; got a {type(module).__name__} that is already. "
+            "Call checkpoint_module once for each block."
         )
     if getattr(own, "gathers", False) or getattr(module, "is_sharded_wrapper", False) is True:
         raise ValueError(
-            f"checkpointing comes before sharding, so that parameters are gathered anew for the second run; got a {type(module).__name__} that is "
+            "checkpointing comes before sharding, so that parameters are gathered anew for the "
+            f"second run; got a {type(module).__name__} that is "
             "sharded. Call checkpoint_module on the block first, and shard it then."
         )
     module.forward = CheckpointedForward(module, own)

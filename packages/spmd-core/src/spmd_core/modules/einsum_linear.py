@@ -1,7 +1,9 @@
-"""The linear layer as one contraction over the last dim, which keeps the others apart, so that each may lie split over a mesh axis of its own.
+"""The linear layer as one contraction over the last dim, which keeps the other dims separate.
 
-On device `xla` every linear layer is recorded so. What is added here is the name: the operators `xla::einsum_linear_forward` and its backward, which
-stay whole in a graph that is traced with fake tensors, where `aten::linear` is taken apart and dims are merged.
+So each of the other dims can be split over a mesh axis of its own. On device `xla` every linear
+layer is recorded in this way. This module adds the operators `xla::einsum_linear_forward` and its
+backward: a graph that is traced with fake tensors keeps them whole, whereas it decomposes
+`aten::linear` and merges dims.
 """
 
 from typing import Any
@@ -15,14 +17,15 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 _library = torch.library.Library("xla", "FRAGMENT")
 _library.define("einsum_linear_forward(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 _library.define(
-    "einsum_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, bool needs_input_grad_input, "
-    "bool needs_input_grad_weight, bool needs_input_grad_bias) -> (Tensor, Tensor, Tensor)"
+    "einsum_linear_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, "
+    "bool needs_input_grad_input, bool needs_input_grad_weight, bool needs_input_grad_bias)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _forward(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`(..., n)` and `(m, n)` as `(..., m)`, plus a bias of `(m,)`."""
+    """Input `(..., n)`, weight `(m, n)` and bias `(m,)` to `(..., m)`."""
     return F.linear(input, weight, bias)
 
 
@@ -60,7 +63,8 @@ def _meta_forward(
 ) -> torch.Tensor:
     if input.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"a linear layer contracts the last dim of its input with the last of its weight; got {tuple(input.shape)} and {tuple(weight.shape)}. "
+            "a linear layer contracts the last dim of its input with the last of its weight; "
+            f"got {tuple(input.shape)} and {tuple(weight.shape)}. "
             "Make these two sizes equal."
         )
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
@@ -83,7 +87,7 @@ def _meta_backward(
 
 
 class _Traced(torch.autograd.Function):
-    """The operators with their derivative, for tensors that are not of this device: those of a trace, and of the CPU."""
+    """The operators with their derivative, for tensors not on device `xla`: fake and on the CPU."""
 
     @staticmethod
     def forward(
@@ -108,9 +112,8 @@ def _with_autograd(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     if isinstance(input, XLAShardedTensor) or isinstance(weight, XLAShardedTensor):
-        return F.linear(
-            input, weight, bias
-        )  # recorded whole, with torch's own derivative, under autocast too
+        # Recorded as one operation, with torch's own derivative, under autocast too.
+        return F.linear(input, weight, bias)
     result: torch.Tensor = _Traced.apply(input, weight, bias)
     return result
 
@@ -123,7 +126,7 @@ torch.library.register_fake("xla::einsum_linear_backward", _meta_backward, lib=_
 
 
 class EinsumLinear(nn.Linear):
-    """`nn.Linear` through `xla::einsum_linear_forward`: `(..., in_features)` to `(..., out_features)`."""
+    """`nn.Linear` by `xla::einsum_linear_forward`: (..., in_features) to (..., out_features)."""
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
@@ -133,10 +136,13 @@ class EinsumLinear(nn.Linear):
 
 
 def apply_einsum_linear(module: nn.Module) -> nn.Module:
-    """Makes every `nn.Linear` in the module, and the module itself if it is one, an `EinsumLinear`. Returns the module.
+    """Makes every `nn.Linear` in the module, and the module itself if it is one, an `EinsumLinear`.
 
-    In place: parameters, buffers, hooks and references to a layer stay what they are. Subclasses of `nn.Linear` are left alone, as they have a
-    forward of their own.
+    In place: parameters, buffers, hooks and references to a layer stay valid. Subclasses of
+    `nn.Linear` are not changed, as they may have a forward of their own.
+
+    Returns:
+        The module.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:

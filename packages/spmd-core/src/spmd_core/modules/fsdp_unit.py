@@ -1,23 +1,26 @@
-"""One unit of fully sharded data parallelism: a forward whose parameters are gathered for it, and gathered again for its backward.
+"""One FSDP unit: a module that gathers its sharded parameters for forward, and again for backward.
 
-A unit's parameters are those of its module's subtree, without the units inside. Around the module's forward each stands as its whole value: a pending
-value with a constraint, which the partitioner makes an all-gather. What autograd would save of it is saved as a recipe instead, and made again from
-the shard in backward, behind a barrier over which the compiler cannot keep the first one. Gradients come back as a reduce-scatter (`partial_sums`).
+A unit's parameters are those of its module's subtree, without the units inside. During the module's
+forward, each parameter is replaced by its whole value: a pending value with a sharding constraint,
+for which the partitioner emits an all-gather. Where autograd would save a value made of gathered
+parameters, a recipe is saved instead; in backward it is replayed on parameters that are gathered
+again from their shards, behind a barrier across which the compiler cannot keep the first gather.
+Gradients are reduce-scattered (`modules.sharded_gradients`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd_core.graph.storage import Storage, lock, read
-from spmd_core.graph.values import Part, Value
+from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.modules.checkpointing import barrier, behind_barrier, in_backward, inner_forward
 from spmd_core.modules.sharded_gradients import Scatter, reduce_scattered
@@ -29,7 +32,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 @dataclass(frozen=True)
 class Layout:
-    """Over which axes of a mesh a unit lives, as indices.
+    """The mesh axes of a unit, as indices.
 
     Attributes:
         mesh: the mesh.
@@ -44,7 +47,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a unit, None where they are to stay: of gathered parameters, of sums of gradients over devices, of inputs and of outputs."""
+    """The dtypes of a unit; None leaves a dtype as it is.
+
+    Attributes:
+        param_dtype: of gathered parameters.
+        reduce_dtype: in which gradients are summed over devices.
+        output_dtype: of the floating-point tensors that the unit returns.
+        cast_forward_inputs: whether floating-point inputs are converted to `param_dtype`.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -54,7 +64,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one parameter is gathered, and where its gradient goes."""
+    """How one parameter is gathered, and where its gradient goes.
+
+    Attributes:
+        mesh: the mesh.
+        sharded: the spec of the shards.
+        whole: the spec of the gathered parameter, which the unit's axis does not split.
+        dtype: of the gathered parameter; None for the parameter's own.
+        scatter: how the gradient is reduce-scattered; None where the partitioner chooses.
+    """
 
     mesh: Mesh
     sharded: PartitionSpec
@@ -65,7 +83,7 @@ class _Plan:
 
 @lru_cache(maxsize=4096)
 def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | None:
-    """None for a parameter that the unit's axis does not split: it is used as it is."""
+    """The plan of a parameter; None if the unit's axis does not split it: it is used as it is."""
     dims = [dim for dim, axes in enumerate(sharding.dims) if layout.axis in axes]
     if sharding.mesh != layout.mesh or not dims:
         return None
@@ -82,17 +100,21 @@ def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | N
 
 
 def _gathered(shard: torch.Tensor, plan: _Plan) -> XLAShardedTensor:
-    """The whole parameter as a new value; converted first, so that what travels is in the dtype that is used. Not differentiable."""
+    """The whole parameter as a new value. Not differentiable.
+
+    It is converted before it is gathered, so that the gather moves the dtype that is used.
+    """
     with torch.no_grad():
         value = shard if plan.dtype is None or plan.dtype == shard.dtype else shard.to(plan.dtype)
         if value.sharding is None:  # type: ignore[attr-defined]
-            # Else the constraint below could move the gather before a conversion, or before a barrier.
+            # Otherwise the partitioner, because of the constraint below, could put the gather
+            # before the conversion, or before a barrier.
             mark_sharding(value, plan.mesh, plan.sharded)
         return mark_sharding(value.clone(), plan.mesh, plan.whole)
 
 
 class _Gather(torch.autograd.Function):
-    """A parameter's whole value. Its transpose leaves each device its shard of the gradient's sum."""
+    """A parameter's whole value. The transpose: each device's shard of the gradient's sum."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, plan: _Plan) -> torch.Tensor:
@@ -102,30 +124,54 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, gradient = ctx.plan, grads[0]
-        # To be differentiated again, it has to be made of operations that autograd sees.
+        # With create_graph=True, the gradient has to be made of operations that autograd records.
         if plan.scatter is not None and not torch.is_grad_enabled():
             gradient = reduce_scattered(gradient, plan.scatter)
         gradient = gradient.clone() if gradient.dtype == ctx.dtype else gradient.to(ctx.dtype)
         return mark_sharding(gradient, plan.mesh, plan.sharded), None
 
 
+class _Substitute(torch.autograd.Function):
+    """The value of another tensor, whose gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        return shard.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def _gathered_parameter(
+    parameter: torch.Tensor, shard: torch.Tensor, plan: _Plan
+) -> XLAShardedTensor:
+    """The whole parameter, gathered from `shard`; its gradient goes to `parameter`."""
+    source = parameter if shard is parameter else _Substitute.apply(parameter, shard)
+    result: XLAShardedTensor = _Gather.apply(source, plan)
+    return result
+
+
 @dataclass(frozen=True)
-class _Slot:
-    """A place where a module holds a parameter."""
+class _ParameterRef:
+    """A module's reference to a parameter, by name."""
 
     module: nn.Module
     name: str
     parameter: nn.Parameter
 
 
-def slots(root: nn.Module) -> Iterator[_Slot]:
-    """Where the parameters of a unit are held: in its subtree, without the units inside. A tied parameter has several places."""
+def parameter_refs(root: nn.Module) -> Iterator[_ParameterRef]:
+    """The references to a unit's parameters: in its subtree, without the units inside.
+
+    A tied parameter has several references.
+    """
     stack, seen = [root], {root}
     while stack:
         module = stack.pop()
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield _Slot(module, name, parameter)
+                yield _ParameterRef(module, name, parameter)
         for child in module._modules.values():
             if child is not None and child not in seen and unit_of(child) is None:
                 seen.add(child)
@@ -133,15 +179,18 @@ def slots(root: nn.Module) -> Iterator[_Slot]:
 
 
 class Unit:
-    """Stands in the `forward` of a module whose parameters are sharded.
+    """Replaces the `forward` of a module whose parameters are sharded.
 
     Attributes:
         module: the module.
         layout: mesh and axes.
         precision: dtypes.
-        reshard_after_forward: whether the gathered parameters are dropped after forward and gathered again in backward.
-        shard_output: `shard_output(output)`, called for its effect, lays the result out.
-        inner: what computes the result: an earlier stand-in of `forward`, or None for the method of the module's class.
+        reshard_after_forward: whether the gathered parameters are dropped after forward and
+            gathered again in backward.
+        shard_output: `shard_output(output)` marks the result, in place.
+        inner: computes the result: an earlier replacement of `forward`, or None for the method of
+            the module's class.
+        inside_checkpoint: whether the module is checkpointed, so that this runs again in backward.
     """
 
     gathers = True
@@ -164,36 +213,39 @@ class Unit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._converted_inputs(args, kwargs)
-        found = [
-            (slot, plan)
-            for slot in slots(self.module)
-            if (plan := self._plan_of(slot.parameter)) is not None
+        refs = [
+            (ref, plan)
+            for ref in parameter_refs(self.module)
+            if (plan := self._plan_of(ref.parameter)) is not None
         ]
-        parameters = {id(slot.parameter): (slot.parameter, plan) for slot, plan in found}
+        parameters = {id(ref.parameter): (ref.parameter, plan) for ref, plan in refs}
         if in_backward():
-            # The second run of a checkpoint. Its gathers are its own, and it runs at once, so that it may keep them.
+            # The second run of a checkpoint, which must not share its gathers with the first.
             args, kwargs = behind_barrier((args, kwargs))
             shards = barrier([p for p, _ in parameters.values()]) if parameters else []
         else:
             shards = [p for p, _ in parameters.values()]
         whole = {
-            key: _instead(p, shard, plan)
+            key: _gathered_parameter(p, shard, plan)
             for (key, (p, plan)), shard in zip(parameters.items(), shards)
         }
-        keeps = (
+        keeps_gathered = (
             not self.reshard_after_forward or self.inside_checkpoint or not torch.is_grad_enabled()
         )
-        # Without hooks from outside, a checkpoint's second run is followed by its backward at once; with them, it must save what the first saved.
-        keeps = keeps or (in_backward() and _outer_hooks() is None)
-        again = None if keeps else _Again(list(parameters.values()), list(whole.values()))
+        # The backward of a checkpoint's second run follows at once, so the run may keep what it
+        # gathered. With hooks from outside, it must save what the first run saved.
+        keeps_gathered = keeps_gathered or (in_backward() and _outer_hooks() is None)
+        regather = (
+            None if keeps_gathered else _Regather(list(parameters.values()), list(whole.values()))
+        )
         with (
-            _swapped([(slot, whole[id(slot.parameter)]) for slot, _ in found]),
-            nullcontext() if again is None else again.recording(),
+            _swapped([(ref, whole[id(ref.parameter)]) for ref, _ in refs]),
+            nullcontext() if regather is None else regather.saving_recipes(),
         ):
             output = inner_forward(self.module, self.inner)(*args, **kwargs)
         output = self._converted(output, self.precision.output_dtype)
         self.shard_output(output)
-        return output if again is None else again.before_backward(output)
+        return output if regather is None else regather.before_backward(output)
 
     def _plan_of(self, parameter: torch.Tensor) -> _Plan | None:
         sharding = parameter.sharding if isinstance(parameter, XLAShardedTensor) else None
@@ -220,13 +272,14 @@ def unit_of(module: nn.Module) -> Unit | None:
     return own if isinstance(own, Unit) else inner if isinstance(inner, Unit) else None
 
 
-class _Again:
-    """One forward of a unit, as its backward needs it: the shards, and what was made of the gathered parameters."""
+class _Regather:
+    """What one forward of a unit keeps for its backward: the shards, to gather again from."""
 
     def __init__(
         self, parameters: list[tuple[nn.Parameter, _Plan]], whole: list[XLAShardedTensor]
     ) -> None:
-        # Aliases, which another tensor in `parameter.data` does not change, and which are not the parameters, whose hooks would know them.
+        # Aliases: assigning to `parameter.data` does not change them, and unlike the parameters
+        # they have no hooks.
         self._shards = [p.data for p, _ in parameters]
         self._plans = [plan for _, plan in parameters]
         self._parameters = [p for p, _ in parameters]
@@ -235,10 +288,13 @@ class _Again:
         self._values: list[Value] | None = None
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Inside, autograd saves recipes. What is not made of gathered parameters goes to the hooks that were there before, if any."""
+    def saving_recipes(self) -> Iterator[None]:
+        """Inside, autograd saves recipes for values that are made of gathered parameters.
+
+        Other values are passed to the saved-tensor hooks from outside, if there are any.
+        """
         outer = _outer_hooks()
-        pack_other, unpack_other = outer if outer is not None else (_same, _same)
+        outer_pack, outer_unpack = outer if outer is not None else (_unchanged, _unchanged)
         sources = self._sources
 
         def pack(saved: torch.Tensor) -> Any:
@@ -247,25 +303,28 @@ class _Again:
                 if isinstance(saved, XLAShardedTensor)
                 else None
             )
-            return (pack_other(saved), None) if recipe is None else (recipe, saved._handle.spec)  # type: ignore[attr-defined]
+            return (outer_pack(saved), None) if recipe is None else (recipe, saved._handle.spec)  # type: ignore[attr-defined]
 
         def unpack(packed: Any) -> torch.Tensor:
-            what, spec = packed
+            content, spec = packed
             if spec is None:
-                other: torch.Tensor = unpack_other(what)
+                other: torch.Tensor = outer_unpack(content)
                 return other
             with lock:
-                return wrap(Storage(_follow(what, self._gathered_again(None)[0]), spec))
+                return wrap(Storage(_replay(content, self._regathered(None)[0]), spec))
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            # What is kept for backward must not keep the values of forward.
+            # This object lives until backward, and must not hold the values of forward until then.
             self._sources = {}
 
     def before_backward(self, output: Any) -> Any:
-        """Gathers again when the first gradient arrives, and makes that gradient wait for it and it for the gradient."""
+        """Makes the arrival of the first gradient of `output` gather the parameters again.
+
+        A barrier makes the gather wait for that gradient, and the gradient for the shards.
+        """
 
         def gather(gradient: torch.Tensor) -> torch.Tensor | None:
             if (
@@ -274,7 +333,7 @@ class _Again:
                 or torch.is_grad_enabled()
             ):
                 return None
-            return self._gathered_again(gradient)[1]
+            return self._regathered(gradient)[1]
 
         if self._shards:
             for leaf in pytree.tree_leaves(output):
@@ -286,25 +345,29 @@ class _Again:
                     leaf.register_hook(gather)
         return output
 
-    def _gathered_again(
-        self, gradient: torch.Tensor | None
-    ) -> tuple[list[Value], torch.Tensor | None]:
+    def _regathered(self, gradient: torch.Tensor | None) -> tuple[list[Value], torch.Tensor | None]:
+        """The parameters, gathered once in each backward, and the gradient behind their barrier.
+
+        The gradient is None where none was given, and where the parameters were gathered already.
+        """
         if self._values is not None:
             return self._values, None
         for parameter, version in zip(self._parameters, self._versions):
             if parameter._version != version:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: a parameter of shape "
-                    f"{tuple(parameter.shape)} is at version {parameter._version}; expected version {version}, as it was in forward. "
-                    "Call backward before the parameters are updated."
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: a parameter of shape {tuple(parameter.shape)} "
+                    f"is at version {parameter._version}; expected version {version}, "
+                    "as it was in forward. Call backward before the parameters are updated."
                 )
         with torch.no_grad():
             results = barrier([*self._shards, *([] if gradient is None else [gradient])])
             whole = [_gathered(shard, plan) for shard, plan in zip(results, self._plans)]
-        # Values and not tensors: what a tensor holds is a result of the program.
+        # Values instead of tensors: a value that a tensor holds at a cut becomes a result of the
+        # program.
         values = [read(w._handle) for w in whole]
         if in_backward():
-            # Until its end: a later backward gathers anew.
+            # Kept until the end of this backward; a later one gathers again.
             self._values = values
             torch.autograd.Variable._execution_engine.queue_callback(self._forget)
         return values, None if gradient is None else results[-1]
@@ -313,17 +376,28 @@ class _Again:
         self._values = None
 
 
-def _outer_hooks() -> Any:
+def _outer_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """The (pack, unpack) that autograd would call on a saved tensor now, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _same(saved: torch.Tensor) -> torch.Tensor:
+def _unchanged(saved: torch.Tensor) -> torch.Tensor:
     return saved
 
 
-def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> Any:
-    """How a value is made of gathered parameters alone: a number of one, or (operation, recipes of its inputs, numbers). None for other values."""
+# How a value is made of gathered parameters: the number of one of them, or an operation with the
+# recipes of its inputs and its numbers.
+_Recipe: TypeAlias = "int | tuple[Entry, tuple[_Recipe, ...], Sequence[Any]]"
+
+
+def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> "_Recipe | None":
+    """The recipe of a value; None if it is not made of gathered parameters alone.
+
+    Args:
+        value: the value.
+        sources: the gathered parameters, numbered.
+        depth: the largest number of nested operations.
+    """
     if value in sources:
         return sources[value]
     if value.data is not None or depth == 0 or isinstance(value, Part) or not value.inputs:
@@ -337,48 +411,31 @@ def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> Any:
     return value.entry, tuple(inputs), value.numbers
 
 
-def _follow(recipe: Any, values: list[Value]) -> Value:
+def _replay(recipe: _Recipe, values: list[Value]) -> Value:
+    """The value that a recipe makes of the gathered parameters `values`."""
     if isinstance(recipe, int):
         return values[recipe]
     entry, inputs, numbers = recipe
-    return Value(entry, tuple(_follow(x, values) for x in inputs), numbers)
-
-
-class _Instead(torch.autograd.Function):
-    """Another tensor's value in the place of a parameter, which receives the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        return shard.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-def _instead(parameter: torch.Tensor, shard: torch.Tensor, plan: _Plan) -> XLAShardedTensor:
-    source = parameter if shard is parameter else _Instead.apply(parameter, shard)
-    result: XLAShardedTensor = _Gather.apply(source, plan)
-    return result
+    return Value(entry, tuple(_replay(x, values) for x in inputs), numbers)
 
 
 @contextmanager
-def _swapped(pairs: list[tuple[_Slot, torch.Tensor]]) -> Iterator[None]:
-    """Inside, the modules hold the gathered parameters."""
-    flat = {id(slot.parameter): whole for slot, whole in pairs}
-    lists = {
-        id(slot.module): slot.module for slot, _ in pairs if isinstance(slot.module, nn.RNNBase)
+def _swapped(pairs: list[tuple[_ParameterRef, torch.Tensor]]) -> Iterator[None]:
+    """Inside, the modules refer to the gathered parameters."""
+    whole_of = {id(ref.parameter): whole for ref, whole in pairs}
+    recurrent = {
+        id(ref.module): ref.module for ref, _ in pairs if isinstance(ref.module, nn.RNNBase)
     }
     # A recurrent module reads its parameters from a list of its own.
-    before = [(module, module._flat_weights) for module in lists.values()]
+    before = [(module, module._flat_weights) for module in recurrent.values()]
     try:
-        for slot, whole in pairs:
-            slot.module._parameters[slot.name] = whole  # type: ignore[assignment]
+        for ref, whole in pairs:
+            ref.module._parameters[ref.name] = whole  # type: ignore[assignment]
         for module, weights in before:
-            module.__dict__["_flat_weights"] = [flat.get(id(w), w) for w in weights]
+            module.__dict__["_flat_weights"] = [whole_of.get(id(w), w) for w in weights]
         yield
     finally:
-        for slot, _ in pairs:
-            slot.module._parameters[slot.name] = slot.parameter
+        for ref, _ in pairs:
+            ref.module._parameters[ref.name] = ref.parameter
         for module, weights in before:
             module.__dict__["_flat_weights"] = weights

@@ -1,10 +1,11 @@
-"""Fully sharded data parallelism by annotation: parameters live in shards, and each unit of the model gathers its own when it runs.
+"""Fully sharded data parallelism: parameters are sharded, and each unit gathers its own to run.
 
-`fully_shard` works in place, as torch's function of that name; `SpmdFullyShardedDataParallel` wraps a module, and those inside that a policy names.
+`fully_shard` works in place, as torch's function of that name. `SpmdFullyShardedDataParallel` wraps
+a module, and the modules inside that a policy selects.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,15 +14,15 @@ from torch import nn
 from spmd_core.errors import MeshError, WrapError
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.modules.checkpointing import CheckpointedForward
-from spmd_core.modules.fsdp_unit import Layout, Precision, Unit, slots, unit_of
+from spmd_core.modules.fsdp_unit import Layout, Precision, Unit, parameter_refs, unit_of
 from spmd_core.modules.wrap_policies import has_forward, recursive_wrap
 from spmd_core.runtime.devices import require_spmd
-from spmd_core.sharding.mesh import Mesh, get_global_mesh
+from spmd_core.sharding.mesh import Mesh, given_or_global
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 ShardOutput = Callable[[Any, Mesh], Any]
-"""`shard_output(output, mesh)` marks what a module returns, in place; what it returns is not looked at."""
+"""`shard_output(output, mesh)` marks a module's result, in place; its own result is ignored."""
 
 
 def fully_shard(
@@ -34,29 +35,39 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: Any = None,
 ) -> nn.Module:
-    """Shards the parameters of a module over a mesh axis, in place, and makes the module a unit that gathers them when it runs.
+    """Shards a module's parameters over a mesh axis and makes it an FSDP unit, in place.
 
-    A unit has the parameters of its subtree that no unit inside it has: apply this to the blocks first, and to the whole model last. Before a unit's
-    forward its parameters are all-gathered, and after it they are dropped; before its backward they are gathered again, and their gradients come back
-    reduce-scattered, in the layout of the parameters. So beside its shards a device holds the parameters of about one unit. The values are those of
-    the module on one device: batch and loss are global.
+    A unit has the parameters of its subtree that no unit inside it has: apply this to the blocks
+    first, and to the whole model last. Before a unit's forward its parameters are all-gathered, and
+    after it they are dropped. Before its backward they are gathered again, and their gradients are
+    reduce-scattered into the layout of the parameters. So beside its shards a device holds the
+    parameters of about one unit. The values are those of the module on one device: batch and loss
+    are global.
 
-    A parameter that has no sharding yet is split over `axis` along the largest of the dims that the axis divides evenly (the first of equals), or,
-    where it divides none, along its largest dim, padded. A parameter that is marked already keeps its mark; if `axis` is in it, it is gathered over
-    that axis alone. Names, class and `state_dict()` of the module stay as they are.
+    A parameter without a sharding is split over `axis` along the largest of the dims that the axis
+    divides evenly (the first of equals); where it divides none, along its largest dim, padded. A
+    parameter that is marked already keeps its mark; if `axis` is in it, it is gathered over that
+    axis alone. Names, class and `state_dict()` of the module stay as they are.
 
-    The module is moved to device `xla`. What is on the meta device is made there, sharded, by `reset_parameters()` of the module that holds it.
+    The module is moved to device `xla`. Tensors on the meta device are created there, sharded, and
+    initialised by `reset_parameters()` of the module that holds them.
 
     Args:
-        module: the module. Call `checkpoint_module` on it before, where its activations are not to be kept.
+        module: the module. If its activations should not be kept, call `checkpoint_module` on it
+            first.
         mesh: the mesh, by default the global one; it has an axis `axis`.
         axis: the name of the axis that splits parameters. The batch is split over it too.
-        extra_data_axis: the name of another axis that splits the batch, and over which parameters are replicated (hybrid sharding).
-        shard_output: lays the module's result out over the mesh: `shard_output(output, mesh)`. By default a tensor, or the first of a tuple or list,
-            or the `logits` or else the first tensor of a dict or dataclass, is marked on dim 0 with the batch's axes, if it has as many rows.
-        reshard_after_forward: False keeps the gathered parameters from forward to backward: more memory, and one gather less.
-        mp_policy: an object with any of torch's `MixedPrecisionPolicy`'s attributes: `param_dtype` (parameters are gathered and used in it),
-            `reduce_dtype` (gradients are summed over devices in it), `output_dtype`, `cast_forward_inputs`.
+        extra_data_axis: the name of another axis that splits the batch, and over which parameters
+            are replicated (hybrid sharding).
+        shard_output: `shard_output(output, mesh)` marks the module's result. By default dim 0 of
+            one tensor is split over the batch's axes, if it has at least as many rows as there are
+            shards: of the result itself, of the first of a tuple or list, or of the `logits`, else
+            the first tensor, of a dict or dataclass.
+        reshard_after_forward: False keeps the gathered parameters from forward to backward: more
+            memory, and one gather less.
+        mp_policy: an object with any of the attributes of torch's `MixedPrecisionPolicy`:
+            `param_dtype` (parameters are gathered and used in it), `reduce_dtype` (gradients are
+            summed over devices in it), `output_dtype`, `cast_forward_inputs`.
 
     Returns:
         The module.
@@ -65,8 +76,9 @@ def fully_shard(
         NotInSpmdModeError: `use_spmd()` was not called.
         MeshError: there is no mesh, or it has no such axis.
         TypeError: not a module.
-        WrapError: the module is sharded already, or has no forward of its own; or one with tensors on the meta device has no `reset_parameters`.
-            In its forward: what it returns has no tensor where one is looked for.
+        WrapError: the module is sharded already, or has no forward of its own; or a module with
+            tensors on the meta device has no `reset_parameters`. The module's forward raises it if
+            the result has no tensor that the default `shard_output` can mark.
 
     Example:
         >>> mesh = Mesh(range(8), (8,), ("fsdp",))
@@ -80,7 +92,8 @@ def fully_shard(
     mesh = _checked(module, mesh, axis, extra_data_axis)
     if unit_of(module) is not None or isinstance(module, SpmdFullyShardedDataParallel):
         raise WrapError(
-            f"a module is sharded once; got a {type(module).__name__} that is a unit already. Call fully_shard once for each block."
+            f"a module is sharded once; got a {type(module).__name__} that is a unit already. "
+            "Call fully_shard once for each block."
         )
     index = mesh.get_axis_name_idx(axis)
     batch_axes = (
@@ -103,7 +116,7 @@ def fully_shard(
     )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
-        # Inside, so that the second run gathers anew and nothing gathered is kept.
+        # Inside the checkpoint, so that the second run gathers again and no gathered value is kept.
         unit.inner, own.inner, unit.inside_checkpoint = own.inner, unit, True
     else:
         unit.inner = own
@@ -112,23 +125,26 @@ def fully_shard(
 
 
 class SpmdFullyShardedDataParallel(nn.Module):
-    """A module whose parameters are sharded over the mesh axis "fsdp" (see `fully_shard`), and a unit inside it for each module that a policy names.
+    """Wraps a module and shards its parameters over the mesh axis "fsdp" (see `fully_shard`).
 
-    Names in `state_dict()` have a `module.` for each wrapper on the way, as with torch's other wrappers; `fully_shard` adds none. Attributes and
-    indices that the wrapper does not have are the module's.
+    The modules inside that a policy selects are wrapped too. Names in `state_dict()` get a prefix
+    `module.` for each wrapper, as with torch's other wrappers; `fully_shard` adds none. Attributes
+    and indices that the wrapper does not have are the module's.
 
     Args:
         module: the module; it is changed in place.
         mesh: the mesh, by default the global one. It has an axis "fsdp".
-        shard_output: as of `fully_shard`.
-        auto_wrap_policy: which modules inside are units (`wrap_policies`, or torch's policies).
-        auto_wrapper_callable: `auto_wrapper_callable(child, mesh, **kwargs)` makes them, by default this class.
-        extra_data_axis: as of `fully_shard`; the modules inside have it too.
-        reshard_after_forward: as of `fully_shard`.
-        mp_policy: as of `fully_shard`.
+        shard_output: as for `fully_shard`.
+        auto_wrap_policy: selects the modules inside that become units: one of
+            `modules.wrap_policies`, or of torch's policies.
+        auto_wrapper_callable: `auto_wrapper_callable(child, mesh, **kwargs)` makes these units; by
+            default this class.
+        extra_data_axis: as for `fully_shard`, also for the modules inside.
+        reshard_after_forward: as for `fully_shard`.
+        mp_policy: as for `fully_shard`.
 
     Raises:
-        As `fully_shard`; and WrapError where there is a policy and a module inside is wrapped already.
+        As `fully_shard`; and WrapError if there is a policy and a module inside is wrapped already.
 
     Example:
         >>> from functools import partial
@@ -163,7 +179,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
         super().__init__()
         if isinstance(module, SpmdFullyShardedDataParallel):
             raise WrapError(
-                "a module is wrapped once; got a SpmdFullyShardedDataParallel. Wrap the module inside it, or use it as it is."
+                "a module is wrapped once; got a SpmdFullyShardedDataParallel. "
+                "Wrap the module inside it, or use it as it is."
             )
         mesh = _checked(module, mesh, "fsdp", extra_data_axis)
         options: dict[str, Any] = {
@@ -203,30 +220,30 @@ class SpmdFullyShardedDataParallel(nn.Module):
         return len(self.module)  # type: ignore[arg-type]
 
 
-def _checked(module: Any, mesh: Any, axis: str, extra_data_axis: str | None) -> Mesh:
+def _checked(module: object, mesh: Mesh | None, axis: str, extra_data_axis: str | None) -> Mesh:
+    """The mesh, given or global; checks the module and the axes."""
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"what is sharded is a torch.nn.Module; got {type(module).__name__}. Pass the module that computes the result."
+            f"what is sharded is a torch.nn.Module; got {type(module).__name__}. "
+            "Pass the module that computes the result."
         )
     if not has_forward(module):
         raise WrapError(
-            f"a unit gathers its parameters in its forward; got a {type(module).__name__}, which has no forward of its own. "
+            f"a unit gathers its parameters in its forward; got a {type(module).__name__}, "
+            "which has no forward of its own. "
             "Shard the modules in it, or the module that calls them."
         )
-    mesh = get_global_mesh() if mesh is None else mesh
-    if not isinstance(mesh, Mesh):
-        got = "neither a mesh nor a global mesh" if mesh is None else type(mesh).__name__
-        raise MeshError(
-            f"sharding needs a mesh; got {got}. Pass mesh=Mesh(device_ids, shape, names), or call set_global_mesh first."
-        )
+    mesh = given_or_global(mesh, "sharding")
     names = mesh.axis_names or ()
     if axis not in names:
         raise MeshError(
-            f"the mesh needs an axis {axis!r}, which splits the parameters; got {mesh!r}. Name one of its axes {axis!r}."
+            f"the mesh needs an axis {axis!r}, which splits the parameters; got {mesh!r}. "
+            f"Name one of its axes {axis!r}."
         )
     if extra_data_axis is not None and (extra_data_axis not in names or extra_data_axis == axis):
         raise MeshError(
-            f"extra_data_axis is another axis of the mesh, which splits the batch too; got {extra_data_axis!r} for {mesh!r}. "
+            "extra_data_axis is another axis of the mesh, which splits the batch too; "
+            f"got {extra_data_axis!r} for {mesh!r}. "
             f"Give one of {tuple(name for name in names if name != axis)!r}, or leave it out."
         )
     return mesh
@@ -236,7 +253,8 @@ def _refuse_units_inside(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if unit_of(child) is not None or isinstance(child, SpmdFullyShardedDataParallel):
             raise WrapError(
-                f"a wrap policy starts from modules that are not sharded; got {name or 'the module itself'!r}, a {type(child).__name__} that is. "
+                "a wrap policy starts from modules that are not sharded; "
+                f"got {name or 'the module itself'!r}, a {type(child).__name__} that is. "
                 "Leave auto_wrap_policy out, or leave the wrapping to the policy."
             )
 
@@ -247,42 +265,44 @@ def _precision(policy: Any) -> Precision:
     names = [field.name for field in dataclasses.fields(Precision)]
     if not any(hasattr(policy, name) for name in names):
         raise TypeError(
-            f"mp_policy has attributes such as param_dtype; got {type(policy).__name__} without any of {', '.join(names)}. "
+            f"mp_policy has attributes such as param_dtype; got {type(policy).__name__} "
+            f"without any of {', '.join(names)}. "
             "Pass torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
         )
     return Precision(**{name: getattr(policy, name) for name in names if hasattr(policy, name)})
 
 
 def _to_device(module: nn.Module, mesh: Mesh, axis: int) -> None:
-    """Moves the module to the device, its parameters marked before any data goes up."""
-    made = False
+    """Moves the module to the device; its parameters are marked before any data is uploaded."""
+    initialised = False
     for name, owner in module.named_modules():
         if any(
             t.is_meta
             for t in (*owner._parameters.values(), *owner._buffers.values())
             if t is not None
         ):
-            _make(name, owner, mesh, axis)
-            made = True
+            _initialise(name, owner, mesh, axis)
+            initialised = True
     module.to("xla")
-    for slot in slots(module):
-        _mark(slot.parameter, mesh, axis)
-    if made:
-        # So that what one unit's initialisation needs is given back before the next one's.
+    for ref in parameter_refs(module):
+        _mark(ref.parameter, mesh, axis)
+    if initialised:
+        # So that the memory for one unit's initialisation is free before the next one's.
         sync()
 
 
-def _make(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
-    """Gives a module with tensors on the meta device values on the device."""
+def _initialise(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
+    """Creates a module's meta tensors on the device, and initialises the module."""
     reset = getattr(owner, "reset_parameters", None)
     if not callable(reset):
         raise WrapError(
-            f"a module with tensors on the meta device initialises them in reset_parameters(); got {name or 'the module itself'!r}, a "
-            f"{type(owner).__name__} without that method. Define it, or call module.to_empty(device='xla') first and load values afterwards."
+            "a module with tensors on the meta device initialises them in reset_parameters(); "
+            f"got {name or 'the module itself'!r}, a {type(owner).__name__} without that method. "
+            "Define it, or call module.to_empty(device='xla') first and load values afterwards."
         )
     for parameter in owner._parameters.values():
         if parameter is not None and parameter.is_meta:
-            # The parameter stays the same object, so that modules which share it go on sharing it.
+            # The parameter stays the same object, so that modules that share it still do.
             made = torch.empty(parameter.shape, dtype=parameter.dtype, device="xla")
             torch.utils.swap_tensors(parameter, nn.Parameter(made, parameter.requires_grad))
             _mark(parameter, mesh, axis)
@@ -294,6 +314,7 @@ def _make(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
 
 
 def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
+    """Splits an unmarked parameter over the axis, along the dim that `fully_shard` says."""
     if not isinstance(parameter, XLAShardedTensor) or parameter.sharding is not None:
         return
     size, shape = mesh.mesh_shape[axis], parameter.shape
@@ -304,7 +325,7 @@ def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
 
 
 def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Marks the part of a module's result that has the batch in dim 0."""
+    """Marks the tensor of a module's result that has the batch in dim 0."""
     first: Any = output
     if isinstance(output, dict):
         first = (
@@ -319,8 +340,9 @@ def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
         first = output[0]
     if not isinstance(first, torch.Tensor):
         raise WrapError(
-            f"by default a unit returns a tensor, a tuple or list whose first element is one, or a dict or dataclass with one; got "
-            f"{_described(output)}. Pass shard_output, a function of (output, mesh) that marks what should be split."
+            "by default a unit returns a tensor, a tuple or list whose first element is one, "
+            f"or a dict or dataclass with one; got {_described(output)}. "
+            "Pass shard_output, a function of (output, mesh) that marks what should be split."
         )
     if isinstance(first, XLAShardedTensor) and first.dim() > 0:
         num_shards = 1
@@ -330,13 +352,13 @@ def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
             mark_sharding(first, mesh, spec)
 
 
-def _first_tensor(values: Any) -> Any:
-    """The first tensor with dims: a loss has none."""
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor that has dims, which a loss has not; else the first tensor, or None."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return next((t for t in tensors if t.dim() > 0), tensors[0] if tensors else None)
 
 
-def _described(output: Any) -> str:
+def _described(output: object) -> str:
     inside = (
         f" with a {type(output[0]).__name__} first"
         if isinstance(output, (tuple, list)) and output

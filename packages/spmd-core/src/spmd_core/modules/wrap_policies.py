@@ -1,4 +1,4 @@
-"""Which modules become units of their own: policies, as torch and FairScale have them, and the walk that asks them."""
+"""Wrap policies, as in torch and FairScale: which modules inside a model become FSDP units."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -6,17 +6,19 @@ from typing import Any
 from torch import nn
 
 Policy = Callable[..., bool]
-"""`policy(module, recurse, unwrapped_params) -> bool`: with `recurse`, whether to look at the children, else whether to wrap the module.
+"""`policy(module, recurse, unwrapped_params) -> bool`.
 
-`unwrapped_params` counts the elements of the module's parameters that are in no unit yet. torch calls the same argument `nonwrapped_numel`; the
-policies here take either name, and policies are called by position.
+Returns whether to visit the children if `recurse` is true, else whether to wrap the module.
+`unwrapped_params` is the number of elements of the module's parameters that are in no unit yet.
+torch calls the same argument `nonwrapped_numel`; the policies here take either name, and policies
+are called by position.
 """
 
 EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
 """What `size_based_auto_wrap_policy` never wraps: containers, which have no forward."""
 
 FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
-"""What `size_based_auto_wrap_policy` does not look into: its forward reads the parameters of its children itself."""
+"""What `size_based_auto_wrap_policy` does not visit: it reads its children's parameters itself."""
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -67,13 +69,13 @@ def size_based_auto_wrap_policy(
     *,
     nonwrapped_numel: int | None = None,
 ) -> bool:
-    """Wraps a module as soon as `min_num_params` elements of parameters have come together in it.
+    """Wraps a module with at least `min_num_params` elements of parameters that are in no unit yet.
 
     Args:
         module: the module.
-        recurse: whether to look at the children, or to decide on the module.
-        unwrapped_params: elements of the module's parameters that are in no unit yet.
-        min_num_params: how many of them make a unit.
+        recurse: whether to decide on visiting the children or on wrapping the module.
+        unwrapped_params: number of elements of the module's parameters that are in no unit yet.
+        min_num_params: the smallest number of elements that makes a unit.
         force_leaf_modules: classes whose children are never wrapped; None: `FORCE_LEAF_MODULES`.
         exclude_wrap_modules: classes that are never wrapped; None: `EXCLUDE_WRAP_MODULES`.
         nonwrapped_numel: torch's name for `unwrapped_params`.
@@ -95,42 +97,46 @@ def recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Puts `wrapper_cls(child, **kwargs)` in the place of each module that the policy names, children first. A shared module is wrapped once.
+    """Replaces each module that the policy selects by `wrapper_cls(child, **kwargs)`.
 
-    A module without a forward of its own (`nn.ModuleList`) is never wrapped, whatever the policy says.
+    Children come first, and a shared module is wrapped once. A module without a forward of its own
+    (`nn.ModuleList`) is never wrapped, whatever the policy returns.
 
     Args:
         module: the root. It is changed in place.
-        auto_wrap_policy: a `Policy`, one of torch's functions of the same names, or torch's `ModuleWrapPolicy` or `CustomPolicy`; what a
-            `CustomPolicy` returns for a module goes over `kwargs`.
+        auto_wrap_policy: a `Policy`, one of torch's functions of the same names, or torch's
+            `ModuleWrapPolicy` or `CustomPolicy`; what a `CustomPolicy` returns for a module
+            overrides `kwargs`.
         wrapper_cls: makes a unit of a module.
-        ignored_modules: are neither wrapped nor looked into.
+        ignored_modules: are neither wrapped nor visited.
         ignored_params: do not count.
-        only_wrap_children: leave the root itself, as its caller wraps it.
+        only_wrap_children: whether to leave out the root, as its caller wraps it.
         kwargs: for `wrapper_cls`.
 
     Returns:
-        The module, or what stands in its place; and how many elements of parameters are in units.
+        The module or its replacement, and the number of elements of parameters that are in units.
 
     Raises:
-        TypeError: the policy can neither be called nor run.
+        TypeError: the policy is neither a function nor one of torch's policies.
         ValueError: a module inside is a `wrapper_cls` already.
     """
     if not callable(auto_wrap_policy) and not hasattr(auto_wrap_policy, "_run_policy"):
         raise TypeError(
-            f"a wrap policy is a function of (module, recurse, unwrapped_params) or one of torch's policies; got "
-            f"{type(auto_wrap_policy).__name__}. Write for instance partial(transformer_auto_wrap_policy, transformer_layer_cls={{Block}})."
+            "a wrap policy is a function of (module, recurse, unwrapped_params) or one of torch's "
+            f"policies; got {type(auto_wrap_policy).__name__}. Write for instance "
+            "partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})."
         )
     ignored = set(ignored_modules)
     if isinstance(wrapper_cls, type):
         for name, child in module.named_modules():
             if isinstance(child, wrapper_cls) and child not in ignored:
                 raise ValueError(
-                    f"a wrap policy starts from modules that are not wrapped; got {name or 'the root'!r}, which is a {wrapper_cls.__name__} "
-                    "already. Wrap by hand and leave the policy out, or leave the wrapping to the policy."
+                    "a wrap policy starts from modules that are not wrapped; "
+                    f"got {name or 'the root'!r}, which is a {wrapper_cls.__name__} already. "
+                    "Wrap by hand and leave the policy out, or leave the wrapping to the policy."
                 )
     if not callable(auto_wrap_policy):
-        # torch's name for it is private, and the only way to ask a CustomPolicy.
+        # This method of torch is private, and the only way to apply a CustomPolicy.
         targets = auto_wrap_policy._run_policy(module, ignored, kwargs)
         walk = _Walk(
             lambda child, recurse, _: recurse or child in targets,
@@ -146,6 +152,8 @@ def recursive_wrap(
 
 
 class _Walk:
+    """One traversal of a module tree that asks a policy and wraps; it keeps what it has visited."""
+
     def __init__(
         self,
         policy: Policy,
@@ -167,7 +175,7 @@ class _Walk:
         if not self.policy(module, True, num_params):
             return module, 0
         num_wrapped = 0
-        # Not named_children(), which names a child once that stands in two places.
+        # Not named_children(), which yields a child only once if it has two names.
         for name, child in module._modules.items():
             if child is not None and child not in self.ignored:
                 replacement, found = self.visit(child)
@@ -183,5 +191,5 @@ class _Walk:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module's class defines what it computes; containers such as `nn.ModuleList` do not."""
+    """Whether the module defines a forward; containers such as `nn.ModuleList` do not."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__

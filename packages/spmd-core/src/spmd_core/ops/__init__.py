@@ -1,1 +1,1 @@
-"""What each overload computes: its lowering to jax, one file for each family."""
+"""The lowerings of torch's overloads to jax, one file for each family of operations."""

@@ -1,4 +1,4 @@
-"""Activation functions and their backward ones: arrays in, arrays of the same shape out (`glu` halves one dim)."""
+"""Activation functions and their gradients: arrays of one shape in and out (`glu` halves a dim)."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 
 def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    """`function` of the operands in torch's opmath of the result dtype, rounded once to the result dtype."""
+    """`function` of the operands in torch's compute dtype, rounded once to the result dtype."""
     dtype = opmath(ctx.dtype)
     return function(*(as_array(x, dtype) for x in operands)).astype(ctx.dtype)
 
@@ -26,7 +26,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x)) if jnp.iscomplexobj(x) else jax.nn.sigmoid(x)
 
 
-# ---- smooth ----------------------------------------------------------------------------------------------------------
+# ---- smooth --------------------------------------------------------------------------------------
 
 
 @lowering("aten.gelu.default")
@@ -96,7 +96,8 @@ def _sigmoid_backward(ctx: Context, grad: Any, result: Any) -> jax.Array:
 @lowering("aten.log_sigmoid_forward.default")
 def _log_sigmoid_forward(ctx: Context, x: Any) -> tuple[jax.Array, jax.Array]:
     result = _rounded(ctx, lambda x: jnp.minimum(x, 0) - jnp.log1p(jnp.exp(-jnp.abs(x))), x)
-    # The buffer spares torch's CPU kernel an exponential; elsewhere it is empty, and our backward does without it.
+    # torch's CPU backward saves an exponential with the buffer. On other devices it is empty; our
+    # backward does not use it.
     buffer = (
         _rounded(ctx, lambda x: jnp.exp(-jnp.abs(x)), x)
         if ctx.outs[1].shape == tuple(x.shape)
@@ -157,7 +158,7 @@ def _logit_backward(ctx: Context, grad: Any, x: Any, eps: float | None = None) -
     return _rounded(ctx, backward, grad, x)
 
 
-# ---- piecewise linear or exponential ---------------------------------------------------------------------------------
+# ---- piecewise linear or exponential -------------------------------------------------------------
 
 
 @lowering("aten.relu.default")
@@ -304,7 +305,7 @@ def _shrink_backward(ctx: Context, grad: Any, x: Any, lambd: Any) -> jax.Array:
     )
 
 
-# ---- gated: one dim holds values and their gates ---------------------------------------------------------------------
+# ---- gated: one dim holds values and their gates -------------------------------------------------
 
 
 def _halves(x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:

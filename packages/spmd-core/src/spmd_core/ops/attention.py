@@ -1,11 +1,12 @@
-"""Attention kept whole: two functional operations of our own, forward and backward, and which kernel computes them on which platform.
+"""Attention as one operation, forward and backward, by the fastest kernel of the platform.
 
-- cpu: blocks in plain jax (`flash`), a single block where the sequences are short;
-- gpu: cuDNN's flash attention where `_cudnn_takes` says so, else the blocks;
-- tpu: jax's splash attention kernel where the program is on one device and `_splash_takes` says so, else the blocks.
+- cpu: blocks in plain jax (`kernels.flash`), a single block where the sequences are short;
+- gpu: cuDNN's flash attention where `_cudnn_takes` allows, else the blocks;
+- tpu: jax's splash attention kernel on one device where `_splash_takes` allows, else the blocks.
 
-A kernel that XLA cannot look into is split over batch and heads by `_per_shard`. The backward of such a kernel runs its forward again, under
-`jax.vjp`: jax offers no way to hand in what the forward kept.
+XLA cannot partition cuDNN's and jax's kernels; `_per_shard` splits them over batch and heads. Their
+backward computes the forward again under `jax.vjp`, because jax has no function that takes the
+forward's saved results.
 """
 
 import math
@@ -25,25 +26,28 @@ from spmd_core.ops.kernels import flash
 from spmd_core.ops.kernels.precision import is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, lowering
 
-# The seed is a Scalar, so that it is an input of the program; the rest is static.
+# The seed is a Scalar, so that it is an input of the program; the other options are static.
 _OPTIONS = "Scalar? seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa"
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define(
     f"attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> Tensor"
 )
 _library.define(
-    f"attention.lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) -> (Tensor, Tensor)"
+    f"attention.lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, {_OPTIONS}) "
+    "-> (Tensor, Tensor)"
 )
 _library.define(
-    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+    f"Tensor out, Tensor lse, {_OPTIONS}, bool[4] output_mask) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "attention_kept(Tensor query, Tensor key, Scalar seed, float dropout_p, bool is_causal) -> Tensor"
+    "attention_kept(Tensor query, Tensor key, Scalar seed, float dropout_p, bool is_causal) "
+    "-> Tensor"
 )
 
 
-# What torch says of the results: shapes, strides, dtypes, and what it refuses.
+# ---- meta kernels: the checks of the arguments, and the results' shapes, strides and dtypes ------
 
 
 def _check(
@@ -54,44 +58,55 @@ def _check(
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
-    """Raises RuntimeError, as torch does, for what attention refuses; the leading dims are equal already, save for grouped heads."""
+    """Raises RuntimeError for the arguments that torch's attention refuses.
+
+    The leading dims are equal already, except for the heads with `enable_gqa`.
+    """
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
     if not query.dtype == key.dtype == value.dtype:
         raise RuntimeError(
-            f"Expected query, key, and value to have the same dtype, but got {query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to()."
+            "Expected query, key, and value to have the same dtype, but got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to()."
         )
     if not query.dtype.is_floating_point:
         raise RuntimeError(
-            f"expected scalar type Float for attention, but got {query.dtype}. Convert query, key and value with .to()."
+            f"expected scalar type Float for attention, but got {query.dtype}. "
+            "Convert query, key and value with .to()."
         )
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise RuntimeError(
-            f"Expected query, key, and value to all be at least 2 dimensional, but got {shapes}. Add dims with unsqueeze(0)."
+            "Expected query, key, and value to all be at least 2 dimensional, but got "
+            f"{shapes}. Add dims with unsqueeze(0)."
         )
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         raise RuntimeError(
-            f"Expected size of the last dim to agree for query and key, and of the one before for key and value; got {shapes}."
+            "Expected size of the last dim to agree for query and key, and of the one before for "
+            f"key and value; got {shapes}."
         )
     if enable_gqa and (query.dim() < 3 or key.shape[-3] == 0 or query.shape[-3] % key.shape[-3]):
         raise RuntimeError(
-            f"Number of heads in key and value must divide the number of heads in query; got {shapes}. Heads are the third dim from last."
+            "Number of heads in key and value must divide the number of heads in query; got "
+            f"{shapes}. Heads are the third dim from last."
         )
     if mask is None:
         return
     if is_causal:
         raise RuntimeError(
-            "Explicit attn_mask should not be set when is_causal=True. Leave out is_causal and put it into the mask."
+            "Explicit attn_mask should not be set when is_causal=True. Leave out is_causal and put "
+            "it into the mask."
         )
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
-            f"Expected attn_mask dtype to be bool or float or to match query dtype, but got {mask.dtype} and {query.dtype}."
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"{mask.dtype} and {query.dtype}."
         )
     scores = (*query.shape[:-1], key.shape[-2])
     if mask.dim() > len(scores) or any(
         n not in (1, size) for n, size in zip(reversed(mask.shape), reversed(scores))
     ):
         raise RuntimeError(
-            f"The size of attn_mask must match the scores' or be 1 in every dim; got {tuple(mask.shape)} for scores {scores}."
+            "The size of attn_mask must match the scores' or be 1 in every dim; got "
+            f"{tuple(mask.shape)} for scores {scores}."
         )
 
 
@@ -107,7 +122,8 @@ def _meta(
     enable_gqa: bool,
 ) -> torch.Tensor:
     _check(query, key, value, attn_mask, is_causal, enable_gqa)
-    # torch's fused kernel keeps the query's strides; what it does not take is composed, and contiguous.
+    # torch's fused kernel keeps the query's strides; torch composes the other cases, and their
+    # result is contiguous.
     if query.dim() == 4 and dropout_p == 0 and value.shape[-1] == query.shape[-1]:
         return torch.empty_like(query)
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -126,7 +142,7 @@ def _meta_backward(
     attn_mask: torch.Tensor | None,
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    # A mask that is not there has no gradient, and `output_mask` says so.
+    # Without a mask, `output_mask` asks for no gradient of it: any shape will do.
     return tuple(
         torch.empty_like(x) for x in (query, key, value, query if attn_mask is None else attn_mask)
     )
@@ -144,7 +160,7 @@ _library.impl("attention_backward", _meta_backward, "Meta")
 _library.impl("attention_kept", _meta_kept, "Meta")
 
 
-# From torch's arguments to what `flash` and the kernels take.
+# ---- torch's arguments as those of `flash` and the kernels ---------------------------------------
 
 
 def _plan(
@@ -155,7 +171,10 @@ def _plan(
 
 
 def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
-    """(..., heads, rows, dim) as (..., kv heads, group, rows, dim); a tensor without a head dim gets one."""
+    """(..., heads, rows, dim) as (..., kv heads, group, rows, dim).
+
+    A tensor without a head dim gets one.
+    """
     if query.ndim == 2:
         return query[None, None]
     return query.reshape(
@@ -164,35 +183,38 @@ def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
 
 
 def _ungrouped(query: jax.Array, *rest: jax.Array | None) -> Any:
-    """Without the dim for the group where it is 1, as its products would be laid out by it."""
+    """The arrays without the group dim where it is 1: it would decide the products' layout."""
     return [
         x if x is None or query.shape[-3] != 1 else lax.squeeze(x, (x.ndim - 3,))
         for x in (query, *rest)
     ]
 
 
-def _headed(key: jax.Array) -> jax.Array:
+def _with_head_dim(key: jax.Array) -> jax.Array:
     return key[None] if key.ndim == 2 else key
 
 
 def _grouped_mask(mask: jax.Array, num_heads: int, ndim: int) -> jax.Array:
-    """The mask with all dims of the grouped scores, of which there are `ndim`."""
+    """The mask with all `ndim` dims of the grouped scores."""
     mask = mask.reshape((1,) * (ndim - 1 - mask.ndim) + mask.shape)
     heads = (1, 1) if mask.shape[-3] == 1 else (num_heads, mask.shape[-3] // num_heads)
     return mask.reshape(*mask.shape[:-3], *heads, *mask.shape[-2:])
 
 
-def _operands(ctx: Context, *arrays: jax.Array) -> Any:
-    """What the blocks multiply: 16-bit operands stay so where matrix units take them, and probabilities are then rounded as every flash kernel rounds
-    them. A CPU multiplies float32 in any case, so that there nothing is rounded on the way."""
+def _cast_operands(ctx: Context, *arrays: jax.Array) -> Any:
+    """The operands in the dtype in which the blocks multiply them.
+
+    16-bit operands stay so where matrix units take them; the probabilities are then rounded, as
+    every flash kernel rounds them. A CPU multiplies in float32 anyway, so nothing is rounded there.
+    """
     return [x.astype(opmath(x.dtype)) for x in arrays] if ctx.platform == "cpu" else arrays
 
 
-def _key_of(seed: Number | None) -> jax.Array | None:
+def _random_key(seed: Number | None) -> jax.Array | None:
     return None if seed is None else jax.random.key(seed.value, impl="threefry2x32")
 
 
-# (query, key, value, whether it is to be differentiated) -> (out, lse)
+# (query, key, value, whether the result is to be differentiated) -> (out, lse)
 Kernel = Callable[..., tuple[jax.Array, jax.Array | None]]
 
 
@@ -205,13 +227,15 @@ def _kernel(
     mask: Any,
     seed: Any,
 ) -> Kernel | None:
-    """The platform's own kernel where it takes these; query is grouped. None where the blocks compute."""
+    """The platform's own kernel, or None where the blocks compute; `query` is grouped."""
     if mask is not None or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
-        # A mask is left to the blocks as the kernels give a row without any key something other than torch's zeros; cuDNN's seed is static.
+        # A mask: for a row that attends to no key, the kernels do not return torch's zeros.
+        # A seed: cuDNN's is static.
         return None
     if ctx.platform == "gpu" and _cudnn_takes(plan, query, value, _cuda_capability()):
         return lambda query, key, value, differentiable: _cudnn(plan, query, key, value)
-    # libtpu compiles no call that a partitioner in Python must split ("Custom emitter for CustomSPMDPartitioning not found").
+    # On one device only: libtpu compiles no call that a partitioner in Python must split ("Custom
+    # emitter for CustomSPMDPartitioning not found"). This condition ends when libtpu does.
     if ctx.platform == "tpu" and ctx.num_devices == 1 and _splash_takes(plan, query, value):
         return lambda query, key, value, differentiable: _splash(
             plan, query, key, value, differentiable=differentiable
@@ -230,12 +254,12 @@ def _forward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The attended values and the log of the sum of exponents, shaped as torch wants them."""
+    """The attended values and the log of the sum of the scores' exponentials, in torch's shapes."""
     shape, wide = ctx.shape, opmath(query.dtype)
     plan = _plan(query, key, dropout_p, is_causal, scale)
     if math.prod(shape[:-1]) * key.shape[-2] == 0:  # no scores at all
         return jnp.zeros(shape, ctx.dtype), jnp.full(shape[:-1], -np.inf, wide)
-    key, value = _headed(key), _headed(value)
+    key, value = _with_head_dim(key), _with_head_dim(value)
     heads = key.shape[-3]
     query = _grouped(query, heads)
     mask = None if mask is None else _grouped_mask(mask, heads, query.ndim)
@@ -244,8 +268,8 @@ def _forward(
         out, lse = _per_shard(lambda *args: kernel(*args, False), query, key, value)
     else:
         query, mask = _ungrouped(query, mask)
-        query, key, value = _operands(ctx, query, key, value)
-        out, lse = flash.forward(plan, query, key, value, mask, _key_of(seed))
+        query, key, value = _cast_operands(ctx, query, key, value)
+        out, lse = flash.forward(plan, query, key, value, mask, _random_key(seed))
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
@@ -303,7 +327,7 @@ def _attention_backward(
     if grad.size * key.shape[-2] == 0:
         return [jnp.zeros(x.shape, x.dtype) for x, yes in zip(given, output_mask) if yes]
     plan = _plan(query, key, dropout_p, is_causal, scale)
-    key, value = _headed(key), _headed(value)
+    key, value = _with_head_dim(key), _with_head_dim(value)
     heads = key.shape[-3]
     query, grad, out, lse = (_grouped(x, heads) for x in (query, grad, out, lse[..., None]))
     mask = None if attn_mask is None else _grouped_mask(attn_mask, heads, query.ndim)
@@ -311,18 +335,18 @@ def _attention_backward(
     grads: Sequence[jax.Array | None]
     if kernel is not None:
 
-        def of_shard(
+        def shard_gradients(
             query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array
         ) -> tuple[jax.Array, ...]:
             _, vjp = jax.vjp(lambda *args: kernel(*args, True)[0], query, key, value)
             return vjp(grad)
 
-        grads = _per_shard(of_shard, query, key, value, grad)
+        grads = _per_shard(shard_gradients, query, key, value, grad)
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
-        grad, query, key, value = _operands(ctx, grad, query, key, value)
+        grad, query, key, value = _cast_operands(ctx, grad, query, key, value)
         grads = flash.backward(
-            plan, grad, query, key, value, mask, out, lse[..., 0], _key_of(seed), wanted
+            plan, grad, query, key, value, mask, out, lse[..., 0], _random_key(seed), wanted
         )
     return [
         g.reshape(x.shape).astype(x.dtype)
@@ -335,32 +359,33 @@ def _attention_backward(
 def _attention_kept(
     ctx: Context, query: Any, key: Any, seed: Number, dropout_p: float, is_causal: bool
 ) -> jax.Array:
-    heads = _headed(key).shape[-3]
+    heads = _with_head_dim(key).shape[-3]
     shape = _grouped(query, heads).shape[:-1]
-    made = _key_of(seed)
-    assert made is not None
-    return flash.kept(
-        _plan(query, key, dropout_p, is_causal, 1.0), made, (*shape, key.shape[-2])
+    random_key = _random_key(seed)
+    assert random_key is not None
+    return flash.dropout_mask(
+        _plan(query, key, dropout_p, is_causal, 1.0), random_key, (*shape, key.shape[-2])
     ).reshape(ctx.shape)
 
 
-# Kernels that XLA cannot look into.
+# ---- kernels that XLA cannot partition -----------------------------------------------------------
 
 
 def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
-    """`kernel(*args)` over batch and kv heads (the first two dims of every argument and result), each device for those that it holds.
+    """`kernel(*args)`, on each device for the batch elements and kv heads that the device holds.
 
-    Without this the partitioner would gather the arguments on every device. The other dims are gathered.
+    Batch and kv heads are the first two dims of every argument and result; the other dims are
+    gathered. Without this function the partitioner would gather all dims of the arguments.
     """
 
     def call(*given: jax.Array) -> Any:
-        with jax.enable_x64(
-            False
-        ):  # the index arithmetic of jax's kernels takes Python's numbers for 32 bits
+        # The index arithmetic of jax's kernels expects Python numbers to have 32 bits.
+        with jax.enable_x64(False):
             return kernel(*given)
 
-    # What is partitioned may hold no constants, such as a kernel's table of blocks: the whole program's come as replicated arguments. Each shard's
-    # own, for its number of heads, are made when it is known.
+    # A partitioned function may hold no constants, such as a kernel's table of blocks: those of the
+    # whole call are replicated arguments instead. `on_shard` makes each shard's own constants, for
+    # its number of heads.
     whole = jax.make_jaxpr(call)(*args)
     tree = jax.tree.structure(jax.eval_shape(call, *args))
     num_constants = len(whole.consts)
@@ -398,7 +423,8 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
         split = [
             dims(f"a{i}d", len(x.shape), "b", "h") for i, x in enumerate(given[num_constants:])
         ]
-        return f"{', '.join([*constants, *split])} -> {', '.join(dims(f'r{i}d', len(x.shape), 'b', 'h') for i, x in enumerate(results))}"
+        produced = [dims(f"r{i}d", len(x.shape), "b", "h") for i, x in enumerate(results)]
+        return f"{', '.join([*constants, *split])} -> {', '.join(produced)}"
 
     wrapped = custom_partitioning(body)
     wrapped.def_partition(
@@ -408,7 +434,7 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
 
 
 def _cuda_capability() -> float | None:
-    """The first GPU's compute capability, or None where it is not one of Nvidia's."""
+    """The first GPU's compute capability, or None where it is not an Nvidia GPU."""
     capability = getattr(jax.devices()[0], "compute_capability", None)
     try:
         return float(capability) if capability is not None else None
@@ -419,8 +445,13 @@ def _cuda_capability() -> float | None:
 def _cudnn_takes(
     plan: flash.Plan, query: jax.Array, value: jax.Array, capability: float | None
 ) -> bool:
-    """cuDNN's flash attention: 16 bits, Ampere or later, a head dim that is a multiple of 8 up to 128 (256 from Hopper on), the values' too (jax's
-    checks: `dot_product_attention`, `check_is_flash_attention`). A causal mask over two different lengths is aligned in other ways elsewhere."""
+    """Whether cuDNN's flash attention computes this.
+
+    It needs 16-bit floats, Ampere or later, and a head dim, equal for queries and values, that is
+    a multiple of 8 up to 128 (256 from Hopper on). These are jax's checks: `dot_product_attention`
+    and `check_is_flash_attention`. With a causal mask the lengths must be equal too, because
+    libraries align the mask of different lengths differently.
+    """
     if capability is None or capability < 8 or not is_sixteen_bit(query.dtype):
         return False
     dim, largest = query.shape[-1], 256 if capability >= 9 else 128
@@ -435,7 +466,7 @@ def _cudnn_takes(
 def _cudnn(
     plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cuDNN takes (batch, rows, heads, dim), and its query heads stand in the order of their kv heads."""
+    """cuDNN's kernel, over (batch, rows, heads, dim) with query heads in the order of kv heads."""
     batch, heads, group, rows, dim = query.shape
     rows_first = query.reshape(batch, heads * group, rows, dim).swapaxes(1, 2)
     out, lse = jax.nn.dot_product_attention(
@@ -451,7 +482,10 @@ def _cudnn(
 
 
 def _splash_takes(plan: flash.Plan, query: jax.Array, value: jax.Array) -> bool:
-    """Splash attention: whole blocks of 128 rows and keys, and bfloat16, as the kernel's products of float32 are shorter than torch's."""
+    """Whether splash attention computes this: whole blocks of 128 rows and keys, and bfloat16.
+
+    For float32 the kernel's products have less precision than torch's.
+    """
     return (
         query.dtype == jnp.bfloat16
         and plan.num_queries % 128 == 0
@@ -470,8 +504,12 @@ def _splash(
     differentiable: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """jax's TPU kernel, one batch element at a time. It has no scale. The log of the sum comes only where it is not to be differentiated."""
-    # Here and not at the top: the module is experimental, and only programs for TPUs should depend on it.
+    """jax's TPU kernel, mapped over the batch.
+
+    The kernel has no scale, so the queries are scaled first. The log of the sum of exponentials is
+    None where the result is to be differentiated.
+    """
+    # Not at the top: the module is experimental, and only programs for TPUs should depend on it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
         splash_attention_kernel as splash_kernel,
     )
@@ -493,7 +531,7 @@ def _splash(
         block_q_dq=block_q,
         block_kv_dq=block_k,
     )
-    # Its tables of blocks must be values, not part of the trace.
+    # The kernel's tables of blocks must be values, not tracers.
     with jax.ensure_compile_time_eval():
         masks = splash_mask.MultiHeadMask([mask] * (heads * group))
         kernel = splash_kernel.make_splash_mha(

@@ -1,4 +1,4 @@
-"""The optimization barrier: the same arrays out as in, as one operation, which XLA neither moves nor fuses across."""
+"""The optimization barrier: an identity of several arrays that XLA does not move or fuse across."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bessel functions of the orders 0 and 1 and the Airy function Ai: arrays in, arrays of the same shape out, by Cephes' approximations."""
+"""Bessel functions of the orders 0 and 1 and the Airy function Ai, by Cephes' approximations."""
 
 import math
 from collections.abc import Callable
@@ -27,18 +27,21 @@ def _ratio(x: jax.Array, above: _Table, below: _Table) -> jax.Array:
 
 
 def _chebyshev(x: jax.Array, coefficients: _Table) -> jax.Array:
-    """Clenshaw's sum of c[n] T_n(x / 2), with half of the constant term, the highest order first."""
+    """The sum of c[n] T_n(x / 2) with half of the constant term, by Clenshaw's recurrence.
+
+    The coefficients start with the highest order.
+    """
     before, last, now = jnp.zeros_like(x), jnp.zeros_like(x), jnp.full_like(x, coefficients[0])
     for c in coefficients[1:]:
         before, last, now = last, now, x * now - last + c
     return (now - before) / 2
 
 
-# ---- first and second kind ---------------------------------------------------------------------------------------------
+# ---- first and second kind -----------------------------------------------------------------------
 
 
-def _wave(x: jax.Array, order: int) -> tuple[jax.Array, jax.Array]:
-    """J and Y for x > 5, from amplitude and phase (Abramowitz & Stegun 9.2.5 and 9.2.6)."""
+def _asymptotic(x: jax.Array, order: int) -> tuple[jax.Array, jax.Array]:
+    """J and Y for x > 5 by their asymptotic form (Abramowitz & Stegun 9.2.5 and 9.2.6)."""
     pp, pq, qp, qq = (getattr(cephes, f"ORDER_{order}_{name}") for name in ("PP", "PQ", "QP", "QQ"))
     inverse = 25 / (x * x)
     even, odd = _ratio(inverse, pp, pq), 5 / x * _ratio(inverse, qp, qq)
@@ -57,7 +60,7 @@ def _j0(x: jax.Array) -> jax.Array:
         * _ratio(y, cephes.J0_RP, cephes.J0_RQ)
     )
     near = jnp.where(x < 1e-5, 1 - y / 4, near)
-    return jnp.where(x <= 5, near, _wave(x, 0)[0])
+    return jnp.where(x <= 5, near, _asymptotic(x, 0)[0])
 
 
 def _j1(x: jax.Array) -> jax.Array:
@@ -69,11 +72,11 @@ def _j1(x: jax.Array) -> jax.Array:
         * (y - 49.2184563216946036703)
         * _ratio(y, cephes.J1_RP, cephes.J1_RQ)
     )
-    return jnp.where(size <= 5, near, jnp.sign(x) * _wave(size, 1)[0])
+    return jnp.where(size <= 5, near, jnp.sign(x) * _asymptotic(size, 1)[0])
 
 
 def _second_kind(x: jax.Array, near: jax.Array, order: int) -> jax.Array:
-    value = jnp.where(x <= 5, near, _wave(x, order)[1])
+    value = jnp.where(x <= 5, near, _asymptotic(x, order)[1])
     return jnp.where(x == 0, -jnp.inf, jnp.where(x < 0, jnp.nan, value))
 
 
@@ -99,7 +102,7 @@ def _spherical_j0(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), 0, jnp.where(jnp.abs(x) < 0.5, series, jnp.sin(x) / x))
 
 
-# ---- modified ----------------------------------------------------------------------------------------------------------
+# ---- modified ------------------------------------------------------------------------------------
 
 
 def _i0(x: jax.Array) -> jax.Array:
@@ -111,7 +114,10 @@ def _i1(x: jax.Array) -> jax.Array:
 
 
 def _modified_second_kind(x: jax.Array, order: int, *, scaled: bool) -> jax.Array:
-    """K, times exp(x) where scaled: to 2 by its logarithmic series (Abramowitz & Stegun 9.6.13), beyond by its asymptotic form."""
+    """K, times exp(x) if `scaled`.
+
+    Up to 2 by the logarithmic series (Abramowitz & Stegun 9.6.13), above by the asymptotic form.
+    """
     y = x * x - 2
     log = jnp.log(x / 2)
     if order == 0:
@@ -127,17 +133,19 @@ def _modified_second_kind(x: jax.Array, order: int, *, scaled: bool) -> jax.Arra
     return jnp.where(x == 0, jnp.inf, jnp.where(x < 0, jnp.nan, value))
 
 
-# ---- Airy --------------------------------------------------------------------------------------------------------------
+# ---- Airy ----------------------------------------------------------------------------------------
 
-_NUM_TERMS = 14  # of the series up to |x| = 2.09: the next is below the last bit of a float64
-_AI_0, _AI_1 = (
-    0.355028053887817239260,
-    0.258819403792806798405,
-)  # Ai(0) and -Ai'(0): DLMF 9.2.3, 9.2.4
+# The number of terms of the series, for |x| up to 2.09: the next is below a float64's last bit.
+_NUM_TERMS = 14
+# Ai(0) and -Ai'(0): DLMF 9.2.3 and 9.2.4.
+_AI_0, _AI_1 = 0.355028053887817239260, 0.258819403792806798405
 
 
 def _maclaurin(first: int) -> _Table:
-    """The coefficients in x^3 of the two series of DLMF 9.4.1: each is the one before over (3n + first - 1)(3n + first)."""
+    """The coefficients in x^3 of one of the two series of DLMF 9.4.1, the highest order first.
+
+    Each is the previous one over (3n + first - 1)(3n + first).
+    """
     terms = [1.0]
     for n in range(1, _NUM_TERMS):
         terms.append(terms[-1] / ((3 * n + first - 1) * (3 * n + first)))

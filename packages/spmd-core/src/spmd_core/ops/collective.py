@@ -1,7 +1,8 @@
-"""Collectives of a manual region: each device's own block in, combined over axes of the mesh, each device's own result out.
+"""Collectives of a manual region: they combine the devices' blocks over axes of the mesh.
 
-They are operations of our own, as torch's name a process group and ours the axes of a mesh. A kernel runs inside `jax.shard_map`, where the axes are
-bound; outside of a manual region there is nothing to combine, and jax's error says that the axis is unbound.
+They are operations of the `spmd` library, because torch's collectives name a process group and
+these name the axes of a mesh. They run inside `jax.shard_map`, which binds the axes. Outside of a
+manual region there is nothing to combine, and jax's error says that the axis is unbound.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from jax import lax
 
 from spmd_core.ops.registry import Context, lowering
 
-# The size is that of the axes together: shapes follow from it before any mesh is bound.
+# `size` is the number of devices along the axes: the meta kernels have no mesh to take it from.
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define("all_reduce(Tensor x, str[] axes, str op) -> Tensor")
 _library.define("all_gather(Tensor x, str[] axes, int size, int dim) -> Tensor")
@@ -26,7 +27,7 @@ _library.define("collective_permute(Tensor x, str axis, int[] sources, int[] tar
 
 
 def _resized(x: torch.Tensor, changes: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-    """A meta tensor with (dim, times, divided by) changed."""
+    """A meta tensor with changed sizes; a change is (dim, multiply by, then divide by)."""
     shape = list(x.shape)
     for dim, times, parts in changes:
         shape[dim] = shape[dim] * times // parts
@@ -46,25 +47,30 @@ _library.impl("collective_permute", lambda x, axis, sources, targets: x.new_empt
 _REDUCTIONS = {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}
 
 
-def _alone(axes: Sequence[str]) -> bool:
-    """Whether there is one device along the axes: then nothing is sent, and XLA's partitioner refuses a collective beside other axes."""
+def _is_single_device(axes: Sequence[str]) -> bool:
+    """Whether there is only one device along the axes, so that nothing has to be sent.
+
+    XLA's partitioner refuses a collective over such axes where the mesh has other axes too.
+    """
     return lax.axis_size(tuple(axes)) == 1
 
 
 @lowering("spmd.all_reduce.default")
 def _all_reduce(ctx: Context, x: Any, axes: Sequence[str], op: str) -> jax.Array:
-    return x if _alone(axes) else _REDUCTIONS[op](x, tuple(axes)).astype(ctx.dtype)
+    return x if _is_single_device(axes) else _REDUCTIONS[op](x, tuple(axes)).astype(ctx.dtype)
 
 
 @lowering("spmd.all_gather.default")
 def _all_gather(ctx: Context, x: Any, axes: Sequence[str], size: int, dim: int) -> jax.Array:
-    return x if _alone(axes) else lax.all_gather(x, tuple(axes), axis=dim, tiled=True)
+    return x if _is_single_device(axes) else lax.all_gather(x, tuple(axes), axis=dim, tiled=True)
 
 
 @lowering("spmd.reduce_scatter.default")
 def _reduce_scatter(ctx: Context, x: Any, axes: Sequence[str], size: int, dim: int) -> jax.Array:
     return (
-        x if _alone(axes) else lax.psum_scatter(x, tuple(axes), scatter_dimension=dim, tiled=True)
+        x
+        if _is_single_device(axes)
+        else lax.psum_scatter(x, tuple(axes), scatter_dimension=dim, tiled=True)
     )
 
 
@@ -74,7 +80,7 @@ def _all_to_all(
 ) -> jax.Array:
     return (
         x
-        if _alone(axes)
+        if _is_single_device(axes)
         else lax.all_to_all(
             x, tuple(axes), split_axis=split_dim, concat_axis=concat_dim, tiled=True
         )
@@ -85,6 +91,6 @@ def _all_to_all(
 def _collective_permute(
     ctx: Context, x: Any, axis: str, sources: Sequence[int], targets: Sequence[int]
 ) -> jax.Array:
-    if _alone([axis]):
+    if _is_single_device([axis]):
         return x if sources else jnp.zeros_like(x)
     return lax.ppermute(x, axis, list(zip(sources, targets)))

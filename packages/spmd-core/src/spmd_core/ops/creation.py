@@ -1,4 +1,7 @@
-"""New tensors from sizes and numbers: constants, ranges, the identity, triangle indices. Shape and dtype always come from `ctx`."""
+"""New tensors from sizes and numbers: constants, ranges, identity matrices, triangle indices.
+
+Shape and dtype always come from `ctx`.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ from spmd_core.ops.registry import Context, as_array, lowering
         "aten.new_zeros.default",
         "aten._efficientzerotensor.default",
     ),
-    # Memory that torch leaves uninitialised: any value is right, and zeros are the same on every run.
+    # torch leaves this memory uninitialized: any value is right, and zeros are the same each run.
     *(
         "aten.empty.memory_format",
         "aten.empty_like.default",
@@ -49,7 +52,7 @@ def _scalar_tensor(ctx: Context, s: Any, **_: Any) -> jax.Array:
     return as_array(s, ctx.dtype)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
+def _range_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which torch's CPU kernels compute a range."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return np.dtype(np.complex128)
@@ -72,9 +75,10 @@ def _arange_start_step(ctx: Context, start: Any, end: Any, step: Any = 1, **_: A
 
 
 def _range_from(ctx: Context, start: Any, step: Any) -> jax.Array:
-    # The length is torch's (rounding decides whether `end` itself is hit), so it is taken from the shape and not computed again.
+    # The length comes from torch's shape and is not computed again: rounding decides whether `end`
+    # is reached.
     if jnp.issubdtype(ctx.dtype, jnp.integer):
-        # torch casts start and step before it multiplies: arange(0.5, 3, 1.5, dtype=int64) steps by 1.
+        # torch casts start and step first: arange(0.5, 3, 1.5, dtype=int64) steps by 1.
         start, step = int(start), int(step)
         index = jnp.arange(ctx.shape[0], dtype=np.int64)
     else:
@@ -83,7 +87,10 @@ def _range_from(ctx: Context, start: Any, step: Any) -> jax.Array:
 
 
 def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> jax.Array:
-    """`steps` numbers from start to end, each half counted from its own end so that the last is exactly `end`."""
+    """`steps` evenly spaced numbers from `start` to `end`.
+
+    The second half is counted back from `end`, so that the last number is exactly `end`.
+    """
     # torch rounds both ends to the result's dtype first.
     first, last = as_array(start, ctx.dtype).astype(wide), as_array(end, ctx.dtype).astype(wide)
     if steps == 1:
@@ -96,7 +103,10 @@ def _spaced(ctx: Context, start: Any, end: Any, steps: int, wide: np.dtype) -> j
 
 
 def _is_integer(args: Any, kwargs: Any, platform: str) -> bool:
-    """The result depends on the last bit before truncation, in which torch's own kernels differ."""
+    """Whether the result is an integer, which the last bit before truncation may change by 1.
+
+    torch's own kernels differ in that bit.
+    """
     dtype = kwargs.get("dtype")
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
 
@@ -109,7 +119,7 @@ def _is_integer(args: Any, kwargs: Any, platform: str) -> bool:
     host_when=_is_integer,
 )
 def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.Array:
-    return _spaced(ctx, start, end, steps, _wide(ctx.dtype)).astype(ctx.dtype)
+    return _spaced(ctx, start, end, steps, _range_dtype(ctx.dtype)).astype(ctx.dtype)
 
 
 @lowering(
@@ -122,7 +132,7 @@ def _linspace(ctx: Context, start: Any, end: Any, steps: int, **_: Any) -> jax.A
 def _logspace(
     ctx: Context, start: Any, end: Any, steps: int, base: float = 10.0, **_: Any
 ) -> jax.Array:
-    wide = _wide(ctx.dtype)
+    wide = _range_dtype(ctx.dtype)
     return jnp.power(jnp.asarray(base, wide), _spaced(ctx, start, end, steps, wide)).astype(
         ctx.dtype
     )
@@ -135,8 +145,9 @@ def _eye(ctx: Context, *_: Any, **__: Any) -> jax.Array:
 
 
 def _triangle(ctx: Context, first_column: np.ndarray, counts: np.ndarray) -> jax.Array:
-    """The (row, column) pairs of a matrix whose row r shows counts[r] columns from first_column[r] on."""
-    # Only one number per row is a constant of the program; a table of all the pairs could be larger than the model.
+    """The (row, column) pairs of counts[r] columns from first_column[r] on, for each row r."""
+    # The program's constants are one number per row: a table of all pairs could be larger than the
+    # model.
     total = ctx.shape[1]
     row = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=total)
     column = (

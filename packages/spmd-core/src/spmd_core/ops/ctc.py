@@ -1,8 +1,10 @@
-"""Connectionist temporal classification: log-probabilities of (time, batch, class) and a target sequence each in, a loss each out; and the gradient.
+"""Connectionist temporal classification: the loss of log-probabilities and targets; its gradient.
 
-Graves et al., 2006, "Connectionist Temporal Classification", section 4. The target is extended by a blank before, between and after its labels;
-alpha(t, s) is the log-probability of all paths that emit the first t frames and end at the extended label s, beta that of the rest. Both are scans
-over time.
+Graves et al., 2006, "Connectionist Temporal Classification", section 4. The log-probabilities are
+(time, batch, class), the losses (batch,). The target is extended by a blank before, between and
+after its labels, which gives the states s. alpha(t, s) is the log-probability of all paths that
+emit the first t frames and end in state s; beta(t, s) is that of the remaining frames. Both are
+scans over time.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +22,10 @@ _INT64 = np.dtype(np.int64)
 
 
 def _width(log_probs: torch.Tensor, targets: torch.Tensor) -> int:
-    """A bound of the target lengths that no data decides; a target with more labels than there are frames has no path in any case."""
+    """An upper bound of the target lengths that depends on shapes only.
+
+    A target with more labels than there are frames has no path anyway.
+    """
     return min(targets.shape[-1], log_probs.shape[0])
 
 
@@ -39,7 +44,8 @@ def _meta(
     ]
     if counts != [batch, batch]:
         raise RuntimeError(
-            f"ctc_loss takes one input length and one target length for each of the batch's sequences; got {counts[0]} and {counts[1]} for {batch}. "
+            "ctc_loss takes one input length and one target length for each of the batch's "
+            f"sequences; got {counts[0]} and {counts[1]} for {batch}. "
             "Give lists or tensors with one length a sequence."
         )
     return log_probs.new_empty(batch), log_probs.new_empty(
@@ -80,7 +86,7 @@ def _problem(
 
 
 def _shifted(x: jax.Array, by: int) -> jax.Array:
-    """States moved up (or down, for a negative number), with impossible ones in their place."""
+    """The states moved up by `by` (down if negative); log-probability -inf fills the gaps."""
     fill = jnp.full((x.shape[0], abs(by)), -jnp.inf, x.dtype)
     both = jnp.concatenate([fill, x] if by > 0 else [x, fill], axis=1)
     return both[:, : x.shape[1]] if by > 0 else both[:, abs(by) :]
@@ -119,7 +125,7 @@ def _alphas(p: _Problem) -> jax.Array:
 
 
 def _betas(p: _Problem) -> jax.Array:
-    """(time, batch, states); a sequence begins, from behind, at its own last frame."""
+    """(time, batch, states); the scan runs backward, and each sequence starts at its last frame."""
     impossible = jnp.full(p.labels.shape, -jnp.inf, p.emitted.dtype)
     last_states = jnp.arange(p.labels.shape[1]) - 2 * p.target_lengths[:, None]
     may_end = (last_states == 0) | (last_states == -1)
@@ -143,7 +149,10 @@ def _betas(p: _Problem) -> jax.Array:
 
 
 def _losses(p: _Problem, alphas: jax.Array) -> jax.Array:
-    """Minus the log-probability of the two states in which a path may end, at each sequence's last frame."""
+    """Minus the log-probability of each sequence's paths.
+
+    It is read at the sequence's last frame, from the two states in which a path may end.
+    """
     last_frame = jnp.clip(p.input_lengths - 1, 0)
     final = jnp.take_along_axis(alphas, last_frame[None, :, None], axis=0, mode="clip")[0]
 
@@ -184,10 +193,21 @@ def _backward_meta(
 
 @lowering("aten._ctc_loss_backward.default", "aten._ctc_loss_backward.Tensor", meta=_backward_meta)
 def _ctc_loss_backward(
-    ctx: Context, grad: Any, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, losses: Any, log_alpha: Any, blank: int,
+    ctx: Context,
+    grad: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    losses: Any,
+    log_alpha: Any,
+    blank: int,
     zero_infinity: bool = False,
-) -> jax.Array:  # fmt: skip
-    """Graves's equation 15: what the model expects of a class less what the paths through it have. Like torch's, it counts on a log_softmax."""
+) -> jax.Array:
+    """Graves's equation 15: a class's probability less the share of the paths through it.
+
+    Like torch's gradient, it is only right for log-probabilities from a log_softmax.
+    """
     wide = opmath(log_probs.dtype)
     log_probs, losses = log_probs.astype(wide), losses.astype(wide)
     p = _problem(log_probs, targets, input_lengths, target_lengths, blank)
@@ -201,7 +221,8 @@ def _ctc_loss_backward(
     def by_class(labels: jax.Array, values: jax.Array) -> jax.Array:
         return jnp.zeros((log_probs.shape[2], values.shape[0]), wide).at[labels].add(values.T).T
 
-    # A loss of infinity has no paths; torch's difference of infinities makes its gradient nan.
+    # A sequence with an infinite loss has no path; in torch the gradient is a difference of
+    # infinities, and so NaN.
     shares = (
         jax.vmap(by_class, in_axes=(0, 1), out_axes=1)(p.labels, occupied)
         + jnp.where(jnp.isinf(losses), jnp.nan, 0)[None, :, None]

@@ -1,4 +1,4 @@
-"""Distances between all pairs of points: (..., P, width) and (..., R, width) in, (..., P, R) out; and the gradients."""
+"""Distances between all pairs of points, (..., P, width) and (..., R, width) to (..., P, R)."""
 
 import math
 from typing import Any
@@ -10,7 +10,8 @@ import numpy as np
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
-# Torch's numbers for `compute_mode`, and the number of points above which it lets a matrix product compute the distances.
+# torch's numbers for `compute_mode`, and the number of points above which torch computes the
+# distances by a matrix product.
 _ALWAYS_PRODUCT, _NEVER_PRODUCT = 1, 2
 _MANY_POINTS = 25
 
@@ -29,7 +30,10 @@ def _norm(difference: jax.Array, p: float) -> jax.Array:
 
 
 def _by_product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """|a|^2 + |b|^2 - 2 ab: one matrix product, where the differences would take (..., P, R, width) values."""
+    """The root of |a|^2 + |b|^2 - 2 ab: one matrix product.
+
+    The differences would be an array of shape (..., P, R, width).
+    """
     products = jnp.matmul(a, jnp.swapaxes(b, -1, -2), precision=matmul_precision(a.dtype))
     squares = (
         jnp.sum(a * a, axis=-1)[..., :, None] + jnp.sum(b * b, axis=-1)[..., None, :] - 2 * products
@@ -38,7 +42,7 @@ def _by_product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _slope(difference: jax.Array, distance: jax.Array, p: float) -> jax.Array:
-    """The derivative of the distance by each difference; 0 where the points are equal."""
+    """The derivative of the distance by each difference, 0 where the points are equal."""
     distance = distance[..., None]
     if p == 0:
         return jnp.zeros_like(difference)
@@ -89,5 +93,14 @@ def _pdist_backward(ctx: Context, grad: Any, x: Any, p: float, distances: Any) -
     wide = opmath(ctx.dtype)
     first, second = np.triu_indices(x.shape[0], 1)
     x = x.astype(wide)
-    pulls = grad.astype(wide)[:, None] * _slope(x[first] - x[second], distances.astype(wide), p)
-    return jnp.zeros(ctx.shape, wide).at[first].add(pulls).at[second].add(-pulls).astype(ctx.dtype)
+    point_grads = grad.astype(wide)[:, None] * _slope(
+        x[first] - x[second], distances.astype(wide), p
+    )
+    return (
+        jnp.zeros(ctx.shape, wide)
+        .at[first]
+        .add(point_grads)
+        .at[second]
+        .add(-point_grads)
+        .astype(ctx.dtype)
+    )

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic, comparison, logic, bits, selection and conversion: arrays and numbers in, one array of the broadcast shape out."""
+"""Elementwise arithmetic, comparison, logic, bit operations, selection and conversion."""
 
 import math
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from spmd_core.ops.registry import Context, Number, as_array, lowering, result_d
 
 
 def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    """`function` of the operands in torch's opmath of the result dtype, rounded once to the result dtype."""
+    """`function` of the operands in torch's compute dtype, rounded once to the result dtype."""
     dtype = opmath(ctx.dtype)
     return function(*(as_array(x, dtype) for x in operands)).astype(ctx.dtype)
 
 
-# ---- one operand -----------------------------------------------------------------------------------------------------
+# ---- one operand ---------------------------------------------------------------------------------
 
 
 def _exp2(x: jax.Array) -> jax.Array:
-    """2^x, exact for whole x; XLA's own is exp(x log 2), whose float32 is 4e-6 off at 100."""
+    """2^x, exact for whole x. XLA computes exp(x log 2), whose float32 error is 4e-6 at 100."""
     if jnp.iscomplexobj(x):
         return jnp.exp2(x)
     whole = jnp.round(jnp.clip(x, -2000, 2000))
@@ -34,7 +34,7 @@ def _exp2(x: jax.Array) -> jax.Array:
     )
 
 
-def _integers_pass(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _unless_integer(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     return lambda x: function(x) if is_inexact(x.dtype) else x
 
 
@@ -54,9 +54,8 @@ def _sgn(x: jax.Array) -> jax.Array:
 def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == np.bool_:
         return x
-    return (x > 0).astype(x.dtype) - (x < 0).astype(
-        x.dtype
-    )  # nan has no sign: 0, where jnp.sign gives nan
+    # Not jnp.sign, which gives nan for nan; torch gives 0.
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
 _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -66,7 +65,7 @@ _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "asinh": jnp.arcsinh,
     "atan": jnp.arctan,
     "atanh": jnp.arctanh,
-    "ceil": _integers_pass(jnp.ceil),
+    "ceil": _unless_integer(jnp.ceil),
     "cos": jnp.cos,
     "cosh": jnp.cosh,
     "deg2rad": lambda x: x * (math.pi / 180),
@@ -76,7 +75,7 @@ _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "exp": jnp.exp,
     "exp2": _exp2,
     "expm1": jnp.expm1,
-    "floor": _integers_pass(jnp.floor),
+    "floor": _unless_integer(jnp.floor),
     "frac": lambda x: x - jnp.trunc(x),
     "i0": lambda x: lax.bessel_i0e(x) * jnp.exp(jnp.abs(x)),
     "lgamma": lax.lgamma,
@@ -87,7 +86,7 @@ _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "neg": jnp.negative,
     "rad2deg": lambda x: x * (180 / math.pi),
     "reciprocal": lambda x: 1 / x,
-    "round": _integers_pass(jnp.round),
+    "round": _unless_integer(jnp.round),
     "rsqrt": lax.rsqrt,
     "sgn": _sgn,
     "sigmoid": lambda x: jax.nn.sigmoid(x) if not jnp.iscomplexobj(x) else 1 / (1 + jnp.exp(-x)),
@@ -102,7 +101,7 @@ _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sqrt": jnp.sqrt,
     "tan": jnp.tan,
     "tanh": jnp.tanh,
-    "trunc": _integers_pass(jnp.trunc),
+    "trunc": _unless_integer(jnp.trunc),
 }
 
 
@@ -180,7 +179,7 @@ def _nan_to_num(
     return jnp.where(jnp.isnan(x), as_array(nan or 0.0, x.dtype), finite)
 
 
-# ---- two operands, computed and returned in the promoted dtype -------------------------------------------------------
+# ---- two operands, computed and returned in the promoted dtype -----------------------------------
 
 
 def _fmod(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -188,7 +187,10 @@ def _fmod(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _divide_floor(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Python's floor division. For floats floor(a / b) would be wrong by one where a / b rounds up to an integer."""
+    """Python's floor division.
+
+    For floats floor(a / b) would be wrong by one where a / b rounds up to an integer.
+    """
     if not is_inexact(a.dtype):
         return jnp.floor_divide(a, b)
     a, b = jnp.broadcast_arrays(a, b)
@@ -205,7 +207,8 @@ def _divide_trunc(a: jax.Array, b: jax.Array) -> jax.Array:
     a, b = jnp.broadcast_arrays(a, b)
     if not is_inexact(a.dtype):
         return lax.div(a, b)
-    # The barrier: XLA turns a division by a broadcast scalar into a product with its reciprocal, whose last bit may decide the truncation.
+    # Without the barrier, XLA replaces a division by a broadcast scalar with a product with its
+    # reciprocal, whose last bit may change the truncation.
     return jnp.trunc(a / lax.optimization_barrier(b))
 
 
@@ -217,7 +220,7 @@ def _heaviside(x: jax.Array, at_zero: jax.Array) -> jax.Array:
     return jnp.where(x == 0, at_zero, (x > 0).astype(at_zero.dtype))
 
 
-def _skipping_nan(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _ignoring_nan(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def skip(a: jax.Array, b: jax.Array) -> jax.Array:
         return (
             jnp.where(jnp.isnan(a), b, jnp.where(jnp.isnan(b), a, function(a, b)))
@@ -242,7 +245,10 @@ def _shift_left(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Powers modulo 2**bits by squaring; to a negative exponent only 1 and -1 have an integer power, all others give 0."""
+    """Powers modulo 2**bits, by squaring.
+
+    For a negative exponent only the bases 1 and -1 have an integer power; the others give 0.
+    """
     base, exponent = jnp.broadcast_arrays(base, exponent)
     one = jnp.ones_like(base)
 
@@ -283,8 +289,8 @@ _BINARY: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[str,
     "copysign": (jnp.copysign, ("Scalar", "Tensor")),
     "div": (lambda a, b: a / b, ("Scalar", "Tensor")),
     "floor_divide": (_divide_floor, ("Scalar", "default")),
-    "fmax": (_skipping_nan(jnp.maximum), ("default",)),
-    "fmin": (_skipping_nan(jnp.minimum), ("default",)),
+    "fmax": (_ignoring_nan(jnp.maximum), ("default",)),
+    "fmin": (_ignoring_nan(jnp.minimum), ("default",)),
     "fmod": (_fmod, ("Scalar", "Tensor")),
     "gcd": (jnp.gcd, ("default",)),
     "heaviside": (_heaviside, ("default",)),
@@ -299,8 +305,9 @@ _BINARY: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[str,
     "special_xlog1py": (_xlog(jnp.log1p), ("default", "other_scalar", "self_scalar")),
     "xlogy": (_xlog(jnp.log), ("Scalar_Other", "Scalar_Self", "Tensor")),
 }
-# Their result is one of the operands, or is exact in them: rounding to 16 bits happens once, with or without the way through float32.
-_SELECTING = ("maximum", "minimum", "mul")
+# These operations need no float32 for 16-bit operands: the result is one of the operands, or is
+# rounded once in either dtype.
+_ROUNDED_ONCE = ("maximum", "minimum", "mul")
 
 
 def _register_binary(
@@ -308,7 +315,7 @@ def _register_binary(
 ) -> None:
     @lowering(*(f"aten.{op}.{overload}" for overload in overloads))
     def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
-        if op in _SELECTING and all(
+        if op in _ROUNDED_ONCE and all(
             isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b)
         ):
             return function(a, b)
@@ -321,9 +328,8 @@ for _op, (_function, _overloads) in _BINARY.items():
 
 @lowering("aten.nextafter.default")
 def _nextafter(ctx: Context, a: Any, b: Any) -> jax.Array:
-    return jnp.nextafter(
-        a.astype(ctx.dtype), b.astype(ctx.dtype)
-    )  # in its own dtype: float32 has closer neighbours
+    # Not in float32, whose neighbors are closer.
+    return jnp.nextafter(a.astype(ctx.dtype), b.astype(ctx.dtype))
 
 
 def _round_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -334,8 +340,8 @@ def _round_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 @lowering("aten.div.Scalar_mode", "aten.div.Tensor_mode")
 def _div_mode(ctx: Context, a: Any, b: Any, *, rounding_mode: str | None) -> jax.Array:
     def trunc(x: jax.Array, y: jax.Array) -> jax.Array:
-        # torch truncates the 16-bit quotient: 1 / 0.1 in bfloat16 is 10, though a little less in float32. XLA may
-        # drop a mere conversion back and forth, hence reduce_precision.
+        # torch truncates the 16-bit quotient: 1 / 0.1 is 10 in bfloat16, but a little less in
+        # float32. XLA may drop a conversion to 16 bits and back, hence reduce_precision.
         return (
             _divide_trunc(x, y)
             if not is_sixteen_bit(ctx.dtype)
@@ -347,7 +353,7 @@ def _div_mode(ctx: Context, a: Any, b: Any, *, rounding_mode: str | None) -> jax
 
 
 def _add_scaled(ctx: Context, a: Any, b: Any, alpha: Any, sign: int) -> jax.Array:
-    """a + sign * alpha * b. Booleans add by `or`, and torch lets only booleans scale them."""
+    """a + sign * alpha * b. The sum of booleans is `or`; their alpha must be a boolean too."""
     plain = not isinstance(alpha, Number) and alpha == 1
     if ctx.dtype == np.bool_:
         a, b = as_array(a, ctx.dtype), as_array(b, ctx.dtype)
@@ -388,7 +394,7 @@ def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
     return _rounded(ctx, jnp.power, base, exponent)
 
 
-# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool --------------------------
+# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------
 
 _COMPARISONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "eq": jnp.equal,
@@ -444,7 +450,7 @@ def _isin(
     return ~found if invert else found
 
 
-# ---- selection and interpolation -------------------------------------------------------------------------------------
+# ---- selection and interpolation -----------------------------------------------------------------
 
 
 @lowering("aten.clamp.default", "aten.clamp.Tensor")
@@ -499,7 +505,7 @@ def _addcdiv(ctx: Context, x: Any, a: Any, b: Any, *, value: Any = 1) -> jax.Arr
     return _rounded(ctx, lambda x, a, b, scale: x + scale * a / b, x, a, b, value)
 
 
-# ---- complex numbers -------------------------------------------------------------------------------------------------
+# ---- complex numbers -----------------------------------------------------------------------------
 
 
 @lowering("aten.complex.default")
@@ -527,11 +533,14 @@ def _angle(ctx: Context, x: Any) -> jax.Array:
     )
 
 
-# ---- copies and conversion -------------------------------------------------------------------------------------------
+# ---- copies and conversion -----------------------------------------------------------------------
 
 
 def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """torch's conversion: floats are truncated, and what does not fit a short integer wraps (XLA alone would saturate)."""
+    """torch's conversion: floats are truncated, and wrap in integers of 8 and 16 bits.
+
+    XLA's own conversion would saturate there.
+    """
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, np.complexfloating) and dtype != np.bool_:
         x = lax.real(x)
     if is_inexact(x.dtype) and jnp.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
@@ -540,8 +549,17 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 @lowering("aten._to_copy.default")
-def _to_copy(ctx: Context, x: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, non_blocking: bool = False,
-             memory_format: Any = None) -> jax.Array:  # fmt: skip
+def _to_copy(
+    ctx: Context,
+    x: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> jax.Array:
     return _convert(x, ctx.dtype)
 
 

@@ -1,7 +1,8 @@
-"""Bags of embeddings: rows of a weight summed, averaged or maximised over groups of indices; and rows that are scaled back to a norm.
+"""Embedding bags: sums, means and maxima of a weight's rows over groups of indices; and renorm.
 
-`offsets` says where each bag begins, so the bag of every index is one search in it, and a bag's reduction is a scatter into (bags, width).
-An index outside the weight reads the nearest row, and adds nothing to a gradient, as in `index`.
+`offsets` holds the position at which each bag begins: one binary search gives the bag of each
+index, and a bag's reduction is a scatter into (bags, width). An index outside the weight reads the
+nearest row, and adds nothing to a gradient, as in `index`.
 """
 
 from typing import Any
@@ -20,16 +21,27 @@ _INT64 = np.dtype(np.int64)
 
 
 def _bag_meta(
-    weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
-    per_sample_weights: torch.Tensor | None = None, include_last_offset: bool = False, padding_idx: int = -1,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """torch's own gives the shapes of CUDA's kernel, some of which are empty in one mode and not in another; here each has one form."""
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[torch.Tensor, ...]:
+    """The four results' shapes, the same in every mode but for the last one's.
+
+    torch's meta kernel gives the shapes of CUDA's kernel, some of which are empty in some modes.
+    """
     num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
     out = weight.new_empty(num_bags, weight.shape[1])
     if indices.dim() != 1 or offsets.dim() != 1 or weight.dim() != 2:
         raise RuntimeError(
             "embedding_bag takes a weight with 2 dims, indices with 1 and offsets with 1; "
-            f"got {tuple(weight.shape)}, {tuple(indices.shape)} and {tuple(offsets.shape)}. Flatten the indices, and give the offset of each bag."
+            f"got {tuple(weight.shape)}, {tuple(indices.shape)} and {tuple(offsets.shape)}. "
+            "Flatten the indices, and give the offset of each bag."
         )
     winners = torch.empty(
         out.shape if mode == _MAX else (num_bags,), dtype=indices.dtype, device="meta"
@@ -38,7 +50,10 @@ def _bag_meta(
 
 
 def _bags(offsets: jax.Array, num_indices: int, *, include_last_offset: bool) -> jax.Array:
-    """The bag of each index; what comes before the first or after the last offset gets a bag that does not exist."""
+    """The bag of each index.
+
+    Indices before the first and after the last offset get a bag that does not exist.
+    """
     position = jnp.arange(num_indices, dtype=offsets.dtype)
     bag = jnp.searchsorted(offsets, position, side="right").astype(_INT64) - 1
     num_bags = offsets.shape[0] - (1 if include_last_offset else 0)
@@ -47,9 +62,17 @@ def _bags(offsets: jax.Array, num_indices: int, *, include_last_offset: bool) ->
 
 @lowering("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default", meta=_bag_meta)
 def _embedding_bag(
-    ctx: Context, weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = _SUM, sparse: bool = False,
-    per_sample_weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+    ctx: Context,
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[jax.Array, ...]:
     num_bags, wide = ctx.shape[0], opmath(weight.dtype)
     bag = _bags(offsets, indices.shape[0], include_last_offset=include_last_offset)
     if padding_idx >= 0:
@@ -89,10 +112,21 @@ def _bag_backward_meta(
     host_when=lambda args, kwargs, platform: bool(args[9]),
 )
 def _embedding_bag_backward(
-    ctx: Context, grad: Any, indices: Any, offsets: Any, offset2bag: Any, bag_size: Any, maximum_indices: Any, num_weights: int,
-    scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Any = None, padding_idx: int = -1,
-) -> jax.Array:  # fmt: skip
-    """`offset2bag` is the forward's, in which padding has no bag."""
+    ctx: Context,
+    grad: Any,
+    indices: Any,
+    offsets: Any,
+    offset2bag: Any,
+    bag_size: Any,
+    maximum_indices: Any,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Any = None,
+    padding_idx: int = -1,
+) -> jax.Array:
+    """The weight's gradient; in `offset2bag`, the forward's result, padding has no bag."""
     grad = grad.astype(opmath(grad.dtype))
     zeros = jnp.zeros(ctx.shape, grad.dtype)
     if mode == _MAX:
@@ -134,10 +168,10 @@ def _embedding_bag_per_sample_weights_backward(
 def _embedding_renorm(
     ctx: Context, weight: Any, indices: Any, max_norm: float, norm_type: float
 ) -> jax.Array:
-    """The rows that are used, scaled so that none has a norm above `max_norm`."""
+    """The weight with the indexed rows scaled so that none has a norm above `max_norm`."""
     index = indices.reshape(-1)
     rows = jnp.take(weight, index, axis=0, mode="clip").astype(opmath(weight.dtype))
     norms = jnp.linalg.norm(rows, ord=norm_type, axis=1, keepdims=True)
     scaled = jnp.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
-    # An index that comes twice writes the same row twice.
+    # An index that occurs twice writes the same values twice.
     return weight.at[index].set(scaled.astype(ctx.dtype), mode="drop")

@@ -1,4 +1,4 @@
-"""Orthogonal factorizations and spectra: QR and Householder reflections, singular values, eigenvalues; batches of matrices in and out."""
+"""QR, Householder reflections, singular values and eigenvalues of batches of matrices."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _eye(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     return jnp.broadcast_to(jnp.eye(shape[-2], shape[-1], dtype=dtype), shape)
 
 
-# ---- QR --------------------------------------------------------------------------------------------------------------
+# ---- QR ------------------------------------------------------------------------------------------
 
 
 @lowering("aten.linalg_qr.default")
@@ -31,10 +31,11 @@ def _qr(ctx: Context, a: Any, mode: str = "reduced") -> tuple[jax.Array, jax.Arr
 
 
 def _geqrf_meta(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For torch, which has no meta kernel: LAPACK's columns lie together, as they do in eager mode."""
+    """The meta kernel that torch lacks; the columns are contiguous, as LAPACK's in eager torch."""
     if a.dim() < 2:
         raise RuntimeError(
-            f"torch.geqrf: input must have at least 2 dimensions; got shape {tuple(a.shape)}. Give it a matrix or a batch of them."
+            f"torch.geqrf: input must have at least 2 dimensions; got shape {tuple(a.shape)}. "
+            "Give it a matrix or a batch of them."
         )
     return a.mT.contiguous().mT, a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
 
@@ -58,7 +59,10 @@ def _householder_product(ctx: Context, a: Any, tau: Any) -> jax.Array:
 def _ormqr(
     ctx: Context, a: Any, tau: Any, c: Any, left: bool = True, transpose: bool = False
 ) -> jax.Array:
-    """The product with the whole Q, which is square: the reflections in `a` complete themselves with columns of the identity."""
+    """The product with the square Q.
+
+    The reflections in `a` are padded with zeros, which adds columns of the identity.
+    """
     if c.size == 0 or tau.size == 0:
         return c
     size = a.shape[-2]
@@ -68,7 +72,7 @@ def _ormqr(
     return jnp.matmul(*((q, c) if left else (c, q)), precision=matmul_precision(c.dtype))
 
 
-# ---- singular values -------------------------------------------------------------------------------------------------
+# ---- singular values -----------------------------------------------------------------------------
 
 
 @lowering("aten._linalg_svd.default")
@@ -80,7 +84,10 @@ def _svd(
     *,
     driver: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For a matrix that is not finite, XLA's kernels give nan where eager torch raises LinAlgError: to raise, every call would have to wait."""
+    """The singular value decomposition; NaN for a matrix that is not finite.
+
+    Eager torch raises LinAlgError for such a matrix. To raise, every call would have to wait.
+    """
     u_shape, s_shape, v_shape = (out.shape for out in ctx.outs)
     real = jnp.finfo(a.dtype).dtype
     if a.size == 0:
@@ -98,14 +105,17 @@ def _svd(
     return u, s, v
 
 
-# ---- eigenvalues -----------------------------------------------------------------------------------------------------
+# ---- eigenvalues ---------------------------------------------------------------------------------
 
 
 @lowering("aten._linalg_eigh.default")
 def _eigh(
     ctx: Context, a: Any, UPLO: str = "L", compute_v: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Only one triangle is read, and the real part of the diagonal: the rest is made from them, as XLA's kernels differ in what they read."""
+    """Eigenvalues and eigenvectors, from one triangle and the real part of the diagonal.
+
+    The whole matrix is made from these, because XLA's kernels differ in which elements they read.
+    """
     v_shape = ctx.outs[1].shape
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype), jnp.zeros(v_shape, a.dtype)
@@ -119,7 +129,7 @@ def _eigh(
 
 
 def _platform_has_no_eig(args: Any, kwargs: Any, platform: str) -> bool:
-    """XLA has no general eigenvalues for TPUs: there the call runs on the host, counted."""
+    """Whether XLA lacks general eigenvalues: on TPUs the call runs on the host, and is counted."""
     return platform not in ("cpu", "gpu")
 
 

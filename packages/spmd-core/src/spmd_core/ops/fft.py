@@ -1,4 +1,4 @@
-"""Discrete Fourier transforms over any dims: complex to complex, real to complex (whole or one-sided), and one-sided complex to real."""
+"""Discrete Fourier transforms over any dims: complex or real input, whole or one-sided spectra."""
 
 import math
 from collections.abc import Sequence
@@ -16,31 +16,48 @@ _NONE, _BY_ROOT_N, _BY_N = 0, 1, 2
 
 
 def _normalised(x: jax.Array, normalization: int, num_points: int) -> jax.Array:
-    """`x`, a plain sum over `num_points` terms, times the factor of the mode."""
+    """`x`, a transform without any factor over `num_points` points, times the mode's factor."""
     if normalization == _NONE:
         return x
     return x * (1 / (math.sqrt(num_points) if normalization == _BY_ROOT_N else num_points))
 
 
-def _in_order(ctx: Context, x: jax.Array) -> jax.Array:
-    """In memory in the order of its dims: a CPU's transforms take no other, and the compiler does not see to it after a collective."""
+def _row_major(ctx: Context, x: jax.Array) -> jax.Array:
+    """`x` in row-major layout on a CPU, whose transforms need it; elsewhere unchanged.
+
+    After a collective XLA's CPU backend does not convert the layout itself; this workaround ends
+    when it does.
+    """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if ctx.platform == "cpu" else x
 
 
-def _last_dim(ctx: Context, x: jax.Array, dim: int, kind: lax.FftType, length: int) -> jax.Array:
-    """One transform along `dim`, which XLA wants to be the last; without any factor, where XLA divides the inverse ones by their length."""
+def _transform_dim(
+    ctx: Context, x: jax.Array, dim: int, kind: lax.FftType, length: int
+) -> jax.Array:
+    """One transform along `dim`, without any factor.
+
+    XLA transforms the last dims only, and divides inverse transforms by their length.
+    """
     x = jnp.moveaxis(x, dim, -1)
-    # XLA's partitioner aborts the process on a transform over some dims that are split unevenly.
+    # XLA's partitioner aborts the process on transforms over some dims that are split unevenly;
+    # `keep_whole` can go when the partitioner is correct there.
     y = ctx.keep_whole(
-        _in_order(ctx, lax.fft(_in_order(ctx, ctx.keep_whole(x, 1)), kind, (length,))), 1
+        _row_major(ctx, lax.fft(_row_major(ctx, ctx.keep_whole(x, 1)), kind, (length,))), 1
     )
     return jnp.moveaxis(y, -1, dim) * (1 if kind in (lax.FftType.FFT, lax.FftType.RFFT) else length)
 
 
-def _complex(ctx: Context, x: jax.Array, dims: Sequence[int], *, forward: bool) -> jax.Array:
-    """The transform of a complex array, one dim after the other: a dim that is split over devices is gathered for its own pass alone."""
+def _complex_transform(
+    ctx: Context, x: jax.Array, dims: Sequence[int], *, forward: bool
+) -> jax.Array:
+    """The transform of a complex array, one dim after the other.
+
+    A dim that is split over devices is so gathered for its own transform only.
+    """
     for dim in dims:
-        x = _last_dim(ctx, x, dim, lax.FftType.FFT if forward else lax.FftType.IFFT, x.shape[dim])
+        x = _transform_dim(
+            ctx, x, dim, lax.FftType.FFT if forward else lax.FftType.IFFT, x.shape[dim]
+        )
     return x
 
 
@@ -53,7 +70,7 @@ def _fft_c2c(ctx: Context, x: Any, dim: Any, normalization: int, forward: bool) 
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
     return _normalised(
-        _complex(ctx, x, dim, forward=forward), normalization, _num_points(x.shape, dim)
+        _complex_transform(ctx, x, dim, forward=forward), normalization, _num_points(x.shape, dim)
     )
 
 
@@ -62,14 +79,14 @@ def _fft_r2c(ctx: Context, x: Any, dim: Any, normalization: int, onesided: bool)
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
     if onesided:
-        spectrum = _complex(
+        spectrum = _complex_transform(
             ctx,
-            _last_dim(ctx, x, dim[-1], lax.FftType.RFFT, x.shape[dim[-1]]),
+            _transform_dim(ctx, x, dim[-1], lax.FftType.RFFT, x.shape[dim[-1]]),
             dim[:-1],
             forward=True,
         )
     else:
-        spectrum = _complex(ctx, x.astype(ctx.dtype), dim, forward=True)
+        spectrum = _complex_transform(ctx, x.astype(ctx.dtype), dim, forward=True)
     return _normalised(spectrum, normalization, _num_points(x.shape, dim))
 
 
@@ -77,8 +94,9 @@ def _fft_r2c(ctx: Context, x: Any, dim: Any, normalization: int, onesided: bool)
 def _fft_c2r(ctx: Context, x: Any, dim: Any, normalization: int, last_dim_size: int) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
-    x = _complex(ctx, x, dim[:-1], forward=False)
-    # A shorter spectrum than last_dim_size asks for is an error of the meta kernel; a longer one is cut, as torch cuts it.
+    x = _complex_transform(ctx, x, dim[:-1], forward=False)
+    # The meta kernel raises for a spectrum that is too short for last_dim_size; one that is too
+    # long is cut, as in torch.
     half = lax.slice_in_dim(x, 0, last_dim_size // 2 + 1, axis=dim[-1])
-    signal = _last_dim(ctx, half, dim[-1], lax.FftType.IRFFT, last_dim_size)
+    signal = _transform_dim(ctx, half, dim[-1], lax.FftType.IRFFT, last_dim_size)
     return _normalised(signal, normalization, _num_points(ctx.shape, dim))

@@ -1,4 +1,4 @@
-"""Sampling at positions given by a grid: (batch, channel, ...) and coordinates in -1 to 1 in, the interpolated values out; and both gradients."""
+"""Interpolation of (batch, channel, ...) at a grid of coordinates from -1 to 1; both gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -11,15 +11,16 @@ import numpy as np
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
-# torch's numbers for the interpolation and for what lies outside
+# torch's numbers for the interpolation, and for the padding outside of the array
 _LINEAR, _NEAREST, _CUBIC = 0, 1, 2
 _ZEROS, _BORDER, _REFLECTION = 0, 1, 2
 
 
 def _clipped(x: jax.Array, size: int, *, nan_is_first: bool) -> jax.Array:
-    """Moved into the array. At the border itself the gradient is 0, as it is in torch, where `jnp.clip`'s is one half.
+    """The coordinate clipped to the array; NaN becomes the first or the last element.
 
-    A NaN becomes the first element in torch's kernel for two dims, and the last in the one for three.
+    At the border the gradient is 0, as in torch; that of `jnp.clip` is 1/2. torch's kernel for two
+    dims makes NaN the first element, and its kernel for three dims the last one.
     """
     first, last = jnp.zeros((), x.dtype), jnp.asarray(size - 1, x.dtype)
     if nan_is_first:
@@ -46,7 +47,7 @@ def _moved_inside(
 
 
 def _cubic_weights(fraction: jax.Array) -> jax.Array:
-    """Keys's cubic convolution (1981) with the parameter a = -0.75, for the four neighbours."""
+    """Keys's cubic convolution (1981) with the parameter a = -0.75, for the four neighbors."""
     a = -0.75
     distance = jnp.abs(fraction - jnp.arange(-1, 3, dtype=fraction.dtype)[:, None, None])
     near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
@@ -57,7 +58,10 @@ def _cubic_weights(fraction: jax.Array) -> jax.Array:
 def _taps(
     x: jax.Array, size: int, interpolation: int, padding: int, **rules: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The neighbours along one dim of coordinates (batch, points), and their weights, both (neighbours, batch, points)."""
+    """The neighbors along one dim of coordinates (batch, points), and their weights.
+
+    Both are (neighbors, batch, points).
+    """
     if interpolation == _CUBIC:
         base = jnp.floor(x)
         at = base + jnp.arange(-1, 3, dtype=x.dtype)[:, None, None]
@@ -72,9 +76,10 @@ def _taps(
 def _sample(
     x: jax.Array, grid: jax.Array, *, interpolation: int, padding: int, align_corners: bool
 ) -> jax.Array:
-    """`x` of (batch, channel, *sizes) at a grid of (batch, *result sizes, dims), whose last dim counts the dims of `x` from the last.
+    """`x` of (batch, channel, *sizes) at a grid of (batch, *result sizes, coordinates).
 
-    All neighbours are read by one gather, and so the gradient is one scatter.
+    The first coordinate is for the last dim of `x`. One gather reads all neighbors, so the gradient
+    is one scatter.
     """
     batch, channels, *sizes = x.shape
     two_dims = len(sizes) == 2
@@ -99,7 +104,8 @@ def _sample(
         batch, channels, -1, points
     )
     weight, inside = (jnp.swapaxes(factor, 0, 1)[:, None] for factor in (weight, inside))
-    # What lies outside is 0; times a weight that is NaN, for a coordinate that is not finite, in torch's kernel for two dims alone.
+    # A value outside of the array is 0. torch's kernel for two dims still multiplies it with its
+    # weight, which is NaN for a coordinate that is not finite; its kernel for three dims does not.
     nothing = jnp.zeros((), x.dtype)
     terms = (
         jnp.where(inside, values, nothing) * weight
@@ -140,8 +146,8 @@ def _grid_sampler_backward(
     sample = functools.partial(
         _sample, interpolation=interpolation_mode, padding=padding_mode, align_corners=align_corners
     )
-    _, pull = jax.vjp(sample, x.astype(wide), grid.astype(wide))
-    grads = pull(grad.astype(wide))
+    _, vjp = jax.vjp(sample, x.astype(wide), grid.astype(wide))
+    grads = vjp(grad.astype(wide))
     return tuple(
         g.astype(operand.dtype) if asked else None
         for g, operand, asked in zip(grads, (x, grid), output_mask)

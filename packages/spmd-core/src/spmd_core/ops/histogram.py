@@ -1,7 +1,9 @@
-"""Histograms: values in, how many (or how much weight) fell into each bin out, and the bins' edges.
+"""Histograms: the number of values (or the sum of their weights) in each bin, and the bins' edges.
 
-A range that is not given is the data's own, taken on the device. Where that is not finite eager torch raises; a program cannot, and its histogram
-is NaN there. An edge belongs to the bin on its right, the last one to the last bin; NaN and what lies outside belong to none.
+Without a given range, the range is the data's own, computed on the device. Where that range is not
+finite, eager torch raises; a compiled program cannot raise, and its histogram is NaN. A value on an
+edge belongs to the bin on the edge's right, and on the last edge to the last bin. NaN and values
+outside of the range belong to no bin.
 """
 
 import math
@@ -15,33 +17,38 @@ import torch
 
 from spmd_core.ops.registry import Context, as_array, lowering
 
-# ---- what torch has no meta kernel for: the same checks as torch's, and the shapes ----------------------------------------------------
+# ---- the meta kernels that torch lacks: torch's checks, and the shapes ---------------------------
 
 
 def _check_data(x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(
-            f'"histogramdd" not implemented for {x.dtype}; convert the input to torch.float32 or torch.float64.'
+            f'"histogramdd" not implemented for {x.dtype}; '
+            "convert the input to torch.float32 or torch.float64."
         )
     if x.dim() < 2:
         raise RuntimeError(
-            f"torch.histogramdd: input tensor should have at least 2 dimensions, but got {x.dim()}. Put one point into each row."
+            "torch.histogramdd: input tensor should have at least 2 dimensions, but got "
+            f"{x.dim()}. Put one point into each row."
         )
     if x.shape[-1] != num_dims:
         raise RuntimeError(
             "histogramdd: The size of bins must be equal to the innermost dimension of the input: "
-            f"expected {x.shape[-1]} sequences of bin edges for a {x.shape[-1]}-dimensional histogram but got {num_dims}. "
-            "Give the bins of each dimension."
+            f"expected {x.shape[-1]} sequences of bin edges for a {x.shape[-1]}-dimensional "
+            f"histogram but got {num_dims}. Give the bins of each dimension."
         )
     if weight is not None and weight.shape != x.shape[:-1]:
         raise RuntimeError(
-            "torch.histogramdd: if weight tensor is provided it should have the same shape as the input tensor excluding its innermost dimension, "
-            f"but got input with shape {list(x.shape)}, and weight with shape {list(weight.shape)}. Give each point one weight."
+            "torch.histogramdd: if weight tensor is provided it should have the same shape as the "
+            "input tensor excluding its innermost dimension, but got input with shape "
+            f"{list(x.shape)}, and weight with shape {list(weight.shape)}. Give each point one "
+            "weight."
         )
     if weight is not None and weight.dtype != x.dtype:
         raise RuntimeError(
-            "torch.histogramdd: if weight tensor is provided, input tensor and weight tensor should have the same dtype, "
-            f"but got input({x.dtype}), and weight({weight.dtype}). Convert the weight."
+            "torch.histogramdd: if weight tensor is provided, input tensor and weight tensor "
+            f"should have the same dtype, but got input({x.dtype}), and weight({weight.dtype}). "
+            "Convert the weight."
         )
 
 
@@ -49,39 +56,45 @@ def _check_counts(counts: Sequence[int], range: Sequence[float] | None) -> None:
     for d, count in enumerate(counts):
         if count <= 0:
             raise RuntimeError(
-                f"torch.histogram(): bins must be > 0, but got {count} for dimension {d}. Give at least one bin."
+                f"torch.histogram(): bins must be > 0, but got {count} for dimension {d}. "
+                "Give at least one bin."
             )
     if range is None:
         return
     if len(range) != 2 * len(counts):
         raise RuntimeError(
-            f"torch.histogramdd: for a {len(counts)}-dimensional histogram range should have {2 * len(counts)} elements, but got {len(range)}. "
+            f"torch.histogramdd: for a {len(counts)}-dimensional histogram range should have "
+            f"{2 * len(counts)} elements, but got {len(range)}. "
             "Give a minimum and a maximum for each dimension."
         )
     for d, (low, high) in enumerate(zip(range[::2], range[1::2])):
         if not math.isfinite(low) or not math.isfinite(high):
             raise RuntimeError(
-                f"torch.histogramdd: dimension {d}'s range [{low}, {high}] is not finite. Give two finite numbers."
+                f"torch.histogramdd: dimension {d}'s range [{low}, {high}] is not finite. "
+                "Give two finite numbers."
             )
         if low > high:
             raise RuntimeError(
-                f"torch.histogramdd: min should not exceed max, but got min {low} max {high} for dimension {d}. Give the smaller number first."
+                f"torch.histogramdd: min should not exceed max, but got min {low} max {high} for "
+                f"dimension {d}. Give the smaller number first."
             )
 
 
 def _check_edges(x: torch.Tensor, edges: Sequence[torch.Tensor]) -> None:
-    for d, each in enumerate(edges):
-        if each.dim() != 1:
+    for d, dim_edges in enumerate(edges):
+        if dim_edges.dim() != 1:
             raise RuntimeError(
                 "torch.histogramdd: bins tensor should have one dimension, "
-                f"but got {each.dim()} dimensions in the bins tensor for dimension {d}. Give the edges as a sequence."
+                f"but got {dim_edges.dim()} dimensions in the bins tensor for dimension {d}. "
+                "Give the edges as a sequence."
             )
-        if each.dtype != x.dtype:
+        if dim_edges.dtype != x.dtype:
             raise RuntimeError(
                 "torch.histogramdd: input tensor and bins tensors should have the same dtype, "
-                f"but got input with dtype {x.dtype} and bins for dimension {d} with dtype {each.dtype}. Convert the bins."
+                f"but got input with dtype {x.dtype} and bins for dimension {d} with dtype "
+                f"{dim_edges.dtype}. Convert the bins."
             )
-    _check_counts([len(each) - 1 for each in edges], None)
+    _check_counts([len(dim_edges) - 1 for dim_edges in edges], None)
 
 
 Range = Sequence[float] | None
@@ -107,13 +120,16 @@ def _tensors_meta(
 ) -> torch.Tensor:
     _check_data(x, weight, len(bins))
     _check_edges(x, bins)
-    return x.new_empty(tuple(len(each) - 1 for each in bins))
+    return x.new_empty(tuple(len(dim_edges) - 1 for dim_edges in bins))
 
 
 def _points(
     x: torch.Tensor, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One-dimensional points of any arrangement as rows; a weight of another shape stays, so that it is refused by name."""
+    """One-dimensional points of any shape as rows, and their weights in one dim.
+
+    A weight of another shape than the points' stays as it is, for the shape check to reject.
+    """
     fits = weight is not None and weight.shape == x.shape
     return x.reshape(-1, 1), weight.reshape(-1) if weight is not None and fits else weight
 
@@ -138,11 +154,11 @@ def _histogram_tensor_meta(
     return _tensors_meta(points, [bins], weight=weight), bins.new_empty(bins.shape)
 
 
-# ---- edges and bins --------------------------------------------------------------------------------------------------------------------
+# ---- edges and bins ------------------------------------------------------------------------------
 
 
 def _linspace(low: jax.Array, high: jax.Array, num_bins: int) -> jax.Array:
-    """`num_bins` equal bins' edges; counted from both ends, as torch does it, so that both are exact."""
+    """The edges of `num_bins` equal bins, counted from both ends as in torch: both are exact."""
     step = (high - low) / num_bins
     i = np.arange(num_bins + 1)
     return jnp.where(
@@ -153,13 +169,17 @@ def _linspace(low: jax.Array, high: jax.Array, num_bins: int) -> jax.Array:
 
 
 def _even_edges(points: jax.Array, bins: Sequence[int], range: Range) -> list[jax.Array]:
-    """Equal bins over the range of each column: as given, or of the data; a range of one value reaches half to either side."""
+    """The edges of equal bins over each column's range, which is given or the data's own.
+
+    A range of one value is widened by 1/2 on either side.
+    """
     if range is not None:
         bounds = [
             (low - 0.5, high + 0.5) if low == high else (low, high)
             for low, high in zip(range[::2], range[1::2])
         ]
-        # By torch itself, as everything is known: an edge that is one bit off moves a value that stands on it.
+        # By torch's own function, because all numbers are known here: with an edge that is one bit
+        # off, a value on that edge would fall into another bin.
         dtype = torch.float64 if points.dtype == np.float64 else torch.float32
         return [
             jnp.asarray(torch.linspace(low, high, n + 1, dtype=dtype).numpy())
@@ -183,14 +203,14 @@ def _even_edges(points: jax.Array, bins: Sequence[int], range: Range) -> list[ja
 def _histogram(
     points: jax.Array, edges: Sequence[jax.Array], weight: jax.Array | None, *, density: bool
 ) -> jax.Array:
-    """(number, dims) points and one sequence of edges for each dim in, the array of bins out."""
-    shape = tuple(len(each) - 1 for each in edges)
+    """The histogram of points (number, dims), given one sequence of edges for each dim."""
+    shape = tuple(len(dim_edges) - 1 for dim_edges in edges)
     place, inside = jnp.zeros(points.shape[0], np.int64), jnp.ones(points.shape[0], np.bool_)
-    for column, each, num_bins in zip(points.T, edges, shape):
-        inside &= (column >= each[0]) & (column <= each[-1])
-        found = jnp.searchsorted(each, column, side="right").astype(np.int64) - 1
+    for column, dim_edges, num_bins in zip(points.T, edges, shape):
+        inside &= (column >= dim_edges[0]) & (column <= dim_edges[-1])
+        found = jnp.searchsorted(dim_edges, column, side="right").astype(np.int64) - 1
         place = place * num_bins + jnp.clip(found, 0, num_bins - 1)
-    # Counts are integers until the end: a float32 stops to count at 2^24.
+    # Counts are integers until the end: a float32 cannot count beyond 2^24.
     amounts = jnp.ones(points.shape[0], np.int64) if weight is None else weight.reshape(-1)
     total = (
         jnp.zeros(math.prod(shape), amounts.dtype)
@@ -200,9 +220,11 @@ def _histogram(
     counts = total.reshape(shape).astype(points.dtype)
     if density:
         counts = counts / jnp.sum(counts)
-        for d, each in enumerate(edges):
-            counts = counts / jnp.diff(each).reshape(-1, *(1,) * (counts.ndim - d - 1))
-    finite = jnp.stack([jnp.isfinite(each[0]) & jnp.isfinite(each[-1]) for each in edges]).all()
+        for d, dim_edges in enumerate(edges):
+            counts = counts / jnp.diff(dim_edges).reshape(-1, *(1,) * (counts.ndim - d - 1))
+    finite = jnp.stack(
+        [jnp.isfinite(dim_edges[0]) & jnp.isfinite(dim_edges[-1]) for dim_edges in edges]
+    ).all()
     return jnp.where(finite, counts, jnp.asarray(jnp.nan, counts.dtype))
 
 
@@ -270,7 +292,8 @@ def _histc(ctx: Context, x: jax.Array, bins: int = 100, min: Any = 0, max: Any =
     low, high = as_array(min, x.dtype), as_array(max, x.dtype)
     flat = x.reshape(-1)
     if flat.size:
-        # Equal bounds stand for the data's own, and data of one value for a range of 1 on either side of it.
+        # Equal bounds mean the data's own range. If that is one value, it is widened by 1 on either
+        # side.
         low, high = (
             jnp.where(low == high, flat.min(), low),
             jnp.where(low == high, flat.max(), high),

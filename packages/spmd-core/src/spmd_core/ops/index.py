@@ -1,8 +1,8 @@
-"""Reading at positions given by tensors: advanced indexing, index_select, gather, take and embeddings.
+"""Reads at positions given by tensors: advanced indexing, index_select, gather, take, embeddings.
 
-An index outside its dim is an error in eager torch on the CPU. A device cannot raise from inside a program, so here it reads the nearest
-element that exists and, in the gradients below, writes nothing; no read ever leaves its array. Negative indices count from the end
-where torch lets them.
+An index outside its dim is an error in eager torch on the CPU. A device cannot raise from inside a
+program: here such an index reads the nearest element that exists, and writes nothing in the
+gradients. No read leaves its array. Negative indices count from the end where torch allows them.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,20 @@ from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _axis(dim: int, ndim: int) -> int:
-    """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
+    """The dim counted from the front; in torch, a 0-dim tensor has the dims 0 and -1."""
     return dim % max(ndim, 1)
 
 
 def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
-    """The list of index tensors as a numpy key: a None takes the whole dim. Masks are refused: their results have no static shape."""
+    """The list of index tensors as a numpy key; None takes the whole dim.
+
+    Raises NotImplementedError for a mask, whose result has no static shape.
+    """
     for index in indices:
         if index is not None and index.dtype in (np.bool_, np.uint8):
             raise NotImplementedError(
-                "indexing with a mask gives a shape that depends on the mask's values; it is computed on the host."
+                "indexing with a mask gives a shape that depends on the mask's values; it is "
+                "computed on the host."
             )
     return tuple(slice(None) if index is None else index for index in indices)
 
@@ -59,10 +63,10 @@ def _gather(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False
 ) -> jax.Array:
     axis = _axis(dim, x.ndim)
-    if index.size == 0:  # of any number of dims, where torch looks no further
+    if index.size == 0:  # it may have any number of dims: torch does not check them then
         return jnp.zeros(ctx.shape, ctx.dtype)
     x, index = jnp.atleast_1d(x), jnp.atleast_1d(index)
-    # numpy would broadcast the other dims; torch reads only as much of them as the index has.
+    # numpy would broadcast the other dims; torch reads only the index's extent of them.
     region = tuple(slice(None) if d == axis else slice(index.shape[d]) for d in range(x.ndim))
     return jnp.take_along_axis(x[region], index, axis=axis, mode="clip").reshape(ctx.shape)
 
@@ -107,7 +111,7 @@ def _embedding_dense_backward(
     rows = indices.reshape(-1)
     grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(opmath(grad_output.dtype))
     if padding_idx >= 0:
-        # The row past the end does not exist, and a scatter drops what does not fit.
+        # The row past the end does not exist: the scatter drops writes to it.
         rows = jnp.where(rows == padding_idx, num_weights, rows)
     if scale_grad_by_freq:
         counts = (

@@ -1,9 +1,13 @@
-"""LDL^T and LDL^H of indefinite matrices by the diagonal pivoting of Bunch and Kaufman, which XLA lacks: factors and solutions.
+"""LDL^T and LDL^H factors of indefinite matrices and their solutions, by Bunch-Kaufman pivoting.
 
-Bunch and Kaufman, "Some stable methods for calculating inertia and solving symmetric linear systems", Math. Comp. 31 (1977), algorithm A.
-The packing is LAPACK's (xSYTRF and xHETRF, lower): D on the diagonal, of blocks of size 1 and 2, L below it, row exchanges not applied to the
-columns of L already made. A pivot p > 0 at k exchanged rows k and p (from 1); the two pivots of a block of size 2 are both -p, and k + 1
-was exchanged. The steps are a loop of the program, so its size does not grow with the matrix; each step is of rank 1 or 2.
+XLA has no such factorization. Bunch and Kaufman, "Some stable methods for calculating inertia and
+solving symmetric linear systems", Math. Comp. 31 (1977), algorithm A.
+
+The packing is LAPACK's (xSYTRF and xHETRF, lower): D on the diagonal, in blocks of size 1 and 2,
+and L below it; row exchanges are not applied to earlier columns of L. Pivots count from 1. A pivot
+p > 0 at k means that rows k and p were exchanged. The two pivots of a block of size 2 are both -p,
+and rows k + 1 and p were exchanged. The steps, updates of rank 1 or 2, are a loop of the program,
+whose size so does not grow with the matrix.
 """
 
 import math
@@ -18,11 +22,11 @@ from jax import lax
 
 from spmd_core.ops.registry import Context, lowering
 
-_THRESHOLD = (1 + math.sqrt(17)) / 8  # bounds the growth of the elements best
+_THRESHOLD = (1 + math.sqrt(17)) / 8  # the value that minimizes the bound on element growth
 
 
-def _size(x: jax.Array) -> jax.Array:
-    """LAPACK's measure: the absolute value, for complex numbers that of both parts."""
+def _magnitude(x: jax.Array) -> jax.Array:
+    """LAPACK's magnitude: the absolute value; for complex numbers the sum of both parts'."""
     return jnp.abs(jnp.real(x)) + jnp.abs(jnp.imag(x)) if jnp.iscomplexobj(x) else jnp.abs(x)
 
 
@@ -34,37 +38,44 @@ def _exchanged(rows: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
 def _inverse_of_block(
     d11: jax.Array, d21: jax.Array, d12: jax.Array, d22: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The inverse of a block of size 2, scaled by its off-diagonal element, which dominates it by the choice of the pivot."""
-    scale = _size(d21).astype(d21.dtype)
+    """The inverse of a block of size 2.
+
+    It is scaled by its off-diagonal element, the largest one by the choice of the pivot.
+    """
+    scale = _magnitude(d21).astype(d21.dtype)
     a, b, c, d = d11 / scale, d12 / scale, d21 / scale, d22 / scale
     determinant = (a * d - b * c) * scale
     return d / determinant, -b / determinant, -c / determinant, a / determinant
 
 
 def _factor(a: jax.Array, *, hermitian: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of one matrix: the packed factors, the pivots, and the position (from 1) of the first zero block."""
+    """The packed factors and the pivots of one matrix, and its first zero block.
+
+    The zero block's position counts from 1; 0 means that there is none.
+    """
     n = a.shape[-1]
     rows = jnp.arange(n)
     conj = jnp.conj if hermitian else lambda x: x
     low = jnp.tril(a, -1)
     diagonal = jnp.diagonal(a)
-    # All of the part not yet factored is kept, not one triangle, so that an exchange is one permutation of both dims.
+    # Both triangles of the unfactored part are kept, so that an exchange is one permutation of both
+    # dims.
     a = low + conj(low.T) + jnp.diag(jnp.real(diagonal).astype(a.dtype) if hermitian else diagonal)
 
     def step(k: jax.Array, state: Any) -> Any:
         rest, packed, pivots, info, second = state
-        column = jnp.where(rows > k, _size(rest[:, k]), -1)
+        column = jnp.where(rows > k, _magnitude(rest[:, k]), -1)
         largest = jnp.maximum(column.max(), 0)
         row = jnp.argmax(column)
-        here = _size(rest[k, k])
-        across = jnp.where((rows >= k) & (rows != row), _size(rest[row]), 0).max()
+        here = _magnitude(rest[k, k])
+        across = jnp.where((rows >= k) & (rows != row), _magnitude(rest[row]), 0).max()
         zero = ~(jnp.maximum(here, largest) > 0) | jnp.isnan(here)
         stay = (
             zero
             | (here >= _THRESHOLD * largest)
             | (here * across >= _THRESHOLD * largest * largest)
         )
-        single = stay | (_size(rest[row, row]) >= _THRESHOLD * across)
+        single = stay | (_magnitude(rest[row, row]) >= _THRESHOLD * across)
         partner = jnp.where(stay, k, row).astype(np.int32)
         target = jnp.where(single, k, k + 1)
         order = _exchanged(rows, target, partner)
@@ -115,7 +126,7 @@ def _factor(a: jax.Array, *, hermitian: bool) -> tuple[jax.Array, jax.Array, jax
 
 
 def _solve(packed: jax.Array, pivots: jax.Array, b: jax.Array, *, hermitian: bool) -> jax.Array:
-    """Of one system: forward through L and D, then backward through L^T or L^H."""
+    """The solution of one system: forward through L and D, then backward through L^T or L^H."""
     n = packed.shape[-1]
     rows = jnp.arange(n)
     conj = jnp.conj if hermitian else lambda x: x

@@ -1,6 +1,7 @@
-"""Linear systems: Cholesky, LU and triangular factors, what is solved with them, and functions of a matrix; batches of matrices in and out.
+"""Cholesky and LU factors, linear systems, and functions of a matrix, for batches of matrices.
 
-`info` follows LAPACK: 0, or 1 + the position where the factorization met a pivot that it cannot divide by. Pivots count from 1, in int32.
+`info` follows LAPACK: 0, or 1 + the position of the first pivot that the factorization cannot
+divide by. Pivots are int32 and count from 1.
 """
 
 import math
@@ -27,8 +28,8 @@ def _diagonal(x: jax.Array) -> jax.Array:
     return jnp.diagonal(x, axis1=-2, axis2=-1)
 
 
-def _first(bad: jax.Array) -> jax.Array:
-    """1 + the position of the first True in the last dim, 0 where there is none, in int32."""
+def _first_failure(bad: jax.Array) -> jax.Array:
+    """1 + the position of the first True in the last dim, 0 if there is none; int32."""
     if bad.shape[-1] == 0:
         return jnp.zeros(bad.shape[:-1], np.int32)
     return jnp.where(bad.any(-1), jnp.argmax(bad, -1) + 1, 0).astype(np.int32)
@@ -48,7 +49,10 @@ def _solve_triangular(
     adjoint: bool = False,
     unit: bool = False,
 ) -> jax.Array:
-    """`op(a) x = b`, or `x op(a) = b` where not `left`; of `a` only the triangle is read. Batches broadcast."""
+    """x of `op(a) x = b`, or of `x op(a) = b` where not `left`.
+
+    Only the triangle of `a` is read. Batches broadcast.
+    """
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a, b = _with_batch(a, batch), _with_batch(b, batch)
     if b.size == 0:
@@ -64,11 +68,14 @@ def _solve_triangular(
     )
 
 
-# ---- Cholesky --------------------------------------------------------------------------------------------------------
+# ---- Cholesky ------------------------------------------------------------------------------------
 
 
 def _cholesky_by_columns(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The lower factor column by column, and the order of the first leading minor that is not positive; it stops there, as LAPACK does."""
+    """The lower factor column by column, and the order of the first minor that is not positive.
+
+    The factorization stops at that leading minor, as LAPACK's does. The order is 0 without one.
+    """
     rows = jnp.arange(a.shape[-1])
 
     def step(k: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -99,7 +106,8 @@ def _cholesky_ex(
     factor = jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
     failed = jnp.isnan(jnp.real(_diagonal(factor))).any(-1)
 
-    # XLA's kernel says only that it failed; where is found by columns, and only for a batch in which some matrix did.
+    # XLA's kernel only reports that it failed. The position is computed by columns, and only for
+    # batches in which a matrix failed.
     def locate() -> tuple[jax.Array, jax.Array]:
         slow, info = _cholesky_by_columns(a)
         return jnp.where(failed[..., None, None], slow, factor), info
@@ -122,7 +130,7 @@ def _cholesky_inverse(ctx: Context, factor: Any, upper: bool = False) -> jax.Arr
     return _product(half, _adjoint(half)) if upper else _product(_adjoint(half), half)
 
 
-# ---- LU --------------------------------------------------------------------------------------------------------------
+# ---- LU ------------------------------------------------------------------------------------------
 
 
 def _lu_without_pivots(a: jax.Array) -> jax.Array:
@@ -142,7 +150,7 @@ def _lu_without_pivots(a: jax.Array) -> jax.Array:
 
 
 def _lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The packed factors, the exchanged rows counted from 0, and the permutation: `a[permutation] = L U`."""
+    """The packed factors, the exchanged rows (from 0), and the permutation: `a[perm] = L U`."""
     batch, (m, n) = a.shape[:-2], a.shape[-2:]
     if a.size and pivot:
         return lax.linalg.lu(a)
@@ -152,7 +160,7 @@ def _lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.
 
 
 def _unpacked(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """L `(..., m, k)` and U `(..., k, n)` with k the smaller of m and n."""
+    """L `(..., m, k)` and U `(..., k, n)`, where k is the smaller of m and n."""
     k = min(packed.shape[-2:])
     return jnp.tril(packed[..., :k], -1) + jnp.eye(
         packed.shape[-2], k, dtype=packed.dtype
@@ -160,13 +168,13 @@ def _unpacked(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _permutation_matrix(permutation: jax.Array, dtype: np.dtype) -> jax.Array:
-    """P of `a = P L U`: column i has its one in row permutation[i]."""
+    """P of `a = P L U`: the 1 of column i is in row permutation[i]."""
     rows = jnp.arange(permutation.shape[-1])
     return (rows[:, None] == permutation[..., None, :]).astype(dtype)
 
 
 def _permutation_of(pivots: jax.Array, size: int) -> jax.Array:
-    """The permutation that torch's pivots, counted from 1, amount to."""
+    """The permutation that torch's pivots, which count from 1, stand for."""
     if 0 in pivots.shape:
         return jnp.broadcast_to(jnp.arange(size, dtype=np.int32), (*pivots.shape[:-1], size))
     return lax.linalg.lu_pivots_to_permutation(pivots - 1, size)
@@ -180,7 +188,7 @@ def _lu_solve(
     left: bool = True,
     adjoint: bool = False,
 ) -> jax.Array:
-    """`op(a) x = b`, or `x op(a) = b` where not `left`, from `a[permutation] = L U`."""
+    """x of `op(a) x = b`, or of `x op(a) = b` where not `left`, from `a[permutation] = L U`."""
     if not left:
         return _adjoint(_lu_solve(packed, permutation, _adjoint(b), adjoint=not adjoint))
     batch = jnp.broadcast_shapes(packed.shape[:-2], b.shape[:-2])
@@ -203,7 +211,7 @@ def _lu_factor_ex(
     ctx: Context, a: Any, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     packed, exchanges, _ = _lu(a, pivot=pivot)
-    return packed, exchanges.astype(np.int32) + 1, _first(_diagonal(packed) == 0)
+    return packed, exchanges.astype(np.int32) + 1, _first_failure(_diagonal(packed) == 0)
 
 
 @lowering("aten.linalg_lu.default")
@@ -246,10 +254,10 @@ def _linalg_lu_solve(
 def _inv_ex(ctx: Context, a: Any, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
     packed, _, permutation = _lu(a)
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    return _lu_solve(packed, permutation, eye), _first(_diagonal(packed) == 0)
+    return _lu_solve(packed, permutation, eye), _first_failure(_diagonal(packed) == 0)
 
 
-# ---- triangular ------------------------------------------------------------------------------------------------------
+# ---- triangular ----------------------------------------------------------------------------------
 
 
 @lowering("aten.linalg_solve_triangular.default")
@@ -272,11 +280,12 @@ def _triangular_solve(
     return solution, jnp.broadcast_to(a, ctx.outs[1].shape)
 
 
-# ---- functions of a matrix -------------------------------------------------------------------------------------------
+# ---- functions of a matrix -----------------------------------------------------------------------
 
 _PADE = 13
-# The 1-norm up to which the approximant of that degree is exact to the last bit of a float64: Higham, "The scaling and squaring method for
-# the matrix exponential revisited", SIAM J. Matrix Anal. Appl. 26 (2005), table 2.3. For a float32 it is then more than enough.
+# The largest 1-norm for which the approximant of that degree is exact to the last bit of a float64:
+# Higham, "The scaling and squaring method for the matrix exponential revisited", SIAM J. Matrix
+# Anal. Appl. 26 (2005), table 2.3. For a float32 it is more than exact enough.
 _PADE_RANGE = 5.371920351148152
 
 
@@ -302,7 +311,10 @@ def _matrix_exp(ctx: Context, a: Any) -> jax.Array:
     powers = [eye, a2, a4, _product(a4, a2)]
 
     def even(first: int) -> jax.Array:
-        """sum of b[first + 2i] a^(2i), i up to 6: with a^6 taken out of the upper half, one more product."""
+        """The sum of b[first + 2i] a^(2i) for i up to 6.
+
+        The upper half is a^6 times a sum of the powers at hand: one more product.
+        """
         b = [_pade_coefficient(first + 2 * i) for i in range(7)]
         low = b[0] * powers[0] + b[1] * powers[1] + b[2] * powers[2] + b[3] * powers[3]
         return low + _product(powers[3], b[4] * powers[1] + b[5] * powers[2] + b[6] * powers[3])
@@ -336,7 +348,7 @@ def _pinv(
     largest = sizes.max(-1)
     absolute = jnp.zeros_like(largest) if atol is None else atol.astype(largest.dtype)
     if rtol is None:
-        # torch's default, where no absolute tolerance displaces it
+        # torch's default; 0 where there is an absolute tolerance
         relative = jnp.where(absolute > 0, 0, max(a.shape[-2:]) * jnp.finfo(a.dtype).eps).astype(
             largest.dtype
         )
@@ -358,5 +370,5 @@ def _cross(ctx: Context, a: Any, b: Any, *, dim: int = -1) -> jax.Array:
     wide = opmath(ctx.dtype)
     a, b = (jnp.broadcast_to(x, ctx.shape).astype(wide) for x in (a, b))
     a_next, b_next = (jnp.roll(x, -1, dim) for x in (a, b))
-    # component i is a[i+1] b[i+2] - a[i+2] b[i+1]
+    # Component i is a[i+1] b[i+2] - a[i+2] b[i+1].
     return jnp.roll(a * b_next - a_next * b, -1, dim).astype(ctx.dtype)

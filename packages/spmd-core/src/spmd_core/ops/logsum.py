@@ -1,7 +1,7 @@
-"""Sums of numbers that are kept as their logarithms: logaddexp, logaddexp2, logcumsumexp.
+"""Sums of numbers that are given as their logarithms: logaddexp, logaddexp2, logcumsumexp.
 
-Of a complex logarithm torch leaves the imaginary part as the terms have it, not within (-pi, pi]: the larger term's, moved by what the smaller one
-adds to it. So the formula for complex numbers is torch's own.
+For complex numbers the formula is torch's own, because torch does not reduce the imaginary part to
+(-pi, pi]: it is the larger term's imaginary part, plus the change by the smaller term.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def _is_nan(x: jax.Array) -> jax.Array:
 
 
 def _log_of_infinite(x: jax.Array, y: jax.Array) -> jax.Array:
-    """log(e^x + e^y) where both real parts are infinite: the parts of the sum are infinite or 0."""
+    """log(e^x + e^y) where both real parts are inf: each part of the sum is infinite or 0."""
 
     def part(of: Any) -> jax.Array:
         signs = of(x.imag), of(y.imag)
@@ -55,7 +55,7 @@ def _logaddexp2(ctx: Context, x: Any, y: Any) -> jax.Array:
 
 
 def _complex_logcumsumexp(x: jax.Array, axis: int) -> jax.Array:
-    """One element after the other, as the imaginary part depends on the order."""
+    """One element after the other, because the imaginary part depends on the order."""
 
     def step(so_far: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = _complex_logaddexp(so_far, value)

@@ -1,4 +1,4 @@
-"""Losses and their backward ones: predictions and targets in, the loss of each element or its sum or mean out."""
+"""Losses and their gradients: of each element, or reduced to the sum or the mean."""
 
 import math
 from collections.abc import Callable
@@ -25,13 +25,13 @@ def _reduced(ctx: Context, losses: jax.Array, reduction: int) -> jax.Array:
     return losses.astype(ctx.dtype)
 
 
-def _spread(grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int) -> jax.Array:
-    """The gradient of each element's loss, given that of the reduced loss."""
+def _unreduced_gradient(grad: jax.Array, x: jax.Array, y: jax.Array, reduction: int) -> jax.Array:
+    """The gradient of each element's loss, given the gradient of the reduced loss."""
     count = math.prod(jnp.broadcast_shapes(x.shape, y.shape))
     return grad / as_array(max(count, 1), grad.dtype) if reduction == _MEAN else grad
 
 
-# ---- pointwise losses: loss(x - y), with derivative slope(x - y) -----------------------------------------------------
+# ---- pointwise losses: loss(x - y), with derivative slope(x - y) ---------------------------------
 
 
 def _pointwise(
@@ -50,7 +50,7 @@ def _pointwise_backward(
     slope: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
-    return (_spread(grad, x, y, reduction) * slope(x - y)).astype(ctx.dtype)
+    return (_unreduced_gradient(grad, x, y, reduction) * slope(x - y)).astype(ctx.dtype)
 
 
 @lowering("aten.mse_loss.default")
@@ -117,10 +117,12 @@ def _soft_margin(ctx: Context, x: Any, y: Any, reduction: int = _MEAN) -> jax.Ar
 @lowering("aten.soft_margin_loss_backward.default")
 def _soft_margin_backward(ctx: Context, grad: Any, x: Any, y: Any, reduction: int) -> jax.Array:
     grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
-    return (-_spread(grad, x, y, reduction) * y * jax.nn.sigmoid(-x * y)).astype(ctx.dtype)
+    return (-_unreduced_gradient(grad, x, y, reduction) * y * jax.nn.sigmoid(-x * y)).astype(
+        ctx.dtype
+    )
 
 
-# ---- binary cross entropy --------------------------------------------------------------------------------------------
+# ---- binary cross entropy ------------------------------------------------------------------------
 
 
 def _weighted(losses: jax.Array, weight: jax.Array | None) -> jax.Array:
@@ -132,7 +134,8 @@ def _binary_cross_entropy(
     ctx: Context, x: Any, y: Any, weight: Any = None, reduction: int = _MEAN
 ) -> jax.Array:
     x, y = as_array(x, opmath(ctx.dtype)), as_array(y, opmath(ctx.dtype))
-    # torch bounds the logarithms from below, so that a certain and wrong prediction costs 100 and not infinity.
+    # As in torch, logarithms are at least -100: a certain but wrong prediction costs 100 and not
+    # infinity.
     losses = (y - 1) * jnp.maximum(jnp.log1p(-x), -100) - y * jnp.maximum(jnp.log(x), -100)
     return _reduced(ctx, _weighted(losses, weight), reduction)
 
@@ -143,7 +146,7 @@ def _binary_cross_entropy_backward(
 ) -> jax.Array:
     grad, x, y = (as_array(operand, opmath(ctx.dtype)) for operand in (grad, x, y))
     slope = (x - y) / jnp.maximum((1 - x) * x, 1e-12)
-    return (_spread(grad, x, y, reduction) * _weighted(slope, weight)).astype(ctx.dtype)
+    return (_unreduced_gradient(grad, x, y, reduction) * _weighted(slope, weight)).astype(ctx.dtype)
 
 
 @lowering("aten.binary_cross_entropy_with_logits.default")
@@ -156,7 +159,7 @@ def _binary_cross_entropy_with_logits(
     return _reduced(ctx, _weighted((1 - y) * x - scale * log_sigmoid, weight), reduction)
 
 
-# ---- negative log likelihood: (batch, class, ...) or (class,) against class indices ----------------------------------
+# ---- negative log likelihood: (batch, class, ...) or (class,) against class indices --------------
 
 
 def _class_dim(x: jax.Array) -> int:
@@ -166,7 +169,7 @@ def _class_dim(x: jax.Array) -> int:
 def _class_weights(
     weight: jax.Array | None, target: jax.Array, ignore_index: int, dtype: np.dtype
 ) -> jax.Array:
-    """The weight of each target: its class's, and 0 where it is ignored."""
+    """The weight of each target: that of its class, and 0 for an ignored target."""
     used = target != ignore_index
     if weight is None:
         return used.astype(dtype)
@@ -186,9 +189,8 @@ def _nll_loss(
     used = target != ignore_index
     picked = jnp.take_along_axis(x, jnp.expand_dims(jnp.where(used, target, 0), dim), axis=dim)
     likelihood = lax.squeeze(picked, (dim,)).astype(dtype)
-    losses = jnp.where(
-        used, -likelihood * weights, jnp.zeros((), dtype)
-    )  # an ignored -inf must not become nan
+    # Not a product with a weight of 0: an ignored -inf must not become nan.
+    losses = jnp.where(used, -likelihood * weights, jnp.zeros((), dtype))
     if reduction == _NONE and x.ndim > 1:
         return losses.astype(ctx.dtype), jnp.zeros((), ctx.dtype)
     total_weight = jnp.sum(weights)
@@ -215,17 +217,17 @@ def _nll_loss_backward(
     scale = -as_array(grad, dtype) * _class_weights(weight, target, ignore_index, dtype)
     if reduction == _MEAN:
         scale = scale / as_array(total_weight, dtype)
-    # A comparison with the class index and not a scatter: each device writes its own shard of a sharded vocabulary without communication.
+    # A comparison with the class index and not a scatter: with a sharded vocabulary each device
+    # writes its own shard, without communication.
     chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == jnp.expand_dims(target, dim)
-    chosen &= jnp.expand_dims(
-        target != ignore_index, dim
-    )  # a total weight of 0 makes the scale of ignored targets nan
+    # With a total weight of 0 the scale of ignored targets is nan.
+    chosen &= jnp.expand_dims(target != ignore_index, dim)
     return jnp.where(
         chosen, jnp.expand_dims(jnp.broadcast_to(scale, target.shape), dim), jnp.zeros((), dtype)
     ).astype(ctx.dtype)
 
 
-# ---- margins between classes: (batch, class) or (class,) -------------------------------------------------------------
+# ---- margins between classes: (batch, class) or (class,) -----------------------------------------
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -239,7 +241,10 @@ def _reduced_rows(ctx: Context, losses: jax.Array, reduction: int) -> jax.Array:
 def _multi_margin_losses(
     x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None
 ) -> jax.Array:
-    """For each row the sum over the other classes of max(0, margin - x[target] + x)^p, over the number of classes."""
+    """For each row the sum of max(0, margin - x[target] + x)^p over the classes but the target.
+
+    The sum is divided by the number of classes.
+    """
     target = target.reshape(-1, 1)
     hinge = jnp.maximum(
         as_array(margin, x.dtype) - jnp.take_along_axis(x, target, axis=1, mode="clip") + x, 0
@@ -268,11 +273,11 @@ def _multi_margin(
     )
 
 
-def _like_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+def _meta_like_input(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@lowering("aten.multi_margin_loss_backward.default", static=("p",), meta=_like_second)
+@lowering("aten.multi_margin_loss_backward.default", static=("p",), meta=_meta_like_input)
 def _multi_margin_backward(
     ctx: Context,
     grad: Any,
@@ -284,10 +289,10 @@ def _multi_margin_backward(
     reduction: int = _MEAN,
 ) -> jax.Array:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
-    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
+    row_grad = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
         rows.shape[0] if reduction == _MEAN else 1
     )
-    # A hinge's slope at its corner: torch counts a difference of 0 as outside, jax.grad of a maximum as half.
+    # The slope where a hinge is exactly 0: torch's is 0; jax.grad of a maximum would give 1/2.
     target = target.reshape(-1, 1)
     hinge = (
         as_array(margin, rows.dtype) - jnp.take_along_axis(rows, target, axis=1, mode="clip") + rows
@@ -301,11 +306,14 @@ def _multi_margin_backward(
     is_target = jnp.arange(rows.shape[1]) == target
     others = jnp.where(is_target, jnp.zeros_like(slope), slope)
     slope = jnp.where(is_target, -jnp.sum(others, axis=1, keepdims=True), others)
-    return (slope * each[:, None]).reshape(ctx.shape).astype(ctx.dtype)
+    return (slope * row_grad[:, None]).reshape(ctx.shape).astype(ctx.dtype)
 
 
 def _label_lists(target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For lists of class indices that end at the first -1: the indices, which of them count, and which classes are in the list."""
+    """The class indices in `target`, which of them count, and which classes they include.
+
+    Each row of `target` is a list of class indices that ends at the first -1.
+    """
     rows = _rows(target)
     counts = jnp.cumsum(rows < 0, axis=1) == 0
     labels = jnp.where(counts, rows, 0)
@@ -318,14 +326,18 @@ def _label_lists(target: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _multilabel_hinges(
     x: jax.Array, labels: jax.Array, counts: jax.Array, present: jax.Array
 ) -> jax.Array:
-    """(batch, label, class): 1 - x[label] + x[class] for each label that counts and each class that is not in the list; 0 elsewhere or below."""
+    """(batch, label, class): max(0, 1 - x[label] + x[class]).
+
+    0 for labels that do not count, and for classes that are among the labels.
+    """
     hinge = 1 - jnp.take_along_axis(x, labels, axis=1, mode="clip")[:, :, None] + x[:, None, :]
     return jnp.where(
         counts[:, :, None] & ~present[:, None, :], jnp.maximum(hinge, 0), jnp.zeros((), x.dtype)
     )
 
 
-# torch's own decomposition lets the unused ends of the lists count as label 0 (2.13), so this must not be left to it.
+# torch's own decomposition (2.13) counts the unused ends of the lists as label 0; this lowering can
+# go when it does not.
 @lowering("aten.multilabel_margin_loss_forward.default")
 def _multilabel_margin(
     ctx: Context, x: Any, target: Any, reduction: int
@@ -336,13 +348,13 @@ def _multilabel_margin(
     return _reduced_rows(ctx, losses, reduction), present.reshape(target.shape).astype(ctx.dtype)
 
 
-@lowering("aten.multilabel_margin_loss_backward.default", meta=_like_second)
+@lowering("aten.multilabel_margin_loss_backward.default", meta=_meta_like_input)
 def _multilabel_margin_backward(
     ctx: Context, grad: Any, x: Any, target: Any, reduction: int, is_target: Any
 ) -> jax.Array:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
-    each = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
+    row_grad = jnp.broadcast_to(as_array(grad, rows.dtype), rows.shape[:1]) / (
         rows.shape[0] if reduction == _MEAN else 1
     )
     active = (_multilabel_hinges(rows, labels, counts, present) > 0).astype(rows.dtype)
@@ -350,4 +362,4 @@ def _multilabel_margin_backward(
         labels[:, :, None] == jnp.arange(rows.shape[1])
     )
     slope = (jnp.sum(active, axis=1) - jnp.sum(at_labels, axis=1)) / rows.shape[1]
-    return (slope * each[:, None]).reshape(ctx.shape).astype(ctx.dtype)
+    return (slope * row_grad[:, None]).reshape(ctx.shape).astype(ctx.dtype)

@@ -1,4 +1,4 @@
-"""Matrix products: operands of one dtype in, the product out, accumulated in float32 for the 16-bit floats and exactly for integers."""
+"""Matrix products, accumulated in float32 for the 16-bit floats and exactly for integers."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _BATCHED = (((2,), (1,)), ((0,), (0,)))
 
 
 def _contract(a: jax.Array, b: jax.Array, dimension_numbers: Any) -> jax.Array:
-    """The contraction in the accumulation dtype: float32 for 16-bit operands, else their own."""
+    """The contraction, in the dtype that it accumulates in: float32 for 16-bit operands."""
     wide = opmath(a.dtype)
     return lax.dot_general(
         a, b, dimension_numbers, precision=matmul_precision(a.dtype), preferred_element_type=wide
@@ -38,7 +38,7 @@ def _is_zero(factor: Any) -> bool:
 def _plus_product(
     ctx: Context, x: jax.Array, product: jax.Array, beta: Any, alpha: Any
 ) -> jax.Array:
-    """beta * x + alpha * product, rounded once. With a beta of 0 torch ignores `x`, its nans too."""
+    """beta * x + alpha * product, rounded once. If beta is 0, torch ignores `x` and its NaNs."""
     product = _scaled(product, alpha)
     if _is_zero(beta):
         return jnp.broadcast_to(product, ctx.shape).astype(ctx.dtype)
@@ -81,7 +81,11 @@ def _vdot(ctx: Context, a: Any, b: Any) -> jax.Array:
 
 @lowering("aten.linear.default")
 def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
-    """No dim of `x` is merged with another, so that each may lie split over an axis of its own. A weight of one dim has one output, without a dim."""
+    """x @ weight^T + bias.
+
+    No dim of `x` is merged with another, so that each may be split over its own mesh axis. A weight
+    of one dim has one output, without an output dim.
+    """
     product = _contract(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product.astype(ctx.dtype) if bias is None else _plus_product(ctx, bias, product, 1, 1)
 
@@ -94,10 +98,11 @@ def _meta_linear_backward(
     return tuple(result if yes else None for result, yes in zip(results, output_mask))
 
 
-def _over_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
+def _contract_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
     """(..., m) and (..., n) as (m, n), summed over the leading dims."""
     if ctx.platform == "cpu" and ctx.split_dims.isdisjoint(range(1 - a.ndim, -1)):
-        # XLA's CPU backend copies an operand to sum over two of its dims. They become one where that moves nothing between devices.
+        # XLA's CPU backend copies an operand to sum over two of its dims. So the dims are merged
+        # where this moves nothing between devices.
         a, b = (x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) for x in (a, b))
     dims = tuple(range(a.ndim - 1))
     return _contract(a, b, ((dims, dims), ((), ())))
@@ -108,15 +113,17 @@ def _linear_backward(
     ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]
 ) -> tuple[jax.Array | None, ...]:
     grad_x = grad_weight = grad_bias = None
-    each = grad if weight.ndim == 2 else grad[..., None]  # (..., outputs)
-    rows = weight.reshape(each.shape[-1], weight.shape[-1])
+    grad_outputs = grad if weight.ndim == 2 else grad[..., None]  # (..., outputs)
+    rows = weight.reshape(grad_outputs.shape[-1], weight.shape[-1])
     if output_mask[0]:
-        grad_x = _contract(each, jnp.conj(rows), (((each.ndim - 1,), (0,)), ((), ()))).astype(
-            x.dtype
-        )
+        grad_x = _contract(
+            grad_outputs, jnp.conj(rows), (((grad_outputs.ndim - 1,), (0,)), ((), ()))
+        ).astype(x.dtype)
     if output_mask[1]:
         grad_weight = (
-            _over_leading(ctx, each, jnp.conj(x)).reshape(weight.shape).astype(weight.dtype)
+            _contract_leading(ctx, grad_outputs, jnp.conj(x))
+            .reshape(weight.shape)
+            .astype(weight.dtype)
         )
     if output_mask[2]:
         grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(
@@ -203,7 +210,7 @@ def _trilinear(
     )
     letters = "abcdefghijklmnop"[: a.ndim]
     kept = "".join(letter for d, letter in enumerate(letters) if d not in sumdim)
-    # einsum asks equal sizes of a shared index; a size of 1 stands for any.
+    # einsum needs equal sizes of a shared index: dims of size 1, which broadcast, are left out.
     full = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
     terms, operands = [], []
     for x in (a, b, c):
@@ -227,9 +234,13 @@ def _ragged(
     ragged: int,
     groups: tuple[int, ...],
 ) -> jax.Array:
-    """A product whose dim `ragged` of `a` is cut into groups that end at `ends`; dim 0 of `b`, or of the result, counts the groups."""
+    """A product for each group, where dim `ragged` of `a` is cut into groups that end at `ends`.
+
+    The groups are dim 0 of `b`, or of the result.
+    """
     if ctx.platform == "cpu":
-        # XLA's CPU backend refuses some batched dots of 16-bit operands into float32, which ragged dots become there.
+        # There a ragged dot becomes batched dots, and XLA's CPU backend refuses some batched dots
+        # of 16-bit operands into float32. The cast ends when it supports them.
         a, b = a.astype(opmath(a.dtype)), b.astype(opmath(b.dtype))
     sizes = jnp.diff(ends.astype(np.int32), prepend=np.int32(0))
     dims = lax.RaggedDotDimensionNumbers(
@@ -254,7 +265,10 @@ def _grouped_meta(
     bias: Any = None,
     out_dtype: Any = None,
 ) -> torch.Tensor:
-    """torch's own takes 16-bit operands only, whose strides are multiples of 16 bytes."""
+    """The result, without two requirements of torch's meta kernel.
+
+    Those are 16-bit operands, and strides that are multiples of 16 bytes.
+    """
     groups = b.shape[0] if offs is None else offs.shape[0]
     flat = a.dim() == b.dim() == 2
     fits = (
@@ -268,9 +282,12 @@ def _grouped_meta(
         or a.dtype not in (torch.float32, torch.bfloat16, torch.float16)
     ):
         raise RuntimeError(
-            "_grouped_mm multiplies (rows, k) or (groups, rows, k) by (k, columns) or (groups, k, columns), in float32, bfloat16 or float16, and one "
-            f"offset for each group unless both have groups; got {tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype} and "
-            f"{None if offs is None else tuple(offs.shape)} offsets. Give both one dtype and matching dims."
+            "_grouped_mm multiplies (rows, k) or (groups, rows, k) by (k, columns) or "
+            "(groups, k, columns), in float32, bfloat16 or float16, and one "
+            f"offset for each group unless both have groups; got {tuple(a.shape)} {a.dtype}, "
+            f"{tuple(b.shape)} {b.dtype} and "
+            f"{None if offs is None else tuple(offs.shape)} offsets. "
+            "Give both one dtype and matching dims."
         )
     leading = (groups,) if flat or offs is None else ()
     return torch.empty(
@@ -282,7 +299,10 @@ def _grouped_meta(
 def _grouped_mm(
     ctx: Context, a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> jax.Array:
-    """One product for each group. Rows or columns after the last group, which torch leaves unwritten, are 0."""
+    """One product for each group.
+
+    Rows or columns after the last group are 0; torch leaves them uninitialized.
+    """
     if offs is None:
         product = _contract(a, b, _BATCHED)
     elif a.ndim == 2 and b.ndim == 2:

@@ -1,4 +1,4 @@
-"""Normalisation by batch, layer, group or weight, and softmax: forward and backward, computed in float32 where the tensors are 16-bit."""
+"""Batch, layer, group and weight norm, softmax, and gradients, in float32 for 16-bit tensors."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 
 def _as_results(ctx: Context, *results: jax.Array) -> tuple[jax.Array, ...]:
-    """The results in the dtypes that torch gives them: statistics of a bfloat16 tensor may be float32 or bfloat16, by op and weight."""
+    """The results in torch's dtypes.
+
+    Statistics of a bfloat16 tensor are float32 or bfloat16, depending on the op and the weight.
+    """
     return tuple(
         x.astype(dtypes.to_jax(out.dtype)) for x, out in zip(results, ctx.outs, strict=True)
     )
@@ -25,7 +28,7 @@ def _as_results(ctx: Context, *results: jax.Array) -> tuple[jax.Array, ...]:
 def _masked_results(
     ctx: Context, output_mask: Sequence[bool], *results: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    """The results that `output_mask` asks for, in torch's dtypes, and None for the others."""
+    """The results that `output_mask` selects, in torch's dtypes, and None for the others."""
     wanted = [i for i, asked in enumerate(output_mask) if asked]
     outs = [out for out in ctx.outs if out is not None]
     typed = {
@@ -40,13 +43,16 @@ def _mean(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 
 
 def _statistics(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Mean and biased variance over `dims`, kept as size 1. Two passes: the mean of squares less the squared mean cancels."""
+    """Mean and biased variance over `dims`, which stay as dims of size 1.
+
+    In two passes, because the mean of the squares less the square of the mean loses digits.
+    """
     mean = _mean(x, dims)
     return mean, _mean(jnp.square(x - mean), dims)
 
 
 def _wide(x: Any) -> Any:
-    """The array in the dtype to compute in; None stays None."""
+    """The array in torch's compute dtype; None stays None."""
     return None if x is None else x.astype(opmath(x.dtype))
 
 
@@ -63,7 +69,7 @@ def _normalised_gradient(
     return rstd * (grad - _mean(grad, dims) - normal * _mean(grad * normal, dims))
 
 
-# ---- batch norm: (batch, channel, ...), statistics of each channel ---------------------------------------------------
+# ---- batch norm: (batch, channel, ...), statistics of each channel -------------------------------
 
 
 def _channel_shape(x: jax.Array) -> tuple[int, ...]:
@@ -99,7 +105,10 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array, ...]:
-    """Output, mean and reciprocal deviation used, and the new running mean and variance (None without running statistics)."""
+    """The output, the mean and reciprocal deviation used, and the new running mean and variance.
+
+    The last two are None without running statistics.
+    """
     x = _wide(x)
     if not training:
         mean, rstd = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
@@ -116,7 +125,11 @@ def _batch_norm(
 
 
 def _fit_saved(ctx: Context, saved: jax.Array, index: int) -> jax.Array:
-    """Outside training torch's CPU kernels save nothing (size 0), its meta kernels one value a channel; no backward reads either."""
+    """`saved`, or an empty array where torch's result is empty.
+
+    Outside training, torch's CPU kernels save nothing (size 0) and its meta kernels one value per
+    channel; no backward reads either.
+    """
     return jnp.zeros((0,), saved.dtype) if ctx.outs[index].shape == (0,) else saved
 
 
@@ -134,8 +147,9 @@ def _native_batch_norm(
 ) -> tuple[jax.Array, ...]:
     if training and running_mean is not None:
         raise NotImplementedError(
-            "aten.native_batch_norm updates running_mean and running_var in place, which its schema does not say and a pure lowering cannot do; "
-            "record aten._native_batch_norm_legit_functional and write its last two results back."
+            "aten.native_batch_norm updates running_mean and running_var in place, which its "
+            "schema does not say and a pure lowering cannot do; record "
+            "aten._native_batch_norm_legit_functional and write its last two results back."
         )
     out, mean, rstd, _, _ = _batch_norm(
         x, weight, bias, running_mean, running_var, training, momentum, eps
@@ -149,7 +163,8 @@ def _batch_norm_no_stats(
 ) -> tuple[jax.Array, ...]:
     if not training:
         raise ValueError(
-            "aten._native_batch_norm_legit.no_stats has no running statistics to use outside training; got training=False."
+            "aten._native_batch_norm_legit.no_stats has no running statistics to use outside "
+            "training; got training=False."
         )
     return _as_results(ctx, *_batch_norm(x, weight, bias, None, None, True, momentum, eps)[:3])
 
@@ -232,9 +247,18 @@ def _batch_norm_with_update(
 
 @lowering("aten.native_batch_norm_backward.default")
 def _batch_norm_backward(
-    ctx: Context, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_invstd: Any, train: bool, eps: float,
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    train: bool,
+    eps: float,
     output_mask: Sequence[bool],
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
+) -> tuple[jax.Array | None, ...]:
     grad, x = _wide(grad), _wide(x)
     dims = _all_but_channel(x)
     mean = _per_channel(save_mean if train else running_mean, x)
@@ -249,9 +273,19 @@ def _batch_norm_backward(
 
 @lowering("aten.batch_norm_backward.default")
 def _batch_norm_backward_with_reserve(
-    ctx: Context, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, update: bool, eps: float,
-    output_mask: Sequence[bool], reserve: Any,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
+    ctx: Context,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_var: Any,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Any,
+) -> tuple[jax.Array | None, ...]:
     return _batch_norm_backward(
         ctx,
         grad,
@@ -267,7 +301,7 @@ def _batch_norm_backward_with_reserve(
     )
 
 
-# ---- layer norm: statistics over the last dims -----------------------------------------------------------------------
+# ---- layer norm: statistics over the last dims ---------------------------------------------------
 
 
 @lowering("aten.native_layer_norm.default")
@@ -281,7 +315,7 @@ def _layer_norm(
 
 
 @lowering("aten.layer_norm.default")
-def _layer_norm_alone(
+def _layer_norm_without_statistics(
     ctx: Context,
     x: Any,
     normalized_shape: Sequence[int],
@@ -290,7 +324,10 @@ def _layer_norm_alone(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> jax.Array:
-    """Recorded whole where nothing is differentiated (`composite.layer_norm`): then nobody asks for the statistics."""
+    """Layer norm without its statistics, which only the backward needs.
+
+    `dispatch.composite.layer_norm` records this overload where nothing is differentiated.
+    """
     wide = _wide(x)
     mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
     return _affine((wide - mean) * lax.rsqrt(variance + eps), _wide(weight), _wide(bias)).astype(
@@ -320,7 +357,7 @@ def _layer_norm_backward(
     )
 
 
-# ---- group norm: statistics of each group of channels ----------------------------------------------------------------
+# ---- group norm: statistics of each group of channels --------------------------------------------
 
 
 @lowering("aten.native_group_norm.default")
@@ -368,7 +405,7 @@ def _group_norm_backward(
     )
 
 
-# ---- weight norm: a direction `v` with its length `g` along one dim --------------------------------------------------
+# ---- weight norm: a direction `v` with its length `g` along one dim ------------------------------
 
 
 def _all_but(x: jax.Array, dim: int) -> tuple[int, ...]:
@@ -391,11 +428,11 @@ def _weight_norm_backward(
     return _as_results(ctx, (g / norm) * (grad - v * along / norm), along)
 
 
-# ---- softmax ---------------------------------------------------------------------------------------------------------
+# ---- softmax -------------------------------------------------------------------------------------
 
 
 def _shifted(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """`x` less its maximum, so that no exponential overflows; in opmath."""
+    """`x` less its maximum, in torch's compute dtype, so that no exponential overflows."""
     x = as_array(x, opmath(ctx.dtype))
     return x - jnp.max(x, axis=dims, keepdims=True, initial=-jnp.inf)
 
@@ -413,9 +450,8 @@ def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
 @lowering("aten._safe_softmax.default")
 def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
-    nothing = jnp.all(
-        x == -jnp.inf, axis=dims, keepdims=True
-    )  # attention to no position at all: zeros, not nan
+    # Attention to no position at all: zeros, not nan.
+    nothing = jnp.all(x == -jnp.inf, axis=dims, keepdims=True)
     result = _softmax_over(ctx, x, dims)
     return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
 
@@ -449,7 +485,8 @@ def _log_softmax_backward(
     ).astype(ctx.dtype)
 
 
-# torch's numbers for `mask_type`: (query, key), (batch, key), and the whole shape for 2 or None
+# torch's numbers for `mask_type`. The mask's shape is (query, key) for 0, (batch, key) for 1, and
+# the input's shape for 2 or None.
 _SOURCE_MASK, _PADDING_MASK = 0, 1
 
 
@@ -458,7 +495,8 @@ def _check_masked(
 ) -> torch.Tensor:
     if mask.dtype is not torch.bool:
         raise RuntimeError(
-            f"Mask should be a boolean tensor; got {mask.dtype}. Convert it with .bool(), where True means left out."
+            f"Mask should be a boolean tensor; got {mask.dtype}. "
+            "Convert it with .bool(), where True means left out."
         )
     wanted: tuple[int, ...] = tuple(x.shape)
     if mask_type == _SOURCE_MASK:
@@ -467,7 +505,8 @@ def _check_masked(
         wanted = (x.shape[0], x.shape[-1])
     if tuple(mask.shape) != wanted:
         raise RuntimeError(
-            f"Mask shape should match the input's: {list(wanted)} for mask type {mask_type}; got {list(mask.shape)}. Give it that shape."
+            f"Mask shape should match the input's: {list(wanted)} for mask type {mask_type}; "
+            f"got {list(mask.shape)}. Give it that shape."
         )
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -476,7 +515,7 @@ def _check_masked(
 def _masked_softmax(
     ctx: Context, x: Any, mask: Any, dim: int | None = None, mask_type: int | None = None
 ) -> jax.Array:
-    """True is left out. A row of which nothing is left is NaN, as in torch."""
+    """The softmax over elements whose mask is False; NaN for a row without any, as in torch."""
     if mask_type == _PADDING_MASK:
         mask = mask.reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
     x = jnp.where(mask, jnp.asarray(-jnp.inf, x.dtype), x)
@@ -491,7 +530,7 @@ def _masked_softmax_backward(
     ctx: Context, grad: Any, output: Any, mask: Any, dim: int | None = None
 ) -> jax.Array:
     zero = jnp.zeros((), opmath(grad.dtype))
-    # Left out before the products: a masked gradient may be NaN.
+    # Masked before the products, because a masked gradient may be NaN.
     grad, output = jnp.where(mask, zero, _wide(grad)), jnp.where(mask, zero, _wide(output))
     total = jnp.sum(
         grad * output, axis=reduced_dims(-1 if dim is None else dim, grad.ndim), keepdims=True

@@ -1,8 +1,10 @@
-"""torch's fused optimizer steps and gradient scaling: lists of tensors in, the same lists updated; all tensors in one recorded operation.
+"""torch's fused optimizer steps and gradient scaling, for lists of tensors in one operation.
 
-Their numbers (learning rate, betas, ...) are inputs of the program, so a schedule never compiles. The corrections that depend on them and on the step
-are computed in float64, as torch's CPU kernels do; the update in the parameter's dtype, or float32 for 16-bit floats.
-Formulas: Kingma and Ba, 2015 (Adam); Loshchilov and Hutter, 2019 (AdamW); Reddi et al., 2018 (amsgrad); Duchi et al., 2011 (Adagrad).
+The hyperparameters (learning rate, betas, ...) are inputs of the program, so a schedule never
+causes a compile. The corrections that depend on them and on the step are computed in float64, as in
+torch's CPU kernels. The update is computed in the parameter's dtype, or float32 for 16-bit floats.
+Formulas: Kingma and Ba, 2015 (Adam); Loshchilov and Hutter, 2019 (AdamW); Reddi et al., 2018
+(amsgrad); Duchi et al., 2011 (Adagrad).
 """
 
 from collections.abc import Sequence
@@ -20,21 +22,21 @@ _SGD_NUMBERS = ("lr", "weight_decay", "momentum", "dampening")
 _ADAGRAD_NUMBERS = ("lr", "lr_decay", "weight_decay", "eps")
 
 
-def _wide(x: Any) -> jax.Array:
-    """A number, or a 0-dim tensor in the place of one, in float64."""
+def _float64(x: Any) -> jax.Array:
+    """A number, or a 0-dim tensor, in float64."""
     return (x.value if isinstance(x, Number) else jnp.asarray(x)).astype(np.float64)
 
 
 def _unscaled(grad: jax.Array, grad_scale: jax.Array | None) -> jax.Array:
-    """The gradient in the dtype of the update, divided by what the loss was multiplied with."""
+    """The gradient in the dtype of the update, divided by the loss's scale."""
     wide = grad.astype(opmath(grad.dtype))
     return wide if grad_scale is None else wide / grad_scale.astype(wide.dtype)
 
 
-def _kept(
+def _skip_on_infinity(
     found_inf: jax.Array | None, old: Sequence[jax.Array], new: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The new values in the old ones' dtypes; the old ones where gradient scaling found an infinity."""
+    """The new values in the old values' dtypes, or the old values if scaling found an infinity."""
     cast = [n.astype(o.dtype) for o, n in zip(old, new)]
     if found_inf is None:
         return cast
@@ -43,7 +45,7 @@ def _kept(
 
 
 def _flat(rows: Sequence[Sequence[jax.Array]], num_lists: int) -> tuple[jax.Array, ...]:
-    """From one row for each parameter to the lists of the schema, one after another."""
+    """The lists of the schema, one after another, from one row for each parameter."""
     return tuple(row[i] for i in range(num_lists) for row in rows if i < len(row))
 
 
@@ -72,7 +74,7 @@ def _adam(
     ):
         compute = opmath(param.dtype)
         p, m, v = param.astype(compute), mean.astype(compute), square.astype(compute)
-        rate, b1, b2, decay = _wide(lr), _wide(beta1), _wide(beta2), _wide(weight_decay)
+        rate, b1, b2, decay = _float64(lr), _float64(beta1), _float64(beta2), _float64(weight_decay)
         unscaled = _unscaled(given, grad_scale)
         grad = -unscaled if maximize else unscaled
         p, grad = (
@@ -84,13 +86,15 @@ def _adam(
         v = v * b2.astype(compute) + (1 - b2).astype(compute) * grad * grad
         count = step.astype(np.float64)
         largest = jnp.maximum(max_exp_avg_sqs[i].astype(compute), v) if amsgrad else v
-        denominator = jnp.sqrt(largest) / jnp.sqrt(1 - b2**count).astype(compute) + _wide(
+        denominator = jnp.sqrt(largest) / jnp.sqrt(1 - b2**count).astype(compute) + _float64(
             eps
         ).astype(compute)
         p = p - (rate / (1 - b1**count)).astype(compute) * (m / denominator)
         old = [param, given, mean, square, *([max_exp_avg_sqs[i]] if amsgrad else [])]
-        rows.append(_kept(found_inf, old, [p, unscaled, m, v, *([largest] if amsgrad else [])]))
-    # A list of maxima that the step does not use comes back as it was.
+        rows.append(
+            _skip_on_infinity(found_inf, old, [p, unscaled, m, v, *([largest] if amsgrad else [])])
+        )
+    # Without amsgrad the list of maxima is returned unchanged.
     return (*_flat(rows, 5 if amsgrad else 4), *([] if amsgrad else max_exp_avg_sqs))
 
 
@@ -127,9 +131,9 @@ def _fused_sgd(
         p, unscaled, factor = (
             param.astype(compute),
             _unscaled(given, grad_scale),
-            _wide(momentum).astype(compute),
+            _float64(momentum).astype(compute),
         )
-        grad = (-unscaled if maximize else unscaled) + p * _wide(weight_decay).astype(compute)
+        grad = (-unscaled if maximize else unscaled) + p * _float64(weight_decay).astype(compute)
         old, buffer = [param, given], None
         if momentum_buffers:
             old.append(momentum_buffers[i])
@@ -137,11 +141,13 @@ def _fused_sgd(
                 grad
                 if is_first_step
                 else momentum_buffers[i].astype(compute) * factor
-                + (1 - _wide(dampening)).astype(compute) * grad
+                + (1 - _float64(dampening)).astype(compute) * grad
             )
             grad = grad + factor * buffer if nesterov else buffer
-        p = p - _wide(lr).astype(compute) * grad
-        rows.append(_kept(found_inf, old, [p, unscaled, *([] if buffer is None else [buffer])]))
+        p = p - _float64(lr).astype(compute) * grad
+        rows.append(
+            _skip_on_infinity(found_inf, old, [p, unscaled, *([] if buffer is None else [buffer])])
+        )
     return _flat(rows, 3)
 
 
@@ -165,11 +171,13 @@ def _fused_adagrad(
     for param, given, total, step in zip(params, grads, state_sums, state_steps):
         compute = opmath(param.dtype)
         p, unscaled = param.astype(compute), _unscaled(given, grad_scale)
-        grad = (-unscaled if maximize else unscaled) + p * _wide(weight_decay).astype(compute)
-        rate = _wide(lr) / (1 + (step.astype(np.float64) - 1) * _wide(lr_decay))
+        grad = (-unscaled if maximize else unscaled) + p * _float64(weight_decay).astype(compute)
+        rate = _float64(lr) / (1 + (step.astype(np.float64) - 1) * _float64(lr_decay))
         square = total.astype(compute) + grad * grad
-        p = p - rate.astype(compute) * grad / (jnp.sqrt(square) + _wide(eps).astype(compute))
-        rows.append([*_kept(found_inf, [param, given, total], [p, unscaled, square]), step])
+        p = p - rate.astype(compute) * grad / (jnp.sqrt(square) + _float64(eps).astype(compute))
+        rows.append(
+            [*_skip_on_infinity(found_inf, [param, given, total], [p, unscaled, square]), step]
+        )
     return _flat(rows, 4 if len(ctx.outs) == 4 * len(rows) else 3)
 
 

@@ -1,4 +1,4 @@
-"""Pooling: (batch, channel, ...) or (channel, ...) in, each window's maximum or mean out; forward and backward."""
+"""Max and average pooling over the last 2 or 3 dims (batch optional), forward and backward."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from jax import lax
 
 from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.precision import is_inexact, opmath
-from spmd_core.ops.kernels.windows import cut_or_pad, each
+from spmd_core.ops.kernels.windows import crop_or_pad, per_dim
 from spmd_core.ops.registry import Context, lowering
 
 _INT64 = np.dtype(np.int64)
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
+# ---- windows -------------------------------------------------------------------------------------
 
 
 def _window_slice(x: jax.Array, dim: int, offset: int, size: int, stride: int) -> jax.Array:
@@ -25,25 +25,31 @@ def _window_slice(x: jax.Array, dim: int, offset: int, size: int, stride: int) -
 
 
 def _pad_dim(x: jax.Array, dim: int, low: int, high: int, value: Any) -> jax.Array:
-    """Negative numbers cut, as a last window in floor mode leaves elements over."""
+    """Pads one dim; a negative number crops elements that no window of floor mode reaches."""
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (low, high, 0)
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
 
 
 def _adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last-plus-one element of each window: torch's floor(i * in / out) and ceil((i + 1) * in / out)."""
+    """The first element of each window and one past its last, as in torch.
+
+    These are floor(i * in / out) and ceil((i + 1) * in / out).
+    """
     i = np.arange(num_out)
     return i * num_in // num_out, -((-(i + 1) * num_in) // num_out)
 
 
-# ---- maximum ---------------------------------------------------------------------------------------------------------
+# ---- maximum -------------------------------------------------------------------------------------
 
 
-def _better(
+def _replaces_best(
     value: jax.Array, position: jax.Array, best: jax.Array, best_position: jax.Array
 ) -> jax.Array:
-    """Whether a later candidate wins: where larger, or nan, or the first that is not padding (position -1)."""
+    """Whether a later candidate replaces the best one so far, element by element.
+
+    It does where it is larger, or NaN, or the first that is not padding (position -1).
+    """
     wins = value > best
     if is_inexact(value.dtype):
         wins |= jnp.isnan(value)
@@ -53,10 +59,10 @@ def _better(
 def _best_of(
     candidates: list[tuple[list[jax.Array], jax.Array]],
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Of ([value, earlier dims' positions ...], position) the best, element by element."""
+    """The best of the ([value, positions in the dims done ...], position), element by element."""
     best, best_position = candidates[0]
     for fields, position in candidates[1:]:
-        wins = _better(fields[0], position, best[0], best_position)
+        wins = _replaces_best(fields[0], position, best[0], best_position)
         best = [jnp.where(wins, new, old) for new, old in zip(fields, best)]
         best_position = jnp.where(wins, position, best_position)
     return best, best_position
@@ -71,13 +77,13 @@ def _max_pool(
     dilation: Sequence[int],
     sizes: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Values, and their flat positions among the spatial elements, of equal values the first.
+    """The maxima, and their flat positions among the spatial elements; of equal values the first.
 
-    One dim at a time, the last first: the first of the best rows and the first in that row is the first of the window, in kh + kw steps
-    instead of kh * kw.
+    One dim at a time, from the last one: the first maximum of the first best row is the first
+    maximum of the window. This takes kh + kw steps instead of kh * kw.
     """
     num_dims = len(kernel)
-    x = windows.near_or_whole(ctx, x, sizes, kernel, dilation, num_dims=num_dims)
+    x = windows.keep_whole_unless_halo_fits(ctx, x, sizes, kernel, dilation, num_dims=num_dims)
     lowest = -jnp.inf if is_inexact(x.dtype) else jnp.iinfo(x.dtype).min
     fields = [x]  # the value, then its positions along the dims already done, the last dim's last
     for d in reversed(range(num_dims)):
@@ -114,10 +120,10 @@ def _flat_position(positions: Sequence[jax.Array], sizes: Sequence[int]) -> jax.
     return flat
 
 
-def _add_at(
+def _gradient_by_scatter(
     grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], num_dims: int
 ) -> jax.Array:
-    """The sum of `grad` at each flat spatial position, by a scatter: for windows of any form."""
+    """The sum of `grad` at each flat spatial position, as a scatter: for windows of any form."""
     leading, spatial = shape[: len(shape) - num_dims], shape[len(shape) - num_dims :]
     rows, columns = int(np.prod(leading)), int(np.prod(spatial))
     zeros = jnp.zeros((rows, columns), grad.dtype)
@@ -125,52 +131,61 @@ def _add_at(
     return zeros.at[row, indices.reshape(row.shape)].add(grad.reshape(row.shape)).reshape(shape)
 
 
-def _add_by_window(
-    ctx: Context, grad: jax.Array, indices: jax.Array, shape: tuple[int, ...], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+def _gradient_per_tap(
+    ctx: Context,
+    grad: jax.Array,
+    indices: jax.Array,
+    shape: tuple[int, ...],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
     dilation: Sequence[int],
-) -> jax.Array:  # fmt: skip
-    """As `_add_at`, for regular windows: for each element of the kernel, the gradients that it won, spread out to where it looked.
+) -> jax.Array:
+    """As `_gradient_by_scatter`, for regular windows: a masked sum for each element of the kernel.
 
-    Unlike a scatter this stays local when the batch, the channels or the spatial dims are sharded.
+    Each sum moves the gradients of the windows whose maximum was at this element of the kernel to
+    the positions that the element read. Unlike a scatter, this stays local when the batch, the
+    channels or the spatial dims are sharded.
     """
     num_dims = len(kernel)
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
     grad, indices = (
-        windows.near_or_whole(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
+        windows.keep_whole_unless_halo_fits(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
         for t in (grad, indices)
     )
     total = jnp.zeros(shape, grad.dtype)
     for offsets in np.ndindex(*kernel):
-        here, inside, edges = [], [], []
+        coordinates, inside, edges = [], [], []
         for d, (offset, size, out_size) in enumerate(zip(offsets, spatial, out_sizes)):
             first = offset * dilation[d] - padding[d]
             along = [1] * num_dims
             along[d] = out_size
             coordinate = (np.arange(out_size) * stride[d] + first).reshape(along)
-            here.append(jnp.asarray(coordinate))
+            coordinates.append(jnp.asarray(coordinate))
             inside.append((coordinate >= 0) & (coordinate < size))
             edges.append((first, size - first - (out_size - 1) * stride[d] - 1))
-        won = indices == _flat_position(here, spatial)
+        won = indices == _flat_position(coordinates, spatial)
         for mask in inside:
             won &= mask
-        total += cut_or_pad(
-            windows.spread(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
+        total += crop_or_pad(
+            windows.dilate(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
         )
     return total
 
 
-# Beyond so many elements in a kernel the program of `_add_by_window`, which is as long as the kernel is large, costs more than a scatter.
+# For kernels with more elements a scatter costs less than `_gradient_per_tap`, whose program grows
+# with the kernel.
 _LARGE_KERNEL = 64
 
 
 def _register_max_pool(num_dims: int) -> None:
     def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Any:
-        kernel = each(kernel_size, num_dims)
+        kernel = per_dim(kernel_size, num_dims)
         return (
             kernel,
-            each(stride, num_dims, kernel),
-            each(padding, num_dims),
-            each(dilation, num_dims),
+            per_dim(stride, num_dims, kernel),
+            per_dim(padding, num_dims),
+            per_dim(dilation, num_dims),
         )
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices.default")
@@ -203,8 +218,8 @@ def _register_max_pool(num_dims: int) -> None:
         kernel, *rest = geometry(kernel_size, stride, padding, dilation)
         wide = grad.astype(opmath(grad.dtype))
         if np.prod(kernel) > _LARGE_KERNEL:
-            return _add_at(wide, indices, x.shape, num_dims).astype(ctx.dtype)
-        return _add_by_window(ctx, wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
+            return _gradient_by_scatter(wide, indices, x.shape, num_dims).astype(ctx.dtype)
+        return _gradient_per_tap(ctx, wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d.default")
     def adaptive(ctx: Context, x: Any, output_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -228,16 +243,20 @@ def _register_max_pool(num_dims: int) -> None:
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d_backward.default")
     def adaptive_backward(ctx: Context, grad: Any, x: Any, indices: Any) -> jax.Array:
-        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(
-            ctx.dtype
-        )
+        return _gradient_by_scatter(
+            grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims
+        ).astype(ctx.dtype)
 
 
-# ---- fractional maximum: windows of one size at positions that a random number decides (Graham 2014, "Fractional Max-Pooling") -------
+# ---- fractional maximum --------------------------------------------------------------------------
+# Windows of one size at pseudo-random positions (Graham 2014, "Fractional Max-Pooling").
 
 
 def _first_elements(samples: jax.Array, num_in: int, num_out: int, kernel: int) -> jax.Array:
-    """Where the windows begin along one dim, for each batch and channel: a pseudo-random sequence of steps, the last window at the end."""
+    """Where the windows begin along one dim, for each batch element and channel.
+
+    The steps are a pseudo-random sequence; the last window ends with the dim.
+    """
     if num_out == 1:
         return jnp.full((*samples.shape, 1), num_in - kernel)
     alpha = jnp.asarray((num_in - kernel) / (num_out - 1), samples.dtype)
@@ -253,11 +272,12 @@ def _register_fractional_max_pool(num_dims: int) -> None:
     def forward(
         ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any
     ) -> tuple[jax.Array, jax.Array]:
-        kernel, sizes = each(kernel_size, num_dims), each(output_size, num_dims)
+        kernel, sizes = per_dim(kernel_size, num_dims), per_dim(output_size, num_dims)
         spatial = x.shape[x.ndim - num_dims :]
         fields = [x.reshape(*random_samples.shape[:2], *spatial)]
         for d in reversed(range(num_dims)):
-            # torch takes the samples for two dims in the order width, height and for three in the order of the dims.
+            # torch's samples stand in the order width, height for two dims, and in the order of
+            # the dims for three.
             sample = random_samples[..., num_dims - 1 - d if num_dims == 2 else d]
             begins = _first_elements(sample, spatial[d], sizes[d], kernel[d])
             begins = begins.reshape(
@@ -280,12 +300,12 @@ def _register_fractional_max_pool(num_dims: int) -> None:
     def backward(
         ctx: Context, grad: Any, x: Any, kernel_size: Any, output_size: Any, indices: Any
     ) -> jax.Array:
-        return _add_at(grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims).astype(
-            ctx.dtype
-        )
+        return _gradient_by_scatter(
+            grad.astype(opmath(grad.dtype)), indices, x.shape, num_dims
+        ).astype(ctx.dtype)
 
 
-# ---- mean ------------------------------------------------------------------------------------------------------------
+# ---- mean ----------------------------------------------------------------------------------------
 
 
 def _window_sums(
@@ -296,24 +316,24 @@ def _window_sums(
     padding: Sequence[int],
     sizes: Sequence[int],
 ) -> jax.Array:
-    near = windows.stay_near(ctx, sizes, kernel, (1,) * len(kernel))
-    is_split = windows.are_split(ctx, len(kernel)) and near
+    halo_fits = windows.halo_fits_shard(ctx, sizes, kernel, (1,) * len(kernel))
+    is_split = windows.last_dims_may_be_split(ctx, len(kernel)) and halo_fits
     if is_split and max(stride) > 1:
         moved_by_one = [(n - 1) * s + 1 for n, s in zip(sizes, stride)]
-        return windows.every(
+        return windows.subsample(
             _window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride
         )
     x = x if is_split else ctx.keep_whole(x, len(kernel))
     lead = x.ndim - len(kernel)
     high = [
-        (n - 1) * s + k - p - have
-        for n, s, k, p, have in zip(sizes, stride, kernel, padding, x.shape[lead:])
+        (n - 1) * s + k - p - num_in
+        for n, s, k, p, num_in in zip(sizes, stride, kernel, padding, x.shape[lead:])
     ]
-    # reduce_window takes no negative padding; elements that no window reaches are cut first.
+    # reduce_window takes no negative padding: elements that no window reaches are cropped first.
     x = lax.slice(
         x,
         (0,) * x.ndim,
-        (*x.shape[:lead], *(have + min(h, 0) for have, h in zip(x.shape[lead:], high))),
+        (*x.shape[:lead], *(num_in + min(h, 0) for num_in, h in zip(x.shape[lead:], high))),
     )
     pads = [(0, 0)] * lead + [(p, max(h, 0)) for p, h in zip(padding, high)]
     return lax.reduce_window(
@@ -334,7 +354,10 @@ def _window_counts(
     padding: Sequence[int],
     include_pad: bool,
 ) -> np.ndarray:
-    """How many elements each window has: its share of the padding too, if so asked, but never what ceil mode adds beyond it."""
+    """The number of elements in each window.
+
+    Padding counts if `include_pad`; what ceil mode adds beyond the padding never counts.
+    """
     counts = np.ones((1,) * len(kernel), np.int64)
     for d, (size, out_size) in enumerate(zip(in_sizes, out_sizes)):
         first = np.arange(out_size) * stride[d] - padding[d]
@@ -386,11 +409,17 @@ def _register_mean_pool(num_dims: int) -> None:
 
     @lowering(f"aten.avg_pool{num_dims}d.default")
     def forward(
-        ctx: Context, x: Any, kernel_size: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False, count_include_pad: bool = True,
+        ctx: Context,
+        x: Any,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> jax.Array:  # fmt: skip
-        kernel = each(kernel_size, num_dims)
-        stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
+    ) -> jax.Array:
+        kernel = per_dim(kernel_size, num_dims)
+        stride, padding = per_dim(stride, num_dims, kernel), per_dim(padding, num_dims)
         sizes = ctx.shape[len(ctx.shape) - num_dims :]
         total = _window_sums(ctx, x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
         counts = divisor_override or _window_counts(
@@ -400,11 +429,18 @@ def _register_mean_pool(num_dims: int) -> None:
 
     @lowering(f"aten.avg_pool{num_dims}d_backward.default")
     def backward(
-        ctx: Context, grad: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
+        ctx: Context,
+        grad: Any,
+        x: Any,
+        kernel_size: Any,
+        stride: Any,
+        padding: Any,
+        ceil_mode: bool,
+        count_include_pad: bool,
         divisor_override: int | None,
-    ) -> jax.Array:  # fmt: skip
-        kernel = each(kernel_size, num_dims)
-        stride, padding = each(stride, num_dims, kernel), each(padding, num_dims)
+    ) -> jax.Array:
+        kernel = per_dim(kernel_size, num_dims)
+        stride, padding = per_dim(stride, num_dims, kernel), per_dim(padding, num_dims)
         dtype = opmath(x.dtype)
         counts = divisor_override or _window_counts(
             spatial(x), spatial(grad), kernel, stride, padding, count_include_pad

@@ -1,8 +1,9 @@
-"""Samplers: `ctx.key` and the shape decide every value, so one seed gives the same global tensor on any mesh.
+"""Random samplers: one seed gives the same global tensor on any mesh.
 
-Only jax.random functions are used, as their values do not depend on how the result is partitioned. 16-bit floats are sampled in float32
-and cast. torch's `generator` argument is ignored: the caller has made the key from it. Whether probabilities and weights are legal
-depends on values on the device, so it is not checked here.
+`ctx.key` and the shape determine every value. Only jax.random functions are used, because their
+values do not depend on how the result is partitioned. 16-bit floats are sampled in float32 and
+cast. torch's `generator` argument is ignored: the caller has derived the key from it. Probabilities
+and weights are not checked, because their values are on the device.
 """
 
 import math
@@ -23,7 +24,7 @@ def _key(ctx: Context) -> jax.Array:
     return ctx.key
 
 
-def _sampled(dtype: np.dtype) -> np.dtype:
+def _sampling_dtype(dtype: np.dtype) -> np.dtype:
     """The float dtype in which values for a result of `dtype` are drawn."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return np.finfo(dtype).dtype
@@ -42,12 +43,18 @@ def _largest_below(dtype: np.dtype, bound: float) -> float:
 
 
 def _uniform_between(ctx: Context, low: float, high: float) -> jax.Array:
-    """Uniform on [low, high). Rounding in the scaling or in the cast could reach `high`; what would is moved to the number below it."""
+    """Uniform on [low, high).
+
+    Rounding in the scaling or in the cast may give `high`; such values become the number below it.
+    """
     dtype = ctx.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = jax.random.uniform(_key(ctx), (*ctx.shape, 2), _sampled(dtype)) * (high - low) + low
+        parts = (
+            jax.random.uniform(_key(ctx), (*ctx.shape, 2), _sampling_dtype(dtype)) * (high - low)
+            + low
+        )
         return lax.complex(parts[..., 0], parts[..., 1])
-    unit = jax.random.uniform(_key(ctx), ctx.shape, _sampled(dtype))
+    unit = jax.random.uniform(_key(ctx), ctx.shape, _sampling_dtype(dtype))
     scaled = (unit * (high - low) + low).astype(dtype)
     return (
         scaled
@@ -78,8 +85,10 @@ def _rand(ctx: Context, *_: Any, **__: Any) -> jax.Array:
 
 
 def _normal_with(ctx: Context, mean: Any, std: Any) -> jax.Array:
-    """Normal; for a complex dtype `std` is that of the whole number, half of the variance in each part."""
-    wide = ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.complexfloating) else _sampled(ctx.dtype)
+    """Normal. For a complex dtype each part has half of the variance `std`^2."""
+    wide = (
+        ctx.dtype if jnp.issubdtype(ctx.dtype, jnp.complexfloating) else _sampling_dtype(ctx.dtype)
+    )
     return (
         jax.random.normal(_key(ctx), ctx.shape, wide) * jnp.asarray(std, wide)
         + jnp.asarray(mean, wide)
@@ -119,7 +128,7 @@ def _normal(ctx: Context, mean: Any, std: Any = 1.0, *_: Any, **__: Any) -> jax.
 def _log_normal(
     ctx: Context, x: jax.Array, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> jax.Array:
-    wide = _sampled(ctx.dtype)
+    wide = _sampling_dtype(ctx.dtype)
     return jnp.exp(jax.random.normal(_key(ctx), ctx.shape, wide) * std + mean).astype(ctx.dtype)
 
 
@@ -130,8 +139,9 @@ def _log_normal(
 def _exponential(
     ctx: Context, x: jax.Array, lambd: float = 1.0, *, generator: Any = None
 ) -> jax.Array:
-    wide = _sampled(ctx.dtype)
-    # A uniform draw may be 0, whose logarithm below is 0; half of the smallest step between draws stands in, as torch's own kernel does.
+    wide = _sampling_dtype(ctx.dtype)
+    # A uniform draw may be 0, whose logarithm below is 0. Half of the smallest step between draws
+    # replaces it, as in torch's kernel.
     half_step = np.asarray(np.finfo(wide).eps / 2, wide)
     positive = jnp.maximum(-jnp.log1p(-jax.random.uniform(_key(ctx), ctx.shape, wide)), half_step)
     info = jnp.finfo(ctx.dtype)
@@ -143,19 +153,19 @@ def _exponential(
 def _cauchy(
     ctx: Context, x: jax.Array, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> jax.Array:
-    return (jax.random.cauchy(_key(ctx), ctx.shape, _sampled(ctx.dtype)) * sigma + median).astype(
-        ctx.dtype
-    )
+    return (
+        jax.random.cauchy(_key(ctx), ctx.shape, _sampling_dtype(ctx.dtype)) * sigma + median
+    ).astype(ctx.dtype)
 
 
 @lowering("aten._standard_gamma.default", random=True)
 def _standard_gamma(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.gamma(_key(ctx), x.astype(_sampled(ctx.dtype))).astype(ctx.dtype)
+    return jax.random.gamma(_key(ctx), x.astype(_sampling_dtype(ctx.dtype))).astype(ctx.dtype)
 
 
 @lowering("aten._standard_gamma_grad.default")
 def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.Array:
-    wide = _sampled(ctx.dtype)
+    wide = _sampling_dtype(ctx.dtype)
     return lax.random_gamma_grad(x.astype(wide), output.astype(wide)).astype(ctx.dtype)
 
 
@@ -165,13 +175,15 @@ def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.A
     meta=lambda x, generator=None: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 def _sample_dirichlet(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    concentration = x.astype(_sampled(ctx.dtype))
-    # Normalised in logarithms, so that a row of small concentrations, whose gammas all underflow, still adds up to 1.
+    concentration = x.astype(_sampling_dtype(ctx.dtype))
+    # Normalized in logarithms, so that a row adds up to 1 even if all of its gammas underflow, as
+    # those of small concentrations do.
     return jax.nn.softmax(jax.random.loggamma(_key(ctx), concentration), axis=-1).astype(ctx.dtype)
 
 
-# Nodes and weights of the double exponential rule for an integral over (0, inf) whose integrand decays like exp(-y)
-# (Takahasi and Mori 1974, "Double exponential formulas for numerical integration"): y = exp(u - exp(-u)).
+# Nodes and weights of the double exponential rule for an integral over (0, inf) whose integrand
+# decays like exp(-y), with y = exp(u - exp(-u)): Takahasi and Mori 1974, "Double exponential
+# formulas for numerical integration".
 _U = np.arange(-4.0, 4.6, 0.1)
 _NODES = np.exp(_U - np.exp(-_U))
 _NODE_WEIGHTS = _NODES * (1 + np.exp(-_U)) * 0.1
@@ -182,10 +194,13 @@ _NODE_WEIGHTS = _NODES * (1 + np.exp(-_U)) * 0.1
     meta=lambda x, alpha, total: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Array) -> jax.Array:
-    """How a value moves with its own concentration: -(dF/d alpha) / (1 - x) / F' where F is the distribution function of Beta(alpha, total - alpha).
+    """The derivative of a sample by its own concentration: -(dF/d alpha) / (1 - x) / F'.
 
-    (Figurnov, Mohamed, Mnih 2018, "Implicit reparameterization gradients", eq. 5.) dF/d alpha = integral of (log t - E log T) p(t) over t < x, and
-    as it vanishes over all t, also less that over t > x. Each is taken where its integrand has one sign. In y = logit t, relative to its value at x.
+    F is the distribution function of Beta(alpha, total - alpha) (Figurnov, Mohamed, Mnih 2018,
+    "Implicit reparameterization gradients", eq. 5). dF/d alpha is the integral of
+    (log t - E log T) p(t) over t < x. The integral over all t is 0, so dF/d alpha is also minus the
+    integral over t > x; of the two, the one whose integrand has one sign is computed. The variable
+    of integration is y = logit t, and the integrand is relative to its value at x.
     """
     wide = np.dtype(np.float64)
     x, a, total = (y.astype(wide) for y in (x, alpha, total))
@@ -202,12 +217,13 @@ def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Arr
         at, weight = node
         y = y_end + direction * scale * at
         log_t = jax.nn.log_sigmoid(y)
-        # p(t) dt = t^a (1-t)^b dy, over its value at x
+        # p(t) dt = t^a (1-t)^b dy, divided by its value at x
         density = jnp.exp(a * (log_t - jnp.log(x)) + b * (jax.nn.log_sigmoid(-y) - jnp.log1p(-x)))
         return total_so_far + weight * density * (log_t - mean_log), None
 
     summed, _ = lax.scan(add, jnp.zeros_like(x), (jnp.asarray(_NODES), jnp.asarray(_NODE_WEIGHTS)))
-    # What is relative to t^a (1-t)^b is to be divided by t^(a-1) (1-t)^(b-1): one factor x (1-x), of which 1 / (1-x) takes a part away.
+    # The sum is relative to x^a (1-x)^b, and F' is x^(a-1) (1-x)^(b-1). This gives a factor
+    # x (1-x), of which the division by (1-x) leaves x.
     return (direction * scale * summed * x).astype(ctx.dtype)
 
 
@@ -215,7 +231,10 @@ def _dirichlet_grad(ctx: Context, x: jax.Array, alpha: jax.Array, total: jax.Arr
 
 
 def _coin(key: Any, p: float, shape: tuple[int, ...]) -> jax.Array:
-    """True with probability `p`, to 2**-32: a float32 draw has only 23 random bits and would treat a p below 2**-23 as 2**-23."""
+    """True with probability `p`, to 2**-32.
+
+    A float32 draw has only 23 random bits, and would treat a p below 2**-23 as 2**-23.
+    """
     threshold = round(p * 2**32)
     if threshold >= 2**32:
         return jnp.ones(shape, bool)
@@ -232,7 +251,7 @@ def _bernoulli(
     ctx: Context, x: jax.Array, p: jax.Array | None = None, *, generator: Any = None
 ) -> jax.Array:
     probability = x if p is None else p
-    wide = _sampled(probability.dtype)
+    wide = _sampling_dtype(probability.dtype)
     return (jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)).astype(
         ctx.dtype
     )
@@ -246,7 +265,7 @@ def _native_dropout(
         return x, jnp.ones(ctx.shape, bool)
     mask = _coin(_key(ctx), 1.0 - p, ctx.shape)
     scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
-    # A product and not a select: a NaN in a dropped place stays a NaN, as in torch.
+    # A product and not a select: a dropped NaN stays NaN, as in torch.
     wide = opmath(x.dtype)
     return (x.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype), mask
 
@@ -271,16 +290,16 @@ def _rrelu_with_noise(
     training: bool,
     generator: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """In training only; without it the router records a leaky_relu, which draws nothing."""
-    low, high = (as_array(bound, _sampled(x.dtype)) for bound in (lower, upper))
-    slopes = jax.random.uniform(_key(ctx), x.shape, _sampled(x.dtype)) * (high - low) + low
+    """RReLU in training; outside training the router records a leaky_relu, which draws nothing."""
+    low, high = (as_array(bound, _sampling_dtype(x.dtype)) for bound in (lower, upper))
+    slopes = jax.random.uniform(_key(ctx), x.shape, _sampling_dtype(x.dtype)) * (high - low) + low
     factors = jnp.where(x <= 0, slopes, jnp.ones_like(slopes)).astype(ctx.dtype)
     return x * factors, factors
 
 
 @lowering("aten.geometric.default", random=True)
 def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -> jax.Array:
-    wide = _sampled(ctx.dtype)
+    wide = _sampling_dtype(ctx.dtype)
     unit = jax.random.uniform(_key(ctx), ctx.shape, wide)
     trials = jnp.ceil(jnp.log1p(-unit) / (math.log1p(-p) if p < 1 else -math.inf))
     return jnp.maximum(trials, 1).astype(ctx.dtype)
@@ -288,14 +307,14 @@ def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -
 
 @lowering("aten.poisson.default", random=True)
 def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.poisson(_key(ctx), x.astype(_sampled(ctx.dtype)), ctx.shape, np.int64).astype(
-        ctx.dtype
-    )
+    return jax.random.poisson(
+        _key(ctx), x.astype(_sampling_dtype(ctx.dtype)), ctx.shape, np.int64
+    ).astype(ctx.dtype)
 
 
 @lowering("aten.binomial.default", random=True)
 def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
-    wide = _sampled(ctx.dtype)
+    wide = _sampling_dtype(ctx.dtype)
     return jax.random.binomial(
         _key(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide
     ).astype(ctx.dtype)
@@ -310,13 +329,15 @@ def _multinomial(
     *,
     generator: Any = None,
 ) -> jax.Array:
-    weights = weights.astype(_sampled(weights.dtype))
+    weights = weights.astype(_sampling_dtype(weights.dtype))
     if not replacement or num_samples == 1:
-        # Gumbel top-k: the k largest of log-weight plus Gumbel noise are a sample without replacement (Kool et al. 2019, section 3).
+        # Gumbel top-k: the k largest of log-weight plus Gumbel noise are a sample without
+        # replacement (Kool et al. 2019, section 3).
         noise = jax.random.gumbel(_key(ctx), weights.shape, weights.dtype)
         return lax.top_k(jnp.log(weights) + noise, num_samples)[1].astype(ctx.dtype)
-    # By the inverse of the cumulative sum, as noise for each pair of sample and category could be far larger than the weights. A
-    # parallel sum need not rise monotonically; the running maximum over the categories with weight makes it, and no other is drawn.
+    # By the inverse of the cumulative sum: Gumbel noise for each pair of sample and category could
+    # need far more memory than the weights. A parallel sum may decrease from rounding. The running
+    # maximum, over the categories that have a weight, cannot, and never draws one without weight.
     cumulative = lax.cummax(
         jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0), axis=weights.ndim - 1
     )
@@ -331,26 +352,33 @@ def _multinomial(
 
 
 def _integers(ctx: Context, low: int, high: int) -> jax.Array:
-    """Whole numbers from low to high - 1, in the result's dtype; `high` may be one more than the dtype holds."""
+    """Integers from `low` to `high` - 1 in the result's dtype.
+
+    `high` may be the dtype's largest number plus 1.
+    """
     dtype = ctx.dtype
     if jnp.issubdtype(dtype, jnp.floating):
-        drawn = _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
-        # Rounding could reach `high`, as in `_uniform_between`.
+        drawn = _uniform_integers(_key(ctx), ctx.shape, low, high).astype(dtype)
+        # Rounding may give `high`, as in `_uniform_between`.
         return (
             jnp.minimum(drawn, np.asarray(_largest_below(dtype, high), dtype))
             if math.isfinite(float(np.asarray(high).astype(dtype)))
             else drawn
         )
-    return _whole(_key(ctx), ctx.shape, low, high).astype(dtype)
+    return _uniform_integers(_key(ctx), ctx.shape, low, high).astype(dtype)
 
 
-def _whole(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
-    """Integers in [low, high), as int32 where both fit and as int64 otherwise; uint64 only for numbers that int64 cannot hold."""
+def _uniform_integers(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
+    """Integers in [low, high), in a dtype that holds them.
+
+    That is int32 where both bounds fit, else int64, or uint64 for numbers that int64 cannot hold.
+    """
     if low >= -(2**31) and high < 2**31:
         return jax.random.randint(key, shape, low, high, np.int32)
     if low >= -(2**63) and high < 2**63:
         return jax.random.randint(key, shape, low, high, np.int64)
-    # All 64 bits are needed. The remainder of a division favours no number by more than one part in 2**64 / (high - low).
+    # All 64 bits are needed. The remainder of a division favors no number by more than one part in
+    # 2**64 / (high - low).
     bits = jax.random.bits(key, shape, np.uint64)
     span = high - low
     offset = bits if span >= 2**64 else bits % np.uint64(span)
@@ -359,7 +387,10 @@ def _whole(key: Any, shape: tuple[int, ...], low: int, high: int) -> jax.Array:
 
 
 def _highest(dtype: np.dtype) -> int:
-    """The largest number that torch's random_() draws without bounds: for a float, the last up to which it holds every integer."""
+    """The largest number that torch's random_() draws without bounds.
+
+    For a float dtype it is the end of the range in which the dtype holds every integer.
+    """
     if dtype == np.bool_:
         return 1
     if jnp.issubdtype(dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""Copies that join, repeat, reorder or pad, and those that put a piece back into a whole: scatters along a view, and the gradients of views."""
+"""Operations that join, repeat, reorder or pad tensors, scatters to views, and views' gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _axis(dim: int, ndim: int) -> int:
-    """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
+    """The dim counted from the front; in torch, a 0-dim tensor has the dims 0 and -1."""
     return dim % max(ndim, 1)
 
 
@@ -21,7 +21,7 @@ def _axis(dim: int, ndim: int) -> int:
 
 @lowering("aten.cat.default")
 def _cat(ctx: Context, tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
-    # A tensor of shape (0,) joins tensors of any rank: torch keeps that old rule.
+    # Legacy rule of torch: a tensor of shape (0,) can be joined with tensors of any rank.
     parts = [as_array(x, ctx.dtype) for x in tensors if x.shape != (0,)]
     return (
         jnp.concatenate(parts, _axis(dim, len(ctx.shape)))
@@ -47,7 +47,10 @@ def _block_diag(ctx: Context, tensors: Sequence[jax.Array]) -> jax.Array:
 
 @lowering("aten._chunk_cat.default")
 def _chunk_cat(ctx: Context, tensors: Sequence[jax.Array], dim: int, num_chunks: int) -> jax.Array:
-    """Each tensor is padded along `dim` to `num_chunks` equal chunks, and the tensors' chunks of one rank are joined, flattened."""
+    """Pads each tensor along `dim` to `num_chunks` equal chunks, and joins chunk i of all tensors.
+
+    The chunks are flattened first.
+    """
     parts = []
     for x in tensors:
         axis = _axis(dim, x.ndim)
@@ -69,7 +72,10 @@ def _repeat(ctx: Context, x: jax.Array, repeats: list[int]) -> jax.Array:
 
 @lowering("aten.repeat_interleave.Tensor")
 def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int) -> jax.Array:
-    """Each position i of `repeats`, repeats[i] times. Where `output_size` was not given, the recording has read the sum."""
+    """Each position i of `repeats`, repeats[i] times.
+
+    Where the caller gave no `output_size`, the recording has read the sum of `repeats`.
+    """
     return jnp.repeat(
         jnp.arange(repeats.shape[0], dtype=ctx.dtype), repeats, total_repeat_length=output_size
     )
@@ -131,7 +137,9 @@ def _triu(ctx: Context, x: jax.Array, diagonal: int = 0) -> jax.Array:
     return jnp.triu(x, diagonal)
 
 
-def _on_diagonal(base: jax.Array, piece: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
+def _write_diagonal(
+    base: jax.Array, piece: jax.Array, offset: int, dim1: int, dim2: int
+) -> jax.Array:
     axes = (_axis(dim1, base.ndim), _axis(dim2, base.ndim))
     along = np.arange(piece.shape[-1])
     matrices = jnp.moveaxis(base, axes, (-2, -1))
@@ -145,28 +153,28 @@ def _on_diagonal(base: jax.Array, piece: jax.Array, offset: int, dim1: int, dim2
 def _diag_embed(
     ctx: Context, x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> jax.Array:
-    return _on_diagonal(jnp.zeros(ctx.shape, ctx.dtype), x, offset, dim1, dim2)
+    return _write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), x, offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_scatter.default")
 def _diagonal_scatter(
     ctx: Context, x: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> jax.Array:
-    return _on_diagonal(x, as_array(src, x.dtype), offset, dim1, dim2)
+    return _write_diagonal(x, as_array(src, x.dtype), offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_backward.default")
 def _diagonal_backward(
     ctx: Context, grad: jax.Array, input_sizes: list[int], offset: int, dim1: int, dim2: int
 ) -> jax.Array:
-    return _on_diagonal(jnp.zeros(ctx.shape, ctx.dtype), grad, offset, dim1, dim2)
+    return _write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), grad, offset, dim1, dim2)
 
 
 # Regions.
 
 
 def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    """The first index and one past the last, both within the dim; torch clamps exactly as Python's slices do."""
+    """The first index and one past the last, clamped to the dim as Python's slices are."""
     first, last, _ = slice(start, end, step).indices(length)
     return first, max(first, last)
 
@@ -200,7 +208,10 @@ def _slice_scatter(
 
 
 def _padded(piece: jax.Array, length: int, axis: int, first: int, step: int) -> jax.Array:
-    """Zeros along `axis` with the piece's elements at first, first + step, ...: a pad, which partitions without a gather or a scatter."""
+    """Zeros along dim `axis` with the piece's elements at first, first + step, ...
+
+    As a pad, which XLA partitions without a gather or a scatter.
+    """
     num = piece.shape[axis]
     pad = [(0, 0, 0)] * piece.ndim
     used = first + (num - 1) * step + 1 if num else first
@@ -243,7 +254,7 @@ def _unfold_backward(
     )
 
 
-# Padding: torch lists (before, after) pairs from the last dim backwards, and a negative amount crops.
+# Padding: torch lists (before, after) pairs from the last dim backward; a negative amount crops.
 
 
 def _pairs(pad: Sequence[int], ndim: int) -> list[tuple[int, int]]:
@@ -298,7 +309,8 @@ def _pad_backward(
     x: jax.Array,
     padding: Sequence[int],
 ) -> jax.Array:
-    # The transpose of the padding: it is linear, so no value of x is read. Summed wide, as one edge may collect many addends.
+    # The transpose of the padding, which is linear, so no value of x is read. The sums are computed
+    # in torch's compute dtype, because an edge may have many terms.
     wide = opmath(grad.dtype)
     transpose = jax.linear_transpose(
         lambda y: _pad_with(extend, y, padding), jax.ShapeDtypeStruct(x.shape, wide)

@@ -1,4 +1,4 @@
-"""Reductions and cumulative operations: one array in, the array without (or with size-1) reduced dims out, or the running values along a dim."""
+"""Reductions over dims, vector norms, and cumulative operations along a dim."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _BOOL = np.dtype(np.bool_)
 _INT64 = np.dtype(np.int64)
 
 
-# ---- sums and products -----------------------------------------------------------------------------------------------
+# ---- sums and products ---------------------------------------------------------------------------
 
 
 def _accumulator(ctx: Context, x: jax.Array) -> jax.Array:
@@ -83,13 +83,13 @@ def _count_nonzero(ctx: Context, x: Any, dim: Any = None) -> jax.Array:
     return jnp.sum(x != jnp.zeros_like(x), axis=reduced_dims(dim, x.ndim), dtype=_INT64)
 
 
-# ---- logic -----------------------------------------------------------------------------------------------------------
+# ---- logic ---------------------------------------------------------------------------------------
 
 
 def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
     @lowering(f"aten.{op}.default", f"aten.{op}.dim")
     def over_dim(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
-        # as_array: a uint8 tensor has uint8 answers
+        # as_array: for a uint8 tensor the result is uint8.
         return as_array(
             function(as_array(x, _BOOL), axis=reduced_dims(dim, x.ndim), keepdims=keepdim),
             ctx.dtype,
@@ -116,7 +116,7 @@ def _is_any_true(ctx: Context, x: Any) -> jax.Array:
     return jnp.any(x)
 
 
-# ---- extrema: nan wins; of equal values the first --------------------------------------------------------------------
+# ---- extrema: NaN is the extremum where there is one; of equal values the first counts -----------
 
 
 def _extremum(x: jax.Array, dims: tuple[int, ...], keepdim: bool, largest: bool) -> jax.Array:
@@ -174,7 +174,7 @@ def _aminmax(
 
 @lowering("aten.trace.default")
 def _trace(ctx: Context, x: Any) -> jax.Array:
-    # A comparison of positions and not a gather of the diagonal: each device adds up its own shard.
+    # A comparison of positions and not a gather of the diagonal: each device sums its own shard.
     diagonal = lax.broadcasted_iota(np.int32, x.shape, 0) == lax.broadcasted_iota(
         np.int32, x.shape, 1
     )
@@ -183,12 +183,15 @@ def _trace(ctx: Context, x: Any) -> jax.Array:
 
 
 def _float64_bits(x: jax.Array) -> jax.Array:
-    """The bits of the floats as float64; from narrower ones by integers alone, as TPUs have no bits of a float64 to show."""
+    """The bits of the floats as float64, as uint64.
+
+    Narrower floats are converted by integer operations, because TPUs cannot give a float64's bits.
+    """
     if x.dtype == np.float64:
         return lax.bitcast_convert_type(x, np.uint64)
     bits = lax.bitcast_convert_type(x.astype(np.float32), np.uint32).astype(np.uint64)
     sign, exponent, fraction = bits >> 31, (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # A subnormal's leading bit moves up to where it is implied.
+    # A subnormal is normalized: its leading bit becomes the implicit one.
     shift = jnp.where((exponent == 0) & (fraction != 0), lax.clz(fraction) - 40, 0)
     fraction = (fraction << shift) & 0x7FFFFF
     wide = jnp.where(
@@ -202,7 +205,7 @@ def _float64_bits(x: jax.Array) -> jax.Array:
 def _hash_tensor(
     ctx: Context, x: Any, dim: Any = (), *, keepdim: bool = False, mode: int = 0
 ) -> jax.Array:
-    """The exclusive or of all values: of floats as float64, of integers as 64 bits with their sign."""
+    """The exclusive or of the values: floats as float64, integers sign-extended to 64 bits."""
     if mode != 0:
         raise RuntimeError(
             f"Unknown hash_tensor mode: {mode}; the only one is 0, the exclusive or."
@@ -217,7 +220,7 @@ def _hash_tensor(
     dims = reduced_dims(dim, x.ndim)
     if ctx.num_devices == 1:
         return lax.reduce(bits, np.uint64(0), lax.bitwise_xor, dims).reshape(ctx.shape)
-    # Devices can add what they hold, and XLA has no exclusive or between them: the parity of each bit's sum.
+    # XLA has no exclusive or across devices, but a sum: the result is the parity of each bit's sum.
     places = jnp.arange(64, dtype=np.uint64)
     counts = jnp.sum(
         ((bits[..., None] >> places) & 1).astype(np.uint32), axis=dims, dtype=np.uint32
@@ -227,19 +230,18 @@ def _hash_tensor(
     )
 
 
-# ---- moments ---------------------------------------------------------------------------------------------------------
+# ---- moments -------------------------------------------------------------------------------------
 
 
 def _moments(x: jax.Array, dim: Any, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
-    """Variance (in two passes; real) and mean, both in opmath."""
+    """Variance (in two passes, real) and mean, both in torch's compute dtype."""
     dims = reduced_dims(dim, x.ndim)
     count = _count(x, dims)
     x = as_array(x, opmath(x.dtype))
     mean = jnp.sum(x, axis=dims, keepdims=True) / as_array(count, x.dtype)
     squares = jnp.square(jnp.abs(x - mean))
-    divisor = max(
-        count - (1 if correction is None else correction), 0
-    )  # at most `correction` values: x / 0, nan or inf as in torch
+    # For at most `correction` values the divisor is 0, which gives nan or inf as in torch.
+    divisor = max(count - (1 if correction is None else correction), 0)
     variance = jnp.sum(squares, axis=dims, keepdims=keepdim) / as_array(divisor, squares.dtype)
     return variance, mean if keepdim else lax.squeeze(mean, dims)
 
@@ -284,7 +286,7 @@ def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Arr
     return (total if keepdim else lax.squeeze(total, dims)).astype(ctx.dtype)
 
 
-# ---- vector norms ----------------------------------------------------------------------------------------------------
+# ---- vector norms --------------------------------------------------------------------------------
 
 
 def _vector_norm(
@@ -292,7 +294,7 @@ def _vector_norm(
 ) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     dtype = opmath(ctx.dtype)
-    size = as_array(jnp.abs(x), dtype)  # a widening happens before the powers
+    size = as_array(jnp.abs(x), dtype)  # before the powers, which a narrower dtype would round
     if order is None or order == 2:
         norm = jnp.sqrt(jnp.sum(jnp.square(size), axis=dims, keepdims=keepdim))
     elif order == 0:
@@ -300,9 +302,8 @@ def _vector_norm(
     elif order == 1:
         norm = jnp.sum(size, axis=dims, keepdims=keepdim)
     elif order == math.inf:
-        norm = jnp.max(
-            size, axis=dims, keepdims=keepdim, initial=0
-        )  # no element is below 0, so that an empty norm is 0
+        # No element is below 0; the norm of no elements is 0.
+        norm = jnp.max(size, axis=dims, keepdims=keepdim, initial=0)
     elif order == -math.inf:
         norm = jnp.min(size, axis=dims, keepdims=keepdim, initial=jnp.inf)
     else:
@@ -335,11 +336,11 @@ def _dist(ctx: Context, x: Any, y: Any, p: Any = 2) -> jax.Array:
     return _vector_norm(ctx, x.astype(dtype) - y.astype(dtype), p, None, False)
 
 
-# ---- cumulative ------------------------------------------------------------------------------------------------------
+# ---- cumulative ----------------------------------------------------------------------------------
 
 
 def _along(function: Callable[..., jax.Array], x: jax.Array, dim: int) -> jax.Array:
-    """`function(x, axis)`; a 0-dim tensor is its own running result."""
+    """`function(x, axis=dim)`; a 0-dim tensor is its own result."""
     return function(x, axis=dim % x.ndim) if x.ndim else x
 
 
@@ -354,7 +355,7 @@ def _cumprod(ctx: Context, x: Any, dim: int, *, dtype: Any = None) -> jax.Array:
 
 
 def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Array]:
-    """The extremum so far and its index: of equal values (and of nans) the latest, as torch has it here."""
+    """The extremum so far and its index; of equal values (and of NaNs) the latest, as in torch."""
     if x.ndim == 0:
         return x, jnp.zeros((), _INT64)
     dim %= x.ndim
@@ -363,7 +364,7 @@ def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array,
     updated = ordered == running
     if is_inexact(x.dtype):
         updated |= jnp.isnan(x)
-        # Spelled out, as a running maximum that keeps nan is no promise of every backend.
+        # NaN is propagated explicitly: not every backend's running maximum guarantees it.
         running = jnp.where(
             lax.cummax(jnp.isnan(x).astype(np.uint8), axis=dim) > 0, jnp.nan, running
         ).astype(x.dtype)

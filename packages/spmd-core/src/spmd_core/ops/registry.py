@@ -1,14 +1,19 @@
-"""Which pure jax function computes which ATen overload. Every family file registers here; the lowering looks up here.
+"""The table from ATen overloads to the pure jax functions that compute them.
 
-A lowering takes a `Context` and the overload's own arguments and returns one array, or a tuple with one array per tensor result:
+Every family file registers its lowerings here; `find` looks them up. A lowering takes a `Context`
+and the overload's own arguments. It returns one array, or a tuple with one array per tensor result.
+Its arguments:
 
-- a Tensor arrives as a jax array of the tensor's exact shape and dtype; `Tensor[]` as a list; an absent optional as None;
-- a `Scalar` of the schema arrives as a `Number`, whose value is a traced input of the program, so that a learning rate or a bias
-  correction never causes a compile; the arguments named in `static` arrive as plain Python numbers instead and become part of the key;
-- everything else (ints, sizes, dtypes, strings) arrives as torch passes it.
+- a Tensor is a jax array of the tensor's exact shape and dtype; a `Tensor[]` is a list of them; an
+  absent optional is None;
+- a `Scalar` of the schema is a `Number`, whose value is a traced input of the program, so that a
+  new learning rate or bias correction never causes a compile; the arguments named in `static` are
+  plain Python numbers instead, and part of the program's key;
+- everything else (ints, sizes, dtypes, strings) is what torch passes.
 
-The results must have exactly the shapes and dtypes of `ctx.outs`, which come from torch's meta kernels; the driver checks that.
-Lowerings only ever see functional overloads: in-place, `out=` and foreach forms are derived from the schema.
+The results must have exactly the shapes and dtypes of `ctx.outs`, which come from torch's meta
+kernels; the caller checks that. Lowerings only see functional overloads: in-place, `out=` and
+foreach forms are derived from the schema.
 """
 
 import importlib
@@ -27,7 +32,10 @@ from spmd_core import dtypes
 
 @dataclass(frozen=True)
 class Number:
-    """A Python number of the program: `value` is a 0-dim array (float64, int64, bool or complex128), `kind` its Python type."""
+    """A Python number as an input of the program.
+
+    `value` is a 0-dim array (float64, int64, bool or complex128), `kind` its Python type.
+    """
 
     value: jax.Array
     kind: type
@@ -38,7 +46,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Out:
-    """What torch says of one result: its shape and its torch dtype."""
+    """The shape and the torch dtype of one result, as torch gives them."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,16 +54,15 @@ class Out:
 
 @dataclass
 class Context:
-    """What a lowering may know beside its arguments."""
+    """What a lowering may use besides its arguments."""
 
     outs: tuple[Out, ...]
     platform: str  # "cpu", "gpu" or "tpu"
     key: jax.Array | None = None  # a jax PRNG key, for overloads registered with random=True
     num_devices: int = 1  # over which the program is partitioned
-    split_dims: frozenset[int] = (
-        frozenset()
-    )  # which dims anything in the program is said to split, counted from the last one (-1)
-    # (x, n) -> x with its last n dims whole on each device, the others as the partitioner likes
+    # the dims that any sharding in the program splits, counted from the last one (-1)
+    split_dims: frozenset[int] = frozenset()
+    # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
 
     @property
@@ -79,29 +86,35 @@ class Lowering:
     random: bool = False
     # (args, kwargs, platform) -> whether this call must run on the host
     host_when: Callable[[Any, Any, str], bool] | None = None
-    # in place of torch's meta kernel: the overload over meta tensors
+    # the overload over meta tensors, instead of torch's meta kernel
     meta: Callable[..., Any] | None = None
     numbers: frozenset[str] = field(default_factory=frozenset)
 
 
 _LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
-# For a view overload: (new value of the view, old value of the base, the view's static arguments) -> new value of the base.
+# For a view overload: (old value of the base, new value of the view, the view's static arguments)
+# -> new value of the base.
 _VIEW_WRITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def resolve(name: str) -> torch._ops.OpOverload:
-    """The overload that `"aten.add.Tensor"` names. Raises ValueError for a packet (no overload part) or an unknown name."""
+    """The overload that a name such as `"aten.add.Tensor"` stands for.
+
+    Raises ValueError for a packet (a name without the overload part) and for an unknown name.
+    """
     parts = name.split(".")
     if len(parts) != 3:
         raise ValueError(
-            f"a lowering is registered on one exact overload, namespace.op.overload; got {name!r}. Write for instance aten.add.Tensor."
+            "a lowering is registered on one exact overload, namespace.op.overload; "
+            f"got {name!r}. Write for instance aten.add.Tensor."
         )
     namespace, op, overload = parts
     try:
         return getattr(getattr(getattr(torch.ops, namespace), op), overload)
     except AttributeError:
         raise ValueError(
-            f"this torch has no overload {name!r}; list them with torch.ops.{namespace}.{op}.overloads()."
+            f"this torch has no overload {name!r}; "
+            f"list them with torch.ops.{namespace}.{op}.overloads()."
         ) from None
 
 
@@ -114,14 +127,24 @@ def lowering(
     numbers: tuple[str, ...] = (),
     since: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated function for each overload in `names`. Registering one overload twice is a ValueError.
+    """Registers the decorated function for each overload in `names`.
 
-    `numbers` names keyword arguments of schema type `float` that arrive as `Number` too, where they change from call to call.
+    Raises ValueError where an overload already has a lowering.
 
-    `host_when(args, kwargs, platform)` says which of the recorded calls the function declines on a
-    platform ("cpu", "gpu" or "tpu"): those run on the host, counted.
-    `since` is the version of torch that brought the overloads, where we support older ones: there the function is not registered.
-    `meta` gives the results' shapes and dtypes as meta tensors, where torch has no meta kernel or one that asks what only CUDA's kernel needs.
+    Args:
+        names: the overloads, as `resolve` takes them.
+        static: the arguments of schema type `Scalar` that are plain Python numbers, part of the
+            program's key, and not `Number`.
+        random: whether the function needs `ctx.key`.
+        host_when: `host_when(args, kwargs, platform)` is True for the recorded calls that the
+            function does not support on the platform ("cpu", "gpu" or "tpu"). Those run on the
+            host, and are counted.
+        meta: gives the results' shapes and dtypes as meta tensors, where torch has no meta kernel
+            or has one with requirements that only CUDA's kernel has.
+        numbers: the keyword arguments of schema type `float` that arrive as `Number` too, because
+            they change from call to call.
+        since: the torch version that added the overloads; under an older torch the function is not
+            registered. Empty where every supported version has them.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +154,9 @@ def lowering(
             overload = resolve(name)
             if overload in _LOWERINGS:
                 raise ValueError(
-                    f"{name} already has a lowering, in {_LOWERINGS[overload].function.__module__}; an overload is lowered in one place."
+                    f"{name} already has a lowering, in "
+                    f"{_LOWERINGS[overload].function.__module__}; an overload is lowered in one "
+                    "place."
                 )
             _LOWERINGS[overload] = Lowering(
                 overload, function, frozenset(static), random, host_when, meta, frozenset(numbers)
@@ -142,14 +167,18 @@ def lowering(
 
 
 def view_write(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers how a write through a view changes its base: `function(base, view, *static args) -> new base`."""
+    """Registers how a write through a view changes its base.
+
+    The decorated function is `function(base, view, *static_args) -> new base`.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             overload = resolve(name)
             if overload in _VIEW_WRITES:
                 raise ValueError(
-                    f"{name} already has a view write, in {_VIEW_WRITES[overload].__module__}; register it once."
+                    f"{name} already has a view write, in "
+                    f"{_VIEW_WRITES[overload].__module__}; register it once."
                 )
             _VIEW_WRITES[overload] = function
         return function
@@ -163,7 +192,7 @@ def find(overload: torch._ops.OpOverload) -> Lowering | None:
 
 
 def find_view_write(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """How a write through this view overload changes its base, or None."""
+    """The function that `view_write` registered for the view overload, or None."""
     return _VIEW_WRITES.get(overload)
 
 
@@ -173,14 +202,20 @@ def registered() -> tuple[Lowering, ...]:
 
 
 def as_array(x: Any, dtype: np.dtype) -> jax.Array:
-    """A tensor argument, a `Number` or a Python number as an array of `dtype`; floats become integers by truncation, as in torch."""
+    """A tensor argument, a `Number` or a Python number as an array of `dtype`.
+
+    Floats become integers by truncation, as in torch.
+    """
     if isinstance(x, Number):
         return x.astype(dtype)
     return jnp.asarray(x).astype(dtype)
 
 
 def result_dtype(*operands: Any) -> np.dtype:
-    """The dtype in which torch computes an elementwise operation of these operands: its own promotion of dtypes, 0-dim tensors and numbers."""
+    """The dtype in which torch computes an elementwise operation of these operands.
+
+    It is torch's own promotion of tensors, 0-dim tensors and numbers. None operands are skipped.
+    """
     standins: list[Any] = []
     for x in operands:
         if isinstance(x, Number):
@@ -194,7 +229,8 @@ def result_dtype(*operands: Any) -> np.dtype:
     result = standins[0] if len(standins) == 1 else None
     if isinstance(result, torch.Tensor):
         return dtypes.to_jax(result.dtype)
-    # torch.result_type takes two operands; its result is associative only per category, so fold in tensors, 0-dim tensors, then numbers.
+    # torch.result_type takes two operands and is associative only within a category, so the fold
+    # takes the tensors first, then the 0-dim tensors, then the numbers.
     order: dict[str, list[Any]] = {"tensor": [], "scalar": [], "number": []}
     for x in standins:
         kind = "number" if not isinstance(x, torch.Tensor) else ("tensor" if x.dim() else "scalar")
@@ -210,6 +246,6 @@ def result_dtype(*operands: Any) -> np.dtype:
 
 
 def load_all() -> None:
-    """Imports every family, so that each registers its lowerings. The families import this module."""
+    """Imports every family, which registers its lowerings; the families import this module."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         importlib.import_module(f"{__package__}.{path.stem}")

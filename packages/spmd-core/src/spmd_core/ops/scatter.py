@@ -1,8 +1,9 @@
-"""Writing at positions given by tensors: scatter, index_put, index_add and their kin, and masked_scatter.
+"""Writes at positions given by tensors: scatter, index_put, index_add and similar operations.
 
-An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU. A device cannot raise from inside
-a program: here such an index writes nothing, such a source repeats its last element, and no write ever leaves its array. Where two
-writes meet in one element and are not combined, torch leaves open which one stays, and so does XLA.
+An index outside its dim, or a source too short for its mask, is an error in eager torch on the CPU.
+A device cannot raise from inside a program: here such an index writes nothing, such a source
+repeats its last element, and no write leaves its array. Where two writes go to one element and are
+not combined, neither torch nor XLA specifies which one remains.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +17,24 @@ from jax import lax
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
-# (base, values, method) -> base with the values written; the method is that of jax's `.at[...]`: set, add, multiply, max or min.
+# (base, values, method) -> base with the values written. The method is one of jax's `.at[...]`:
+# set, add, multiply, max or min.
 Apply = Callable[[jax.Array, jax.Array, str], jax.Array]
 
 
 def _axis(dim: int, ndim: int) -> int:
-    """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
+    """The dim counted from the front; in torch, a 0-dim tensor has the dims 0 and -1."""
     return dim % max(ndim, 1)
 
 
 def _write(
     base: jax.Array, key: Any, values: jax.Array, method: str, *, wrap: bool = False
 ) -> jax.Array:
-    """Sums and products of 16-bit floats are kept in float32 until the end, and those of bools in int32: a bool sum is an `or`."""
+    """`base` with the values written at `key` by a method of jax's `.at[...]`.
+
+    Sums and products are computed in float32 for 16-bit floats and in int32 for bools; a sum of
+    bools is `or`.
+    """
     wide = base.dtype
     if method in ("add", "multiply"):
         wide = np.dtype(np.int32) if base.dtype == np.bool_ else opmath(base.dtype)
@@ -40,7 +46,10 @@ def _write(
 def _reduce(
     x: jax.Array, source: jax.Array, apply: Apply, reduce: str, *, include_self: bool
 ) -> jax.Array:
-    """Combines the source's elements, and x's own where `include_self`, at each element written; the others keep x."""
+    """Combines the source's elements at each element written; the others stay as in x.
+
+    With `include_self` the element of x takes part.
+    """
     method = {"sum": "add", "prod": "multiply", "mean": "add", "amax": "max", "amin": "min"}[reduce]
     base = x
     if not include_self:
@@ -70,7 +79,10 @@ def _limits(dtype: np.dtype) -> tuple[Any, Any]:
 
 
 def _scattering(dim: int, index: jax.Array) -> Apply:
-    """Writes values[..., i, ...] to base[..., index[..., i, ...], ...]; the other dims count only as far as the index reaches."""
+    """Writes values[..., i, ...] to base[..., index[..., i, ...], ...].
+
+    Of the other dims, only the index's extent is read and written.
+    """
     index = jnp.atleast_1d(index)
     axis = _axis(dim, index.ndim)
 
@@ -88,7 +100,8 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
         def write(base: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
             return _write(base, index, values, method)
 
-        # Mapped over the other dims, they are batch dims of one scatter and stay sharded; a table of coordinates would gather them.
+        # vmap makes the other dims batch dims of one scatter, so that they stay sharded. With a
+        # table of coordinates the partitioner would gather them.
         for _ in range(index.ndim - 1):
             write = jax.vmap(write)
         new = jnp.moveaxis(
@@ -162,7 +175,7 @@ def _scatter_reduce_two(
 
 
 def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Apply:
-    """Writes the values' i-th slice along `dim` to the base's slice index[i]."""
+    """Writes the i-th slice of the values along `dim` to slice index[i] of the base."""
     key = (slice(None),) * _axis(dim, ndim) + (index.reshape(-1),)
 
     def apply(base: jax.Array, values: jax.Array, method: str) -> jax.Array:
@@ -174,7 +187,11 @@ def _slicing(dim: int, index: jax.Array, ndim: int, *, wrap: bool = False) -> Ap
 
 
 def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
-    """Refused when recorded, save where the tensors are too large to try (`inference`); jax would broadcast the source."""
+    """Raises RuntimeError for a source of the wrong shape, which jax would broadcast.
+
+    The recording has refused it already, unless the tensors were too large to try there
+    (`recording.inference`).
+    """
     axis = _axis(dim, x.ndim)
     if (
         x.ndim
@@ -186,13 +203,14 @@ def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
     ):
         raise RuntimeError(
             "source tensor shape must match self tensor shape, excluding the specified dimension. "
-            f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}. Expand the source."
+            f"Got self.shape = {list(x.shape)} source.shape = {list(source.shape)}. "
+            "Expand the source."
         )
     num_slices = source.shape[axis] if source.ndim else 1
     if num_slices != (index.shape[0] if index.ndim else 1):
         raise RuntimeError(
-            f"Number of indices ({list(index.shape)}) should be equal to source.size(dim): ({num_slices}), for dim: {axis}. "
-            "Give one index for each slice of the source."
+            f"Number of indices ({list(index.shape)}) should be equal to source.size(dim): "
+            f"({num_slices}), for dim: {axis}. Give one index for each slice of the source."
         )
 
 
@@ -247,15 +265,19 @@ def _index_reduce(
 def _put_mask(
     x: jax.Array, leading: int, mask: jax.Array, values: jax.Array, *, accumulate: bool
 ) -> jax.Array:
-    """The tensor x with `values` at each True of a mask over the dims from `leading` on. The values may not tell one True from another."""
+    """The tensor x with `values` at each True of a mask over the dims from `leading` on.
+
+    Raises NotImplementedError where the values differ from one True to the next.
+    """
     rest = x.ndim - leading - mask.ndim
     if values.ndim > rest:
         position = values.ndim - rest - 1
         if values.shape[position] != 1:
             raise NotImplementedError(
-                "writing through a mask one value per True needs the number of Trues; it is computed on the host."
+                "writing through a mask one value per True needs the number of Trues; it is "
+                "computed on the host."
             )
-        # The one dim that stands for all the Trues becomes the mask's own dims.
+        # The dim that stands for the Trues becomes the mask's dims.
         values = values.reshape(
             *values.shape[:position], *(1,) * mask.ndim, *values.shape[position + 1 :]
         )
@@ -281,13 +303,15 @@ def _index_put(
     given = [(d, index) for d, index in enumerate(indices) if index is not None]
     if any(index.dtype == np.uint8 for _, index in given):
         raise NotImplementedError(
-            "torch takes uint8 indices as a mask in some cases and refuses them in others; it is computed on the host."
+            "torch takes uint8 indices as a mask in some cases and refuses them in others; it is "
+            "computed on the host."
         )
     masks = [(d, index) for d, index in given if index.dtype == np.bool_]
     if masks:
         if len(given) > 1:
             raise NotImplementedError(
-                "a mask beside other indices selects a number of elements that depends on its values; computed on the host."
+                "a mask beside other indices selects a number of elements that depends on its "
+                "values; computed on the host."
             )
         leading, mask = masks[0]
         return _put_mask(x, leading, mask, values, accumulate=accumulate)
@@ -325,7 +349,7 @@ def _put(
 
 
 def _ranks(mask: jax.Array) -> jax.Array:
-    """For each element of the flattened mask, how many Trues stand before it."""
+    """The number of Trues before each element of the flattened mask."""
     return jnp.cumsum(mask.reshape(-1).astype(np.int64)) - mask.reshape(-1)
 
 
@@ -342,7 +366,7 @@ def _masked_scatter(ctx: Context, x: jax.Array, mask: jax.Array, source: jax.Arr
 def _masked_scatter_backward(
     ctx: Context, grad_output: jax.Array, mask: jax.Array, sizes: list[int]
 ) -> jax.Array:
-    """The gradient of the source: the masked elements of grad_output in order, then zeros."""
+    """The gradient of the source: the elements of grad_output under the mask, then zeros."""
     mask = jnp.broadcast_to(mask, grad_output.shape)
     flat = jnp.zeros(int(np.prod(sizes)), ctx.dtype)
     target = jnp.where(mask.reshape(-1), _ranks(mask), flat.shape[0])

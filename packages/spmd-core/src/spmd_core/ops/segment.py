@@ -1,7 +1,8 @@
-"""Reductions of segments: data whose dim `axis` is cut into segments, by their lengths or by where they begin and end, one value for each out.
+"""Segment reductions: a dim is cut into segments, each of which is reduced to one value.
 
-Lengths that are negative or do not add up to the dim are an error in eager torch; a program cannot raise. Here what lies past the last segment
-belongs to none, and the last of segments that are too long ends with the data.
+The segments are given by their lengths, or by offsets at which they begin and end. Lengths that are
+negative or do not add up to the dim are an error in eager torch; a program cannot raise. Here the
+elements after the last segment belong to none, and segments that are too long end with the data.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from spmd_core.ops.registry import Context, as_array, lowering
 
 
 def _bounds(lengths: jax.Array | None, offsets: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Where each segment begins, and where it ends; torch looks at the offsets first."""
+    """Where each segment begins and ends; as in torch, offsets take precedence over lengths."""
     if offsets is not None:
         return offsets[..., :-1].astype(np.int64), offsets[..., 1:].astype(np.int64)
     assert lengths is not None  # torch's meta kernel asks for one of them
@@ -24,19 +25,19 @@ def _bounds(lengths: jax.Array | None, offsets: jax.Array | None) -> tuple[jax.A
     return ends - lengths, ends
 
 
-def _segment_of_each(begins: jax.Array, ends: jax.Array, length: int) -> jax.Array:
-    """For each position the segment that it lies in; one past the last for those in none."""
+def _segment_per_position(begins: jax.Array, ends: jax.Array, length: int) -> jax.Array:
+    """The segment of each position; one past the last segment for positions in none."""
     num_segments = begins.shape[-1]
     place = jnp.arange(length)
-    found = _over_rows(lambda ends: jnp.searchsorted(ends, place, side="right"), ends)
+    found = _map_leading_dims(lambda ends: jnp.searchsorted(ends, place, side="right"), ends)
     outside = place < begins[..., :1] if num_segments else np.True_
     return jnp.where(outside, num_segments, found)
 
 
-def _over_rows(
+def _map_leading_dims(
     function: Callable[..., jax.Array], *arrays: jax.Array, trailing: int = 1
 ) -> jax.Array:
-    """Maps over the leading dims: they stay batch dims of one gather or scatter."""
+    """Maps `function` over the leading dims, as batch dims of one gather or scatter."""
     for _ in range(arrays[0].ndim - trailing):
         function = jax.vmap(function)
     return function(*arrays)
@@ -45,25 +46,28 @@ def _over_rows(
 def _combined(
     values: jax.Array, segment: jax.Array, num_segments: int, method: str, initial: Any
 ) -> jax.Array:
-    """(rows..., length, rest) values combined within the segments: (rows..., segments, rest)."""
+    """Values (rows..., length, rest) combined within the segments: (rows..., segments, rest)."""
     initial = jnp.asarray(initial, values.dtype)
 
     def one(segment: jax.Array, values: jax.Array) -> jax.Array:
         base = jnp.full((num_segments, values.shape[-1]), initial)
         return getattr(base.at[segment], method)(values, mode="drop")
 
-    return _over_rows(one, segment, values)
+    return _map_leading_dims(one, segment, values)
 
 
-def _of_each(values: jax.Array, segment: jax.Array) -> jax.Array:
-    """Each position's segment's value: (rows..., segments, rest) to (rows..., length, rest); 0 for those in none."""
-    return _over_rows(
+def _value_per_position(values: jax.Array, segment: jax.Array) -> jax.Array:
+    """The value of each position's segment, and 0 for positions in none.
+
+    (rows..., segments, rest) become (rows..., length, rest).
+    """
+    return _map_leading_dims(
         lambda segment, values: values.at[segment].get(mode="fill", fill_value=0), segment, values
     )
 
 
-def _folded(x: jax.Array, axis: int) -> jax.Array:
-    """The dims after `axis` as one."""
+def _merge_trailing_dims(x: jax.Array, axis: int) -> jax.Array:
+    """`x` with the dims after `axis` merged into one."""
     return x.reshape(*x.shape[: axis + 1], int(np.prod(x.shape[axis + 1 :])))
 
 
@@ -85,9 +89,9 @@ def _segment_reduce(
     initial: Any = None,
 ) -> jax.Array:
     axis %= data.ndim
-    x = _folded(data.astype(opmath(ctx.dtype)), axis)
+    x = _merge_trailing_dims(data.astype(opmath(ctx.dtype)), axis)
     begins, ends = _bounds(lengths, offsets)
-    segment = _segment_of_each(begins, ends, x.shape[axis])
+    segment = _segment_per_position(begins, ends, x.shape[axis])
     start = as_array(_IDENTITY[reduce] if initial is None else initial, x.dtype)
     out = _combined(x, segment, begins.shape[-1], _METHOD[reduce], start)
     if reduce == "mean":
@@ -112,38 +116,43 @@ def _segment_reduce_backward(
 ) -> jax.Array:
     axis %= data.ndim
     wide = opmath(ctx.dtype)
-    grad, output, x = (_folded(y.astype(wide), axis) for y in (grad, output, data))
+    grad, output, x = (_merge_trailing_dims(y.astype(wide), axis) for y in (grad, output, data))
     begins, ends = _bounds(lengths, offsets)
-    segment = _segment_of_each(begins, ends, x.shape[axis])
+    segment = _segment_per_position(begins, ends, x.shape[axis])
     num_segments = begins.shape[-1]
     if reduce == "mean":
         grad = grad / jnp.maximum(ends - begins, 1)[..., None].astype(wide)
     if reduce in ("max", "min"):
-        # Elements that share the extremum share the gradient; NaN counts as one.
-        chosen = (x == _of_each(output, segment)) | jnp.isnan(x)
+        # Elements that equal the extremum share its gradient; NaN counts as an extremum.
+        chosen = (x == _value_per_position(output, segment)) | jnp.isnan(x)
         shares = _combined(chosen.astype(wide), segment, num_segments, "add", 0)
-        each = jnp.where(
-            chosen, _of_each(grad / jnp.maximum(shares, 1), segment), jnp.zeros((), wide)
+        element_grad = jnp.where(
+            chosen, _value_per_position(grad / jnp.maximum(shares, 1), segment), jnp.zeros((), wide)
         )
     else:
-        each = _of_each(grad, segment)
+        element_grad = _value_per_position(grad, segment)
     if reduce == "prod":
-        # By each element the product of the others: a quotient, save at 0 and NaN, where those are counted and the rest is multiplied.
+        # The derivative by an element is the product of the others: the product of all over the
+        # element. For an element that is 0 or NaN, it is the product of the elements that are
+        # neither, or 0 or NaN if another element is.
         start = as_array(1 if initial is None else initial, wide)
         plain = (x != 0) & ~jnp.isnan(x)
-        rest = _of_each(
+        rest = _value_per_position(
             _combined(
                 jnp.where(plain, x, jnp.ones_like(x)), segment, num_segments, "multiply", start
             ),
             segment,
         )
         zeros, nans = (
-            _of_each(_combined(y.astype(wide), segment, num_segments, "add", 0), segment) - y
+            _value_per_position(_combined(y.astype(wide), segment, num_segments, "add", 0), segment)
+            - y
             for y in (x == 0, jnp.isnan(x))
         )
         others = jnp.where(zeros > 0, rest * 0, rest)
         others = jnp.where(nans > 0, jnp.asarray(jnp.nan, wide), others)
-        each = each * jnp.where(
-            plain, _of_each(output, segment) / jnp.where(plain, x, jnp.ones_like(x)), others
+        element_grad = element_grad * jnp.where(
+            plain,
+            _value_per_position(output, segment) / jnp.where(plain, x, jnp.ones_like(x)),
+            others,
         )
-    return each.reshape(ctx.shape).astype(ctx.dtype)
+    return element_grad.reshape(ctx.shape).astype(ctx.dtype)

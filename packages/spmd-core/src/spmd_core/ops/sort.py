@@ -1,4 +1,7 @@
-"""Order: sort, topk, order statistics, mode, and binary search. NaN counts as larger than every number, as in torch; every sort is stable."""
+"""Sorting, topk, order statistics, mode and binary search.
+
+As in torch, NaN counts as larger than every number. Every sort is stable.
+"""
 
 from typing import Any
 
@@ -10,15 +13,18 @@ from jax import lax
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
 
-def _last(x: jax.Array, dim: int) -> jax.Array:
-    """The tensor with the dim moved to the end; a 0-dim tensor counts as one of length 1."""
+def _dim_last(x: jax.Array, dim: int) -> jax.Array:
+    """The tensor with the dim moved to the end; a 0-dim tensor becomes one of shape (1,)."""
     return jnp.moveaxis(jnp.atleast_1d(x), dim, -1)
 
 
-def _back(
+def _restore_dim(
     ctx: Context, results: tuple[jax.Array, ...], dim: int, *, keepdim: bool = True
 ) -> tuple[jax.Array, ...]:
-    """The results with their last dim moved back to `dim`, or dropped, in the shapes and dtypes that torch says."""
+    """The results in torch's shapes and dtypes, with their last dim moved back to `dim`.
+
+    Without `keepdim` the results no longer have that dim.
+    """
     moved = (jnp.moveaxis(x, -1, dim) if keepdim else x for x in results)
     dtypes = (results[0].dtype, np.dtype(np.int64))
     return tuple(
@@ -27,14 +33,15 @@ def _back(
 
 
 def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Values and their former positions along the last dim."""
-    # Positions travel as int32 where they fit: half of the memory that the sort moves.
+    """The sorted values along the last dim, and their positions before the sort."""
+    # Positions are int32 where they fit, so that the sort moves half of the memory.
     positions = lax.broadcasted_iota(
         np.int32 if x.shape[-1] < 2**31 else np.int64, x.shape, x.ndim - 1
     )
     keys = x.astype(np.uint8) if x.dtype == np.bool_ else x
     if descending:
-        # Sorted backwards and read backwards: equal elements keep their order, NaN comes first, and no value needs a negation.
+        # Reversed, sorted and reversed again: equal elements keep their order, NaN comes first, and
+        # no value is negated.
         keys, positions = lax.rev(keys, [x.ndim - 1]), lax.rev(positions, [x.ndim - 1])
     keys, positions = lax.sort((keys, positions), dimension=x.ndim - 1, is_stable=True, num_keys=1)
     if descending:
@@ -46,28 +53,28 @@ def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.A
 def _sort(
     ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
-    return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
+    return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
 @lowering("aten.sort.stable")
 def _sort_stable(
     ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
-    return _back(ctx, _sorted(_last(x, dim), descending=descending), dim)
+    return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
 @lowering("aten.topk.default")
 def _topk(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, ...]:
-    rows = _last(x, dim)
+    rows = _dim_last(x, dim)
     if not largest:
         values, positions = _sorted(rows)
-        return _back(ctx, (values[..., :k], positions[..., :k]), dim)
+        return _restore_dim(ctx, (values[..., :k], positions[..., :k]), dim)
     if jnp.issubdtype(rows.dtype, jnp.floating):
-        # top_k orders by bits, by which a NaN with its sign bit set would be the smallest.
+        # top_k orders by bits: a NaN with its sign bit set would be the smallest.
         rows = jnp.where(jnp.isnan(rows), jnp.asarray(jnp.nan, rows.dtype), rows)
-    return _back(ctx, tuple(lax.top_k(rows, k)), dim)
+    return _restore_dim(ctx, tuple(lax.top_k(rows, k)), dim)
 
 
 # One element by its rank.
@@ -76,19 +83,19 @@ def _topk(
 def _at_rank(
     ctx: Context, x: jax.Array, rank: Any, dim: int, *, keepdim: bool
 ) -> tuple[jax.Array, ...]:
-    """The element of the given rank, an int or one per row, and where it stood."""
+    """The element of the given rank (an int, or one per row), and its position."""
     rows, positions = _sorted(x)
     rank = jnp.broadcast_to(rank, x.shape[:-1])[..., None]
     results = tuple(jnp.take_along_axis(y, rank, axis=-1, mode="clip") for y in (rows, positions))
     return (
-        _back(ctx, results, dim, keepdim=True)
+        _restore_dim(ctx, results, dim, keepdim=True)
         if keepdim
-        else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+        else _restore_dim(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
     )
 
 
 def _num_nan(x: jax.Array) -> jax.Array:
-    """How many NaN each row holds."""
+    """The number of NaNs in each row."""
     return (
         jnp.isnan(x).sum(-1)
         if jnp.issubdtype(x.dtype, jnp.floating)
@@ -97,13 +104,13 @@ def _num_nan(x: jax.Array) -> jax.Array:
 
 
 def _median_rank(x: jax.Array) -> jax.Array:
-    """The lower of the two middle ranks; a row with a NaN has its first NaN as its median."""
+    """The lower of the two middle ranks; for a row with NaNs the rank of the first NaN."""
     length, num_nan = x.shape[-1], _num_nan(x)
     return jnp.where(num_nan > 0, length - num_nan, (length - 1) // 2)
 
 
 def _nanmedian_rank(x: jax.Array) -> jax.Array:
-    """The lower middle rank among the numbers; a row of NaN only has a NaN."""
+    """The lower of the two middle ranks among the numbers; 0 in a row of NaNs only."""
     return jnp.maximum((x.shape[-1] - _num_nan(x) - 1) // 2, 0)
 
 
@@ -111,14 +118,14 @@ def _nanmedian_rank(x: jax.Array) -> jax.Array:
 def _kthvalue(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
-    return _at_rank(ctx, _last(x, dim), k - 1, dim, keepdim=keepdim)
+    return _at_rank(ctx, _dim_last(x, dim), k - 1, dim, keepdim=keepdim)
 
 
 @lowering("aten.median.dim")
 def _median_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
-    rows = _last(x, dim)
+    rows = _dim_last(x, dim)
     return _at_rank(ctx, rows, _median_rank(rows), dim, keepdim=keepdim)
 
 
@@ -126,55 +133,59 @@ def _median_dim(
 def _nanmedian_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
-    rows = _last(x, dim)
+    rows = _dim_last(x, dim)
     return _at_rank(ctx, rows, _nanmedian_rank(rows), dim, keepdim=keepdim)
 
 
-def _middle(flat: jax.Array, rank: jax.Array) -> jax.Array:
+def _element_at_rank(flat: jax.Array, rank: jax.Array) -> jax.Array:
     return jnp.take(lax.sort(flat), rank, mode="clip")
 
 
-def _has_no_middle(args: Any, kwargs: Any, platform: str) -> bool:
-    """NaN is the median of nothing, which an integer dtype cannot say; the value that torch gives instead is its own."""
+def _median_is_undefined(args: Any, kwargs: Any, platform: str) -> bool:
+    """Whether this is the median of no elements in an integer dtype.
+
+    The median of no elements is NaN, which an integer dtype does not have; torch gives some other
+    value.
+    """
     return args[0].numel() == 0 and not args[0].dtype.is_floating_point
 
 
-def _no_middle(ctx: Context) -> jax.Array:
+def _empty_median(ctx: Context) -> jax.Array:
     """The median of no elements."""
     return jnp.full(ctx.shape, jnp.nan, ctx.dtype)
 
 
-@lowering("aten.median.default", host_when=_has_no_middle)
+@lowering("aten.median.default", host_when=_median_is_undefined)
 def _median(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
-    return _middle(flat, _median_rank(flat)) if flat.size else _no_middle(ctx)
+    return _element_at_rank(flat, _median_rank(flat)) if flat.size else _empty_median(ctx)
 
 
-@lowering("aten.nanmedian.default", host_when=_has_no_middle)
+@lowering("aten.nanmedian.default", host_when=_median_is_undefined)
 def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
-    return _middle(flat, _nanmedian_rank(flat)) if flat.size else _no_middle(ctx)
+    return _element_at_rank(flat, _nanmedian_rank(flat)) if flat.size else _empty_median(ctx)
 
 
 @lowering("aten.mode.default")
 def _mode(
     ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
-    """The most frequent value, the smallest of several, and the last place where it stands."""
-    rows, positions = _sorted(_last(x, dim))
+    """The most frequent value, the smallest of several, and its last position."""
+    rows, positions = _sorted(_dim_last(x, dim))
     axis = rows.ndim - 1
     rank = lax.broadcasted_iota(np.int64, rows.shape, axis)
     begins = jnp.concatenate(
         [jnp.ones_like(rows[..., :1], bool), rows[..., 1:] != rows[..., :-1]], -1
     )
-    # The element that ends the longest run has the most equals before it, counted from where its run began.
+    # The last element of the longest run has the largest distance from the start of its run.
     run = rank - lax.cummax(jnp.where(begins, rank, 0), axis=axis)
     end = jnp.argmax(run, axis=-1, keepdims=True)
     results = tuple(jnp.take_along_axis(y, end, axis=-1, mode="clip") for y in (rows, positions))
     return (
-        _back(ctx, results, dim, keepdim=True)
+        _restore_dim(ctx, results, dim, keepdim=True)
         if keepdim
-        else _back(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
+        else _restore_dim(ctx, tuple(y[..., 0] for y in results), dim, keepdim=False)
     )
 
 
@@ -182,16 +193,17 @@ def _mode(
 
 
 def _search(ctx: Context, sequence: jax.Array, x: Any, right: bool) -> jax.Array:
-    """For each x, the first place in the sorted sequence whose element is not less than it (`right`: is greater than it).
+    """The first position in the sorted sequence whose element is >= x, for each element of x.
 
-    The comparisons are torch's own, made in its order, so that NaN ends up where torch puts it.
+    With `right`, the first whose element is > x. The comparisons are torch's, in torch's order, so
+    that the position of NaN is torch's too.
     """
     dtype = result_dtype(sequence, x)
     sequence = as_array(sequence, dtype)
     values = jnp.broadcast_to(as_array(x, dtype), ctx.shape)
     length = sequence.shape[-1]
     batch = sequence.shape[:-1]
-    # One sequence for all values: they form one row. A sequence for each row otherwise.
+    # With one sequence, all values are one row; otherwise each row has its own sequence.
     rows = values if batch else values.reshape(values.size)
     low, high = jnp.zeros(rows.shape, np.int64), jnp.full(rows.shape, length, np.int64)
 

@@ -1,4 +1,4 @@
-"""Functions of the error integral that XLA lacks, and the orthogonal polynomials: arrays in, one array of the broadcast shape out."""
+"""Functions of the error integral that XLA lacks, and the orthogonal polynomials."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from spmd_core.ops.kernels import cephes
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
-# ---- error integral ----------------------------------------------------------------------------------------------------
+# ---- error integral ------------------------------------------------------------------------------
 
 
 def _ratio(x: jax.Array, above: tuple[float, ...], below: tuple[float, ...]) -> jax.Array:
@@ -32,7 +32,8 @@ def _erfcx(x: jax.Array) -> jax.Array:
     size = jnp.abs(x)
     middle = jnp.clip(size, 1, 8)
     far = jnp.maximum(size, 8)
-    # Beyond 1e8 the leading term 1/(x sqrt(pi)) is all that a float64 shows, and the polynomials would overflow.
+    # Beyond 1e8 the polynomials would overflow, and the leading term 1/(x sqrt(pi)) is exact in
+    # float64.
     tail = jnp.where(
         far > 1e8,
         1 / (far * math.sqrt(math.pi)),
@@ -51,7 +52,10 @@ def _log_ndtr(x: jax.Array) -> jax.Array:
 
 
 def _ndtri(p: jax.Array) -> jax.Array:
-    """The quantile of the normal distribution: a rational function about 1/2, and another of sqrt(-2 log p) in the tails."""
+    """The quantile of the normal distribution.
+
+    A rational function around 1/2, and another one, of sqrt(-2 log p), in the tails.
+    """
     edge = math.exp(-2)
     upper = p > 1 - edge
     tail = jnp.where(upper, 1 - p, p)
@@ -89,31 +93,35 @@ for _name, _function in _UNARY.items():
     _register_unary(_name, _function)
 
 
-# ---- orthogonal polynomials --------------------------------------------------------------------------------------------
-# The recurrences are of Abramowitz & Stegun, table 22.7. torch gives 0 for a negative degree, and at the ends of the interval the exact values.
+# ---- orthogonal polynomials ----------------------------------------------------------------------
+# The recurrences are those of Abramowitz & Stegun, table 22.7. torch gives 0 for a negative degree,
+# and the exact values at the ends of the interval.
 
 _Recurrence = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def _climb(x: jax.Array, n: jax.Array, first: jax.Array, following: _Recurrence) -> jax.Array:
+def _evaluate_recurrence(
+    x: jax.Array, n: jax.Array, first: jax.Array, following: _Recurrence
+) -> jax.Array:
     """P_n(x) from P_0 = 1 and P_1 = `first`, where `following(k, x, P_k, P_(k-1))` is P_(k+1).
 
-    One loop to the largest degree of the tensor; it ends early where all that still climb are nan, as torch's loop does for each element.
+    One loop to the largest degree in the tensor. It ends early if all elements that have not
+    reached their degree are NaN; torch's loop ends in the same way for each element.
     """
 
-    def climbing(k: jax.Array, value: jax.Array) -> jax.Array:
+    def is_active(k: jax.Array, value: jax.Array) -> jax.Array:
         return (k < n) & ~jnp.isnan(value)
 
     def step(
         state: tuple[jax.Array, jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         k, last, now = state
-        goes_on = climbing(k, now)
+        active = is_active(k, now)
         new = following(k.astype(x.dtype), x, now, last)
-        return k + 1, jnp.where(goes_on, now, last), jnp.where(goes_on, new, now)
+        return k + 1, jnp.where(active, now, last), jnp.where(active, new, now)
 
     start = (jnp.ones((), n.dtype), jnp.ones_like(x), first)
-    _, _, value = lax.while_loop(lambda state: climbing(state[0], state[2]).any(), step, start)
+    _, _, value = lax.while_loop(lambda state: is_active(state[0], state[2]).any(), step, start)
     return jnp.where(n < 0, 0, jnp.where(n == 0, jnp.ones_like(x), value))
 
 
@@ -122,9 +130,13 @@ def _alternating(n: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _chebyshev(kind: str, x: jax.Array, n: jax.Array) -> jax.Array:
-    """Inside the interval high degrees come from the angle (Abramowitz & Stegun 22.3.15, 22.3.16), as torch has it; the recurrence does the rest."""
+    """A Chebyshev polynomial of the given kind ("t", "u", "v" or "w") and degree `n`.
+
+    As in torch, high degrees inside the interval are computed from the angle (Abramowitz & Stegun
+    22.3.15, 22.3.16), and all others by the recurrence.
+    """
     count = n.astype(x.dtype)
-    odd_weight = 2 * count + 1  # n + 1 + n: the value of the third and fourth kind at an end
+    odd_weight = 2 * count + 1  # the value of the third and fourth kind at one end
     sign = _alternating(n, x.dtype)
     angle = jnp.arccos(jnp.clip(x, -1, 1))
     half = angle / 2
@@ -137,26 +149,26 @@ def _chebyshev(kind: str, x: jax.Array, n: jax.Array) -> jax.Array:
     }[kind]
     by_angle = (n > (6 if kind == "t" else 8)) & (jnp.abs(x) < 1)
     at_end = jnp.abs(x) == 1
-    climbed = _climb(
+    by_recurrence = _evaluate_recurrence(
         x,
         jnp.where(by_angle | at_end, jnp.minimum(n, 1), n),
         first,
         lambda k, x, now, last: 2 * x * now - last,
     )
-    value = jnp.where(by_angle, trigonometric, climbed)
+    value = jnp.where(by_angle, trigonometric, by_recurrence)
     return jnp.where(n < 0, 0, jnp.where(at_end, jnp.where(x > 0, right, left), value))
 
 
 def _shifted_chebyshev(kind: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    # The shifted kinds are the others at 2x - 1.
+    # The shifted polynomials are the others at 2x - 1.
     return lambda x, n: _chebyshev(kind, 2 * x - 1, n)
 
 
 def _hermite(factor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def hermite(x: jax.Array, n: jax.Array) -> jax.Array:
-        # torch gives nan above these degrees, before it would overflow
+        # torch gives nan above these degrees, to avoid an overflow.
         limit = 128 if x.dtype == np.float32 else 512
-        value = _climb(
+        value = _evaluate_recurrence(
             x,
             jnp.minimum(n, limit),
             factor * x,
@@ -168,14 +180,16 @@ def _hermite(factor: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def _laguerre(x: jax.Array, n: jax.Array) -> jax.Array:
-    value = _climb(
+    value = _evaluate_recurrence(
         x, n, 1 - x, lambda k, x, now, last: ((2 * k + 1 - x) * now - k * last) / (k + 1)
     )
     return jnp.where((x == 0) & (n >= 0), 1, value)
 
 
 def _legendre(x: jax.Array, n: jax.Array) -> jax.Array:
-    value = _climb(x, n, x, lambda k, x, now, last: ((2 * k + 1) * x * now - k * last) / (k + 1))
+    value = _evaluate_recurrence(
+        x, n, x, lambda k, x, now, last: ((2 * k + 1) * x * now - k * last) / (k + 1)
+    )
     at_end = (jnp.abs(x) == 1) & (n >= 0)
     return jnp.where(at_end, jnp.where(x > 0, jnp.ones_like(x), _alternating(n, x.dtype)), value)
 

@@ -1,4 +1,4 @@
-"""Upsampling over 1 to 3 spatial dims, nearest, linear and cubic: each dim is a weighted sum of shifted copies; forward and backward."""
+"""Upsampling over 1 to 3 spatial dims, nearest, linear, cubic and antialiased, with gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,19 +10,21 @@ import numpy as np
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
-# One dim's result is the sum of its taps: the source index of every element, and its weight (None for 1).
+# The result along a dim is a sum over taps. A tap is the source index and the weight of each result
+# element (weights None: all are 1).
 Tap = tuple[np.ndarray, np.ndarray | None]
 
 
 def _step(num_in: int, num_out: int, scale: float | None, dtype: np.dtype) -> np.floating:
-    """The source elements per result element: from the factor that the user gave, else from the sizes."""
+    """The source elements per result element: from the user's scale factor, else from the sizes."""
     return dtype.type(1 / scale if scale is not None and scale > 0 else num_in / num_out)
 
 
 def _nearest_taps(
     num_in: int, num_out: int, scale: float | None, dtype: np.dtype, exact: bool
 ) -> list[Tap]:
-    # The index in float32 whatever the tensor's dtype, as torch has it: rounding decides which neighbour is taken.
+    # As in torch, the index is computed in float32 for every dtype of the tensor: rounding decides
+    # which neighbor is taken.
     position = np.arange(num_out, dtype=np.float32) + np.float32(0.5 if exact else 0)
     index = np.floor(position * _step(num_in, num_out, scale, np.dtype(np.float32))).astype(
         np.int64
@@ -68,7 +70,10 @@ def _cubic_taps(
 
 
 def _take(x: jax.Array, index: np.ndarray, dim: int) -> jax.Array:
-    """`x` at the indices of the only tap; for a whole factor a broadcast, whose transpose is a sum where a gather's is a scatter."""
+    """`x` at the indices of the only tap.
+
+    For an integer scale factor a broadcast, whose transpose is a sum; a gather's is a scatter.
+    """
     num_in = x.shape[dim]
     factor = len(index) // num_in
     if np.array_equal(index, np.repeat(np.arange(num_in), factor)):
@@ -84,7 +89,7 @@ def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
         if len(taps) == 1:
             x = _take(x, taps[0][0], dim)
             continue
-        # All taps in one gather, and so one scatter in the transpose.
+        # One gather for all taps, so that the transpose has one scatter.
         index = np.stack([index for index, _ in taps])
         weights = np.stack([weight for _, weight in taps if weight is not None]).reshape(
             *index.shape, *(1,) * (x.ndim - dim - 1)
@@ -107,7 +112,7 @@ def _register(
         ]
 
     def rounds(args: Any, kwargs: Any, platform: str) -> bool:
-        """torch rounds an interpolated integer in its own way."""
+        """Whether integers are interpolated, which torch rounds in its own way."""
         return has_align_corners and not args[0].dtype.is_floating_point
 
     @lowering(f"aten.{op}.default", host_when=rounds)
@@ -138,14 +143,16 @@ _register("upsample_trilinear3d", 3, _linear_taps, True)
 _register("upsample_bicubic2d", 2, _cubic_taps, True)
 
 
-# ---- antialiased: on the way down, each result element is a weighted mean of all source elements under a stretched filter ---------------
+# ---- antialiased ---------------------------------------------------------------------------------
+# For a smaller result, each element is the weighted mean of all source elements under a filter that
+# is stretched by the scale.
 
 
 def _triangle(x: np.ndarray) -> np.ndarray:
     return np.maximum(1 - np.abs(x), 0)
 
 
-def _keys(x: np.ndarray) -> np.ndarray:
+def _keys_cubic(x: np.ndarray) -> np.ndarray:
     """Keys's cubic convolution with the parameter a = -0.5, as in Pillow's resize."""
     a, x = -0.5, np.abs(x)
     return np.where(
@@ -168,7 +175,10 @@ def _filter_matrix(
     kernel: Callable[[np.ndarray], np.ndarray],
     radius: int,
 ) -> np.ndarray:
-    """(result, source) weights; the ends of each filter are rounded in torch's dtype. A dim that keeps its size is left alone."""
+    """The (result, source) weights; the identity for a dim that keeps its size.
+
+    The ends of each filter are rounded in torch's dtype.
+    """
     if num_in == num_out:
         return np.eye(num_in, dtype=dtype)
     if align_corners:
@@ -224,5 +234,5 @@ def _register_antialiased(
 
 
 _register_antialiased("_upsample_bilinear2d_aa", _triangle, 1)
-_register_antialiased("_upsample_bicubic2d_aa", _keys, 2)
+_register_antialiased("_upsample_bicubic2d_aa", _keys_cubic, 2)
 _register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3, since="2.12")

@@ -1,8 +1,9 @@
-"""Views: the value of each, and how a write through it changes its base. jax arrays have no strides, so every view is a fresh array here.
+"""Views: the value of each, and how a write through it changes its base.
 
-A view write takes the base's old value and the view's new value and returns the base's new value. `expand` has none (torch refuses
-to write to memory that several elements share), and neither have the views with several results: each piece is written as the
-slice or the select that it is.
+jax arrays have no strides, so every view is a new array here. A view write takes the base's old
+value and the view's new value, and returns the base's new value. `expand` has no view write: torch
+refuses to write to memory that several elements share. Views with several results have none either:
+each result is written as a slice or a select.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from spmd_core.ops.registry import Context, lowering, view_write
 
 
 def _axis(dim: int, ndim: int) -> int:
-    """The dim counted from the front; a 0-dim tensor has, in torch, the dims 0 and -1."""
+    """The dim counted from the front; in torch, a 0-dim tensor has the dims 0 and -1."""
     return dim % max(ndim, 1)
 
 
@@ -140,7 +141,7 @@ def _select_write(base: jax.Array, view: jax.Array, dim: int, index: int) -> jax
 
 
 def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    """The first index and one past the last, both within the dim; torch clamps exactly as Python's slices do."""
+    """The first index and one past the last, clamped to the dim as Python's slices are."""
     first, last, _ = slice(start, end, step).indices(length)
     return first, max(first, last)
 
@@ -229,11 +230,14 @@ def _diagonal_write(
 
 # Windows: `unfold` and the general `as_strided`.
 
-_SHARED = "{}: elements of this view share memory, so a write to it has no one result. Clone the view and write to the clone."
+_SHARED = (
+    "{}: elements of this view share memory, so a write to it has no one result. "
+    "Clone the view and write to the clone."
+)
 
 
 def _windows(length: int, size: int, step: int) -> np.ndarray:
-    """The positions in the dim of every window's elements, as (windows, size)."""
+    """The positions of each window's elements in the dim, as (windows, size)."""
     return np.arange(0, length - size + 1, step)[:, None] + np.arange(size)
 
 
@@ -245,7 +249,8 @@ def _unfold(ctx: Context, x: jax.Array, dimension: int, size: int, step: int) ->
     length = x.shape[axis]
     num = (length - size) // step + 1
     if size <= step and size:
-        # Windows that do not overlap are blocks: padding, reshaping and slicing partition well, a gather does not.
+        # Windows that do not overlap are blocks: a pad, a reshape and a slice partition well, a
+        # gather does not.
         pad = [(0, 0, 0)] * x.ndim
         pad[axis] = (0, num * step - length, 0)
         blocks = lax.pad(x, jnp.zeros((), x.dtype), pad).reshape(
@@ -271,10 +276,11 @@ def _unfold_write(
 
 
 class _Blocks:
-    """A strided region as a dense block of the storage: reshape, slice from 0, transpose, broadcast; no gather.
+    """A strided region as a reshape, slice, transpose and broadcast of a block of the storage.
 
-    It exists (`dense`) where, with the dims in order of falling stride, each dim fits in the stride of the one outside it. A
-    contiguous view, a transpose, a slice with a step and a diagonal all do; overlapping windows do not.
+    This needs no gather. It is possible (`dense`) where, with the dims in the order of decreasing
+    stride, each dim fits into the stride of the dim before it. Contiguous views, transposes, slices
+    with a step and diagonals do; overlapping windows do not.
     """
 
     def __init__(self, size: list[int], stride: list[int]) -> None:
@@ -290,7 +296,10 @@ class _Blocks:
         self.shared = any(n > 1 and s == 0 for n, s in zip(size, stride))
 
     def cut(self, flat: jax.Array, offset: int) -> jax.Array:
-        """The block that starts at `offset`; past the end of the storage it holds zeros, which no element of the view shows."""
+        """The block that starts at `offset`.
+
+        After the end of the storage it is zeros, which are not part of the view.
+        """
         stop = min(offset + self.length, flat.shape[0])
         part = lax.slice_in_dim(flat, offset, stop)
         return lax.pad(
@@ -317,7 +326,7 @@ class _Blocks:
 
 
 def _positions(size: list[int], stride: list[int], offset: int) -> np.ndarray:
-    """The storage position of every element."""
+    """The position of each element in the storage."""
     index = np.full((1,) * len(size), offset)
     for d, (n, s) in enumerate(zip(size, stride)):
         index = index + (np.arange(n) * s).reshape([-1 if e == d else 1 for e in range(len(size))])
@@ -373,11 +382,14 @@ def _as_strided_write(
     return flat.at[positions].set(view, unique_indices=True).reshape(base.shape)
 
 
-# The same bits as another dtype.
+# The same bits in another dtype.
 
 
 def _real_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Reinterprets real numbers; in the last dim the least significant part comes first, as in the memory of every supported machine."""
+    """Reinterprets real numbers as another dtype, along the last dim if the sizes differ.
+
+    The least significant part comes first, as in the memory of every supported machine.
+    """
     if x.dtype.itemsize < dtype.itemsize:
         ratio = dtype.itemsize // x.dtype.itemsize
         x = x.reshape(*x.shape[:-1], x.shape[-1] // ratio, ratio)
@@ -443,7 +455,7 @@ def _view_as_complex_write(base: jax.Array, view: jax.Array) -> jax.Array:
     return _pairs(view)
 
 
-# The lowering of `_conj` itself stands with the arithmetic.
+# The lowering of `_conj` is in `elementwise`.
 @lowering("aten._conj_copy.default")
 def _conj_copy(ctx: Context, x: jax.Array) -> jax.Array:
     return jnp.conj(x)

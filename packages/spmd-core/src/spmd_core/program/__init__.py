@@ -1,1 +1,1 @@
-"""From pending storages to one started XLA program."""
+"""Turns pending storages into one XLA program: lowers, compiles, caches and starts it."""

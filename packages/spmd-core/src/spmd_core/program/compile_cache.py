@@ -1,4 +1,4 @@
-"""Compiled programs by key: a named list of ingredients, compared by value, so that a miss can say which ingredient changed."""
+"""The cache of compiled programs; its keys have named fields, so that a miss can be explained."""
 
 import gc
 from collections import OrderedDict, deque
@@ -18,41 +18,52 @@ from spmd_core.source_lines import Origin
 
 
 class Key(NamedTuple):
-    """What a program depends on. Entries are interned, so `structure` compares by identity."""
+    """Everything that a program depends on. Entries are interned: `structure` compares by identity.
 
-    structure: tuple[Entry | int, ...]  # each node's entry followed by the numbers of its inputs
-    leaves: tuple[tuple[Spec, Placement], ...]  # spec and placement of each input
-    outputs: tuple[
-        tuple[int, Spec, Placement | None], ...
-    ]  # number, spec and placement of each result
-    donated: tuple[int, ...]  # positions of the donated inputs
+    Attributes:
+        structure: each node's entry, followed by the value numbers of its inputs.
+        leaves: spec and placement of each input.
+        outputs: value number, spec and placement of each result.
+        donated: positions of the donated inputs.
+        device_ids: the program's devices.
+        origins: each node's origin, which the program's operations are named after; `()` where
+            `config.record_source_lines` was off.
+        options: `config.compiler_options`, sorted by name.
+    """
+
+    structure: tuple[Entry | int, ...]
+    leaves: tuple[tuple[Spec, Placement], ...]
+    outputs: tuple[tuple[int, Spec, Placement | None], ...]
+    donated: tuple[int, ...]
     device_ids: tuple[int, ...]
-    origins: tuple[
-        Origin | None, ...
-    ] = ()  # each node's, where `config.record_source_lines` was on: the program names them
-    options: tuple[tuple[str, CompilerOption], ...] = ()  # `config.compiler_options`
+    origins: tuple[Origin | None, ...] = ()
+    options: tuple[tuple[str, CompilerOption], ...] = ()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What remains of a compilation also where its program was dropped since."""
+    """What is kept of a compilation, even after its program was dropped from the cache."""
 
     key: Key
     graph: Graph
     record: ProgramRecord
 
 
-# The newest compilations, the newest last.
+# The most recent compilations, newest last.
 history: deque[Compiled] = deque(maxlen=64)
 # Called after each compilation.
 observers: list[Callable[[Compiled], None]] = []
 _programs: OrderedDict[Key, Program] = OrderedDict()
-# More than a program that we have seen needs, with room for all else that a process maps.
-_MAPS_TO_SPARE = 20_000
+# Below this number of free memory maps, programs are dropped before the next one is compiled. It is
+# more than any program seen so far needs, and leaves room for what else the process maps.
+_MIN_FREE_MAPS = 20_000
 
 
 def get(key: Key, build: Callable[[], Program]) -> Program:
-    """The key's program, compiled by `build` on a miss; the one used longest ago is dropped when there are too many."""
+    """The key's program, compiled by `build` on a miss.
+
+    Beyond `config.max_programs`, the least recently used program is dropped.
+    """
     program = _programs.get(key)
     if program is not None:
         _programs.move_to_end(key)
@@ -70,22 +81,23 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
 
 
 def _make_room() -> None:
-    """Drops the half of the programs that was used longest ago where few memory maps are left.
+    """Drops the less recently used half of the programs if few memory maps are left.
 
-    XLA's CPU backend loads the code of a program into maps of its own, over a thousand for a large one, and crashes the process when Linux gives
-    it no more (65,530 by default). This ends when XLA reports that as an error.
+    XLA's CPU backend loads a program's code into memory maps of its own, over a thousand for a
+    large program, and crashes the process when Linux grants no more (65,530 by default). Not needed
+    any more once XLA reports this as an error.
     """
     free = devices.free_memory_maps()
-    if free is None or free >= _MAPS_TO_SPARE:
+    if free is None or free >= _MIN_FREE_MAPS:
         return
     for _ in range(-(-len(_programs) // 2)):
         _programs.popitem(last=False)
         metrics.count("programs_dropped")
-    gc.collect()  # a program and what it traced refer to each other
+    gc.collect()  # a program and its traced function refer to each other
 
 
 def changed(new: Key, old: Key) -> tuple[str, ...]:
-    """The names of the ingredients in which two keys differ."""
+    """The names of the fields in which two keys differ."""
     return tuple(name for name in Key._fields if getattr(new, name) != getattr(old, name))
 
 

@@ -1,4 +1,4 @@
-"""Where a program's inputs lie: placements of host and device data, and moving them."""
+"""Placements of a program's inputs in host and device memory, and transfers between them."""
 
 from functools import lru_cache
 
@@ -20,39 +20,61 @@ from spmd_core.sharding.sharding import Sharding
 
 
 def host_placement(sharding: Sharding | None = None) -> Placement:
-    """The placement of data that is still in host memory, with the sharding that it will go up with."""
+    """The placement of data in host memory that will be uploaded with this sharding."""
     return Placement.of(None, sharding)
 
 
-def own_placement(sharding: Sharding) -> Placement:
-    """Device data that lies just as a mark says."""
+def marked_placement(sharding: Sharding) -> Placement:
+    """The placement of device data that lies exactly as its mark says."""
     return Placement.of(named_sharding(sharding), sharding)
 
 
-def home(sharding: Sharding | None) -> Placement:
+def device_placement(sharding: Sharding | None) -> Placement:
+    """The placement of data that is uploaded outside of a program; replicated without a mark."""
     return (
-        own_placement(sharding)
+        marked_placement(sharding)
         if sharding is not None
         else Placement.of(replicated(default_device_ids()), None)
     )
 
 
+@lru_cache(maxsize=16384)
+def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
+    """How a leaf must lie for a program on these devices."""
+    sharding, own = placement.sharding, placement.jax_sharding
+    if placement.manual is not None:
+        return placement
+    if sharding is not None:
+        return Placement.of(named_sharding(sharding, device_ids), sharding)
+    if own is not None and device_ids_of(own) == device_ids:
+        return placement
+    return Placement.of(replicated(device_ids), None)
+
+
 def refuse_local(value: Value) -> None:
-    """Raises SpmdError for a tensor that is local to a manual region, which has as many values as there are devices along its axes."""
+    """Raises SpmdError for a tensor that is local to a manual region.
+
+    Such a tensor has one value per position along the region's axes.
+    """
     if value.placement.manual is not None:
         raise SpmdError(
-            f"a tensor inside a manual region has a value of its own on each device, and none to read or to lay out; got {value.spec!r}. "
+            "a tensor inside a manual region has a value of its own on each device, "
+            f"and none to read or to lay out; got {value.spec!r}. "
             "Return it from the region with an out_spec, and read the result."
         )
 
 
 def replace(storage: Storage, array: jax.Array, placement: Placement) -> None:
-    """Makes a device array the storage's value, in place of what it held or was about to compute."""
+    """Makes a device array the storage's value, in place of a computed or pending one."""
     storage.write(Value.leaf(storage.spec, array, placement, None))
 
 
 def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
-    """Makes `sharding` the storage's own; device data is laid out anew at once (without waiting), host data when it goes up."""
+    """Sets the storage's mark, None for none.
+
+    Device data is resharded at once, without waiting; host data gets the sharding when it is
+    uploaded.
+    """
     value = storage.value
     if value.data is not None:
         refuse_local(value)
@@ -68,45 +90,43 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
             target = Placement.of(replicated(old.mesh.ids), None)
             move(value, target)
         return
-    target = own_placement(sharding)
+    target = marked_placement(sharding)
     if value.placement is not target:
         move(value, target)
 
 
 def move(value: Value, target: Placement) -> None:
+    """Reshards a leaf that is in device memory. Does not wait."""
     value.data = buffers.reshard(
-        value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding)
+        value.data,
+        target.device_sharding,
+        value.spec.shape,
+        padded_shape(value.spec, target.sharding),
     )
     value.placement = target
 
 
 def convert(value: Value, target: Placement) -> jax.Array:
-    """The leaf's array as `target` says. What is not marked, or comes from the host, moves for good; other data is copied for one program."""
+    """The leaf's array, laid out as `target` says.
+
+    Host data is uploaded, and unmarked data is resharded, for good. Marked data keeps its layout:
+    the result is then a copy for one program.
+    """
     placement = value.placement
     if placement.jax_sharding is None:
-        home = target if placement.sharding is None else own_placement(placement.sharding)
+        uploaded = target if placement.sharding is None else marked_placement(placement.sharding)
         value.data = buffers.upload(
-            value.data, home.jax_sharding, padded_shape(value.spec, home.sharding)
+            value.data, uploaded.device_sharding, padded_shape(value.spec, uploaded.sharding)
         )
-        value.placement = placement = home
+        value.placement = placement = uploaded
     if placement is target:
         return value.data
     if placement.sharding is None:
         move(value, target)
         return value.data
     return buffers.reshard(
-        value.data, target.jax_sharding, value.spec.shape, padded_shape(value.spec, target.sharding)
+        value.data,
+        target.device_sharding,
+        value.spec.shape,
+        padded_shape(value.spec, target.sharding),
     )
-
-
-@lru_cache(maxsize=16384)
-def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Placement:
-    """How a leaf must lie for a program on these devices."""
-    sharding, own = placement.sharding, placement.jax_sharding
-    if placement.manual is not None:
-        return placement
-    if sharding is not None:
-        return Placement.of(named_sharding(sharding, device_ids), sharding)
-    if own is not None and device_ids_of(own) == device_ids:
-        return placement
-    return Placement.of(replicated(device_ids), None)

@@ -1,4 +1,4 @@
-"""From a recorded graph to one compiled XLA program: traced by `jax.jit`, partitioned by the shardings of leaves, marks and results."""
+"""Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from spmd_core.program import regions
 from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
 from spmd_core.runtime.placement import (
-    OneMesh,
+    CommonMesh,
     Placement,
     jax_partition_spec,
     named_sharding,
@@ -29,7 +29,11 @@ from spmd_core.sharding.sharding import Manual, Sharding
 
 
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
-    """A sharding constraint that also holds where a dim does not divide: jax drops those in silence, so pad, constrain, cut."""
+    """A sharding constraint that also holds for dims that their number of shards does not divide.
+
+    jax ignores the constraint on such dims without a message, so `x` is padded, constrained and cut
+    back to its shape.
+    """
     padded = sharding.padded_shape(x.shape)
     if padded == x.shape:
         return jax.lax.with_sharding_constraint(x, named)
@@ -42,8 +46,10 @@ class Traced:
     """A graph as StableHLO with shardings, not compiled.
 
     Attributes:
-        lowered: jax's stage before the compiler; its StableHLO names each operation `aten::mm`. Where the graph has origins, the name is
-            `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's number), and the location is the user's line.
+        lowered: jax's stage before compilation. Its StableHLO names each operation as torch does,
+            `aten::mm`. Where the graph has origins, the name is
+            `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
+            the user's line.
     """
 
     def __init__(self, graph: Graph, name: str) -> None:
@@ -72,12 +78,12 @@ class Traced:
 
     @property
     def lowered_text(self) -> Callable[[], str]:
-        """The StableHLO as text, when called."""
+        """A function that returns the StableHLO as text."""
         return self.lowered.as_text
 
     def _lower(self, name: str) -> None:
         graph = self.graph
-        self._manual_of_values()
+        self._find_local_values()
         marks = [
             named_sharding(node.entry.sharding, self.device_ids)
             for node in graph.nodes
@@ -88,11 +94,11 @@ class Traced:
             *(leaf.placement for leaf in graph.leaves),
             *(p for p in out_placements if p is not None),
         ]
-        placed = [placement.jax_sharding for placement in placements]
-        self._on_one_mesh = on_one_mesh = OneMesh([*placed, *marks], self.device_ids)
-        everywhere = on_one_mesh(replicated(self.device_ids))
+        placed = [placement.device_sharding for placement in placements]
+        self._common_mesh = common_mesh = CommonMesh([*placed, *marks], self.device_ids)
+        everywhere = common_mesh(replicated(self.device_ids))
         self._mesh = everywhere.mesh
-        self._split_dims = self._dims_that_are_split()
+        self._split_dims = self._find_split_dims()
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in (
@@ -106,12 +112,14 @@ class Traced:
             jax.ShapeDtypeStruct(
                 stored_shape(leaf.spec, leaf.placement),
                 dtypes.to_jax(leaf.spec.dtype),
-                sharding=on_one_mesh(leaf.placement.jax_sharding),
+                sharding=common_mesh(leaf.placement.device_sharding),
             )
             for leaf in graph.leaves
         ]
-        free = None if on_one_mesh.exists else everywhere
-        out_shardings = [free if p is None else on_one_mesh(p.jax_sharding) for p in out_placements]
+        free = None if common_mesh.exists else everywhere
+        out_shardings = [
+            free if p is None else common_mesh(p.device_sharding) for p in out_placements
+        ]
 
         def program(
             numbers: list[jax.Array], *leaves: jax.Array
@@ -130,16 +138,18 @@ class Traced:
             self.lowered = jitted.lower(numbers, *leaves)
         self.record.trace_s = time.perf_counter() - start
 
-    def _manual_of_values(self) -> None:
-        """To which axes each value is local."""
+    def _find_local_values(self) -> None:
+        """Sets for each value the axes of the manual region that it is local to, else None."""
         graph = self.graph
         self._manuals: list[Manual | None] = []
         for node in graph.nodes:
+            border = node.entry.border
             manual = regions.manual_of(
-                node.entry.name, node.entry.border, [self._manual(i) for i in node.inputs]
+                node.entry.name, border, [self._manual(i) for i in node.inputs]
             )
-            if manual is not None or node.entry.border is not None:
-                regions.check_devices(manual or node.entry.border.manual, self.device_ids)
+            region = border.manual if manual is None and border is not None else manual
+            if region is not None:
+                regions.check_devices(region, self.device_ids)
             self._manuals.extend([manual] * len(node.entry.outs))
 
     def _manual(self, value: int) -> Manual | None:
@@ -151,10 +161,12 @@ class Traced:
         manual = self._manual(output.value)
         return output.placement if manual is None else regions.placement(manual)
 
-    def _dims_that_are_split(self) -> frozenset[int]:
-        """The dims that a leaf, a mark or a result splits, counted from the last one, which is -1; weights (floats of two dims at most) apart.
+    def _find_split_dims(self) -> frozenset[int]:
+        """The dims that a leaf, a mark or a result splits, as negative numbers: -1 is the last dim.
 
-        Integers are taken for indices into a table as well, whose rows become one more dim behind.
+        Floating-point and complex tensors of at most two dims are taken for weights and left out.
+        Integer tensors may be indices into a table, whose rows become an additional last dim, so a
+        split dim of an integer tensor also counts as the dim before it.
         """
         graph = self.graph
         marked = [
@@ -162,9 +174,9 @@ class Traced:
             for node in graph.nodes
             if node.entry.sharding
         ]
-        placed = [(leaf.spec, leaf.placement.jax_sharding) for leaf in graph.leaves]
+        placed = [(leaf.spec, leaf.placement.device_sharding) for leaf in graph.leaves]
         placed += [
-            (output.spec, output.placement.jax_sharding)
+            (output.spec, output.placement.device_sharding)
             for output in graph.outputs
             if output.placement is not None
         ]
@@ -180,7 +192,7 @@ class Traced:
         return frozenset(found)
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
-        """`x` with its last `num` dims whole on each device; how the others lie is the partitioner's choice."""
+        """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
         if len(self.device_ids) == 1:
             return x
         free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -228,24 +240,25 @@ class Traced:
                         constrain(
                             inputs[0],
                             entry.sharding,
-                            self._on_one_mesh(named_sharding(entry.sharding, self.device_ids)),
+                            self._common_mesh(named_sharding(entry.sharding, self.device_ids)),
                         )
                     ]
                 else:
                     results = entry.kernel(context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
             values.extend(results)
-        taken = {id(x) for x in leaves}
+        returned = {id(x) for x in leaves}
         outputs = []
         for output in graph.outputs:
             x = values[output.value]
             target = padded_shape(output.spec, output.sharding)
             if target != x.shape and self._manual(output.value) is None:
                 x = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, target)])
-            if id(x) in taken:
-                # jit would hand out one buffer twice; a later donation of one would then destroy the other.
+            if id(x) in returned:
+                # jit would return one buffer twice; donating one result later would then destroy
+                # the other.
                 x = jnp.copy(x)
-            taken.add(id(x))
+            returned.add(id(x))
             outputs.append(x)
         return outputs
 
@@ -254,18 +267,21 @@ class Traced:
         manual: Manual,
         node: Node,
         context: registry.Context,
-        inputs: list[Any],
+        inputs: list[jax.Array],
         numbers: list[registry.Number],
     ) -> list[jax.Array]:
+        """The node's results on values that are local to a manual region."""
         entry = node.entry
 
-        def kernel(own: list[Any], given: list[Any], key: jax.Array | None) -> list[jax.Array]:
+        def kernel(
+            blocks: list[jax.Array], numbers: list[registry.Number], key: jax.Array | None
+        ) -> list[jax.Array]:
             if entry.sharding is not None:
                 spec = jax_partition_spec(entry.sharding)
-                return [jax.lax.with_sharding_constraint(own[0], spec)]
-            # Each device by itself: nothing that it computes is partitioned along the manual axes.
+                return [jax.lax.with_sharding_constraint(blocks[0], spec)]
+            # Every device runs the kernel by itself: the context has one device and no split dims.
             results: list[jax.Array] = entry.kernel(
-                registry.Context(context.outs, context.platform, key), own, given
+                registry.Context(context.outs, context.platform, key), blocks, numbers
             )
             return results
 
@@ -275,17 +291,19 @@ class Traced:
 
 @contextmanager
 def _named(node: Node, position: int) -> Iterator[None]:
-    """Names what is traced inside after the torch operation; with an origin, also after its place in the graph, its module and the user's line."""
-    here = node.origin
-    if here is None:
+    """Names what is traced inside after the node's torch operation.
+
+    A node with an origin is also named after its module, its position and the user's line.
+    """
+    origin = node.origin
+    if origin is None:
         with jax.named_scope(node.entry.name):
             yield
         return
-    scope = f"{here.module}/{node.entry.name}#{position}/{Path(here.file).name}:{here.line}".lstrip(
-        "/"
-    )
+    line = f"{Path(origin.file).name}:{origin.line}"
+    scope = f"{origin.module}/{node.entry.name}#{position}/{line}".lstrip("/")
     with (
-        source_info_util.user_context(_traceback(here.file, here.line, here.function)),
+        source_info_util.user_context(_traceback(origin.file, origin.line, origin.function)),
         jax.named_scope(scope),
     ):
         yield
@@ -293,7 +311,10 @@ def _named(node: Node, position: int) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def _traceback(file: str, line: int, function: str) -> Any:
-    """jax's traceback with the user's line innermost: taken by one call that seems to stand there."""
+    """A traceback of jax whose innermost frame is the user's line.
+
+    It is taken by code that is compiled as if it were in that file, line and function.
+    """
     code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
     return eval(
         code.replace(co_name=function, co_qualname=function), {"current": source_info_util.current}
@@ -301,11 +322,13 @@ def _traceback(file: str, line: int, function: str) -> Any:
 
 
 def _prng_key(seed: jax.Array) -> jax.Array:
+    """The threefry key of a 64-bit seed."""
     words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def _check(entry: Entry, results: list[Any], *, is_local: bool) -> None:
+def _check(entry: Entry, results: list[jax.Array], *, is_local: bool) -> None:
+    """Asserts that the results have the shapes and dtypes that torch gives them."""
     assert len(results) == len(entry.outs), (
         f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
     )

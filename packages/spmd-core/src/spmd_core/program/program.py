@@ -1,4 +1,4 @@
-"""A compiled program: compilation, its memory and cost, and running it."""
+"""A compiled program: compiles a lowered graph, records its memory and cost, and runs it."""
 
 import time
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Program(Traced):
             for name, value in self.graph.options
         } or None
         try:
-            with jax.enable_x64(True), _own_place_on_disk(self.graph):
+            with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
                 self.compiled = self.lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             raise _explain(error, self) from error
@@ -42,7 +42,7 @@ class Program(Traced):
         self._analyse()
 
     def compiled_text(self) -> str:
-        """The HLO of the optimised module that each device runs."""
+        """The optimised HLO module that each device runs, as text."""
         text = self.compiled.as_text()
         assert text is not None
         return text
@@ -70,7 +70,18 @@ class Program(Traced):
         complexes: list[complex],
         leaves: list[jax.Array],
     ) -> list[jax.Array]:
-        """Starts the program on arrays that already lie as the graph's leaves say. Raises DeviceMemoryError or ProgramError."""
+        """Starts the program and returns its results without waiting.
+
+        Args:
+            floats: the values of the graph's float numbers, in the order of the nodes.
+            ints: those of its int and bool numbers.
+            complexes: those of its complex numbers.
+            leaves: one array for each leaf, laid out as the leaf's placement says.
+
+        Raises:
+            DeviceMemoryError: the device's memory is too small.
+            ProgramError: jax raised another error.
+        """
         numbers = []
         if floats:
             numbers.append(np.array(floats, np.float64))
@@ -89,8 +100,12 @@ class Program(Traced):
 
 
 @contextmanager
-def _own_place_on_disk(graph: Graph) -> Iterator[None]:
-    """jax's cache on disk does not tell programs apart that differ in names and lines alone; a program with origins must not get another's."""
+def _metadata_in_disk_cache_key(graph: Graph) -> Iterator[None]:
+    """Inside, jax's disk cache tells programs apart by names and lines, if the graph has origins.
+
+    By default these are not in jax's key: a program with origins could get the names and lines of
+    another one.
+    """
     flag = "jax_compilation_cache_include_metadata_in_key"
     before = jax.config.values[flag]
     if before or all(node.origin is None for node in graph.nodes):
@@ -104,13 +119,14 @@ def _own_place_on_disk(graph: Graph) -> Iterator[None]:
 
 
 def _explain(error: Exception, program: Traced) -> Exception:
-    """jax's error as ours: out of memory names the program and its largest buffers."""
+    """jax's error as this package's error, which lists the largest values if memory ran out."""
     text = str(error)
     record, graph = program.record, program.graph
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
         options = f" under config.compiler_options {dict(graph.options)}" if graph.options else ""
         return ProgramError(
-            f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) failed{options}: {text}"
+            f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) "
+            f"failed{options}: {text}"
         )
     sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
     sized += [
@@ -122,7 +138,10 @@ def _explain(error: Exception, program: Traced) -> Exception:
         f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8]
     )
     return DeviceMemoryError(
-        f"a program and its arguments must fit the device's memory; {record.name} ({record.num_ops} ops on {record.num_devices} devices, "
-        f"{record.argument_bytes / 1e6:.1f} MB of arguments and {record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
-        f"Shard more, lower the batch, or checkpoint activations. Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
+        f"a program and its arguments must fit the device's memory; {record.name} "
+        f"({record.num_ops} ops on {record.num_devices} devices, "
+        f"{record.argument_bytes / 1e6:.1f} MB of arguments and "
+        f"{record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
+        "Shard more, lower the batch, or checkpoint activations. "
+        f"Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
     )

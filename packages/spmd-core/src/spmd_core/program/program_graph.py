@@ -1,4 +1,4 @@
-"""One cut, frozen: the graph that a program is lowered from."""
+"""`Graph`: the immutable description of one cut, from which a program is lowered."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,14 @@ from spmd_core.source_lines import Origin
 
 @dataclass(frozen=True)
 class Node:
-    """One recorded operation of a graph. `inputs` number the graph's values: n >= 0 is the n-th result of all nodes in order, and
-    n < 0 is leaf -n - 1."""
+    """One recorded operation of a graph.
+
+    Attributes:
+        entry: the operation.
+        inputs: the numbers of its input values: n >= 0 is the n-th result, counted over all nodes
+            in order; n < 0 is leaf -n - 1.
+        origin: the user's line; None where it was not recorded.
+    """
 
     entry: Entry
     inputs: tuple[int, ...]
@@ -21,7 +27,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the program, and how it lies on the program's devices."""
+    """An input of the program, with its placement on the program's devices."""
 
     spec: Spec
     placement: Placement
@@ -30,7 +36,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Output:
-    """A result of the program: which value, and where it goes: as marked, as the buffer that it replaces lay, or as the partitioner likes."""
+    """A result of the program.
+
+    Attributes:
+        value: the value's number, as in `Node.inputs`.
+        spec: the spec of the storage that receives it.
+        placement: as the storage is marked, or as the buffer lay that the result replaces; None
+            where the partitioner chooses.
+    """
 
     value: int
     spec: Spec
@@ -43,7 +56,16 @@ class Output:
 
 @dataclass(frozen=True)
 class Graph:
-    """Everything that the program depends on; `donated` are positions of leaves whose buffers the results take over."""
+    """Everything that a program depends on.
+
+    Attributes:
+        leaves: the inputs.
+        nodes: the operations, in the order of recording.
+        outputs: the results.
+        donated: the positions of the leaves whose buffers the results take over.
+        device_ids: the program's devices.
+        options: the compiler's options, by name.
+    """
 
     leaves: tuple[Leaf, ...]
     nodes: tuple[Node, ...]
@@ -54,12 +76,12 @@ class Graph:
 
 
 def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
-    """The shape that is stored: each sharded dim rounded up to a multiple of its shards."""
+    """The shape of the array as stored: each sharded dim is a multiple of its number of shards."""
     return spec.shape if sharding is None else sharding.padded_shape(spec.shape)
 
 
 def stored_shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
-    """The shape of the array that a leaf is."""
+    """The shape of a leaf's array; for a local value, with the first dim for the manual axes."""
     return (
         padded_shape(spec, placement.sharding)
         if placement.manual is None

@@ -1,12 +1,12 @@
-"""Manual regions inside a program: which values are local to a device, and how each operation on them is run by every device for itself.
+"""Manual regions inside a program: which values are local to a device, and how kernels run on them.
 
-A local value is kept as one array with a first dim for the positions along the manual axes, split over them; so it may pass from one operation to the
-next, and from one program to the next. Each operation on local values is a `jax.shard_map` of its kernel over the manual axes. The other axes of the
-mesh stay with the partitioner.
+A local value is one array with an additional first dim for the positions along the manual axes,
+split over these axes, so that it can pass from one operation to the next, and from one program to
+the next. Each operation on local values is a `jax.shard_map` of its kernel over the manual axes:
+every device runs it by itself. The other axes of the mesh are left to the partitioner.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,41 +16,35 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_core.errors import ProgramError
 from spmd_core.ops import registry
 from spmd_core.runtime.placement import Placement, jax_axis_names, jax_mesh, jax_partition_spec
-from spmd_core.sharding.sharding import Manual, Sharding
-
-
-@dataclass(frozen=True)
-class Border:
-    """An operation that takes a tensor into a manual region or out of it; `sharding` is the whole tensor's, over manual axes alone."""
-
-    manual: Manual
-    sharding: Sharding
-    leaves: bool
+from spmd_core.sharding.sharding import Border, Manual
 
 
 def manual_of(
     entry_name: str, border: Border | None, inputs: Sequence[Manual | None]
 ) -> Manual | None:
-    """The axes to which an operation's results are local, from those of its inputs.
+    """The axes that an operation's results are local to, from those of its inputs.
 
     Raises:
         ProgramError: the inputs are local to different axes.
     """
     found = {manual for manual in inputs if manual is not None}
     if border is not None:
-        if found != ({border.manual} if border.leaves else set()):
+        if found != ({border.manual} if border.is_exit else set()):
             what = (
                 "left by what is local to its axes"
-                if border.leaves
+                if border.is_exit
                 else "entered by a global tensor"
             )
             raise ProgramError(
-                f"a manual region is {what}; {entry_name} got {_names(found) or 'a global tensor'}. Leave one region before the next."
+                f"a manual region is {what}; "
+                f"{entry_name} got {_names(found) or 'a global tensor'}. "
+                "Leave one region before the next."
             )
-        return None if border.leaves else border.manual
+        return None if border.is_exit else border.manual
     if len(found) > 1:
         raise ProgramError(
-            f"an operation takes the local tensors of one manual region; {entry_name} got {_names(found)}. Leave one before the next."
+            "an operation takes the local tensors of one manual region; "
+            f"{entry_name} got {_names(found)}. Leave one before the next."
         )
     return found.pop() if found else None
 
@@ -66,25 +60,27 @@ def _axes(manual: Manual) -> tuple[str, ...]:
 
 
 def placement(manual: Manual) -> Placement:
-    """How a local tensor's values lie."""
+    """The placement of a tensor that is local to a region."""
     return Placement.of(
         NamedSharding(jax_mesh(manual.mesh), PartitionSpec(_axes(manual))), None, manual
     )
 
 
 def check_devices(manual: Manual, device_ids: tuple[int, ...]) -> None:
-    """Raises ProgramError where the mesh of a manual region is not over the program's devices in their order."""
+    """Raises ProgramError if a region's mesh does not have the program's devices in their order."""
     own = manual.mesh.ids
     if own != device_ids:
         raise ProgramError(
-            f"the mesh of a manual region is over all devices of its program; got devices {own} in a program on {device_ids}. "
+            "the mesh of a manual region is over all devices of its program; "
+            f"got devices {own} in a program on {device_ids}. "
             "Use meshes over the same devices in the same order, or sync() between."
         )
 
 
-def _on_each(
+def _mapped(
     manual: Manual, function: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
+    """`function`, run by every device along the manual axes on its own blocks."""
     return jax.shard_map(
         function,
         mesh=jax_mesh(manual.mesh),
@@ -96,23 +92,35 @@ def _on_each(
 
 
 def cross(border: Border, x: jax.Array) -> jax.Array:
-    """The whole tensor as its stacked blocks, or back."""
+    """The whole tensor as a stack of its blocks; at an exit, the stack as the whole tensor."""
     whole = jax_partition_spec(border.sharding)
     stacked = PartitionSpec(_axes(border.manual))
-    if border.leaves:
-        return _on_each(border.manual, lambda block: block[0], (stacked,), whole)(x)
-    return _on_each(border.manual, lambda block: block[None], (whole,), stacked)(x)
+    if border.is_exit:
+        return _mapped(border.manual, lambda block: block[0], (stacked,), whole)(x)
+    return _mapped(border.manual, lambda block: block[None], (whole,), stacked)(x)
 
 
 def run(
     manual: Manual,
-    kernel: Callable[[list[Any], list[Any], jax.Array | None], list[Any]],
+    kernel: Callable[[list[jax.Array], list[registry.Number], jax.Array | None], list[jax.Array]],
     inputs: Sequence[jax.Array],
     local: Sequence[bool],
     numbers: Sequence[registry.Number],
     key: jax.Array | None,
 ) -> list[jax.Array]:
-    """`kernel(inputs, numbers, key)` by every device for itself, the results stacked. What is not local is the same on each, save for `key`."""
+    """Runs `kernel(inputs, numbers, key)` on every device by itself.
+
+    Args:
+        manual: the region's axes.
+        kernel: takes and returns one device's values.
+        inputs: the operation's inputs; a local one is a stack of the devices' values.
+        local: whether each input is local; one that is not is the same on every device.
+        numbers: the same on every device.
+        key: the random key, or None; every device folds its position into it.
+
+    Returns:
+        Each result as a stack of the devices' values.
+    """
     stacked, same = PartitionSpec(_axes(manual)), PartitionSpec()
     kinds = [number.kind for number in numbers]
 
@@ -129,6 +137,6 @@ def run(
         [same] * len(numbers),
         [same] * (key is not None),
     )
-    return _on_each(manual, on_device, in_specs, stacked)(
+    return _mapped(manual, on_device, in_specs, stacked)(
         list(inputs), [n.value for n in numbers], [] if key is None else [key]
     )

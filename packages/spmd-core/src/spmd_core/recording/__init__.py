@@ -1,1 +1,1 @@
-"""A call becomes a value of the graph: the hot path, views and writes."""
+"""Records calls of torch operations as values of the graph: the hot path, views and writes."""

@@ -1,10 +1,12 @@
-"""Recording: a call becomes a value of the graph, and its inferred result is memoised on (overload, specs, static arguments).
+"""Records the call of a torch operation as a value of the graph.
 
-The hot path of the system. What it costs for each operation is measured by `benchmarks/op_overhead.py`.
+What is inferred of a call is kept as an `Entry`, memoised on the overload, the inputs' specs and
+the static arguments. This is the hot path of the system: `benchmarks/op_overhead.py` measures its
+cost per operation.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import torch
@@ -20,8 +22,9 @@ from spmd_core.recording import inference, random_stream, schema
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
+Made = TypeVar("Made")
 
-# Entries by key; for views their links, and what `aliasing` knows of positions that move.
+# Entries by key; for views, their links and the positions that `recording.views` met (`_moves`).
 entries: dict[Any, Any] = {}
 NUMBERS = frozenset({float, int, bool, complex})
 NO_KWARGS: dict[str, Any] = {}
@@ -32,7 +35,7 @@ registry.load_all()
 
 
 class Call:
-    """How the calls of one overload are looked up: which arguments are numbers, and how a new entry is made."""
+    """How calls of one overload are looked up: which arguments are numbers, how to make entries."""
 
     __slots__ = ("func", "infer", "numbers", "static_when_int")
 
@@ -55,7 +58,10 @@ class Call:
 def look_up(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Entry, list[Value], list[Any]]:
-    """The call's entry, its input values and its numbers. The hot path: a few bytecodes per argument, and one lookup."""
+    """The call's entry, its input values and its numbers.
+
+    The hot path: a few bytecodes per argument, and one lookup.
+    """
     key: list[Any] = [call, _default_dtype()]
     inputs: list[Value] = []
     numbers: list[Any] = []
@@ -81,6 +87,7 @@ def look_up(
     if kwargs:
         _look_up_keywords(call, kwargs, key, inputs, numbers)
     whole = tuple(key)
+    # As `known`, but inline: this is the hot path.
     entry = entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
@@ -125,24 +132,58 @@ def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
 
 
 def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
-    """A CPU tensor among the arguments: a 0-dim one goes up as it does for any device, others are the user's mistake."""
+    """Makes a 0-dim CPU tensor among the arguments an input, as torch does for any device.
+
+    Raises:
+        DeviceMismatchError: any other tensor that is not on the device.
+    """
     if a.dim() != 0 or a.device.type != "cpu":
         raise DeviceMismatchError(
-            f"all tensors of an operation must be on one device; {call.func} got a {a.dtype} tensor of shape {tuple(a.shape)} on {a.device} "
+            f"all tensors of an operation must be on one device; {call.func} got a {a.dtype} "
+            f"tensor of shape {tuple(a.shape)} on {a.device} "
             "beside tensors on xla:0. Move it with .to('xla')."
         )
     inputs.append(host_leaf(a).value)
     return Spec.from_tensor(a)
 
 
+def known(key: Any, make: Callable[[], Made]) -> Made:
+    """The entry under `key`, made by `make()` and kept if there is none."""
+    found: Made | None = entries.get(key)
+    if found is None:
+        found = make()
+        remember(key, found)
+    return found
+
+
 def remember(key: Any, entry: Any) -> None:
-    """Keeps an entry under its key; the oldest quarter goes when there are too many."""
+    """Keeps an entry under its key; drops the oldest quarter at `config.max_op_entries` entries."""
     if len(entries) >= config.max_op_entries:
         oldest = list(entries)[: config.max_op_entries // 4]
         for old in oldest:
             del entries[old]
         metrics.count("op_entries_dropped", len(oldest))
     entries[key] = entry
+
+
+def forget() -> None:
+    """Drops every entry, as in a new process; values that are already recorded stay valid."""
+    entries.clear()
+
+
+def record_own(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[float] = ()) -> Any:
+    """Records an operation that torch does not have; returns a tensor, or a tuple of results.
+
+    Args:
+        entry: the operation, from `known`.
+        inputs: tensors on the device, with the specs that the entry was made for.
+        numbers: one for each of the entry's `number_kinds`.
+    """
+    with lock:
+        node = Value(entry, tuple(read(t._handle) for t in inputs), numbers)  # type: ignore[attr-defined]
+        if entry.structure is not None:
+            return _structured(entry, node)
+        return wrap(Storage(node, entry.spec))
 
 
 def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
@@ -154,7 +195,7 @@ def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
 
 
 def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
-    """A CPU tensor's values as a tensor on the device; they go up when the first program needs them."""
+    """A CPU tensor's values as a tensor on the device, uploaded when a program first needs them."""
     dtypes.to_jax(tensor.dtype)
     return wrap(host_leaf(tensor))
 
@@ -167,7 +208,16 @@ def new_entry(
     kinds: tuple[type, ...],
     into: Spec | None = None,
 ) -> Entry:
-    """A new entry: the lowering with every static argument bound; with `into`, its result is converted to that spec's dtype."""
+    """A new entry: the lowering with every static argument bound.
+
+    Args:
+        lowering: the operation's.
+        result: what torch infers, on meta tensors.
+        args: of the call.
+        kwargs: of the call.
+        kinds: the types of the call's numbers.
+        into: for an in-place operation, the spec that the result is converted and broadcast to.
+    """
     outs, structure, as_list = inference.flatten(result)
     return Entry(
         lowering.overload.name(),
@@ -177,7 +227,33 @@ def new_entry(
         as_list=as_list,
         number_kinds=(*kinds, int) if lowering.random else kinds,
         random=lowering.random,
+        arguments=_named_arguments(lowering, args, kwargs),
     )
+
+
+def _named_arguments(
+    lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The call's arguments as `Entry.arguments` has them."""
+    facts = schema.of(lowering.overload, lowering.static)
+    plan, keywords = _bind(facts, lowering, args, kwargs)
+    named: dict[str, Any] = {"torch.get_default_dtype()": _default_dtype()}
+    planned = facts.by_name(plan, keywords)
+    for name, given in facts.by_name(args, kwargs).items():
+        if name in planned:
+            named[name] = _static(planned[name], given)
+    return named
+
+
+def _static(planned: Any, given: Any) -> Any:
+    """One argument as `Entry.arguments` has it, from its entry in the plan and its value."""
+    if planned is _TENSOR:
+        return spec_of(given)
+    if planned is _NUMBER:
+        return type(given)
+    if isinstance(planned, list):
+        return tuple(_static(p, a) for p, a in zip(planned, given))
+    return planned
 
 
 def _bind(
@@ -287,7 +363,7 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
 
 
 def inherit(result: XLAShardedTensor, source: Any) -> None:
-    """Gives a result its source's sharding, where their shapes agree."""
+    """Gives a result the sharding of its source, if their shapes agree."""
     if source.__class__ is XLAShardedTensor:
         sharding = source._handle.sharding
         if sharding is not None and result._handle.spec.shape == source._handle.spec.shape:

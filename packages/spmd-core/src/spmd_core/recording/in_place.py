@@ -1,4 +1,4 @@
-"""In-place operations: the functional form is recorded, and its results are written through the tensors' views."""
+"""Records in-place operations: the functional form, whose results are written to the tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
 
 def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
-    """`x.op_(...)` where the functional form has a lowering: one recorded operation, then a write."""
+    """Records `x.op_(...)` as its functional form, which has a lowering, and a write."""
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
         inference.infer(
@@ -30,7 +30,8 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
 
     call = Call(func, lowering.static, make)
     random = lowering.random
-    # An argument that may be left out here but not in the functional form: `bernoulli_()` is `bernoulli(p=0.5)`.
+    # Defaults of arguments that the functional form has no default for: `bernoulli_()` is
+    # `bernoulli(p=0.5)`.
     given = {a.name: a for a in func._schema.arguments}
     needed = [a.name for a in lowering.overload._schema.arguments if not a.has_default_value()]
     defaults = [given[name].default_value for name in needed if given[name].has_default_value()]
@@ -42,7 +43,8 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
             args = (*args, *defaults)
         if target.__class__ is not XLAShardedTensor:
             raise DeviceMismatchError(
-                f"{func} cannot write a tensor on {target.device} from tensors on xla:0. Move it with .to('xla'), or the others with .cpu()."
+                f"{func} cannot write a tensor on {target.device} from tensors on xla:0. "
+                "Move it with .to('xla'), or the others with .cpu()."
             )
         handle = target._handle
         with lock:
@@ -68,11 +70,14 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
 
 
 def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
-    """`_fused_adamw_(params, grads, ...)`: one recorded operation gives a new value to each tensor of every written argument."""
+    """Records an operation that writes several arguments, such as `_fused_adamw_(params, ...)`.
+
+    One recorded operation gives each tensor of every written argument its new value.
+    """
     facts = schema.of(func)
 
     def written(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        given = {**dict(zip(facts.names, args)), **kwargs}
+        given = facts.by_name(args, kwargs)
         return [
             t
             for name in facts.written
@@ -80,13 +85,16 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
         ]
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
-        # torch has no meta kernels for these.
+        # torch has no meta kernels for these operations.
         lengths = {
-            name: len(a) for name, a in zip(facts.names, args) if isinstance(a, (list, tuple)) and a
+            name: len(a)
+            for name, a in facts.by_name(args, {}).items()
+            if isinstance(a, (list, tuple)) and a
         }
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"{func} takes lists of one length, or empty ones; got {lengths}. Give one tensor in each list for each parameter."
+                f"{func} takes lists of one length, or empty ones; got {lengths}. "
+                "Give one tensor in each list for each parameter."
             )
         return new_entry(
             lowering,

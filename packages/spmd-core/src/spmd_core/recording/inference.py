@@ -1,4 +1,7 @@
-"""Shapes, strides and dtypes of an operation's results, from torch's own meta kernels; the caller memoises, so this runs once per distinct call."""
+"""Infers shapes, strides and dtypes of an operation's results, by torch's own meta kernels.
+
+The caller memoises the results: this runs once for each distinct call.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,7 +11,7 @@ import torch
 
 from spmd_core.graph.values import Spec
 
-# Where the results go is no business of shape inference, nor of a lowering.
+# Where the results are stored concerns neither shape inference nor a lowering.
 _PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking")
 
 
@@ -18,7 +21,7 @@ def meta_like(spec: Spec) -> torch.Tensor:
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Applies `function` to the tensors of an argument: itself, or elements of a list or tuple."""
+    """An argument with `function` applied to its tensors, also those in lists and tuples."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, (list, tuple)):
@@ -27,16 +30,24 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def infer(
-    func: Any,
+    func: torch._ops.OpOverload,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of: Callable[[torch.Tensor], Spec],
     *,
     meta: Callable[..., Any] | None = None,
 ) -> Any:
-    """What `func` returns for these arguments, with meta tensors in the place of tensors. Raises what torch raises for bad arguments.
+    """What `func` returns for these arguments, with meta tensors in place of tensors.
 
-    `meta` stands in for the meta kernel where torch has none, or one that asks what only another device needs.
+    Raises what torch raises for bad arguments.
+
+    Args:
+        func: the overload.
+        args: of the call.
+        kwargs: of the call.
+        spec_of: the spec of a tensor argument.
+        meta: called in place of the meta kernel, where torch has none or one whose checks are for
+            another device only.
     """
     metas: dict[int, torch.Tensor] = {}
 
@@ -50,15 +61,14 @@ def infer(
         name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"
     }
     if "generator" in meta_kwargs:
-        meta_kwargs["generator"] = (
-            None  # no randomness here, and a generator of another device would be refused
-        )
+        # Nothing is drawn here, and torch refuses a generator of another device.
+        meta_kwargs["generator"] = None
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     try:
         with torch.no_grad():
             result = (meta or func)(*meta_args, **meta_kwargs)
-    except NotImplementedError:  # there is no meta kernel, which says nothing about the call
+    except NotImplementedError:  # there is no meta kernel; the call may be right
         raise
     except Exception as error:
         raise (_eager_error(func, meta_args, meta_kwargs) or error) from None
@@ -68,7 +78,7 @@ def infer(
         missed = _eager_error(func, meta_args, meta_kwargs)
         if missed is not None:
             raise missed
-    return _as_the_kernels(func, result, given)
+    return _corrected(func, result, given)
 
 
 def _always(given: dict[str, Any]) -> bool:
@@ -79,15 +89,17 @@ def _odd_window(given: dict[str, Any]) -> bool:
     return min((*given["stride"], *given["dilation"], 1)) < 1 or min((*given["padding"], 0)) < 0
 
 
-# What the CPU kernels refuse and the meta kernels let pass: the overload, and which of its calls are to be tried.
+# Overloads whose CPU kernels refuse calls that the meta kernels accept, each with the condition on
+# the arguments under which a call is tried on the CPU.
 _UNCHECKED: dict[str, Callable[[dict[str, Any]], bool]] = {
     **dict.fromkeys(
         (
-            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar", "aten::bucketize.Tensor", "aten::complex", "aten::complex.out",
-            "aten::gather",
-            "aten::gather.out", "aten::index_add", "aten::index_add_", "aten::index_reduce", "aten::index_reduce_", "aten::masked_scatter",
-            "aten::masked_scatter_", "aten::multinomial", "aten::multinomial.out", "aten::scatter.src", "aten::scatter.value", "aten::scatter_add",
-            "aten::uniform_",
+            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar",
+            "aten::bucketize.Tensor", "aten::complex", "aten::complex.out", "aten::gather",
+            "aten::gather.out", "aten::index_add", "aten::index_add_", "aten::index_reduce",
+            "aten::index_reduce_", "aten::masked_scatter", "aten::masked_scatter_",
+            "aten::multinomial", "aten::multinomial.out", "aten::scatter.src",
+            "aten::scatter.value", "aten::scatter_add", "aten::uniform_",
         ),
         _always,
     ),
@@ -97,13 +109,15 @@ _MAX_STANDIN_BYTES = 256_000_000
 
 
 def _eager_error(
-    func: Any, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]
+    func: torch._ops.OpOverload, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]
 ) -> Exception | None:
-    """What eager torch raises for these shapes and dtypes, or None: the CPU kernel is called on zeros (ones for floats, which may be weights).
+    """What eager torch raises for these shapes and dtypes, or None.
 
-    Meta kernels often check in another order and in other words, and users and their tests know the words of the real ones.
+    The CPU kernel is called on zeros, or on ones for floating-point tensors, which may be weights.
+    Meta kernels often check in another order and with other messages, but users and their tests
+    rely on the messages of the real kernels.
     """
-    if func.namespace != "aten":  # an operation of our own: its meta kernel is the authority
+    if func.namespace != "aten":  # not torch's: the meta kernel itself decides
         return None
     total = 0
 
@@ -120,37 +134,37 @@ def _eager_error(
         kwargs["device"] = torch.device("cpu")
     if total > _MAX_STANDIN_BYTES:
         return None
-    # The random stream is the user's: nothing may be drawn from it here.
+    # The user's random stream must not advance.
     with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             func(*args, **kwargs)
-        except (
-            NotImplementedError
-        ):  # no CPU kernel, or not for this dtype, which may well work here
+        except NotImplementedError:
+            # No CPU kernel for this operation or dtype; the device may support it all the same.
             return None
         except Exception as error:
             return error
     return None
 
 
-def _as_the_kernels(func: Any, result: Any, given: dict[str, Any]) -> Any:
-    """What a meta kernel gives, corrected where torch's kernels give another result."""
+def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) -> Any:
+    """The meta kernel's result, corrected where torch's real kernels return another one."""
     if "output_mask" in given:
-        # Some meta kernels make every result; the real ones leave out what the mask does not ask for.
+        # Some meta kernels return every result; the real ones return None where the mask is False.
         return tuple(r if asked else None for r, asked in zip(result, given["output_mask"]))
     if (
         "batch_norm" in func._schema.name
         and not given.get("training", "no_training" not in func._schema.name)
         and len(result) >= 3
     ):
-        # Outside training nothing is saved for the backward; the meta kernels make one value a channel.
+        # Outside of training nothing is saved for the backward, but the meta kernels return one
+        # value per channel.
         return (result[0], result[1].new_empty(0), result[2].new_empty(0), *result[3:])
     return result
 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that a lowering is given."""
+    """The keyword arguments that a lowering receives: those that do not say where results go."""
     return {
         name: a
         for name, a in kwargs.items()
@@ -159,7 +173,12 @@ def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(result: Any) -> tuple[tuple[Spec, ...], tuple[int | None, ...] | None, bool]:
-    """Specs of the tensors in a result, how they are arranged (None: the result is one tensor), and whether in a list."""
+    """The structure of a result.
+
+    Returns:
+        The specs of its tensors; `Entry.structure`, None if the result is one tensor; and whether
+        it is a list.
+    """
     if isinstance(result, torch.Tensor):
         return (Spec.from_tensor(result),), None, False
     specs: list[Spec] = []

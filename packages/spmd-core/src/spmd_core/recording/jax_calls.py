@@ -1,7 +1,7 @@
-"""The door to jax: a tensor as a jax array and back, and any jax function as one recorded operation."""
+"""Interoperation with jax: tensors as jax arrays and back, jax functions as recorded operations."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -11,27 +11,29 @@ from jax.sharding import NamedSharding
 from torch.utils import _pytree as pytree
 
 from spmd_core import dtypes
-from spmd_core.errors import DeviceMismatchError
-from spmd_core.graph.storage import Storage, lock, read
-from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Entry, Spec
 from spmd_core.program import execution
-from spmd_core.recording.calls import entries, remember
+from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime.placement import Placement, default_device_ids, replicated
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wrap
+
+_TENSOR = object()  # stands for a tensor among the bound arguments
 
 
 def to_jax(t: torch.Tensor) -> jax.Array:
-    """The tensor's values as a jax array, without a copy, laid out over the devices as the tensor is. Runs what is pending; does not wait.
+    """The tensor's values as a jax array with the tensor's sharding, without a copy.
 
-    A later in-place update of the tensor may take over the buffer: jax then says that the array was deleted. A tensor whose shards are padded, and a
-    view, are copied. 64-bit dtypes are kept; jax computes with them as its own `jax_enable_x64` says.
+    Runs what is pending; does not wait. A later in-place update of the tensor may take over the
+    buffer: jax then reports that the array was deleted. A view, and a tensor whose shards are
+    padded, are copied. 64-bit dtypes are kept; `jax_enable_x64` decides how jax computes with them.
 
     Raises:
         DeviceMismatchError: not a tensor on device `xla`.
     """
-    handle = _device_tensor(t, "to_jax")._handle
+    handle = device_tensor(t, "to_jax")._handle
     if not isinstance(handle, Storage):
-        handle = _device_tensor(t.detach().clone(), "to_jax")._handle.storage
+        handle = device_tensor(t.detach().clone(), "to_jax")._handle.storage
     array = execution.place(handle)
     if array.shape == handle.spec.shape:
         return array
@@ -40,38 +42,44 @@ def to_jax(t: torch.Tensor) -> jax.Array:
 
 
 def from_jax(array: jax.Array) -> XLAShardedTensor:
-    """A jax array as a tensor on the device, without a copy where the array has a NamedSharding; else replicated over the devices.
+    """A jax array as a tensor on the device.
 
-    An in-place update of the tensor may take over the array's buffer. Does not wait.
+    An array with a NamedSharding is not copied; any other is replicated over the devices. An
+    in-place update of the tensor may take over the array's buffer. Does not wait.
 
     Raises:
         TypeError: not a jax array, or of a dtype that torch does not have.
     """
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(
-            f"from_jax takes a computed jax.Array; got {type(array).__name__}. Use torch.as_tensor for host data, call_jax inside of a trace."
+            f"from_jax takes a computed jax.Array; got {type(array).__name__}. "
+            "Use torch.as_tensor for host data, call_jax inside of a trace."
         )
     spec = Spec.contiguous(tuple(array.shape), dtypes.to_torch(array.dtype))
-    if not isinstance(array.sharding, NamedSharding):
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        sharding = replicated(default_device_ids())
         with jax.enable_x64(True):
-            array = jax.device_put(array, replicated(default_device_ids()))
-    return wrap(Storage.of_leaf(spec, array, Placement.of(array.sharding, None)))
+            array = jax.device_put(array, sharding)
+    return wrap(Storage.of_leaf(spec, array, Placement.of(sharding, None)))
 
 
 def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, a jax function, as one operation of the program: partitioned, fused and differentiated like every other.
+    """Calls a jax function as one operation of the program.
 
-    Tensors on device `xla`, anywhere in nested lists, tuples and dicts, become jax arrays of the same shape and dtype; everything else is passed as
-    it is, and is part of the program. The function is traced once for each combination of shapes, dtypes and other arguments. Define it once: a new
-    function object, such as a lambda made at each call, is another operation and compiles again. Gradients are those of `jax.vjp`, any number of
-    times. Does not wait for the device.
+    The operation is partitioned, fused and differentiated like every other. Tensors on device
+    `xla`, anywhere in nested lists, tuples and dicts, become jax arrays of the same shape and
+    dtype; every other argument is passed as it is, and is a constant of the program. The function
+    is traced once for each combination of shapes, dtypes and other arguments. Define it once: a new
+    function object, such as a lambda made at each call, is another operation and compiles again.
+    Gradients are those of `jax.vjp`, of any order. Does not wait for the device.
 
     Returns:
-        What the function returns, its arrays as tensors.
+        What the function returns, with tensors in place of arrays.
 
     Raises:
         DeviceMismatchError: a tensor on another device.
-        TypeError: an argument that is no tensor and cannot be hashed, or a result that is no array.
+        TypeError: an argument is neither a tensor nor hashable, or a result is not an array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,23 +90,25 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     static = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     try:
-        call = entries.get(("jax", function, static, tree))
+        call = known(
+            ("jax", function, static, tree), lambda: _BoundFunction(function, static, tree)
+        )
     except TypeError as error:
         raise TypeError(
-            f"the arguments of a jax function are tensors or can be hashed; got {[type(leaf).__name__ for leaf in leaves]}: {error}"
+            "the arguments of a jax function are tensors or can be hashed; "
+            f"got {[type(leaf).__name__ for leaf in leaves]}: {error}"
         ) from None
-    if call is None:
-        call = _Call(function, static, tree)
-        remember(("jax", function, static, tree), call)
-    results, out_tree = _run(call, [_device_tensor(t, "call_jax") for t in tensors])
+    results, out_tree = _run(call, [device_tensor(t, "call_jax") for t in tensors])
     return pytree.tree_unflatten(list(results), out_tree)
 
 
-_TENSOR = object()
+class _BoundFunction:
+    """A jax function with all arguments bound but its arrays; takes and returns lists of arrays.
 
-
-class _Call:
-    """A jax function with everything bound but its arrays: a list of arrays in, a list of arrays out."""
+    Attributes:
+        name: the function's.
+        out_tree: the structure of the function's result; set when it is first traced.
+    """
 
     def __init__(self, function: Callable[..., Any], static: Sequence[Any], tree: Any) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -114,21 +124,27 @@ class _Call:
         for result in results:
             if not isinstance(result, (jax.Array, np.ndarray, float, int, bool, complex)):
                 raise TypeError(
-                    f"a jax function returns arrays; {self.name} returned {type(result).__name__}. Return arrays in tuples, lists or dicts."
+                    f"a jax function returns arrays; {self.name} returned "
+                    f"{type(result).__name__}. Return arrays in tuples, lists or dicts."
                 )
         return [jax.numpy.asarray(result) for result in results]
 
 
-class _Transposed:
-    """The vector-Jacobian product of a call: its arrays and a cotangent for each inexact result in, a gradient for each inexact array out."""
+class _VectorJacobianProduct:
+    """The vector-Jacobian product of a call.
 
-    def __init__(self, call: Any, num_arrays: int) -> None:
-        self.name, self._call, self._num_arrays = f"{call.name}.vjp", call, num_arrays
+    Takes the call's arrays and a cotangent for each inexact result; returns a gradient for each
+    inexact array.
+    """
+
+    def __init__(self, call: "_Differentiable", num_arrays: int) -> None:
+        self.name: str = f"{call.name}.vjp"
+        self._call, self._num_arrays = call, num_arrays
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         inputs, cotangents = arrays[: self._num_arrays], iter(arrays[self._num_arrays :])
         results, pull = jax.vjp(self._call, *inputs)
-        # A result of integers has a cotangent without values.
+        # The cotangent of an integer result has the dtype float0, which has no values.
         full = [
             next(cotangents) if _is_inexact(r.dtype) else np.zeros(r.shape, jax.dtypes.float0)
             for r in results
@@ -136,30 +152,34 @@ class _Transposed:
         return [g for x, g in zip(inputs, pull(full)) if _is_inexact(x.dtype)]
 
 
-def _is_inexact(dtype: Any) -> bool:
+# What can be recorded as one operation and differentiated.
+_Differentiable: TypeAlias = _BoundFunction | _VectorJacobianProduct
+
+
+def _is_inexact(dtype: np.dtype) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.inexact))
 
 
-def _run(call: Any, tensors: list[XLAShardedTensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
+def _run(
+    call: _Differentiable, tensors: list[XLAShardedTensor]
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The call's results, differentiable where a tensor requires it; and the call's `out_tree`."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        results = _Differentiated.apply(call, *tensors)
+        results = _JaxFunction.apply(call, *tensors)
     else:
         results = _record(call, tensors)
     return results, getattr(call, "out_tree", None)
 
 
-def _record(call: Any, tensors: Sequence[XLAShardedTensor]) -> tuple[torch.Tensor, ...]:
-    with lock:
-        specs = tuple(t._handle.spec for t in tensors)
-        entry = entries.get(("jax", call, specs))
-        if entry is None:
-            entry = _entry(call, specs)
-            remember(("jax", call, specs), entry)
-        node = Value(entry, tuple(read(t._handle) for t in tensors), ())
-        return tuple(wrap(Storage(Part(node, i), spec)) for i, spec in enumerate(entry.outs))
+def _record(call: _Differentiable, tensors: Sequence[XLAShardedTensor]) -> tuple[torch.Tensor, ...]:
+    specs = tuple(t._handle.spec for t in tensors)
+    recorded: tuple[torch.Tensor, ...] = record_own(
+        known(("jax", call, specs), lambda: _entry(call, specs)), tensors
+    )
+    return recorded
 
 
-def _entry(call: Any, specs: tuple[Spec, ...]) -> Entry:
+def _entry(call: _Differentiable, specs: tuple[Spec, ...]) -> Entry:
     arrays = [jax.ShapeDtypeStruct(spec.shape, dtypes.to_jax(spec.dtype)) for spec in specs]
     with jax.enable_x64(True):
         closed = jax.make_jaxpr(call)(*arrays)
@@ -179,9 +199,13 @@ def _entry(call: Any, specs: tuple[Spec, ...]) -> Entry:
     )
 
 
-class _Differentiated(torch.autograd.Function):
+class _JaxFunction(torch.autograd.Function):
+    """A call, with its vector-Jacobian product as backward, which can be differentiated again."""
+
     @staticmethod
-    def forward(ctx: Any, call: Any, *tensors: XLAShardedTensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Differentiable, *tensors: XLAShardedTensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.call = call
         results = _record(call, tensors)
@@ -194,18 +218,15 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         tensors = ctx.saved_tensors
         key = ("jax vjp", ctx.call, len(tensors))
-        transposed = entries.get(key)
-        if transposed is None:
-            transposed = _Transposed(ctx.call, len(tensors))
-            remember(key, transposed)
-        # torch keeps the conjugate of jax's gradient of a complex number.
+        product = known(key, lambda: _VectorJacobianProduct(ctx.call, len(tensors)))
+        # torch's gradient of a complex tensor is the conjugate of jax's.
         cotangents = [
             g.conj().resolve_conj()
             for g in grads
             if g is not None and (g.is_floating_point() or g.is_complex())
         ]
-        found, _ = _run(transposed, [*tensors, *cotangents])
-        gradients = iter(found)
+        results, _ = _run(product, [*tensors, *cotangents])
+        gradients = iter(results)
         return (
             None,
             *(
@@ -213,12 +234,3 @@ class _Differentiated(torch.autograd.Function):
                 for t in tensors
             ),
         )
-
-
-def _device_tensor(t: Any, what: str) -> XLAShardedTensor:
-    if not isinstance(t, XLAShardedTensor):
-        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
-        raise DeviceMismatchError(
-            f"{what} needs tensors on device 'xla'; got {got}. Move it first: t = t.to('xla')."
-        )
-    return t

@@ -1,8 +1,9 @@
-"""Where randomness comes from: each random operation draws one seed from torch's CPU generator, and the device expands it.
+"""Seeds of random operations: each draws one from torch's CPU generator, and the device expands it.
 
-So `torch.manual_seed`, `get_rng_state`, `fork_rng`, `torch.Generator` and the replay of `torch.utils.checkpoint` work as on the CPU; the seed is an
-input of the program, which therefore never recompiles; and the values do not depend on the mesh, as the device's generator
-(threefry, counter based) computes each element from the seed and the element's global position.
+Therefore `torch.manual_seed`, `get_rng_state`, `fork_rng`, `torch.Generator` and the replay of
+`torch.utils.checkpoint` work as on the CPU. The seed is an input of the program, so a new seed
+compiles nothing. The values do not depend on the mesh, as the device's generator (threefry, counter
+based) computes each element from the seed and the element's global position.
 """
 
 import torch
@@ -13,5 +14,5 @@ _MAX = 2**63 - 1
 
 def draw(generator: torch.Generator | None = None) -> int:
     """A seed in [0, 2**63 - 1) from `generator`, or from torch's default generator."""
-    # In place, on a tensor that exists: the call is then out of reach of `with torch.device(...)` and other modes.
+    # In place, on an existing tensor: `with torch.device(...)` and other modes do not affect it.
     return int(_cell.random_(0, _MAX, generator=generator))

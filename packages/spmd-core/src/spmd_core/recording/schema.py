@@ -1,12 +1,14 @@
-"""What torch's schemas say of an overload: what it writes, what it aliases, which arguments are numbers, and its functional form."""
+"""Facts of a torch schema: what it writes and aliases, its numbers, functional form."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-# Scalars that are nearly always the int 1 and then vanish from the program; as floats they are inputs like any other number.
+# Scalars that are nearly always the int 1, and as static arguments vanish from the program; floats
+# are inputs of the program like any other number.
 _STATIC_WHEN_INT = ("alpha", "beta")
 # In-place samplers whose functional form has a name of its own.
 _FUNCTIONAL_NAME = {"normal_": "normal_functional"}
@@ -14,22 +16,34 @@ _FUNCTIONAL_NAME = {"normal_": "normal_functional"}
 
 @dataclass(frozen=True)
 class Schema:
-    """The facts about one overload that the dispatcher needs."""
+    """The facts about one overload that the dispatcher needs.
+
+    Attributes:
+        names: of all arguments.
+        number_positions: arguments that may be Python numbers, which are inputs of the program.
+        number_names: the same arguments by name.
+        static_when_int: those of them that are static arguments when the number is an int.
+        written: arguments that the operation writes.
+        out_names: keyword-only written arguments: `out=`.
+        is_view: whether the result aliases an argument without writing it.
+    """
 
     names: tuple[str, ...]
-    number_positions: tuple[
-        int, ...
-    ]  # arguments that may be Python numbers and are then inputs of the program
+    number_positions: tuple[int, ...]
     number_names: frozenset[str]
     static_when_int: frozenset[str]
-    written: tuple[str, ...]  # arguments that the operation writes
-    out_names: tuple[str, ...]  # keyword-only written arguments: `out=`
-    is_view: bool  # the result aliases an argument without writing it
+    written: tuple[str, ...]
+    out_names: tuple[str, ...]
+    is_view: bool
+
+    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of one call by name, without those that the caller left out."""
+        return {**dict(zip(self.names, args)), **kwargs}
 
 
 @cache
 def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Schema:
-    """The overload's schema, with the Scalars in `static` counted as static arguments."""
+    """The facts about an overload; the Scalars named in `static` count as static arguments."""
     arguments = func._schema.arguments
     numbers = [a.name for a in arguments if _may_be_number(a) and a.name not in static]
     written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -47,14 +61,14 @@ def of(func: torch._ops.OpOverload, static: frozenset[str] = frozenset()) -> Sch
     )
 
 
-def _may_be_number(argument: Any) -> bool:
+def _may_be_number(argument: torch._C.Argument) -> bool:
     kind = str(argument.type)
     return "Scalar" in kind or "number" in kind.lower() or kind in ("Tensor", "Optional[Tensor]")
 
 
 @cache
 def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that computes what this in-place or `out=` overload writes; None where torch has none."""
+    """The overload that returns what this in-place or `out=` overload writes, or None."""
     namespace, name = func._schema.name.split("::")
     facts = of(func)
     base = _FUNCTIONAL_NAME.get(name, name if facts.out_names else name.removesuffix("_"))
@@ -71,7 +85,7 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
         given = [(a.name, str(a.type)) for a in candidate._schema.arguments]
         if given == wanted:
             return candidate
-        # A factory's functional form has dtype and device besides; the `out` tensor supplies them.
+        # A factory's functional form also takes dtype and device; the `out` tensor supplies them.
         extra = [n for n, _ in given if n not in {m for m, _ in wanted}]
         if (
             given[: len(wanted)] == wanted
@@ -83,5 +97,5 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 def has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
-    """Whether torch itself implements the overload at a dispatch key, such as CompositeExplicitAutograd."""
+    """Whether torch has a kernel at a dispatch key, such as CompositeExplicitAutograd."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

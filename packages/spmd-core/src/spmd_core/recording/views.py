@@ -1,4 +1,4 @@
-"""Views and writes: a view is a link of a chain over a shared storage, and a write goes back along the chain."""
+"""Records views: a view is a link of a chain of views over a shared storage."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,31 +14,33 @@ from spmd_core.graph.storage import Handle, Link, Storage, View
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
-from spmd_core.recording import inference
-from spmd_core.recording.calls import NO_KWARGS, Handler, entries, new_entry, remember
+from spmd_core.recording import inference, schema
+from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
-# A position in a view's arguments that is new in this many different programs becomes an input of the program: each would cost a compile.
+# After new positions in this many different programs, a position in a view's arguments becomes an
+# input of the program: as a constant, each new one would cost a compilation.
 _MOVING_AFTER = 3
 
 
 def lowering_of(func: torch._ops.OpOverload) -> registry.Lowering:
+    """The lowering of an overload that has one."""
     found = registry.find(func)
     assert found is not None, f"{func} has no lowering"
     return found
 
 
-# Views.
-
-
 def view_handler(lowering: registry.Lowering) -> Handler:
-    """Records a view of its first argument. The hot path of views: one lookup, no value until somebody reads."""
+    """Records a view of its first argument.
+
+    The hot path of views: one lookup, and no value until the view is read.
+    """
     func = lowering.overload
     token = object()  # stands for the overload in the keys of `entries`
-    links: dict[Any, Link] = {}  # of this overload alone, so that a key need not name it
+    links: dict[Any, Link] = {}  # of this overload alone, so that keys need not contain it
     find = links.get
     moving = _MOVING.get(func)
 
@@ -49,7 +51,9 @@ def view_handler(lowering: registry.Lowering) -> Handler:
         offset = int(result.storage_offset())
         link = None if moving is None else moving(base, offset, result, call)
         if link is None:
-            link = Link(new_entry(lowering, result, args, kwargs, ()), call, offset, base=base)
+            entry = new_entry(lowering, result, args, kwargs, ())
+            entry.arguments = _without_base(entry)
+            link = Link(entry, call, offset, base=base)
         remember((token, *key), link)
         if len(links) >= config.max_op_entries:
             links.clear()
@@ -91,11 +95,18 @@ def view_handler(lowering: registry.Lowering) -> Handler:
     return record
 
 
+def _without_base(entry: Entry) -> dict[str, Any]:
+    """A view's arguments without its base, which is known from the view's inputs in the graph."""
+    own = entry.arguments or {}
+    return {name: given for name, given in own.items() if not isinstance(given, Spec)}
+
+
 def _moves(family: Any) -> bool:
-    """Whether a new position in this family of calls should be an input of the program: the family met new ones in several programs before."""
-    cuts: list[int] | None = entries.get(family)
-    if cuts is None:
-        remember(family, cuts := [])
+    """Whether a new position in this family of calls should be an input of the program.
+
+    That is so once new positions came in more than `_MOVING_AFTER` programs.
+    """
+    cuts: list[int] = known(family, list)
     now = metrics.counter("cuts")
     if not cuts or cuts[-1] != now:
         cuts.append(now)
@@ -114,18 +125,30 @@ def _moving_link(
     length: int,
     keeps: bool,
 ) -> Link | None:
-    """The slice of `length` from `start` on, with `start` an input of the program; None as long as few starts were met.
+    """The slice of `length` elements from `start` on, with `start` as an input of the program.
 
-    A loop over all positions in one program keeps them static, which partitions and fuses best. A position that changes from program to
-    program, such as that of a decoding step in its cache, would cost a compile each time.
+    A loop over all positions in one program keeps them static, which partitions and fuses best. A
+    position that changes from program to program, such as a decoding step's in its cache, would
+    cost a compilation each time.
+
+    Args:
+        base: the spec of the base.
+        offset: where the view begins in the base, in elements.
+        result: the view, as a meta tensor.
+        call: of the link.
+        dim: the dim that is sliced.
+        start: the position.
+        length: the number of elements.
+        keeps: whether the view keeps the dim; if not, `length` is 1.
+
+    Returns:
+        The link; None as long as the position should be static (see `_moves`).
     """
     family = ("moving", call[0], base, dim, length)
     if not _moves(family):
         return None
-    key = (*family, "entry")
-    entry = entries.get(key)
-    if entry is None:
 
+    def make() -> Entry:
         def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> list[Any]:
             piece = lax.dynamic_slice_in_dim(inputs[0], numbers[0].value, length, dim)
             return [piece if keeps else piece.squeeze(dim)]
@@ -136,11 +159,13 @@ def _moving_link(
             piece = inputs[1] if keeps else jnp.expand_dims(inputs[1], dim)
             return [lax.dynamic_update_slice_in_dim(inputs[0], piece, numbers[0].value, dim)]
 
-        entry = Entry(
-            f"{call[0].name()}.moving", kernel, (Spec.from_tensor(result),), number_kinds=(int,)
-        )
-        entry.view_write = Entry(f"write.{entry.name}", write_back, (base,), number_kinds=(int,))
-        remember(key, entry)
+        spec, name = Spec.from_tensor(result), f"{call[0].name()}.moving"
+        arguments = {"dim": dim, "start": int, "length": length}
+        entry = Entry(name, kernel, (spec,), number_kinds=(int,), arguments=arguments)
+        entry.view_write = Entry(f"write.{name}", write_back, (base,), number_kinds=(int,))
+        return entry
+
+    entry = known((*family, "entry"), make)
     return Link(entry, call, offset, numbers=(start,), base=base)
 
 
@@ -169,12 +194,12 @@ _MOVING: dict[Any, Callable[[Spec, int, torch.Tensor, Any], Link | None]] = {
 
 
 def alias(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`detach` and its kin: another tensor over the same handle."""
+    """Records `detach` and similar operations: another tensor over the same handle."""
     return wrap(args[0]._handle)
 
 
 def pieces_handler(func: Any) -> Handler:
-    """`split`, `split_with_sizes`, `unbind`: each piece is a view of its own."""
+    """Records `split`, `split_with_sizes` and `unbind`: each piece is a separate view."""
     select, cut = (
         view_handler(lowering_of(aten.select.int)),
         view_handler(lowering_of(aten.slice.Tensor)),
@@ -182,9 +207,7 @@ def pieces_handler(func: Any) -> Handler:
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         x = args[0]
-        names = [a.name for a in func._schema.arguments]
-        given = {**dict(zip(names, args)), **kwargs}
-        dim = given.get("dim", 0)
+        dim = schema.of(func).by_name(args, kwargs).get("dim", 0)
         dim = dim % x.dim() if x.dim() else dim
         metas = inference.infer(func, args, kwargs, spec_of)
         if func is aten.unbind.int:
@@ -198,11 +221,8 @@ def pieces_handler(func: Any) -> Handler:
     return handler
 
 
-# By strides: over the storage's memory.
-
-
 def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A view by strides: over the storage itself, in the order of its memory."""
+    """Records a view by strides, whose base is the storage itself, in the order of its memory."""
     size, strides = tuple(args[1]), tuple(args[2])
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     handle = args[0]._handle
@@ -213,7 +233,8 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         0,
         whole.spec.dtype,
     ):
-        # All of the storage as it is: so what is marked is the storage itself. `empty_like` of a tensor on another device comes here.
+        # The whole storage as it is: return the storage, so that a mark on the result is a mark on
+        # the storage. `empty_like` of a tensor on another device calls this.
         return wrap(whole)
     return wrap(strided_view(handle, size, strides, offset))
 
@@ -221,7 +242,9 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def strided_view(
     handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> View:
-    """The view of the handle's storage, in the handle's dtype, whose element [i, j, ...] is element offset + i * strides[0] + ... of it.
+    """The view by strides of the handle's storage, in the handle's dtype.
+
+    Its element [i, j, ...] is the storage's element offset + i * strides[0] + j * strides[1] + ...
 
     Raises:
         RuntimeError: an element would lie outside the storage.
@@ -236,7 +259,8 @@ def strided_view(
         or last >= reach
     ):
         raise RuntimeError(
-            f"as_strided must stay inside the storage; size {size}, strides {strides}, offset {offset} reach element {last} of {reach}. "
+            f"as_strided must stay inside the storage; size {size}, strides {strides}, "
+            f"offset {offset} reach element {last} of {reach}. "
             "Use as many sizes as strides, neither negative, within the tensor's own storage."
         )
     return View(storage, storage, strided_link(handle, size, strides, offset), offset)
@@ -245,8 +269,10 @@ def strided_view(
 def strided_link(
     handle: Handle, size: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> Link:
+    """The link of `strided_view`."""
     base = handle.storage.spec
-    # What a view did to the values themselves, it does to the whole memory: other bits, a conjugate, a sign.
+    # Where a view in the chain changes the values (another dtype's bits, a conjugate, a sign), the
+    # same change is applied to the whole memory.
     changes: list[Any] = []
     dtype = base.dtype
     for view in handle.chain() if isinstance(handle, View) else ():
@@ -259,24 +285,21 @@ def strided_link(
             changes.append(view.spec.dtype)
         dtype = view.spec.dtype
     key = ("as_strided", base, tuple(changes), size, strides, offset)
-    link: Link | None = entries.get(key)
-    if link is None:
+    call: Any = (aten.as_strided.default, (size, strides, offset, tuple(changes)), {})
+
+    def make() -> Link:
         entry = _strided_entry(base, changes, Spec.of(size, strides, dtype), offset)
-        link = Link(
-            entry,
-            (aten.as_strided.default, (size, strides, offset, tuple(changes)), {}),
-            offset,
-            base=base,
-        )
-        remember(key, link)
-    return link
+        return Link(entry, call, offset, base=base)
+
+    return known(key, make)
 
 
 def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> Entry:
     size, strides = list(spec.shape), list(spec.strides)
     if not is_dense(base.shape, base.strides):
         raise UnsupportedOpError(
-            f"as_strided needs a storage without gaps; this one has shape {base.shape} and strides {base.strides}. Call contiguous() first."
+            f"as_strided needs a storage without gaps; this one has shape {base.shape} "
+            f"and strides {base.strides}. Call contiguous() first."
         )
     order = sorted(range(len(base.shape)), key=lambda d: -base.strides[d])
     dense, inverse = (
@@ -291,7 +314,7 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
     assert back is not None
 
     def reinterpret(flat: Any, dtype: torch.dtype) -> Any:
-        """Bits of as many whole elements as there are."""
+        """The memory as elements of `dtype`, without a rest that is too short for one."""
         ratio = max(dtype.itemsize // flat.dtype.itemsize, 1)
         flat = flat[: flat.shape[0] // ratio * ratio]
         length = flat.size * flat.dtype.itemsize // dtype.itemsize
@@ -323,13 +346,14 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
             flat = change_back(flat, how, before)
         return [flat.reshape(dense).transpose(inverse)]
 
-    entry = Entry("aten::as_strided", kernel, (spec,))
+    arguments = {"size": spec.shape, "stride": spec.strides, "storage_offset": offset}
+    entry = Entry("aten::as_strided", kernel, (spec,), arguments=arguments)
     entry.view_write = Entry("write.aten::as_strided", write_back, (base,))
     return entry
 
 
 def conjugated(tensor: torch.Tensor) -> bool:
-    """Whether torch would hold the tensor as a conjugate that is not computed yet, so that resolving it makes a copy."""
+    """Whether torch would hold the tensor as a lazy conjugate, so that resolving it copies it."""
     odd = False
     handle = tensor._handle if isinstance(tensor, XLAShardedTensor) else None
     for view in handle.chain() if isinstance(handle, View) else ():

@@ -1,4 +1,4 @@
-"""Writes: a new value goes to a storage, back along the chain of views through which it is written."""
+"""Writes a new value to a storage, back along the chain of views that it is written through."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,25 +12,29 @@ from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording.views import lowering_of, strided_link
 
-# Writing.
-
 
 def write(handle: Handle, value: Value) -> None:
-    """Makes `value` the handle's value, through the chain where it is a view."""
+    """Makes `value` the handle's value; if the handle is a view, by a write to its storage.
+
+    Raises:
+        RuntimeError: several elements of the view share one memory location.
+    """
     if isinstance(handle, Storage):
         handle.write(value)
         return
     spec, storage = handle.spec, handle.storage
     if overlaps(spec.shape, spec.strides):
         raise RuntimeError(
-            f"a write needs every element at its own place; in this view of shape {spec.shape} and strides {spec.strides} several elements share "
+            "a write needs every element at its own place; in this view of shape "
+            f"{spec.shape} and strides {spec.strides} several elements share "
             "one memory location. clone() the tensor before writing to it."
         )
     written = value
     if isinstance(handle.base, View) and any(
         overlaps(v.spec.shape, v.spec.strides) for v in handle.chain()
     ):
-        # What lies between shares memory (`x.expand(3, 4)[0]`), so it has no one value to go back through; this view's own places do.
+        # A view in between repeats elements (`x.expand(3, 4)[0]`), so the value cannot be written
+        # back through it. This view has no repeated elements: write to its own memory locations.
         link = strided_link(handle, spec.shape, spec.strides, handle.offset)
         written = Value(_view_write_entry(link, storage.spec), (storage.value, written), ())
     else:
@@ -49,7 +53,10 @@ def write(handle: Handle, value: Value) -> None:
 
 
 def refuse_partial_overlap(target: Handle, source: Handle) -> None:
-    """torch's own check before an in-place operation, for two tensors of one storage (c10's `get_overlap_status`)."""
+    """Raises torch's error for an in-place operation on partially overlapping tensors.
+
+    As c10's `get_overlap_status`, for two tensors of one storage.
+    """
     a, b = target.spec, source.spec
     if (
         0 in a.shape
@@ -64,14 +71,17 @@ def refuse_partial_overlap(target: Handle, source: Handle) -> None:
         return
     if first < other_last and other < last:
         raise RuntimeError(
-            "some elements of the input tensor and the written-to tensor refer to a single memory location, but are not the same element; got a "
-            f"written tensor of shape {a.shape}, strides {a.strides}, at element {target.offset} of the storage, and an input of shape {b.shape}, "
-            f"strides {b.strides}, at element {source.offset}. clone() the input before the operation."
+            "some elements of the input tensor and the written-to tensor refer to a single memory "
+            "location, but are not the same element; got a "
+            f"written tensor of shape {a.shape}, strides {a.strides}, "
+            f"at element {target.offset} of the storage, and an input of shape {b.shape}, "
+            f"strides {b.strides}, at element {source.offset}. "
+            "clone() the input before the operation."
         )
 
 
 def _view_write_entry(link: Link, base: Spec) -> Entry:
-    """The operation that puts a written view back into its base."""
+    """The operation that writes a changed view back into its base."""
     found = link.entry.view_write
     if found is None:
         func, args, kwargs = link.call
@@ -85,7 +95,10 @@ def _view_write_entry(link: Link, base: Spec) -> Entry:
 
 
 def _write_by_position(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A write for any view that only selects and reorders: view the positions, and set those."""
+    """A write for any view that only selects and reorders elements.
+
+    The view operation is applied to the positions of the base's elements; the results are set.
+    """
     lowering = lowering_of(func)
 
     def place(base: Any, view: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Devices, processes, buffers: what runs, and how data gets there."""
+"""Devices, processes, placements and buffers: the hardware, and data transfer to and from it."""

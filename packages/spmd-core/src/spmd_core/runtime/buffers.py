@@ -1,4 +1,4 @@
-"""Data between host memory and device memory, and the programs in flight."""
+"""Moves data between host and device memory, and limits the number of programs in flight."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -16,8 +16,13 @@ from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.placement import device_ids_of, replicated
 
 
-def upload(tensor: torch.Tensor, jax_sharding: Any, padded_shape: tuple[int, ...]) -> jax.Array:
-    """Host data as a device array of `padded_shape`; each device receives its own shard only. Does not wait."""
+def upload(
+    tensor: torch.Tensor, jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
+) -> jax.Array:
+    """Host data as a device array of `padded_shape`; each device receives only its shard.
+
+    Does not wait.
+    """
     data = dtypes.numpy_view(tensor.detach().contiguous())
     metrics.count("uploads")
     metrics.count("uploaded_bytes", data.nbytes)
@@ -37,14 +42,43 @@ def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -
     return np.pad(block, [(0, (b - a) - have) for (a, b), have in zip(bounds, block.shape)])
 
 
-def reshard(
-    array: jax.Array, jax_sharding: Any, shape: tuple[int, ...], padded_shape: tuple[int, ...]
+def from_blocks(
+    blocks: dict[int, torch.Tensor],
+    jax_sharding: jax.sharding.Sharding,
+    padded_shape: tuple[int, ...],
 ) -> jax.Array:
-    """The array's first `shape` elements, laid out anew with `jax_sharding` and padded to `padded_shape`. Does not wait."""
+    """A device array from one block of host data per local device. Does not wait.
+
+    Args:
+        blocks: by the device's position among all devices, the block, padding included.
+        jax_sharding: the sharding of the array.
+        padded_shape: the shape of the array.
+    """
+    with jax.enable_x64(True):
+        # Copies: on the CPU, jax may use the memory of a numpy array, and the caller may write to
+        # the block later.
+        arrays = [
+            jax.device_put(np.array(dtypes.numpy_view(block.detach())), all_devices()[device])
+            for device, block in blocks.items()
+        ]
+        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
+
+
+def reshard(
+    array: jax.Array,
+    jax_sharding: jax.sharding.Sharding,
+    shape: tuple[int, ...],
+    padded_shape: tuple[int, ...],
+) -> jax.Array:
+    """The array with another sharding, cut to `shape` and padded to `padded_shape`.
+
+    Does not wait.
+    """
     metrics.count("resharded_bytes", array.nbytes)
     with jax.enable_x64(True):
         if 0 in shape:
-            # jax moves the blocks of an empty array as they are, of their old shape, where the order of the devices changes.
+            # If the order of the devices changes, jax moves the blocks of an empty array without
+            # adapting their shape.
             return jax.make_array_from_callback(
                 padded_shape,
                 jax_sharding,
@@ -62,7 +96,7 @@ def reshard(
 
 
 def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
-    """The logical value in host memory, as a CPU tensor that owns its memory. Waits for the device."""
+    """The logical value as a CPU tensor that owns its memory. Waits for the device."""
     metrics.count("host_reads")
     wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -74,8 +108,13 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     return dtypes.tensor_view(np.array(host, copy=True, order="C"))
 
 
+def addressable(array: jax.Array) -> Sequence[jax.Shard]:
+    """The shards on this process's devices, in the order of the global device ids."""
+    return sorted(array.addressable_shards, key=lambda s: s.device.id)
+
+
 def wait_for(array: jax.Array) -> None:
-    """Blocks until the array is computed. Raises ProgramError where the program that should have computed it failed on the device."""
+    """Blocks until the array is computed. Raises ProgramError if its program failed."""
     try:
         array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
@@ -86,18 +125,21 @@ def wait_for(array: jax.Array) -> None:
 
 
 class InFlight:
-    """Bounds the programs that wait on the devices, by waiting for the oldest. Each program gives a token: a result that is never donated.
+    """Limits the number of programs in flight, by waiting for the oldest one.
+
+    Each program has an additional result, its token, which is never donated: the program has ended
+    when its token is computed.
 
     Attributes:
-        has_started: whether any program ever was.
+        has_started: whether this process has started any program.
     """
 
     def __init__(self) -> None:
-        self._queue: deque[Any] = deque()
+        self._queue: deque[jax.Array] = deque()
         self.has_started = False
 
     def add(self, token: jax.Array) -> None:
-        """Counts a program in; waits while there are too many."""
+        """Adds the token of a started program; waits while too many programs are in flight."""
         self.has_started = True
         limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
         self._queue.append(token)
@@ -105,27 +147,9 @@ class InFlight:
             wait_for(self._queue.popleft())
 
     def wait_all(self) -> None:
-        """Blocks until every program that was started has ended."""
+        """Blocks until all started programs have ended."""
         while self._queue:
             wait_for(self._queue.popleft())
 
 
 in_flight = InFlight()
-
-
-def from_blocks(
-    blocks: dict[int, torch.Tensor], jax_sharding: Any, padded_shape: tuple[int, ...]
-) -> jax.Array:
-    """The device array whose block on each local device (by its number) is host data, padding included. Does not wait."""
-    with jax.enable_x64(True):
-        # Copies: on the CPU, jax may use a numpy array's own memory, and the caller may write to the block later.
-        arrays = [
-            jax.device_put(np.array(dtypes.numpy_view(block.detach())), all_devices()[device])
-            for device, block in blocks.items()
-        ]
-        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
-
-
-def addressable(array: jax.Array) -> Sequence[Any]:
-    """The shards that this host holds, by global device id."""
-    return sorted(array.addressable_shards, key=lambda s: s.device.id)

@@ -1,4 +1,4 @@
-"""`HybridMesh`: a mesh laid out by the network: fast links inside a slice (ICI), slow ones between slices (DCN)."""
+"""`HybridMesh`: a mesh over slices, which have fast links inside (ICI) and slow between (DCN)."""
 
 import math
 from collections.abc import Sequence
@@ -13,25 +13,28 @@ from spmd_core.sharding.mesh import Mesh
 
 
 class HybridMesh(Mesh):
-    """A mesh over all devices whose axis `i` has `ici_mesh_shape[i] * dcn_mesh_shape[i]` devices, the slices being the major part.
+    """A mesh over all devices that keeps fast links along its ICI axes.
 
-    Neighbours along an ICI axis are neighbours in the torus of their slice, where the devices tell where they stand (TPU): jax's mesh
-    utilities assign them, splitting physical axes where the shape asks for it. Starts the runtime.
+    Axis `i` has `ici_mesh_shape[i] * dcn_mesh_shape[i]` devices, and the slices are its major part.
+    Where the devices have coordinates (TPU), neighbours along an ICI axis are neighbours in the
+    torus of their slice: jax's mesh utilities assign the devices, and split physical axes if the
+    shape requires it. Starts the runtime.
 
     Args:
-        ici_mesh_shape: for each axis, devices inside a slice.
-        dcn_mesh_shape: for each axis, slices; None for all ones.
+        ici_mesh_shape: for each axis, the number of devices inside a slice.
+        dcn_mesh_shape: for each axis, the number of slices; None for all ones.
         axis_names: a name for each axis, or None.
-        num_slices: cuts the devices, in the order of their ids, into so many simulated slices, whatever the hardware says. Emulated CPU devices
-            have no slices of their own: there, as many are simulated as `dcn_mesh_shape` asks for.
+        num_slices: divides the devices, in the order of their ids, into this number of simulated
+            slices, whatever the hardware has. Emulated CPU devices have no slices of their own: for
+            them, None simulates as many slices as `dcn_mesh_shape` needs.
 
     Attributes:
         ici_mesh_shape: tuple of ints.
         dcn_mesh_shape: tuple of ints, of the same length.
 
     Raises:
-        MeshError: the shapes differ in length, do not multiply to the number of devices and slices, or the devices of a slice cannot be laid
-            out in that shape.
+        MeshError: the shapes differ in length, their products are not the numbers of devices per
+            slice and of slices, or the devices of a slice cannot form a mesh of that shape.
 
     Example:
         >>> dict(HybridMesh((1, 4, 1), (2, 1, 1), ("data", "fsdp", "tensor")).shape())
@@ -59,7 +62,8 @@ class HybridMesh(Mesh):
         )
         if len(ici) != len(dcn):
             raise MeshError(
-                f"ici_mesh_shape and dcn_mesh_shape must have one size for each axis; got {ici} with {len(ici)} and {dcn} with {len(dcn)}. "
+                "ici_mesh_shape and dcn_mesh_shape must have one size for each axis; "
+                f"got {ici} with {len(ici)} and {dcn} with {len(dcn)}. "
                 "Write 1 for an axis that the network does not split."
             )
         positions = arrange(self._devices(), ici, dcn, num_slices=num_slices)
@@ -69,11 +73,11 @@ class HybridMesh(Mesh):
 
     @staticmethod
     def _devices() -> Sequence[Any]:
-        """The devices to be laid out, by id: jax's, or what tells the same of them."""
+        """jax's devices in the order of their ids; a subclass may return stand-ins for them."""
         return devices.all_devices()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In another process the devices may be others: what was laid out here stays as it is, in a plain mesh.
+        # Another process may have other devices: the result is stored, as a plain mesh.
         return Mesh, (self.device_ids.tolist(), self.mesh_shape, self.axis_names)
 
 
@@ -84,7 +88,16 @@ def arrange(
     *,
     num_slices: int | None = None,
 ) -> np.ndarray:
-    """Numbers of devices (their positions in `devices`, jax's devices by id), as an int64 array of shape `ici * dcn`, axis by axis.
+    """The arrangement of devices for the mesh, as positions in `devices`.
+
+    Args:
+        devices: jax's devices, in the order of their ids.
+        ici: see `HybridMesh`.
+        dcn: see `HybridMesh`.
+        num_slices: see `HybridMesh`.
+
+    Returns:
+        An int64 array whose size along axis `i` is `ici[i] * dcn[i]`.
 
     Raises:
         MeshError: see `HybridMesh`.
@@ -93,45 +106,52 @@ def arrange(
     if len(slices) != math.prod(dcn):
         if math.prod(dcn) == 1:
             raise MeshError(
-                f"dcn_mesh_shape must say which axes go between slices; got {len(slices)} slices and {dcn}. Provide a dcn_mesh_shape that multiplies "
+                "dcn_mesh_shape must say which axes go between slices; "
+                f"got {len(slices)} slices and {dcn}. Provide a dcn_mesh_shape that multiplies "
                 f"to {len(slices)}, for instance {(len(slices),) + (1,) * (len(dcn) - 1)}."
             )
         only = "there is a single slice" if len(slices) == 1 else f"there are {len(slices)} slices"
         raise MeshError(
-            f"the product of dcn_mesh_shape must be the number of slices; got {dcn} with product {math.prod(dcn)}, and {only}. "
-            f"Give {(len(slices),) + (1,) * (len(dcn) - 1)}, or simulate slices with num_slices={math.prod(dcn)}."
+            "the product of dcn_mesh_shape must be the number of slices; "
+            f"got {dcn} with product {math.prod(dcn)}, and {only}. "
+            f"Give {(len(slices),) + (1,) * (len(dcn) - 1)}, "
+            f"or simulate slices with num_slices={math.prod(dcn)}."
         )
-    sizes = {len(one) for one in slices}
+    sizes = {len(members) for members in slices}
     if sizes != {math.prod(ici)}:
         raise MeshError(
-            f"the product of ici_mesh_shape must be the number of devices of each slice; got {ici} with product {math.prod(ici)}, and "
-            f"{len(slices)} slices of {', '.join(map(str, sorted(sizes)))} devices. Change ici_mesh_shape, or the number of slices."
+            "the product of ici_mesh_shape must be the number of devices of each slice; "
+            f"got {ici} with product {math.prod(ici)}, and "
+            f"{len(slices)} slices of {', '.join(map(str, sorted(sizes)))} devices. "
+            "Change ici_mesh_shape, or the number of slices."
         )
     position = {id(device): i for i, device in enumerate(devices)}
     blocks = np.empty(len(slices), dtype=object)
-    for number, one in enumerate(slices):
+    for number, members in enumerate(slices):
         try:
-            laid_out = mesh_utils.create_device_mesh(ici, one, allow_split_physical_axes=True)
+            grid = mesh_utils.create_device_mesh(ici, members, allow_split_physical_axes=True)
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise MeshError(
-                f"the devices of a slice must form a mesh of shape ici_mesh_shape; got {ici} for {len(one)} devices of kind "
-                f"{one[0].device_kind!r}, which jax cannot lay out: {error} Choose a shape whose sizes are products of the slice's own."
+                "the devices of a slice must form a mesh of shape ici_mesh_shape; "
+                f"got {ici} for {len(members)} devices of kind "
+                f"{members[0].device_kind!r}, which jax cannot lay out: "
+                f"{error} Choose a shape whose sizes are products of the slice's own."
             ) from error
-        blocks[number] = np.vectorize(lambda device: position[id(device)], otypes=[np.int64])(
-            laid_out
-        )
+        blocks[number] = np.vectorize(lambda device: position[id(device)], otypes=[np.int64])(grid)
     return np.block(blocks.reshape(dcn).tolist())
 
 
 def _slices(devices: Sequence[Any], wanted: int, num_slices: int | None) -> list[list[Any]]:
-    """The devices of each slice, the slices in order."""
+    """The devices of each slice, in the order of the slices."""
     emulated = devices[0].platform == "cpu"
     if num_slices is None and emulated:
         num_slices = wanted
     if num_slices is not None:
         if not isinstance(num_slices, int) or num_slices < 1 or len(devices) % num_slices:
             raise MeshError(
-                f"simulated slices are of equal size; got {len(devices)} devices for {num_slices!r} slices. Use a number that divides {len(devices)}."
+                "simulated slices are of equal size; "
+                f"got {len(devices)} devices for {num_slices!r} slices. "
+                f"Use a number that divides {len(devices)}."
             )
         size = len(devices) // num_slices
         return [list(devices[i * size : (i + 1) * size]) for i in range(num_slices)]
@@ -148,6 +168,7 @@ def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
         for size in sizes
     ):
         raise MeshError(
-            f"{name} must be a tuple with a size of at least 1 for each axis; got {shape!r}. Write for instance (1, 4, 1)."
+            f"{name} must be a tuple with a size of at least 1 for each axis; got {shape!r}. "
+            "Write for instance (1, 4, 1)."
         )
     return tuple(int(size) for size in sizes)

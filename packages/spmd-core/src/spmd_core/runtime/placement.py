@@ -1,5 +1,6 @@
-"""Our shardings as jax's: placements, meshes, and one mesh for one program."""
+"""Converts shardings to jax's: placements of data, jax meshes, and the common mesh of a program."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -15,21 +16,32 @@ from spmd_core.sharding.sharding import Manual, Sharding
 
 
 class Placement:
-    """Where a leaf's data lies: jax's sharding, and ours where the user marked it. Interned, so equality is identity.
+    """Where the data of a leaf lies; interned, so equality is identity.
 
-    `jax_sharding` None means host memory: the data goes up when the first program needs it. With `manual` the data is a local tensor's: one value for
-    each position along those axes, stacked along a first dim of their own.
+    Attributes:
+        jax_sharding: jax's sharding; None for data in host memory, which is uploaded when the first
+            program needs it.
+        sharding: the user's mark; None if there is none.
+        manual: for a tensor that is local to a manual region, the region's axes; else None. The
+            array then has one value for each position along those axes, stacked along an additional
+            first dim.
     """
 
     __slots__ = ("jax_sharding", "manual", "sharding")
-    _known: ClassVar[dict[tuple[Any, Any, Any], "Placement"]] = {}
+    _known: ClassVar[
+        dict[tuple[NamedSharding | None, Sharding | None, Manual | None], "Placement"]
+    ] = {}
 
-    def __init__(self, jax_sharding: Any, sharding: Sharding | None, manual: Manual | None) -> None:
+    def __init__(
+        self, jax_sharding: NamedSharding | None, sharding: Sharding | None, manual: Manual | None
+    ) -> None:
         self.jax_sharding, self.sharding, self.manual = jax_sharding, sharding, manual
 
     @staticmethod
     def of(
-        jax_sharding: Any, sharding: Sharding | None, manual: Manual | None = None
+        jax_sharding: NamedSharding | None,
+        sharding: Sharding | None,
+        manual: Manual | None = None,
     ) -> "Placement":
         key = (jax_sharding, sharding, manual)
         found = Placement._known.get(key)
@@ -37,12 +49,18 @@ class Placement:
             found = Placement._known.setdefault(key, Placement(jax_sharding, sharding, manual))
         return found
 
+    @property
+    def device_sharding(self) -> NamedSharding:
+        """`jax_sharding`, for a placement that is known to be in device memory."""
+        assert self.jax_sharding is not None
+        return self.jax_sharding
+
     def __repr__(self) -> str:
         return f"Placement({self.jax_sharding}, marked={self.sharding is not None})"
 
 
 def default_device_ids() -> tuple[int, ...]:
-    """The devices of a program without any mark: all of them in SPMD mode, else the first."""
+    """The devices of a program without any mark: all devices in SPMD mode, else the first one."""
     return tuple(range(devices.global_runtime_device_count())) if devices.is_spmd() else (0,)
 
 
@@ -50,27 +68,34 @@ def default_device_ids() -> tuple[int, ...]:
 def _jax_mesh(
     device_ids: tuple[int, ...], shape: tuple[int, ...], names: tuple[str, ...]
 ) -> jax.sharding.Mesh:
-    every = devices.all_devices()
+    all_devices = devices.all_devices()
     return jax.sharding.Mesh(
-        np.array([every[i] for i in device_ids], dtype=object).reshape(shape), names
+        np.array([all_devices[i] for i in device_ids], dtype=object).reshape(shape), names
     )
 
 
 def jax_axis_names(mesh: Mesh) -> tuple[str, ...]:
-    """The names of a mesh's axes to jax: its own, or made of their numbers."""
+    """The names of a mesh's axes in jax: the mesh's own, or `axis0`, `axis1`, ... if unnamed."""
     return mesh.axis_names or tuple(f"axis{i}" for i in range(len(mesh.mesh_shape)))
 
 
 def jax_partition_spec(sharding: Sharding) -> PartitionSpec:
-    """A sharding's dims as jax's PartitionSpec, over `jax_axis_names` of its mesh."""
+    """The dims of a sharding as jax's PartitionSpec, over `jax_axis_names` of its mesh."""
     names = jax_axis_names(sharding.mesh)
     return PartitionSpec(*(tuple(names[axis] for axis in axes) or None for axes in sharding.dims))
 
 
 @lru_cache(maxsize=16384)
 def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None) -> NamedSharding:
-    """jax's form of a sharding. With `device_ids` (a program's devices), the same tiles over exactly those devices: the sharding itself
-    where its mesh has them in that order, else its nearest equivalent (tiles kept, spare devices hold replicas, or all replicate)."""
+    """A sharding as jax's NamedSharding, over its own devices or over those of a program.
+
+    Args:
+        sharding: the sharding.
+        device_ids: the devices of a program, all of which the result covers; None for the devices
+            of the sharding's mesh. Where they are other devices, or in another order, the result is
+            the nearest equivalent: it keeps the blocks, and additional devices hold replicas; if
+            the number of devices is not a multiple of the mesh's, all devices hold the whole.
+    """
     mesh = sharding.mesh
     own_ids = mesh.ids
     names = jax_axis_names(mesh)
@@ -86,12 +111,16 @@ def named_sharding(sharding: Sharding, device_ids: tuple[int, ...] | None = None
 
 @lru_cache(maxsize=1024)
 def replicated(device_ids: tuple[int, ...]) -> NamedSharding:
-    """The whole tensor on each of the devices."""
+    """The sharding that puts the whole tensor on each of the devices."""
     return NamedSharding(_jax_mesh(device_ids, (len(device_ids),), ("all",)), PartitionSpec())
 
 
 def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
-    """jax's mesh over the same devices: `Mesh.get_jax_mesh`. Raises MeshError where the mesh names a device that does not exist."""
+    """The mesh as jax's Mesh over the same devices. This is the method `Mesh.get_jax_mesh`.
+
+    Raises:
+        MeshError: the mesh names a device that does not exist.
+    """
     check_devices(mesh, devices.global_runtime_device_count())
     return _jax_mesh(mesh.ids, tuple(mesh.mesh_shape), jax_axis_names(mesh))
 
@@ -99,12 +128,17 @@ def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
 Mesh.get_jax_mesh = jax_mesh
 
 
-class OneMesh:
-    """Writes the shardings of one program over one mesh: the coarsest that refines all of theirs.
+class CommonMesh:
+    """Converts the shardings of one program to one mesh: the common refinement of their meshes.
 
-    jax derives what the partitioner chose from the first mesh that it meets, and fails where another mesh is needed to say it. Meshes over the
-    same devices in the same order have a common refinement when the sizes at which they split the devices divide each other (4x2 and 8 and
-    2x2x2 do; 2x3 and 3x2 do not, and `exists` is then False and every sharding stays as it is).
+    jax expresses the shardings that the partitioner chose over the first mesh that it meets, and
+    fails if that mesh cannot express them. Meshes over the same devices in the same order have a
+    common refinement if the sizes at which they split the devices divide each other: 4x2, 8 and
+    2x2x2 do; 2x3 and 3x2 do not.
+
+    Attributes:
+        exists: whether there is a common refinement; if not, every sharding stays as it is.
+        mesh: the refinement; not set if there is none.
     """
 
     def __init__(self, shardings: list[NamedSharding], device_ids: tuple[int, ...]) -> None:
@@ -114,7 +148,7 @@ class OneMesh:
         if len(meshes) < 2:
             self.mesh = meshes[0] if meshes else _jax_mesh(device_ids, (len(device_ids),), ("all",))
             return
-        bounds = sorted({b for mesh in meshes for b in _bounds(mesh)})
+        bounds = sorted({b for mesh in meshes for b in _bounds(mesh.axis_sizes)})
         self.exists = all(high % low == 0 for low, high in pairwise(bounds))
         if self.exists:
             sizes = [high // low for low, high in pairwise(bounds)][::-1]
@@ -124,12 +158,12 @@ class OneMesh:
             )
 
     def __call__(self, sharding: NamedSharding) -> NamedSharding:
-        """The same sharding over the one mesh."""
+        """The same sharding over the common mesh."""
         if not self.exists or sharding.mesh == self.mesh:
             return sharding
         if sharding.spec == PartitionSpec():
             return NamedSharding(self.mesh, PartitionSpec())
-        bounds = _bounds(sharding.mesh)[::-1]
+        bounds = _bounds(sharding.mesh.axis_sizes)[::-1]
         parts = {}
         for name, high, low in zip(sharding.mesh.axis_names, bounds, bounds[1:]):
             parts[name] = tuple(
@@ -142,29 +176,33 @@ class OneMesh:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
-def _bounds(mesh: Any) -> list[int]:
-    """The strides of a mesh's axes and its size, ascending: where it splits the row of devices."""
+def _bounds(axis_sizes: tuple[int, ...]) -> list[int]:
+    """The strides of a mesh's axes and the mesh's size, ascending."""
     bounds = [1]
-    for size in reversed(mesh.devices.shape):
+    for size in reversed(axis_sizes):
         bounds.append(bounds[-1] * size)
     return bounds
 
 
-def device_ids_of(jax_sharding: Any) -> tuple[int, ...]:
-    """The positions, among all devices, of the devices of a jax sharding, in its order."""
+def device_ids_of(jax_sharding: jax.sharding.Sharding) -> tuple[int, ...]:
+    """The devices of a jax sharding, in its order, as positions among all devices."""
     position = devices.position_of_id()
-    return tuple(position[d.id] for d in jax_sharding._device_assignment)
+    assigned: Sequence[Any] = jax_sharding._device_assignment  # jax's type is not resolvable
+    return tuple(position[device.id] for device in assigned)
 
 
-def sharding_text(jax_sharding: Any, ndim: int) -> str:
-    """A jax sharding in XLA's text form with every device's number; those that hold copies of one block are in order."""
+def sharding_text(jax_sharding: jax.sharding.Sharding, ndim: int) -> str:
+    """XLA's text of a jax sharding, with a list of device ids.
+
+    The ids of devices that hold the same block are sorted.
+    """
     sharding = jax_sharding._to_xla_hlo_sharding(ndim)
     if sharding.is_replicated():
         return xla_text.REPLICATED
     is_partial = sharding.replicate_on_last_tile_dim()
-    # XLA's numbers are places in the program's row of devices, which a mesh may have in any order.
-    places = np.array(sharding.tile_assignment_devices())
-    ids = np.array(device_ids_of(jax_sharding))[places]
+    # XLA's numbers are positions in the program's device assignment, which may be in any order.
+    positions = np.array(sharding.tile_assignment_devices())
+    ids = np.array(device_ids_of(jax_sharding))[positions]
     ids = ids.reshape(sharding.tile_assignment_dimensions())
-    in_order = np.sort(ids, axis=-1) if is_partial else ids
-    return xla_text.tiled(ids.shape, in_order.reshape(-1).tolist(), is_partial=is_partial)
+    ids = np.sort(ids, axis=-1) if is_partial else ids
+    return xla_text.tiled(ids.shape, ids.reshape(-1).tolist(), is_partial=is_partial)

@@ -1,8 +1,7 @@
-"""Who runs the program: processes, hosts and devices, as counts, names and facts. Nothing here changes anything."""
+"""Read-only facts about the processes, hosts and devices that run the program."""
 
 import os
 import socket
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,23 @@ from spmd_core.sharding.mesh import Mesh
 
 
 def process_index() -> int:
-    """The number of this process among those that run the program together; 0 is the master. Starts the devices."""
+    """This process's number among those that run the program together; 0 is the master.
+
+    Starts the devices.
+    """
     devices.all_devices()
     return jax.process_index()
 
 
 def process_count() -> int:
-    """How many processes run the program together. Starts the devices."""
+    """The number of processes that run the program together. Starts the devices."""
     return devices.num_processes()
 
 
 def local_process_count() -> int:
-    """How many of the processes run on each host: `PJRT_LOCAL_PROCESS_COUNT`, or torchrun's `LOCAL_WORLD_SIZE`, else 1.
+    """The number of processes on each host.
+
+    It is `PJRT_LOCAL_PROCESS_COUNT` if that is set, else torchrun's `LOCAL_WORLD_SIZE`, else 1.
 
     Raises:
         SpmdError: the variable is not a positive number.
@@ -35,29 +39,33 @@ def local_process_count() -> int:
         if text is not None:
             if not text.isdigit() or int(text) < 1:
                 raise SpmdError(
-                    f"{name} is the number of processes on this host, at least 1; got {text!r}. Correct it or unset it."
+                    f"{name} is the number of processes on this host, at least 1; got {text!r}. "
+                    "Correct it or unset it."
                 )
             return int(text)
     return 1
 
 
 def host_index() -> int:
-    """The number of this process's host, where the processes of one host have consecutive numbers."""
+    """The number of this process's host; processes of one host must have consecutive numbers."""
     return process_index() // local_process_count()
 
 
 def is_master(*, local: bool = False) -> bool:
-    """Whether this is process 0; with `local`, whether it is the first of its host."""
+    """Whether this is process 0; with `local`, whether it is the first process of its host."""
     return (process_index() % local_process_count() if local else process_index()) == 0
 
 
 def addressable_runtime_device_count() -> int:
-    """How many devices belong to this process."""
-    return len(_own())
+    """The number of this process's devices."""
+    return len(_local_devices())
 
 
 def real_devices() -> list[str]:
-    """The names of this process's devices, such as `["CPU:0", "CPU:1"]`, with their numbers among all devices."""
+    """The names of this process's devices, such as `["CPU:0", "CPU:1"]`.
+
+    The number in a name is the device's position among all devices.
+    """
     return [
         row["name"]
         for row in devices.device_attributes()
@@ -66,7 +74,11 @@ def real_devices() -> list[str]:
 
 
 def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) -> Mesh:
-    """A mesh of one axis over the first `num_devices` devices (None: all); `axis_name` None leaves the axis unnamed. Starts the devices for None.
+    """A mesh of one axis over the first devices.
+
+    Args:
+        axis_name: the axis's name, or None for an unnamed axis.
+        num_devices: the number of devices; None for all, which starts the devices.
 
     Example:
         >>> get_1d_mesh("data")
@@ -76,45 +88,51 @@ def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) ->
     return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
 
 
-def _own() -> list[Any]:
-    every = devices.all_devices()
-    return [d for d in every if d.process_index == jax.process_index()]
+def _local_devices() -> list[jax.Device]:
+    all_devices = devices.all_devices()
+    return [d for d in all_devices if d.process_index == jax.process_index()]
 
 
 def memory_info(device: int | str | torch.device | None = None) -> dict[str, int]:
-    """What the allocator of a device of this process says, in bytes: `bytes_used`, `bytes_limit` and `peak_bytes_used`.
+    """The memory statistics of one of this process's devices, in bytes.
+
+    The keys are `bytes_used`, `bytes_limit` and `peak_bytes_used`.
 
     Args:
-        device: a number among all devices, or a name of `real_devices()`. None and the logical device (`"xla"`): the fullest of this process.
+        device: a position among all devices, or a name from `real_devices()`. None and the logical
+            device (`"xla"`) stand for the device of this process with the most bytes used.
 
     Raises:
-        ValueError: no device of this process is called so.
-        UnsupportedOpError: the platform keeps no such statistics, as the emulated devices on a CPU.
+        ValueError: this process has no such device.
+        UnsupportedOpError: the platform keeps no statistics, such as emulated devices on a CPU.
     """
     stats = [_memory_of(d) for d in _chosen(device)]
     return max(stats, key=lambda row: row["bytes_used"])
 
 
-def _chosen(device: int | str | torch.device | None) -> list[Any]:
+def _chosen(device: int | str | torch.device | None) -> list[jax.Device]:
     names = real_devices()
     if device is None or str(device).split(":")[0] == "xla":
-        return _own()
+        return _local_devices()
     wanted = (
         f"{names[0].split(':')[0]}:{device}" if isinstance(device, int) else str(device).upper()
     )
     if wanted not in names:
         raise ValueError(
-            f"memory is known of this process's devices, which are {', '.join(names)}; got {device!r}. Pass one of these, or None."
+            f"memory is known of this process's devices, which are {', '.join(names)}; "
+            f"got {device!r}. Pass one of these, or None."
         )
-    return [_own()[names.index(wanted)]]
+    return [_local_devices()[names.index(wanted)]]
 
 
-def _memory_of(device: Any) -> dict[str, int]:
+def _memory_of(device: jax.Device) -> dict[str, int]:
     found = device.memory_stats()
     if not found or "bytes_limit" not in found:
         raise UnsupportedOpError(
-            f"the memory of a device is what its allocator counts; the {device.platform} platform counts nothing, got a question for {device}. "
-            "Ask metrics.programs() what each program takes by the compiler's own analysis (peak_bytes)."
+            "the memory of a device is what its allocator counts; "
+            f"the {device.platform} platform counts nothing, got a question for {device}. "
+            "Ask metrics.programs() what each program takes by the compiler's own analysis "
+            "(peak_bytes)."
         )
     return {
         "bytes_used": found["bytes_in_use"],
@@ -124,19 +142,22 @@ def _memory_of(device: Any) -> dict[str, int]:
 
 
 def is_bf16_supported() -> bool:
-    """Whether the devices compute in bfloat16: tries one sum. Waits for the device."""
+    """Whether the devices compute in bfloat16: tries one addition. Waits for the device."""
     try:
-        one = jax.device_put(jnp.ones((), jnp.bfloat16), _own()[0])
+        one = jax.device_put(jnp.ones((), jnp.bfloat16), _local_devices()[0])
         return float(one + one) == 2.0
     except jax.errors.JaxRuntimeError:
         return False
 
 
 def get_master_ip() -> str:
-    """The IP address of the host of process 0: as given to `startup.initialize`, or from `MASTER_ADDR`, jax's or a TPU pod's variables.
+    """The IP address of the host of process 0.
+
+    It comes from the first of these that is set: the address given to `startup.initialize`,
+    `MASTER_ADDR`, jax's `JAX_COORDINATOR_ADDRESS`, a TPU pod's variables.
 
     Raises:
-        SpmdError: none of them says it, or the host's name has no address.
+        SpmdError: none of these is set, or the host name has no address.
     """
     variables = (
         "MASTER_ADDR",
@@ -154,16 +175,18 @@ def get_master_ip() -> str:
                 return str(socket.getaddrinfo(host, None)[0][4][0])
             except OSError as error:
                 raise SpmdError(
-                    f"the host that {name} names must have an address; got {text!r}: {error}. Set it to one that this host knows."
+                    f"the host that {name} names must have an address; got {text!r}: {error}. "
+                    "Set it to one that this host knows."
                 ) from error
     raise SpmdError(
-        f"the master's address is given to initialize() or told by the environment; got none of {', '.join(variables)}. "
+        "the master's address is given to initialize() or told by the environment; "
+        f"got none of {', '.join(variables)}. "
         "Set MASTER_ADDR, or call initialize(coordinator_address=...)."
     )
 
 
 def _host(address: str) -> str:
-    """The host of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
+    """The host part of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address if address.count(":") > 1 else address.partition(":")[0]

@@ -1,4 +1,4 @@
-"""What a program settles before the devices are first used: the platform, the processes that run together, the folder of compiled programs."""
+"""Settings before the first use of a device: platform, processes, folder of compiled programs."""
 
 import math
 import os
@@ -18,7 +18,8 @@ _coordinator: str | None = None
 def device_type() -> str:
     """PJRT's name of the platform: `"CPU"`, `"TPU"`, `"CUDA"` or `"ROCM"`.
 
-    Before the devices are used it is what `PJRT_DEVICE` says (up to an underscore), and nothing is started; where that is unset, this starts them.
+    Until the devices are in use, this is the value of `PJRT_DEVICE` up to an underscore, and the
+    call starts nothing. If that variable is unset, the call starts the devices.
     """
     wanted = os.environ.get("PJRT_DEVICE")
     if wanted and not devices.is_started():
@@ -29,11 +30,13 @@ def device_type() -> str:
 
 
 def set_device_type(name: str) -> None:
-    """Chooses the platform, by writing `PJRT_DEVICE`, which processes started from this one inherit. Call it before the first use of the devices.
+    """Chooses the platform by setting `PJRT_DEVICE`. Call it before the first use of a device.
+
+    Processes that this one starts inherit the variable.
 
     Raises:
         ValueError: the name is not one of `DEVICE_TYPES`.
-        SpmdError: the devices are in use, on another platform.
+        SpmdError: the devices are already in use on another platform.
     """
     if not isinstance(name, str) or name.upper() not in DEVICE_TYPES:
         raise ValueError(
@@ -42,7 +45,8 @@ def set_device_type(name: str) -> None:
     name = name.upper()
     if devices.is_started() and device_type() != name:
         raise SpmdError(
-            f"the device type is fixed when a device is first used; it is {device_type()} and set_device_type({name!r}) came later. "
+            "the device type is fixed when a device is first used; "
+            f"it is {device_type()} and set_device_type({name!r}) came later. "
             "Call set_device_type at the top of the program."
         )
     os.environ["PJRT_DEVICE"] = name
@@ -55,27 +59,30 @@ def initialize(
     *,
     timeout_s: int = 300,
 ) -> None:
-    """Joins the processes of a program that runs on several hosts (or several times on one). Call it in each, before the first use of the devices.
+    """Joins the processes of one program, on several hosts or several on one host.
 
-    Waits until all have joined. What is not given is taken from torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`) where
-    `WORLD_SIZE` is set, else found by jax, which knows TPU pods, SLURM, Open MPI and Kubernetes.
+    Call it in each process before the first use of a device. Waits until all have joined. If
+    `WORLD_SIZE` is set, arguments that are None are taken from torchrun's variables (`MASTER_ADDR`,
+    `MASTER_PORT`, `WORLD_SIZE`, `RANK`); else jax finds them, on TPU pods and under SLURM, Open MPI
+    and Kubernetes.
 
     Args:
         coordinator_address: `"host:port"` of process 0, the same in every process.
-        num_processes: how many there are.
-        process_id: which this one is, from 0.
-        timeout_s: seconds to wait for the others.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
+        timeout_s: seconds to wait for the other processes.
 
     Raises:
-        ValueError: a count or number that cannot be, or an address without a port.
-        SpmdError: the devices are in use already, or the processes did not come together.
+        ValueError: a number is out of its range, or the address has no port.
+        SpmdError: the devices are already in use, or the processes could not join.
 
     Example:
         initialize("10.0.0.1:12355", num_processes=2, process_id=0)
     """
     if devices.is_started():
         raise SpmdError(
-            "processes join before a device is first used; the devices are in use and initialize() came later. Call it at the top of the program."
+            "processes join before a device is first used; "
+            "the devices are in use and initialize() came later. Call it at the top of the program."
         )
     if "WORLD_SIZE" in os.environ:
         if coordinator_address is None and "MASTER_ADDR" in os.environ:
@@ -88,13 +95,15 @@ def initialize(
         )
     if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
         raise ValueError(
-            f"a coordinator's address is 'host:port'; got {coordinator_address!r}. Write for instance '10.0.0.1:{_DEFAULT_PORT}'."
+            f"a coordinator's address is 'host:port'; got {coordinator_address!r}. "
+            f"Write for instance '10.0.0.1:{_DEFAULT_PORT}'."
         )
     if num_processes is not None and (
         num_processes < 1 or not 0 <= (process_id or 0) < num_processes
     ):
         raise ValueError(
-            f"a process's number lies between 0 and the number of processes; got process {process_id} of {num_processes}. "
+            "a process's number lies between 0 and the number of processes; "
+            f"got process {process_id} of {num_processes}. "
             "Give each process its own number, from 0."
         )
     try:
@@ -103,7 +112,9 @@ def initialize(
         )
     except (RuntimeError, ValueError) as error:
         raise SpmdError(
-            f"the processes must find each other; got coordinator {coordinator_address}, process {process_id} of {num_processes}: {error}. "
+            "the processes must find each other; "
+            f"got coordinator {coordinator_address}, process {process_id} of {num_processes}: "
+            f"{error}. "
             "Give all three in every process, with an address that all of them reach."
         ) from error
     global _coordinator
@@ -111,31 +122,38 @@ def initialize(
 
 
 def coordinator_address() -> str | None:
-    """The address of process 0 that `initialize` was given or found in torchrun's variables; None where jax found it, or nobody asked."""
+    """The address of process 0 that `initialize` was given or took from torchrun's variables.
+
+    None if jax found the address itself, or `initialize` was not called.
+    """
     return _coordinator
 
 
 def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> None:
-    """Keeps compiled programs in the folder `path`, in place of `config.cache_dir`, so that another process need not compile them again.
+    """Stores compiled programs in the folder `path`, in place of `config.cache_dir`.
+
+    Other processes can then load them instead of compiling them again.
 
     Args:
-        path: the folder; made when the first program is written.
-        readonly: programs are taken from the folder, and none are added: for many processes that share one folder.
+        path: the folder; it is made when the first program is written.
+        readonly: whether programs are only read from the folder and never added, for many processes
+            that share one folder.
 
     Raises:
-        SpmdError: a program was compiled already.
+        SpmdError: a program was already compiled.
     """
     if buffers.in_flight.has_started:
         raise SpmdError(
-            f"the folder of compiled programs is chosen before the first one is compiled; a program has run and initialize_cache({str(path)!r}) "
+            "the folder of compiled programs is chosen before the first one is compiled; "
+            f"a program has run and initialize_cache({str(path)!r}) "
             "came later. Call it at the top of the program."
         )
     config.cache_dir = str(path)
     jax.config.update("jax_compilation_cache_dir", str(path))
-    # jax writes what took at least this long: everything, or nothing.
+    # jax stores a program that took at least this many seconds to compile: here all, or none.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf if readonly else 0.0)
     if readonly:
-        # The compiler of GPUs would write the results of its measurements there too.
+        # XLA's GPU compiler would write its autotuning results there, too.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    # jax may have met a small program of its own, and settled on the folder before.
+    # jax may have compiled a small program of its own before, and fixed the folder then.
     jax_cache.reset_cache()

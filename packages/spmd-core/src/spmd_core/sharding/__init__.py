@@ -1,1 +1,1 @@
-"""Where blocks live: meshes, partition specs and shardings, as pure values."""
+"""Meshes, partition specs and shardings: which device holds which block, as pure values."""

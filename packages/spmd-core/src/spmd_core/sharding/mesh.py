@@ -1,4 +1,4 @@
-"""The named device mesh: an immutable grid of global device ids, built and compared without touching a device."""
+"""`Mesh`: an immutable grid of global device ids, built and compared without touching a device."""
 
 import ast
 import math
@@ -21,17 +21,20 @@ _SIZE = re.compile("0*[1-9][0-9]{0,8}")
 class Mesh:
     """A grid of global device ids whose axes may be named.
 
-    The ids fill the grid in row-major order, and any subset of the machine's devices may be used. The constructor knows nothing about
-    the machine: `check_devices` compares a mesh with the number of devices that exist. A mesh is immutable; equal meshes hash alike.
+    The ids fill the grid in row-major order; any subset of the machine's devices may be used. The
+    constructor does not look at the machine: `check_devices` compares a mesh with the number of
+    devices that exist. A mesh is immutable, and equal meshes have equal hashes.
 
     Args:
-        device_ids: global device ids, unique and not negative: a list, a range or an integer array of any shape (it is flattened).
+        device_ids: global device ids, unique and not negative: a list, a range or an integer array
+            of any shape, which is flattened.
         mesh_shape: size of each axis; the product is the number of ids.
-        axis_names: one unique, non-empty name for each axis, or None for a mesh whose axes are known by index only.
+        axis_names: one unique, non-empty name for each axis, or None for a mesh whose axes are
+            known by index only.
 
     Attributes:
         device_ids: read-only int64 array of shape `(size,)`.
-        ids: the same as a tuple of ints, which hashes.
+        ids: the device ids as a tuple of ints, which is hashable.
         mesh_shape: tuple of ints.
         axis_names: tuple of str, or None.
 
@@ -53,7 +56,7 @@ class Mesh:
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
     _hash: int
-    # Completed by the modules above that know shardings and devices: `sharding` and `runtime`.
+    # Set by `sharding.sharding` and `runtime.placement`, as this module knows neither.
     get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
     get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
 
@@ -82,7 +85,7 @@ class Mesh:
         return math.prod(self.mesh_shape)
 
     def shape(self) -> "OrderedDict[str | int, int]":
-        """Size of each axis in mesh order, keyed by axis name, or by index where the mesh is unnamed."""
+        """Size of each axis in mesh order, keyed by axis name, or by index in an unnamed mesh."""
         keys: Sequence[str | int] = (
             range(len(self.mesh_shape)) if self.axis_names is None else self.axis_names
         )
@@ -93,16 +96,23 @@ class Mesh:
         return self.device_ids.reshape(self.mesh_shape)
 
     def get_axis_name_idx(self, name: str) -> int:
-        """Index of the axis called `name`. Raises MeshError for a name that the mesh does not have, and for an unnamed mesh."""
+        """Index of the axis called `name`.
+
+        Raises:
+            MeshError: the mesh has no such axis, or its axes have no names.
+        """
         if self.axis_names is None or name not in self.axis_names:
             raise MeshError(_unknown_name(self, name))
         return self.axis_names.index(name)
 
     def axis_index(self, axis: int | str) -> int:
-        """Index in `range(len(mesh_shape))` of an axis given by name or by index; negative indices count from the last axis.
+        """Index, in `range(len(mesh_shape))`, of an axis given by name or by index.
+
+        A negative index counts from the last axis.
 
         Raises:
-            PartitionSpecError: the mesh has no such axis, or `axis` is neither an int nor a str (a bool is not an int here).
+            PartitionSpecError: the mesh has no such axis, or `axis` is neither an int nor a str (a
+                bool is not an int here).
         """
         if isinstance(axis, str):
             if self.axis_names is None or axis not in self.axis_names:
@@ -111,20 +121,22 @@ class Mesh:
         index = _as_int(axis)
         if index is None:
             raise PartitionSpecError(
-                f"a mesh axis is given by its index (int) or its name (str); got {axis!r} of type {type(axis).__name__}. "
+                "a mesh axis is given by its index (int) or its name (str); "
+                f"got {axis!r} of type {type(axis).__name__}. "
                 f"Use one of {_known_axes(self)}."
             )
         rank = len(self.mesh_shape)
         if not -rank <= index < rank:
             raise PartitionSpecError(
-                f"the index of a mesh axis must lie between {-rank} and {rank - 1}, as the mesh has {rank} axes; got {index}. "
+                f"the index of a mesh axis must lie between {-rank} and {rank - 1}, "
+                f"as the mesh has {rank} axes; got {index}. "
                 f"Use one of {_known_axes(self)}."
             )
         return index % rank
 
     @staticmethod
     def from_str(text: str) -> "Mesh":
-        """The mesh that `str(mesh)` was taken from. Raises MeshError when `text` is not such a string.
+        """The mesh whose `str(mesh)` is `text`. Raises MeshError for any other text.
 
         Example:
             >>> Mesh.from_str(
@@ -138,8 +150,10 @@ class Mesh:
             fields = None
         if not isinstance(fields, dict) or set(fields) != set(_MESH_KEYS):
             raise MeshError(
-                f"a mesh is read from a dict literal with the keys {', '.join(_MESH_KEYS)}; got {_shortened(text)}. "
-                "Pass a string that str(mesh) returned, such as \"{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}\"."
+                f"a mesh is read from a dict literal with the keys {', '.join(_MESH_KEYS)}; "
+                f"got {_shortened(text)}. "
+                "Pass a string that str(mesh) returned, such as "
+                "\"{'device_ids': [0, 1], 'mesh_shape': (2,), 'axis_names': ('data',)}\"."
             )
         return Mesh(**fields)
 
@@ -190,7 +204,8 @@ class Mesh:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not the instance's dict: numpy forgets the read-only flag in a pickle, and a str's hash differs between processes.
+        # Not the instance's dict: a pickled numpy array loses its read-only flag, and a str's hash
+        # differs between processes.
         return _rebuild_mesh, (
             type(self),
             self.device_ids.tolist(),
@@ -203,35 +218,55 @@ _global_mesh: Mesh | None = None
 
 
 def set_global_mesh(mesh: Mesh | None) -> None:
-    """Makes `mesh` the one that is used where a call names none; None unsets it. Raises MeshError for anything else."""
+    """Sets the mesh for calls that name none; None unsets it. Raises MeshError for other types."""
     global _global_mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise MeshError(
-            f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. Build one: Mesh(device_ids, mesh_shape, axis_names)."
+            f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. "
+            "Build one: Mesh(device_ids, mesh_shape, axis_names)."
         )
     _global_mesh = mesh
 
 
 def get_global_mesh() -> Mesh | None:
-    """The mesh last given to `set_global_mesh`, or None."""
+    """The mesh that was last passed to `set_global_mesh`, or None."""
     return _global_mesh
 
 
+def given_or_global(mesh: Mesh | None, what: str) -> Mesh:
+    """`mesh`, or the global mesh where it is None; `what` names who needs one.
+
+    Raises:
+        MeshError: there is neither, or `mesh` is something else than a Mesh.
+    """
+    chosen = get_global_mesh() if mesh is None else mesh
+    if not isinstance(chosen, Mesh):
+        got = "None, and no global mesh is set" if chosen is None else type(chosen).__name__
+        raise MeshError(
+            f"{what} needs a mesh; got {got}. Pass mesh=Mesh(device_ids, mesh_shape, axis_names), "
+            "or call set_global_mesh(mesh)."
+        )
+    return chosen
+
+
 def check_devices(mesh: Mesh, num_devices: int) -> None:
-    """Raises MeshError unless every id of `mesh` is one of the runtime's devices 0 to `num_devices - 1`."""
+    """Raises MeshError unless every device id of `mesh` is below `num_devices`."""
     missing = mesh.device_ids[mesh.device_ids >= num_devices]
     if missing.size:
         raise MeshError(
-            f"every device id of a mesh must be below the number of devices, {num_devices}; got {_listed(missing.tolist())} in {mesh!r}. "
-            f"Build the mesh from ids in range({num_devices}), or start the program with at least {int(missing.max()) + 1} devices."
+            f"every device id of a mesh must be below the number of devices, {num_devices}; "
+            f"got {_listed(missing.tolist())} in {mesh!r}. "
+            f"Build the mesh from ids in range({num_devices}), "
+            f"or start the program with at least {int(missing.max()) + 1} devices."
         )
 
 
 def parse_mesh(text: str, num_devices: int) -> Mesh:
-    """The mesh that a command line describes, over all devices in order.
+    """The mesh that a command-line text describes, over all devices in order.
 
     Args:
-        text: axes in mesh order, `"name=size"` separated by commas. One size may be -1 or `*`: what the other axes leave.
+        text: axes in mesh order, `"name=size"` separated by commas. One size may be -1 or `*`: the
+            number of devices divided by the product of the other sizes.
         num_devices: number of devices, all of which the mesh must use.
 
     Raises:
@@ -243,13 +278,15 @@ def parse_mesh(text: str, num_devices: int) -> Mesh:
     """
     if num_devices < 1:
         raise MeshError(
-            f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. Start the program with devices."
+            f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. "
+            "Start the program with devices."
         )
     parsed = [_parsed_axis(part, text, num_devices) for part in text.split(",")]
     axes = dict(parsed)
     if len(axes) != len(parsed):
         raise MeshError(
-            f"each mesh axis must be named once; got {text!r}. Give every axis its own name, such as 'data={num_devices},model=1'."
+            f"each mesh axis must be named once; got {text!r}. "
+            f"Give every axis its own name, such as 'data={num_devices},model=1'."
         )
     free = [name for name, size in axes.items() if size is None]
     if len(free) > 1:
@@ -261,27 +298,34 @@ def parse_mesh(text: str, num_devices: int) -> Mesh:
     if num_devices % known if free else num_devices != known:
         rule = "divide" if free else "multiply to"
         raise MeshError(
-            f"the sizes of the mesh axes must {rule} the number of devices, {num_devices}; got {text!r}, whose product is {known}. "
-            f"Write for instance {_fitting_mesh(axes, num_devices)!r}, or start the program with another number of devices."
+            f"the sizes of the mesh axes must {rule} the number of devices, {num_devices}; "
+            f"got {text!r}, whose product is {known}. "
+            f"Write for instance {_fitting_mesh(axes, num_devices)!r}, "
+            "or start the program with another number of devices."
         )
     shape = tuple(num_devices // known if size is None else size for size in axes.values())
     return Mesh(range(num_devices), shape, tuple(axes))
 
 
 def _parsed_axis(part: str, text: str, num_devices: int) -> tuple[str, int | None]:
-    """`("data", 2)` for `"data=2"`; the size is None where it is the rest."""
+    """`("data", 2)` for `"data=2"`; the size is None where the text says -1 or `*`."""
     name, separator, size = (piece.strip() for piece in part.partition("="))
     is_rest = size in ("-1", "*")
     if not name or not separator or not (is_rest or _SIZE.fullmatch(size)):
         raise MeshError(
-            "a mesh is written as axes 'name=size' separated by commas, where a size is a positive number, or -1 or * for the rest; "
+            "a mesh is written as axes 'name=size' separated by commas, "
+            "where a size is a positive number, or -1 or * for the rest; "
             f"got {part!r} in {text!r}. Write for instance 'data={num_devices}'."
         )
     return name, None if is_rest else int(size)
 
 
 def _fitting_mesh(axes: dict[str, int | None], num_devices: int) -> str:
-    """A text with the same axis names that fits: one size changed where that is enough (the last that can be), else all on the first axis."""
+    """A mesh text with the same axis names whose sizes multiply to `num_devices`.
+
+    Changes one size if that is enough (the last possible one); else puts all devices on the first
+    axis.
+    """
     names = list(axes)
     sizes = [1 if size is None else size for size in axes.values()]
     for position in reversed(range(len(sizes))):
@@ -300,13 +344,13 @@ def _rebuild_mesh(
     mesh_shape: tuple[int, ...],
     axis_names: tuple[str, ...] | None,
 ) -> Mesh:
-    """An unpickled mesh. A subclass keeps its type, although its own constructor takes other arguments."""
+    """The mesh of a pickle. A subclass keeps its type, although its constructor may differ."""
     mesh = cls.__new__(cls)
     Mesh.__init__(mesh, device_ids, mesh_shape, axis_names)
     return mesh
 
 
-_rebuild_mesh.__module__ = "spmd_core"  # as Mesh's
+_rebuild_mesh.__module__ = "spmd_core"  # for the same reason as Mesh's
 
 
 def _checked_shape(mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -338,18 +382,21 @@ def _checked_ids(device_ids: Iterable[int] | np.ndarray, shape: tuple[int, ...])
     if given is None or bad:
         raise MeshError(
             f"device_ids must be a list, range or array of ints from 0 to {_MAX_DEVICE_ID}; "
-            f"got {_listed(bad) if given is not None else repr(device_ids)}. Pass for instance range({size})."
+            f"got {_listed(bad) if given is not None else repr(device_ids)}. "
+            f"Pass for instance range({size})."
         )
     if len(ids) != size:
         raise MeshError(
-            f"the product of mesh_shape must be the number of device_ids; got mesh_shape {shape} with product {size} "
+            "the product of mesh_shape must be the number of device_ids; "
+            f"got mesh_shape {shape} with product {size} "
             f"and {len(ids)} ids. Pass {size} ids, or a mesh_shape whose product is {len(ids)}."
         )
     array = np.array(ids, dtype=np.int64)
     values, counts = np.unique(array, return_counts=True)
     if values.size != size:
         raise MeshError(
-            f"device_ids must be unique, as a device has one place in the mesh; got {_listed(values[counts > 1].tolist())} more than once. "
+            "device_ids must be unique, as a device has one place in the mesh; "
+            f"got {_listed(values[counts > 1].tolist())} more than once. "
             f"Pass {size} different ids."
         )
     return array
@@ -368,15 +415,18 @@ def _checked_names(
             else (axis_names,)
         )
         raise MeshError(
-            f"axis_names must be a tuple with one name for each axis, or None; got {axis_names!r}. Write a tuple, such as {example!r}."
+            f"axis_names must be a tuple with one name for each axis, or None; got {axis_names!r}. "
+            f"Write a tuple, such as {example!r}."
         )
     if any(not isinstance(name, str) or not name for name in names):
         raise MeshError(
-            f"every axis name must be a str that is not empty; got {names}. Name each axis, such as ('data', 'model')."
+            f"every axis name must be a str that is not empty; got {names}. "
+            "Name each axis, such as ('data', 'model')."
         )
     if len(names) != len(shape):
         raise MeshError(
-            f"axis_names must have one name for each axis of mesh_shape; got {len(names)} names {names} for {len(shape)} axes {shape}. "
+            "axis_names must have one name for each axis of mesh_shape; "
+            f"got {len(names)} names {names} for {len(shape)} axes {shape}. "
             f"Pass {len(shape)} names, or None."
         )
     if len(set(names)) != len(names):
@@ -387,7 +437,7 @@ def _checked_names(
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """The elements of an ordered collection, those of an array flattened; None for what has no order or is a single thing."""
+    """The elements of an ordered collection (an array is flattened); None for everything else."""
     if isinstance(value, np.ndarray):
         return list(value.reshape(-1))
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict, set, frozenset)):
@@ -396,26 +446,29 @@ def _as_list(value: object) -> list[Any] | None:
 
 
 def _as_int(value: object) -> int | None:
-    """`value` as an int where it is a Python or numpy integer; None for everything else, bool too."""
-    if (
-        type(value) is int
-    ):  # nearly always; the check of a protocol takes microseconds, which adds up over 1024 ids
+    """`value` as an int if it is a Python or numpy integer; else None, also for a bool."""
+    # The common case first: a protocol check takes microseconds, which adds up over 1024 ids.
+    if type(value) is int:
         return value
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # an array of one element or more has __index__ and refuses it
+    except TypeError:  # an array of several elements has __index__, which raises
         return None
 
 
 def _unknown_name(mesh: Mesh, name: object) -> str:
     if mesh.axis_names is None:
         return (
-            f"a mesh axis can be named only where the mesh has axis names; got {name!r} for the unnamed {mesh!r}. "
+            "a mesh axis can be named only where the mesh has axis names; "
+            f"got {name!r} for the unnamed {mesh!r}. "
             f"Use one of {_known_axes(mesh)}, or pass axis_names to Mesh."
         )
-    return f"an axis name must be one of the mesh's axis names; got {name!r} for {mesh!r}. Use one of {_known_axes(mesh)}."
+    return (
+        f"an axis name must be one of the mesh's axis names; got {name!r} for {mesh!r}. "
+        f"Use one of {_known_axes(mesh)}."
+    )
 
 
 def _known_axes(mesh: Mesh) -> str:
@@ -423,7 +476,7 @@ def _known_axes(mesh: Mesh) -> str:
 
 
 def _listed(values: Sequence[object]) -> str:
-    """The first few values, so that a message about a large mesh stays readable."""
+    """The first few values, so that an error message about a large mesh stays readable."""
     shown = ", ".join(repr(value) for value in values[:4])
     return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"
 

@@ -1,4 +1,4 @@
-"""What users write: partition specs, checked against a mesh."""
+"""Partition specs, as users write them, and their check against a mesh."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,20 +12,22 @@ Axis: TypeAlias = int | str
 """A mesh axis, by index (negative counts from the last) or by name."""
 
 PartitionSpec: TypeAlias = tuple[int | str | tuple[int | str, ...] | None, ...]
-"""One entry for each tensor dim: None (not sharded), a mesh axis, or a tuple of mesh axes, the major one first."""
+"""One entry per tensor dim: None (not sharded), a mesh axis, or a tuple of axes, major first."""
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """A mesh and a partition spec as a user hands them around, for instance to a loader.
+    """A mesh with a partition spec, for instance for a data loader.
 
     Attributes:
         mesh: the mesh whose axes the spec names.
-        partition_spec: one entry for each tensor dim; a list is accepted and kept as a tuple.
-        minibatch: the tensors to be sharded hold this process's part of the batch, not the whole batch.
+        partition_spec: one entry for each tensor dim; a list is accepted and stored as a tuple.
+        minibatch: whether the tensors to be sharded hold this process's part of the batch instead
+            of the whole batch.
 
     Raises:
-        PartitionSpecError: the spec does not fit the mesh. The tensor's rank is checked when the spec is applied.
+        PartitionSpecError: the spec does not fit the mesh. The tensor's rank is checked when the
+            spec is applied.
 
     Example:
         >>> spec = ShardingSpec(Mesh(range(8), (4, 2), ("data", "model")), ("data", None))
@@ -47,19 +49,23 @@ class ShardingSpec:
         object.__setattr__(self, "partition_spec", tuple(entries))
 
     def can_apply(self, tensor: Any) -> bool:
-        """Whether the spec has one entry for each dim of `tensor`: an int (the rank), or an object with `ndim` or `dim()`.
+        """Whether the spec has one entry for each dim of `tensor`.
 
-        Stricter than applying the spec, which replicates the dims that a short spec leaves out: a loader asks this to tell the
-        tensors that are meant from the others in a batch.
+        Stricter than applying the spec, which replicates the dims that a short spec leaves out: a
+        loader uses this to select the tensors of a batch that the spec is for.
+
+        Args:
+            tensor: an object with `ndim` or `dim()`, or the rank itself as an int.
         """
         return len(self.partition_spec) == _rank_of(tensor)
 
 
 def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
-    """Checks a partition spec against a mesh; returns, for each entry of the spec, the mesh axis indices that it names.
+    """Checks a partition spec against a mesh; returns the mesh axis indices of each entry.
 
     Raises:
-        PartitionSpecError: the spec or an entry has a wrong type, names an axis that the mesh lacks, or an axis is used twice.
+        PartitionSpecError: the spec or an entry has a wrong type, an entry names an axis that the
+            mesh lacks, or an axis is used twice.
         MeshError: `mesh` is not a Mesh.
 
     Example:
@@ -68,7 +74,8 @@ def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(
-            f"a partition spec belongs to a Mesh; got {mesh!r} of type {type(mesh).__name__}. Pass Mesh(device_ids, mesh_shape, axis_names)."
+            f"a partition spec belongs to a Mesh; got {mesh!r} of type {type(mesh).__name__}. "
+            "Pass Mesh(device_ids, mesh_shape, axis_names)."
         )
     if not isinstance(spec, (tuple, list)):
         raise PartitionSpecError(_wrong_spec_type(mesh, spec))
@@ -78,7 +85,8 @@ def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...
         if axis in used:
             name = axis if mesh.axis_names is None else mesh.axis_names[axis]
             raise PartitionSpecError(
-                f"a mesh axis may shard a tensor once; got axis {name!r} more than once in {tuple(spec)!r}. "
+                "a mesh axis may shard a tensor once; "
+                f"got axis {name!r} more than once in {tuple(spec)!r}. "
                 "Keep it in one place, and write None for a dim that should not be sharded."
             )
         used.add(axis)
@@ -88,7 +96,7 @@ def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...
 def _entry_axes(
     mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec
 ) -> tuple[int, ...]:
-    """Axis indices of one entry of `spec`."""
+    """The axis indices of one entry of `spec`; the whole spec is for error messages."""
     if entry is None:
         return ()
     if not isinstance(entry, (tuple, list)):
@@ -97,7 +105,8 @@ def _entry_axes(
     for axis in axes:
         if axis is None or isinstance(axis, (tuple, list)):
             raise PartitionSpecError(
-                f"a tuple inside a partition spec must hold mesh axes only, by index or name; got {axis!r} in {tuple(spec)!r}. "
+                "a tuple inside a partition spec must hold mesh axes only, by index or name; "
+                f"got {axis!r} in {tuple(spec)!r}. "
                 f"List the axes of one dim side by side, such as {tuple(mesh.shape())!r}."
             )
     return tuple(mesh.axis_index(axis) for axis in axes)
@@ -110,7 +119,8 @@ def _wrong_spec_type(mesh: Mesh, spec: object) -> str:
     )
     example = repr((spec if is_axis else next(iter(mesh.shape())),))
     return (
-        f"a partition spec must be a tuple with one entry for each tensor dim; got {spec!r} of type {type(spec).__name__}. "
+        "a partition spec must be a tuple with one entry for each tensor dim; "
+        f"got {spec!r} of type {type(spec).__name__}. "
         f"Write {example} to shard the first dim, or () to replicate."
     )
 
@@ -123,5 +133,6 @@ def _rank_of(tensor: Any) -> int:
     if hasattr(tensor, "dim"):
         return int(tensor.dim())
     raise TypeError(
-        f"a rank is asked of a tensor, an array or an int; got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself."
+        "a rank is asked of a tensor, an array or an int; "
+        f"got {tensor!r} of type {type(tensor).__name__}. Pass the tensor itself."
     )

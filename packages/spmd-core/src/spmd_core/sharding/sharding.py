@@ -1,4 +1,4 @@
-"""`Sharding`: where each block of a tensor lives, canonical and hashable."""
+"""`Sharding`: which device holds which block of a tensor, in a canonical and hashable form."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class ShardingType(IntEnum):
-    """How a tensor lies on its mesh; the numbers are XLA's."""
+    """How a tensor is distributed over its mesh; the numbers are XLA's."""
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
@@ -38,9 +38,10 @@ class OpSharding:
 
     Attributes:
         type: tiled, replicated, or partial (each block on several devices).
-        tile_assignment_dimensions: blocks along each tensor dim; for PARTIAL a last entry counts the holders of a block. Empty for REPLICATED.
+        tile_assignment_dimensions: number of blocks along each tensor dim; for PARTIAL, one more
+            entry at the end is the number of devices that hold each block. Empty for REPLICATED.
         tile_assignment_devices: device ids in the order of the blocks.
-        replicate_on_last_tile_dim: whether that last entry is there.
+        replicate_on_last_tile_dim: whether `tile_assignment_dimensions` has that additional entry.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
@@ -53,28 +54,33 @@ class OpSharding:
 
 @dataclass(frozen=True)
 class Manual:
-    """The axes of a mesh along which each device computes for itself: to them the tensors of a manual region are local."""
+    """The mesh axes of a manual region: the region's tensors have one value per position on them.
+
+    Along these axes each device computes for itself, and the partitioner adds no communication.
+    """
 
     mesh: Mesh
     axes: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many values a local tensor has."""
+        """Number of positions along the axes: how many values a local tensor has."""
         return math.prod(self.mesh.mesh_shape[axis] for axis in self.axes)
 
 
 @dataclass(frozen=True, repr=False)
 class Sharding:
-    """The canonical sharding of tensors of one rank: for each tensor dim, the mesh axes that split it.
+    """The canonical sharding of tensors of one rank: the mesh axes that split each tensor dim.
 
-    Built with `Sharding.of`, which checks the spec and returns the same object for the same sharding. A dim that is split over the
-    axes (a, b) has its blocks numbered with b running fastest. A dim whose size is not a multiple of its number of blocks is stored
-    padded at its end.
+    Built with `Sharding.of`, which checks the spec and returns the same object for the same
+    sharding. The blocks of a dim that is split over the axes (a, b) are numbered with b running
+    fastest. A dim whose size is not a multiple of its number of blocks is padded at its end in
+    device memory.
 
     Attributes:
         mesh: the mesh.
-        dims: for each tensor dim, the mesh axis indices that split it, the major one first. An axis of size 1 is kept, and splits nothing.
+        dims: for each tensor dim, the mesh axis indices that split it, major first. An axis of size
+            1 is kept, although it splits nothing.
 
     Example:
         >>> sharding = Sharding.of(Mesh(range(8), (4, 2), ("data", "model")), ("model", None), 2)
@@ -98,7 +104,9 @@ class Sharding:
 
     @classmethod
     def of(cls, mesh: Mesh, partition_spec: PartitionSpec, ndim: int) -> "Sharding":
-        """The sharding that `partition_spec` means for tensors of rank `ndim`; a short spec replicates the dims it leaves out.
+        """The sharding that `partition_spec` describes for tensors of rank `ndim`.
+
+        A spec with fewer than `ndim` entries replicates the remaining dims.
 
         Raises:
             PartitionSpecError: the spec does not fit the mesh, or is longer than `ndim`.
@@ -107,8 +115,10 @@ class Sharding:
         dims = validate_spec(mesh, partition_spec)
         if len(dims) > ndim:
             raise PartitionSpecError(
-                f"a partition spec must not have more entries than the tensor has dims; got {tuple(partition_spec)!r} with {len(dims)} entries "
-                f"for a tensor of rank {ndim}. Keep at most {ndim} entries; an omitted entry replicates its dim."
+                "a partition spec must not have more entries than the tensor has dims; "
+                f"got {tuple(partition_spec)!r} with {len(dims)} entries "
+                f"for a tensor of rank {ndim}. Keep at most {ndim} entries; "
+                "an omitted entry replicates its dim."
             )
         dims += ((),) * (ndim - len(dims))
         sharding = _interned.get((mesh, dims))
@@ -139,7 +149,11 @@ class Sharding:
 
     @cached_property
     def partition_spec(self) -> PartitionSpec:
-        """The canonical spec, of length `ndim`: axis names where the mesh has them; None, one axis, or a tuple of two or more axes."""
+        """The canonical partition spec, of length `ndim`.
+
+        Each entry is None, one axis, or a tuple of two or more axes. Axes are given by name, or by
+        index in an unnamed mesh.
+        """
         names: tuple[Axis, ...] = (
             tuple(range(len(self.mesh.mesh_shape)))
             if self.mesh.axis_names is None
@@ -152,7 +166,10 @@ class Sharding:
 
     @cached_property
     def tile_assignment(self) -> np.ndarray:
-        """Device ids as a read-only int64 array of shape `(*tiles, num_replicas)`: `[block]` lists the holders of that block, sorted."""
+        """Sorted ids of the devices that hold each block.
+
+        A read-only int64 array of shape `(*tiles, num_replicas)`.
+        """
         split = [axis for axes in self.dims for axis in axes]
         rest = [axis for axis in range(len(self.mesh.mesh_shape)) if axis not in split]
         assignment = np.sort(
@@ -163,7 +180,7 @@ class Sharding:
 
     @property
     def type(self) -> ShardingType:
-        """Replicated, tiled (one device to a block), or partial (several)."""
+        """Replicated, tiled (one device per block), or partial (several devices per block)."""
         if self.is_replicated:
             return ShardingType.REPLICATED
         return ShardingType.PARTIAL if self.tile_assignment.shape[-1] > 1 else ShardingType.TILED
@@ -182,7 +199,10 @@ class Sharding:
 
     @cached_property
     def text(self) -> str:
-        """XLA's text (GSPMD, V1) of this sharding, such as `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}` or `{replicated}`."""
+        """XLA's text (GSPMD, V1) of this sharding.
+
+        Such as `{replicated}` or `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}`.
+        """
         op = self.op_sharding
         if op.type is ShardingType.REPLICATED:
             return xla_text.REPLICATED
@@ -193,19 +213,20 @@ class Sharding:
         )
 
     def padded_shape(self, shape: Shape) -> Shape:
-        """`shape` with every size rounded up to a multiple of the number of blocks along its dim; 0 stays 0."""
+        """`shape` with each size rounded up to a multiple of its dim's number of blocks."""
         self._check_rank(shape)
         return tuple(-(-size // tile) * tile for size, tile in zip(shape, self.tiles, strict=True))
 
     def shard_shape(self, shape: Shape) -> Shape:
-        """Shape of the block that each device stores for a tensor of logical shape `shape`, padding included."""
+        """Shape of each device's block of a tensor of logical shape `shape`, padding included."""
         self._check_rank(shape)
         return tuple(-(-size // tile) for size, tile in zip(shape, self.tiles, strict=True))
 
     def indices(self, shape: Shape) -> tuple[tuple[slice, ...], ...]:
-        """For each mesh position (the order of `mesh.device_ids`), the slices of the logical tensor that its device holds.
+        """For each mesh position, the slices of the logical tensor that its device holds.
 
-        Slices stop at `shape`, so a block that is all padding has `start == stop` in some dim. Every slice is explicit, with step None.
+        Positions are in the order of `mesh.device_ids`. Slices stop at `shape`, so a block that is
+        all padding has `start == stop` in some dim. Every slice has explicit bounds and step None.
 
         Example:
             >>> Sharding.of(Mesh(range(4), (4,)), (0,), 1).indices((5,))
@@ -224,7 +245,10 @@ class Sharding:
         return tuple(zip(*per_dim, strict=True)) if per_dim else ((),) * self.mesh.size()
 
     def replica_ids(self) -> tuple[int, ...]:
-        """For each mesh position, the rank of its device id among the devices that hold the same block: 0 for the lowest id."""
+        """For each mesh position, the rank of its device among the holders of its block.
+
+        Ranks follow the device ids: 0 for the lowest.
+        """
         return self._replica_ids
 
     def __repr__(self) -> str:
@@ -234,12 +258,16 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `dims` is itself a valid spec. Going through `of` keeps one object per sharding, and leaves the per-process hash behind.
+        # `dims` is itself a valid spec. `of` keeps one object per sharding, and the hash, which
+        # differs between processes, stays out of the pickle.
         return Sharding.of, (self.mesh, self.dims, self.ndim)
 
     @cached_property
     def _block_coordinates(self) -> tuple[np.ndarray, ...]:
-        """For each tensor dim, an int array of shape `(mesh.size(),)`: the index along that dim of the block at each mesh position."""
+        """For each tensor dim, the index along it of the block at each mesh position.
+
+        Int64 arrays of shape `(mesh.size(),)`.
+        """
         mesh_shape = self.mesh.mesh_shape
         positions = np.unravel_index(np.arange(self.mesh.size()), mesh_shape)
         per_dim = []
@@ -259,21 +287,40 @@ class Sharding:
     def _check_rank(self, shape: Shape) -> None:
         if len(shape) != self.ndim:
             raise PartitionSpecError(
-                f"a sharding serves tensors of one rank; got the shape {tuple(shape)} of rank {len(shape)} for {self!r} of rank {self.ndim}. "
+                "a sharding serves tensors of one rank; "
+                f"got the shape {tuple(shape)} of rank {len(shape)} for {self!r} of rank "
+                f"{self.ndim}. "
                 f"Build a sharding for it: Sharding.of(mesh, partition_spec, {len(shape)})."
             )
 
 
-# Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds many meshes does not keep them.
+@dataclass(frozen=True)
+class Border:
+    """An operation that takes a tensor into a manual region or out of it.
+
+    Attributes:
+        manual: the region's axes.
+        sharding: the sharding of the whole tensor, over manual axes alone.
+        is_exit: whether the tensor leaves the region.
+    """
+
+    manual: Manual
+    sharding: Sharding
+    is_exit: bool
+
+
+# Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds
+# many meshes does not keep them all.
 _interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = (
     weakref.WeakValueDictionary()
 )
-# Reentrant: the collector may run a finalizer that builds a sharding while this thread holds the lock.
+# Reentrant: the garbage collector may run a finalizer that builds a sharding while this thread
+# holds the lock.
 _interned_lock = threading.RLock()
 
 
 def from_text(text: str, ndim: int) -> Sharding:
-    """The sharding, over an unnamed mesh, that XLA's text says, for tensors of rank `ndim`.
+    """The sharding, over an unnamed mesh, that XLA's text describes for tensors of rank `ndim`.
 
     Raises:
         PartitionSpecError: the text is no sharding into blocks, or is for another rank.
@@ -284,20 +331,22 @@ def from_text(text: str, ndim: int) -> Sharding:
     """
     if text.strip() == xla_text.REPLICATED:
         return Sharding.of(Mesh([0], (1,)), (), ndim)
-    held, is_manual = xla_text.blocks(text, num_devices=1)
-    if is_manual or held.ndim != ndim:
+    blocks, is_manual = xla_text.blocks(text, num_devices=1)
+    if is_manual or blocks.ndim != ndim:
         raise PartitionSpecError(
             "a sharding's text is '{replicated}' or '{devices=[tiles]ids}' with a tile for each of "
             f"{ndim} dims and every id; got {text!r}. Pass what tensor.sharding_spec gives."
         )
-    ids = [device_id for holders in held.reshape(-1) for device_id in holders]
-    num_holders = len(ids) // held.size
-    mesh_shape = (*held.shape, num_holders) if num_holders > 1 else held.shape
+    ids = [device_id for holders in blocks.reshape(-1) for device_id in holders]
+    num_holders = len(ids) // blocks.size
+    mesh_shape = (*blocks.shape, num_holders) if num_holders > 1 else blocks.shape
     return Sharding.of(Mesh(ids, mesh_shape), tuple(range(ndim)), ndim)
 
 
 def op_sharding(mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
-    """What `partition_spec` means to XLA for a tensor of the spec's length: `Mesh.get_op_sharding`.
+    """XLA's description of `partition_spec` for a tensor of the spec's length.
+
+    This is the method `Mesh.get_op_sharding`.
 
     Raises:
         PartitionSpecError: the spec does not fit the mesh.

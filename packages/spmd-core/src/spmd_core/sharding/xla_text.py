@@ -1,4 +1,4 @@
-"""XLA's text of a sharding, such as `{devices=[2,2]0,1,2,3}`: written here, and read here."""
+"""Writes and reads XLA's text of a sharding, such as `{devices=[2,2]0,1,2,3}`."""
 
 import math
 import re
@@ -27,9 +27,10 @@ def tiled(sizes: Sequence[int], device_ids: Sequence[int], *, is_partial: bool) 
     """The text (GSPMD, V1) of a sharding into blocks.
 
     Args:
-        sizes: the number of blocks along each tensor dim; with `is_partial`, then of a block's holders.
-        device_ids: in the order of the blocks, `prod(sizes)` of them.
-        is_partial: several devices hold each block, as the last of `sizes` says.
+        sizes: the number of blocks along each tensor dim; with `is_partial`, one more entry at the
+            end: the number of devices that hold each block.
+        device_ids: `prod(sizes)` device ids, in the order of the blocks.
+        is_partial: whether several devices hold each block.
 
     Example:
         >>> tiled((2, 1, 2), (0, 2, 1, 3), is_partial=True)
@@ -40,15 +41,16 @@ def tiled(sizes: Sequence[int], device_ids: Sequence[int], *, is_partial: bool) 
 
 
 def blocks(text: str, *, num_devices: int) -> tuple[np.ndarray, bool]:
-    """The holders of each block, and whether the text says that they are manual.
+    """The devices that hold each block, and whether the text describes a manual sharding.
 
     Args:
-        text: with a list of device ids (V1) or an iota (V2), replicated, maximal, or manual.
-        num_devices: how many devices hold a tensor whose text names none.
+        text: a sharding with a list of device ids (V1) or an iota (V2), or one that is replicated,
+            maximal or manual.
+        num_devices: number of devices that hold the tensor if the text names none.
 
     Returns:
-        An object array of sorted lists of device ids; its shape is the number of blocks along each
-        tensor dim, or `()` where all is one block.
+        An object array of sorted lists of device ids, and a bool. The array's shape is the number
+        of blocks along each tensor dim, or `()` if the tensor is one block.
 
     Raises:
         PartitionSpecError: the text is no sharding.
@@ -80,9 +82,9 @@ def blocks(text: str, *, num_devices: int) -> tuple[np.ndarray, bool]:
 def iota(
     dims: Sequence[int], reshape: Sequence[int] | None = None, order: Sequence[int] | None = None
 ) -> np.ndarray:
-    """`[dims]<=[reshape]T(order)`: 0, 1, 2, ... as an int64 array of shape `dims`.
+    """The device ids that `[dims]<=[reshape]T(order)` stands for: an int64 array of shape `dims`.
 
-    The numbers are shaped as `reshape`, transposed by `order`, and shaped again.
+    The numbers 0, 1, 2, ... are shaped as `reshape`, transposed by `order`, and shaped as `dims`.
 
     Example:
         >>> iota((2, 4), (4, 2), (1, 0)).tolist()
@@ -90,13 +92,13 @@ def iota(
     """
     numbers = np.arange(math.prod(dims)).reshape(tuple(reshape or dims))
     if order is None:
-        # Without a transpose the shape in between changes nothing.
+        # Without a transpose, the intermediate shape has no effect.
         return numbers.reshape(tuple(dims))
     return numbers.transpose(tuple(order)).reshape(tuple(dims))
 
 
 def ints(text: str) -> tuple[int, ...]:
-    """The numbers of a list with commas."""
+    """The numbers of a comma-separated list."""
     return tuple(int(n) for n in text.split(",") if n.strip())
 
 
@@ -124,7 +126,7 @@ def _device_ids(found: re.Match[str], sizes: tuple[int, ...], text: str) -> np.n
 
 
 def _boxed(rows: np.ndarray, tiles: tuple[int, ...]) -> np.ndarray:
-    """Each row as one element, sorted."""
+    """An object array of shape `tiles` whose elements are the rows, as sorted lists."""
     boxes = np.empty(len(rows), dtype=object)
     for i, row in enumerate(rows.tolist()):
         boxes[i] = sorted(row)

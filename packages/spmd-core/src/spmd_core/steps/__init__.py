@@ -1,1 +1,1 @@
-"""What stands around a training loop: closures, compiled steps, rates."""
+"""The training loop: step closures, compiled steps, rates, and structures of tensors."""

@@ -1,4 +1,4 @@
-"""One step of a training loop: the optimizer's update, closures at its end, waiting for it, and how many of them run in a second."""
+"""Step closures: functions that run at the end of a step, in the loop or in a background thread."""
 
 import atexit
 import sys
@@ -23,81 +23,91 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 Closure = Callable[..., Any]
 
 
-# --- Closures -------------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
-class _Added:
+class _StepClosure:
     closure: Closure
     args: tuple[Any, ...]
     is_async: bool
 
 
-_added: deque[_Added] = deque()
+_waiting: deque[_StepClosure] = deque()
 
 
 def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Runs `closure(*args)` at the end of the step, in the next `sync()`, once the step's program was started: for logging without a cut in between.
+    """Runs `closure(*args)` at the end of the step: for logging without a cut inside the step.
 
-    Closures run in the order in which they were added. In `sync()` itself they get the tensors in `args` as they are. With `run_async` they run in
-    one background thread and get copies in host memory, of the values at the end of this step, however far the program has gone on by then: recording
-    operations there would cut a later step in its middle. `config.max_async_closures` of them may wait; then `sync()` waits.
+    The next `sync()` runs the closures, in the order in which they were added, after it has started
+    the step's program. By default they run in `sync()` itself and get the tensors in `args` as they
+    are. With `run_async` they run in one background thread and get copies in host memory of the
+    values at the end of this step, as operations recorded in that thread would cut a later step in
+    its middle. `sync()` waits while `config.max_async_closures` of them are waiting.
 
-    An exception in a closure leaves `sync()` after the others ran (several leave as an ExceptionGroup). That of an asynchronous closure is raised by
-    the next `add_step_closure`, `sync()` or `wait_for_closures()`, as a RuntimeError from it, or printed where the process ends before. A step whose
-    program fails takes its closures with it. Under several processes each of them adds the same closures: reading a sharded tensor gathers it.
+    An exception in a closure is raised by `sync()` after the other closures ran; several exceptions
+    are raised as an ExceptionGroup. An exception in an asynchronous closure is the cause of a
+    RuntimeError from the next `add_step_closure`, `sync()` or `wait_for_closures()`, or is printed
+    if the process ends first. If a step's program fails, its closures are dropped. Each of several
+    processes must add the same closures, as reading a sharded tensor gathers it.
 
     Args:
         closure: any function.
-        args: its arguments; tensors may stand in nested structures.
-        run_async: whether the loop need not wait for the closure, which reads the device.
+        args: its arguments; tensors may be inside nested structures.
+        run_async: whether to run the closure in the background thread, so that the loop does not
+            wait for it.
 
     Raises:
         RuntimeError: an earlier asynchronous closure raised.
     """
     _background.raise_error()
-    _added.append(_Added(closure, tuple(args), run_async))
+    _waiting.append(_StepClosure(closure, tuple(args), run_async))
 
 
 def wait_for_closures() -> None:
-    """Waits until every asynchronous closure whose step has ended has run. Raises RuntimeError where one raised."""
+    """Waits until the asynchronous closures of all ended steps have run.
+
+    Raises:
+        RuntimeError: an asynchronous closure raised.
+    """
     _background.drain()
     _background.raise_error()
 
 
 @contextmanager
 def _closures_of_step() -> Iterator[None]:
+    """Around the cut that ends a step: prepares the step's closures before it, runs them after."""
     _background.raise_error()
-    mine = list(_added)
-    _added.clear()
+    closures = list(_waiting)
+    _waiting.clear()
     try:
-        for added in mine:
+        for added in closures:
             if added.is_async:
-                # Copies made by the step's own program: the tensor itself may have another value by the time that the closure runs.
+                # The step's own program makes the copies: the tensors themselves may have other
+                # values when the closure runs.
                 added.args = map_tensors(added.args, _snapshot)
         yield
     except Exception:
-        raise  # the step's values do not exist, and those of a later one are not what the closures wait for
-    except BaseException:
-        _added.extendleft(reversed(mine))  # interrupted: everything stays as it was
+        # The step has no values, and a later step's are not those that the closures are for.
         raise
-    _run(mine)
+    except BaseException:
+        _waiting.extendleft(reversed(closures))  # interrupted: everything stays as it was
+        raise
+    _run(closures)
 
 
 def _snapshot(t: torch.Tensor) -> torch.Tensor:
     copied = t.detach().clone()
     if isinstance(copied, XLAShardedTensor) and devices.is_spmd() and devices.num_processes() > 1:
-        # Gathered by the step's program: were it done in the closure's thread, the processes would not meet in the same order.
-        every = devices.global_runtime_device_count()
-        mark_sharding(
-            copied,
-            Mesh(range(every), (every,)) if copied.sharding is None else copied.sharding.mesh,
-            (),
-        )
+        # The step's program gathers the copy: in the closures' threads, the processes would gather
+        # in different orders.
+        if copied.sharding is None:
+            num_devices = devices.global_runtime_device_count()
+            mesh = Mesh(range(num_devices), (num_devices,))
+        else:
+            mesh = copied.sharding.mesh
+        mark_sharding(copied, mesh, ())
     return copied
 
 
-def _run(closures: list[_Added]) -> None:
+def _run(closures: list[_StepClosure]) -> None:
     errors: list[Exception] = []
     for added in closures:
         try:
@@ -114,7 +124,10 @@ def _run(closures: list[_Added]) -> None:
 
 
 class _Background:
-    """One thread that runs closures in order, behind a bounded queue. Keeps the first exception until somebody asks."""
+    """One thread that runs closures in order, behind a bounded queue.
+
+    Keeps the first exception until `raise_error` or `print_error` reports it.
+    """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -123,8 +136,11 @@ class _Background:
         self._thread_id: int | None = None
         self._error: tuple[Closure, BaseException] | None = None
 
-    def submit(self, added: _Added) -> None:
-        """Queues a closure; waits while the queue is full, save in a closure, which would wait for itself."""
+    def submit(self, added: _StepClosure) -> None:
+        """Queues a closure; waits while the queue is full.
+
+        In the background thread, a closure that adds others would wait for itself, so it does not.
+        """
         with self._changed:
             if threading.get_ident() != self._thread_id:
                 self._changed.wait_for(
@@ -135,7 +151,7 @@ class _Background:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="spmd-step-closures")
             self._executor.submit(self._run, added)
 
-    def _run(self, added: _Added) -> None:
+    def _run(self, added: _StepClosure) -> None:
         self._thread_id = threading.get_ident()
         error: BaseException | None = None
         try:
@@ -158,12 +174,14 @@ class _Background:
         if found is not None:
             closure, error = found
             raise RuntimeError(
-                f"an asynchronous step closure must not raise; {getattr(closure, '__qualname__', closure)} raised {type(error).__name__}: {error}. "
+                "an asynchronous step closure must not raise; "
+                f"{getattr(closure, '__qualname__', closure)} raised {type(error).__name__}: "
+                f"{error}. "
                 "Its own traceback stands above; correct it."
             ) from error
 
     def print_error(self) -> None:
-        """At the end of the process, after the thread has ended: what nobody asked for any more."""
+        """Prints an exception that nothing has raised, at exit, after the thread has ended."""
         if self._error is not None:
             print(
                 "an asynchronous step closure raised, and no step followed in which to say so:",

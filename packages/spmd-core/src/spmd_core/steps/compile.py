@@ -1,4 +1,4 @@
-"""`compile`: a function or a block as one program, with a cut before it and one after it, and promises about the programs in between."""
+"""`compile`: makes a function or a block one program, and limits what may be executed inside."""
 
 import inspect
 import re
@@ -11,12 +11,12 @@ from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
 from spmd_core.program import compile_cache, execution
 from spmd_core.program.compile_cache import Key
-from spmd_core.program.execution import Watch
+from spmd_core.program.execution import CutGuard
 from spmd_core.source_lines import user_line
 
 F = TypeVar("F", bound=Callable[..., Any])
-# The programs that ran under each name whose number is limited.
-_met: dict[str, list[Key]] = {}
+# By region name, for regions with `max_different_graphs`: the keys of the programs that ran.
+_keys_of_name: dict[str, list[Key]] = {}
 
 
 @overload
@@ -38,20 +38,27 @@ def compile(
     name: str | None = None,
     max_different_graphs: int | None = None,
 ) -> Any:
-    """A function, or a block, whose operations become one program: the step ends (as with `sync()`) before it and after it. Eager mode is off inside.
+    """A function or a block whose operations become one program.
 
-    Use it as `compile(f)`, as a decorator with or without arguments, or as `with compile():`. Nothing is traced or captured: Python runs each time.
-    Does not wait for the device. Where an exception leaves the region, what was recorded stays pending.
+    The step ends, as with `sync()`, before the region and after it; eager mode is off inside. Use
+    it as `compile(f)`, as a decorator with or without arguments, or as `with compile():`. Nothing
+    is traced or captured: the Python code runs each time. Does not wait for the device. If an
+    exception leaves the region, the operations that it recorded stay pending.
 
     Args:
         f: the function, or None.
-        full_graph: nothing may be executed inside, for instance by reading a value that the region computes.
-        name: begins the names of programs (`metrics.programs()`, profiles); by default the function's.
-        max_different_graphs: how many different programs may run under the name. A step meets its final programs in the first two or three calls.
+        full_graph: whether to forbid execution inside, for instance by reading a value that the
+            region computes.
+        name: the beginning of the names of programs (`metrics.programs()`, profiles); by default
+            the function's name.
+        max_different_graphs: how many different programs may run under the name. The programs of a
+            step usually stay the same after its first two or three calls.
 
     Raises:
-        ProgramError: when the region runs: something was executed in spite of `full_graph`, or one program more than `max_different_graphs` came up.
-        ValueError: `max_different_graphs` is not positive, or there is neither a name nor a function to count programs under.
+        ProgramError: when the region runs: a program was executed in spite of `full_graph`, or more
+            than `max_different_graphs` different programs were needed.
+        ValueError: `max_different_graphs` is not positive, or there is neither a name nor a
+            function whose programs it limits.
         TypeError: `f` is a generator or a coroutine.
 
     Example:
@@ -68,31 +75,8 @@ def compile(
     return region if f is None else region(f)
 
 
-def allow_execution(allow: bool) -> None:
-    """With False, whatever would execute a program raises, until it is called with True: a way to find hidden reads of values.
-
-    Raises:
-        SpmdError: inside a region of `compile`, which has its own `full_graph`.
-        ProgramError: later, at the line that needs a value.
-    """
-    if execution.watch not in (None, _refusing):
-        raise SpmdError(
-            "a region says itself whether it may execute; got allow_execution inside one. Use compile(full_graph=True)."
-        )
-    execution.watch = None if allow else _refusing
-
-
-def _refuse_anywhere() -> None:
-    raise ProgramError(
-        f"after allow_execution(False) nothing is executed; {user_line()} needs a value that is pending. Move it, or call allow_execution(True)."
-    )
-
-
-_refusing = Watch("spmd", _refuse_anywhere, lambda key: None)
-
-
 def step() -> "StepProgram":
-    """One step of a loop, as a context: what `compile` gives without arguments."""
+    """One step of a loop as a context manager: `compile()` without arguments."""
     return compile()
 
 
@@ -106,13 +90,14 @@ class StepProgram(ContextDecorator):
             not isinstance(max_different_graphs, int) or max_different_graphs < 1
         ):
             raise ValueError(
-                f"max_different_graphs is a number of programs, at least 1; got {max_different_graphs!r}. Leave it out for no limit."
+                "max_different_graphs is a number of programs, at least 1; "
+                f"got {max_different_graphs!r}. Leave it out for no limit."
             )
         self._full_graph, self._name, self._max_graphs = full_graph, name, max_different_graphs
         self._is_inside = False
 
     def _recreate_cm(self) -> "StepProgram":
-        # A function may call itself, or run in several threads: each call has a region of its own.
+        # A function may call itself, or run in several threads: each call needs its own region.
         return StepProgram(
             full_graph=self._full_graph, name=self._name, max_different_graphs=self._max_graphs
         )
@@ -124,7 +109,8 @@ class StepProgram(ContextDecorator):
             or inspect.isasyncgenfunction(f)
         ):
             raise TypeError(
-                f"a compiled function runs from its call to its return; got {f.__qualname__}, which runs in pieces. Write `with compile():` inside."
+                "a compiled function runs from its call to its return; "
+                f"got {f.__qualname__}, which runs in pieces. Write `with compile():` inside."
             )
         name = self._name or getattr(f, "__qualname__", type(f).__name__)
         named = StepProgram(
@@ -135,18 +121,20 @@ class StepProgram(ContextDecorator):
     def __enter__(self) -> None:
         if self._max_graphs is not None and self._name is None:
             raise ValueError(
-                "max_different_graphs counts the programs of one name; got none. Pass name=..., or decorate a function."
+                "max_different_graphs counts the programs of one name; got none. "
+                "Pass name=..., or decorate a function."
             )
         if self._is_inside:
             raise SpmdError(
-                "a region is entered once at a time; got one that is being entered inside itself. Write `with compile():` for the inner one."
+                "a region is entered once at a time; got one that is being entered inside itself. "
+                "Write `with compile():` for the inner one."
             )
         self._was_eager = eager.is_eager_mode()
         execution.end_step()
         eager.eager_mode(False)
-        self._outside, self._is_inside = execution.watch, True
+        self._outer_guard, self._is_inside = execution.cut_guard, True
         label = re.sub(r"\W+", "_", self._name or "spmd").strip("_")
-        execution.watch = Watch(label or "spmd", self._refuse_inside, self._count)
+        execution.cut_guard = CutGuard(label or "spmd", self._check_cut, self._check_program)
 
     def __exit__(
         self,
@@ -159,31 +147,34 @@ class StepProgram(ContextDecorator):
             if kind is None:
                 execution.end_step()
         finally:
-            execution.watch = self._outside
+            execution.cut_guard = self._outer_guard
             eager.eager_mode(self._was_eager)
 
-    def _refuse_inside(self) -> None:
+    def _check_cut(self) -> None:
         if self._full_graph and self._is_inside:
             raise ProgramError(
-                f"under full_graph=True nothing is executed inside {self._text()}; {user_line()} needs a value that the region computes. "
+                f"under full_graph=True nothing is executed inside {self._text()}; "
+                f"{user_line()} needs a value that the region computes. "
                 "Move it behind the region, or leave out full_graph."
             )
-        if self._outside is not None:
-            self._outside.before_cut()
+        if self._outer_guard is not None:
+            self._outer_guard.before_cut()
 
-    def _count(self, key: Key) -> None:
-        if self._outside is not None:
-            self._outside.before_program(key)
+    def _check_program(self, key: Key) -> None:
+        if self._outer_guard is not None:
+            self._outer_guard.before_program(key)
         if self._max_graphs is None or self._name is None:
             return
-        known = _met.setdefault(self._name, [])
+        known = _keys_of_name.setdefault(self._name, [])
         if key in known:
             return
         if len(known) >= self._max_graphs:
             nearest = min(known, key=lambda other: len(compile_cache.changed(key, other)))
             raise ProgramError(
-                f"at most {self._max_graphs} different programs may run in {self._text()}; another one came up, which differs from the nearest "
-                f"of them in {_differences(key, nearest)}. Give inputs the same shapes, dtypes and shardings, or raise max_different_graphs."
+                f"at most {self._max_graphs} different programs may run in {self._text()}; "
+                "another one came up, which differs from the nearest "
+                f"of them in {_differences(key, nearest)}. "
+                "Give inputs the same shapes, dtypes and shardings, or raise max_different_graphs."
             )
         known.append(key)
 
@@ -192,7 +183,7 @@ class StepProgram(ContextDecorator):
 
 
 def _differences(new: Key, old: Key) -> str:
-    """The ingredients in which two keys differ, each with the first place that does."""
+    """The fields in which two keys differ, each with its first differing element."""
     found = []
     for name in compile_cache.changed(new, old):
         a, b = getattr(new, name), getattr(old, name)
@@ -200,3 +191,30 @@ def _differences(new: Key, old: Key) -> str:
         values = [repr(x[place]) if place < len(x) else "nothing" for x in (a, b)]
         found.append(f"{name} ({values[0]} in place of {values[1]})")
     return ", ".join(found)
+
+
+def allow_execution(allow: bool) -> None:
+    """With False, every execution of a program raises, until this is called with True.
+
+    Helps to find hidden reads of values.
+
+    Raises:
+        SpmdError: called inside a region of `compile`, which has its own `full_graph`.
+        ProgramError: later, at the line that needs a value.
+    """
+    if execution.cut_guard not in (None, _NO_EXECUTION):
+        raise SpmdError(
+            "a region says itself whether it may execute; got allow_execution inside one. "
+            "Use compile(full_graph=True)."
+        )
+    execution.cut_guard = None if allow else _NO_EXECUTION
+
+
+def _refuse_execution() -> None:
+    raise ProgramError(
+        "after allow_execution(False) nothing is executed; "
+        f"{user_line()} needs a value that is pending. Move it, or call allow_execution(True)."
+    )
+
+
+_NO_EXECUTION = CutGuard("spmd", _refuse_execution, lambda key: None)

@@ -1,4 +1,4 @@
-"""What a training loop calls: the optimizer's step, waiting, and rates."""
+"""Functions for training loops: the optimizer's step, waiting for the devices, and rates."""
 
 import os
 import time
@@ -12,8 +12,6 @@ from spmd_core.runtime import buffers
 from spmd_core.steps.structures import map_tensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-# --- The step -------------------------------------------------------------------------------------------------------------------------
-
 
 def optimizer_step(
     optimizer: torch.optim.Optimizer,
@@ -21,9 +19,14 @@ def optimizer_step(
     barrier: bool = False,
     optimizer_args: dict[str, Any] | None = None,
 ) -> Any:
-    """`optimizer.step(**optimizer_args)`, and with `barrier` the end of the step, as `sync()`. Returns what the optimizer returns.
+    """Calls `optimizer.step(**optimizer_args)` and returns its result.
 
-    Gradients need no reduction: they are those of the global batch.
+    Gradients need no reduction, as they are those of the global batch.
+
+    Args:
+        optimizer: the optimizer.
+        barrier: whether to end the step afterwards, as `sync()` does.
+        optimizer_args: keyword arguments for the optimizer's `step`.
     """
     result = optimizer.step(**(optimizer_args or {}))
     if barrier:
@@ -32,7 +35,9 @@ def optimizer_step(
 
 
 def wait_device_ops() -> None:
-    """Waits until every program that was started has ended. What is still pending stays so: `sync(wait=True)` computes it too.
+    """Waits until all started programs have ended.
+
+    Pending tensors stay pending; `sync(wait=True)` computes them, too.
 
     Raises:
         ProgramError: a program failed on the device.
@@ -41,36 +46,34 @@ def wait_device_ops() -> None:
 
 
 def unlazy(tensors: Any) -> None:
-    """Computes the tensors, anywhere in a nested structure, and waits for them. For measurements; it ends no step.
+    """Computes the tensors in a nested structure and waits for them. Does not end the step.
 
-    Everything else that is pending is computed in the same program.
+    For measurements. The same program also computes everything else that is pending.
     """
     storages: list[Storage] = []
 
-    def take(t: torch.Tensor) -> torch.Tensor:
+    def collect(t: torch.Tensor) -> torch.Tensor:
         if isinstance(t, XLAShardedTensor):
             storages.append(t._handle.storage)
         return t
 
-    map_tensors(tensors, take)
+    map_tensors(tensors, collect)
     values = [execution.materialize(storage) for storage in storages]
     for value in values:
         if value.placement.jax_sharding is not None:
             buffers.wait_for(value.data)
 
 
-# --- Its rate -------------------------------------------------------------------------------------------------------------------------
-
-
 class RateTracker:
-    """Counts things, such as samples, and says how many of them there are in a second.
+    """Counts items, such as samples, and computes their number per second.
 
     Args:
-        smooth_factor: how much of the rate before weighs in the next one, from 0 (nothing) to below 1. None: the environment variable
-            `RATE_TRACKER_SMOOTHING`, else 0.4.
+        smooth_factor: the weight of the previous rate in the next one, from 0 (no smoothing) to
+            below 1. None for the environment variable `RATE_TRACKER_SMOOTHING`, or 0.4 if it is
+            unset.
 
     Raises:
-        ValueError: a factor outside of these bounds.
+        ValueError: the factor is out of range.
     """
 
     def __init__(self, smooth_factor: float | None = None) -> None:
@@ -89,11 +92,14 @@ class RateTracker:
         self._rate: float | None = None
 
     def add(self, count: float) -> None:
-        """Counts `count` more."""
+        """Adds `count` items."""
         self._count += count
 
     def rate(self) -> float:
-        """How many in a second since the last call of this, smoothed with the rates before; the first is the plain one."""
+        """Items per second since the previous call, exponentially smoothed.
+
+        The first call returns the rate since the tracker was made, without smoothing.
+        """
         now = time.monotonic()
         elapsed_s = now - self._last_s
         if elapsed_s > 0:
@@ -107,6 +113,6 @@ class RateTracker:
         return self._rate or 0.0
 
     def global_rate(self) -> float:
-        """How many in a second since the tracker was made."""
+        """Items per second since the tracker was made."""
         elapsed_s = time.monotonic() - self._start_s
         return self._count / elapsed_s if elapsed_s > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Nested structures of tensors: to the device, to the host, and to a file."""
+"""Maps nested structures of tensors: to the device, to the host, and to a file."""
 
 import copy
 import dataclasses
@@ -20,7 +20,8 @@ from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with `function` applied to every tensor in it.
 
-    Looks into mappings, lists, tuples, named tuples, sets and dataclasses, and rebuilds each as its own type; all else is passed through.
+    Looks into mappings, lists, tuples, named tuples, sets and dataclasses, and rebuilds each as its
+    own type; returns everything else unchanged.
 
     Example:
         >>> map_tensors({"x": [torch.ones(2), "name"]}, lambda tensor: tensor.sum().item())
@@ -35,9 +36,8 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map_tensors(item, function) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        clone = copy.copy(
-            value
-        )  # not dataclasses.replace: it would run __init__, which may want other arguments
+        # Not dataclasses.replace, which runs __init__: it may take other arguments.
+        clone = copy.copy(value)
         for field in dataclasses.fields(value):
             object.__setattr__(clone, field.name, map_tensors(getattr(value, field.name), function))
         return clone
@@ -45,12 +45,11 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with other values; a plain dict where the type cannot be copied and changed."""
+    """A mapping of the same type with other items; `items` itself if the type is not mutable."""
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return items
-    clone = copy.copy(
-        mapping
-    )  # keeps what a subclass carries beside its items, as a state dict's `_metadata`
+    # Copied, to keep a subclass's attributes, such as the `_metadata` of a state dict.
+    clone = copy.copy(mapping)
     clone.update(items)
     return clone
 
@@ -58,15 +57,17 @@ def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
 def to_cpu(data: Any) -> Any:
     """The same structure with every device tensor as a CPU tensor. Cuts, and waits for the device.
 
-    What was one tensor stays one: tied weights are read, and saved, once. Parameters stay parameters, and leaves keep `requires_grad`. Under several
-    processes each of them must call this, as all take part in gathering; all get the whole values.
+    One tensor that occurs several times stays one tensor: tied weights are read, and saved, once.
+    Parameters stay parameters, and leaves keep `requires_grad`. Each of several processes must call
+    this function, as all take part in gathering; all get the whole values.
     """
     moved: dict[tuple[int, type, bool], torch.Tensor] = {}
 
     def down(t: torch.Tensor) -> torch.Tensor:
         if not isinstance(t, XLAShardedTensor):
             return t
-        # By handle: a state dict holds other tensor objects, over the same handle, for each name of a tied weight.
+        # By handle: for each name of a tied weight, a state dict holds another tensor object over
+        # the same handle.
         wants_grad = t.requires_grad and t.is_leaf
         key = (
             id(t._handle),
@@ -86,14 +87,16 @@ def to_cpu(data: Any) -> Any:
 
 
 def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any:
-    """The same structure with every tensor on the device, sharded as `input_sharding` says. Does not wait for the device.
+    """The same structure with every tensor on the device, sharded as `input_sharding` says.
 
-    A tensor with fewer dims than the spec takes its first entries (1-D labels beside 4-D images take the entry of the batch dim), one with more is
-    not split along the others, and one without dims is not marked. Data of marked tensors starts to go up; other data goes when a program needs it.
+    A tensor with fewer dims than the spec takes the spec's first entries (1-D labels beside 4-D
+    images take the entry of the batch dim); one with more dims is not split along the others; one
+    without dims is not marked. Starts the upload of marked tensors; others are uploaded when a
+    program needs them. Does not wait for the device.
 
     Raises:
         NotInSpmdModeError: a sharding is given outside of SPMD mode.
-        UnsupportedOpError: `input_sharding.minibatch` under several processes.
+        UnsupportedOpError: `input_sharding.minibatch` with several processes.
     """
 
     def up(t: torch.Tensor) -> torch.Tensor:
@@ -109,17 +112,19 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
 
 
 def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bool = True) -> None:
-    """`torch.save` of the structure with every device tensor on the CPU: `torch.load(path, weights_only=True)` reads it in any process.
+    """`torch.save` of the structure with every device tensor on the CPU.
 
-    Under several processes each of them must call it, as all take part in gathering; it returns in each when the file is written.
+    `torch.load(path, weights_only=True)` reads the file in any process. Each of several processes
+    must call this function, as all take part in gathering; it returns when the file is written.
 
     Args:
         data: any structure that `map_tensors` looks into.
         path: a path or a binary file.
-        master_only: process 0 alone writes; else each process writes to its own `path`.
+        master_only: whether only process 0 writes; else each process writes to its own `path`.
 
     Raises:
-        SpmdError: another process could not write. (In the process that could not, its own error.)
+        SpmdError: another process could not write its file. The process that could not write raises
+            its own error.
     """
     host = to_cpu(data)
     error: Exception | None = None
@@ -129,11 +134,12 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
         except Exception as raised:
             error = raised
     if processes.process_count() > 1:
-        # Also where this one failed: the others wait here.
+        # Also in a process that failed, as the others wait here.
         failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:
             raise SpmdError(
-                f"every process that writes must succeed; process {failed.tolist()} could not write its file. Look at its own error."
+                "every process that writes must succeed; "
+                f"process {failed.tolist()} could not write its file. Look at its own error."
             )
     if error is not None:
         raise error

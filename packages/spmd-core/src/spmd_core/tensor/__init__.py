@@ -1,1 +1,1 @@
-"""What a user holds: `XLAShardedTensor`, and the shards of its local devices."""
+"""`XLAShardedTensor`, the tensor class of device `xla`, and the shards of its local devices."""

@@ -1,4 +1,4 @@
-"""`XLAShardedTensor`: a torch tensor on device `xla` that is metadata plus a handle to a graph value; it holds no arithmetic."""
+"""`XLAShardedTensor`: a torch tensor on device `xla`, made of metadata and a handle to a value."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spmd_core.errors import ShardError, SpmdError, UnsupportedOpError
+from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.placement import sharding_text
@@ -20,24 +20,30 @@ XLA_DEVICE = torch.device("xla:0")
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 _as_strided_ = torch.ops.aten.as_strided_.default
-# torch's kernel that only sets the metadata of a tensor; it is registered for every device but XLA.
+# Selects torch's kernel of `as_strided_` that only sets a tensor's metadata; torch registers it for
+# all devices but XLA.
 _METADATA_KEYS = torch._C.DispatchKeySet(
     torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 )
 
 
-class Followed:
-    """A handle whose sharding gradients follow, and the last that was known of it: autograd's graph may live on when the tensor is gone.
+class GradientSharding:
+    """The sharding that a tensor's gradients are constrained to: the one of the tensor's handle.
 
-    The handle is held weakly. The hook that holds this lives as long as the graph, and a value that is held at a cut is a result of the program: a
-    loss that lives through `sync()` would make results of all marked activations.
+    The tensor and its gradient hook share this object. It holds the handle weakly: the hook lives
+    as long as autograd's graph, and a value that is held at a cut becomes a result of the program,
+    so a loss that lives through `sync()` would make all marked activations results. When the handle
+    is gone, its last known sharding stays in effect.
+
+    Attributes:
+        shape: the shape of the handle's tensor.
     """
 
     def __init__(self, handle: Handle) -> None:
-        self.take(handle)
+        self.follow(handle)
 
-    def take(self, handle: Handle) -> None:
-        """Follows this handle from here on."""
+    def follow(self, handle: Handle) -> None:
+        """From here on, gradients follow the sharding of this handle."""
         self._handle, self._sharding, self.shape = (
             weakref.ref(handle),
             handle.sharding,
@@ -46,37 +52,40 @@ class Followed:
 
     @property
     def sharding(self) -> Sharding | None:
-        """The handle's now, or when it was marked last."""
+        """The handle's sharding now, or, if the handle is gone, at the last call of `follow`."""
         handle = self._handle()
         return self._sharding if handle is None else handle.sharding
 
 
 class XLAShardedTensor(torch.Tensor):
-    """Every tensor on device `xla`, marked with a sharding or not; behaves as the whole (global) tensor.
+    """A tensor on device `xla`, with or without a sharding; behaves as the whole (global) tensor.
 
-    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`). Operations are recorded and return at once;
-    reading a value on the host (`.cpu()`, `.item()`, `print`) computes everything pending and waits.
+    Tensors come from torch's own functions (`torch.randn(..., device="xla")`, `.to("xla")`).
+    Operations are recorded and return at once; reading a value on the host (`.cpu()`, `.item()`,
+    `print`) computes everything pending and waits.
 
-    Called, the class gives an existing tensor, moved to the device if it is elsewhere: `XLAShardedTensor(elem, mesh_shape, partition_spec)`.
+    The constructor, `XLAShardedTensor(elem, mesh_shape, partition_spec)`, moves an existing tensor
+    to the device.
 
     Args:
-        elem: any tensor; one on the device is itself returned.
-        mesh_shape: with `partition_spec`, marks the tensor over a mesh of the first devices in this shape, whose axes are numbers.
+        elem: any tensor; a tensor on the device is returned itself.
+        mesh_shape: with `partition_spec`, marks the tensor over a mesh of this shape, which has the
+            first devices and axes without names.
         partition_spec: see `mark_sharding`.
-        requires_grad: whether autograd tracks the tensor; it then stays a leaf.
+        requires_grad: whether autograd tracks the tensor, which then stays a leaf.
 
     Raises:
         TypeError: `elem` is no tensor, or only one of `mesh_shape` and `partition_spec` is given.
     """
 
     _handle: Handle
-    # Set by `marking`: constrains the gradients of a marked leaf. None where nothing is marked.
+    # Set by `marks.marking`: constrains the gradients of a marked leaf. None until it is imported.
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
-    # Set by `marking`: marks a tensor over a mesh of a given shape.
+    # Set by `marks.marking`: marks a tensor over a mesh of the given shape.
     _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpec], None]
-    # What this tensor's gradients follow, shared with the hook.
-    _followed: "Followed | None" = None
-    # Completed by `dtensor`, which knows torch's placements.
+    # Shared with the hook that constrains this tensor's gradients; None without that hook.
+    _gradient_sharding: "GradientSharding | None" = None
+    # Set by `marks.dtensor`: torch's DTensor interface.
     device_mesh: Any
     placements: Any
     redistribute: Callable[..., "XLAShardedTensor"]
@@ -85,7 +94,7 @@ class XLAShardedTensor(torch.Tensor):
     from_local: Callable[..., "XLAShardedTensor"]
     _spec: Any
     invalidate_spec_cache: Callable[["XLAShardedTensor"], None]
-    # Interception happens below autograd only: above it, gradients would be lost.
+    # Operations are intercepted below autograd only: above it, gradients would be lost.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -98,11 +107,14 @@ class XLAShardedTensor(torch.Tensor):
     ) -> "XLAShardedTensor":
         if not isinstance(elem, torch.Tensor):
             raise TypeError(
-                f"XLAShardedTensor takes a tensor; got {type(elem).__name__}. Pass one, or use torch.tensor(data, device='xla') for other data."
+                f"XLAShardedTensor takes a tensor; got {type(elem).__name__}. "
+                "Pass one, or use torch.tensor(data, device='xla') for other data."
             )
         if (mesh_shape is None) != (partition_spec is None):
             raise TypeError(
-                f"mesh_shape and partition_spec go together; got {mesh_shape} and {partition_spec}. Give both, or neither and mark the tensor later."
+                "mesh_shape and partition_spec go together; "
+                f"got {mesh_shape} and {partition_spec}. "
+                "Give both, or neither and mark the tensor later."
             )
         tensor = elem if isinstance(elem, XLAShardedTensor) else elem.detach().to(XLA_DEVICE)
         assert isinstance(tensor, XLAShardedTensor)
@@ -113,21 +125,21 @@ class XLAShardedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise SpmdError(
-            f"the dispatcher is not installed, so {func} cannot be recorded. Import spmd_core, not one of its modules alone."
+            f"the dispatcher is not installed, so {func} cannot be recorded. "
+            "Import spmd_core, not one of its modules alone."
         )
-
-    # --- Sharding ---------------------------------------------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> Sharding | None:
-        """The canonical sharding that the tensor was marked with or inherited; None where the partitioner may choose."""
+        """The canonical sharding, marked or inherited; None where the partitioner may choose."""
         return self._handle.sharding
 
     @property
     def sharding_spec(self) -> str:
-        """XLA's text of the sharding, such as `{devices=[4,2]0,1,2,3,4,5,6,7}`; `''` where the tensor has none. Does not wait.
+        """XLA's text of the sharding, such as `{devices=[4,2]0,1,2,3,4,5,6,7}`. Does not wait.
 
-        For an unmarked tensor that was computed, this is what the partitioner chose.
+        For a computed tensor without a mark, this is the sharding that the partitioner chose. `''`
+        if the tensor has no sharding.
         """
         sharding = self._handle.sharding
         if sharding is not None:
@@ -143,34 +155,37 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def sharding_type(self) -> ShardingType:
-        """Tiled, partial or replicated. Raises ShardError where the tensor has no sharding."""
+        """Tiled, partial or replicated. Raises ShardError if the tensor has no sharding."""
         sharding = self._handle.sharding
         if sharding is None:
             raise ShardError(
-                "sharding_type needs a tensor with a sharding; this one has none. Call mark_sharding(tensor, mesh, partition_spec) first."
+                "sharding_type needs a tensor with a sharding; this one has none. "
+                "Call mark_sharding(tensor, mesh, partition_spec) first."
             )
         return sharding.type
 
     @property
     def partition_spec(self) -> PartitionSpec | None:
-        """The partition spec, one entry per dim, or None."""
+        """The partition spec, one entry per dim; None without a sharding."""
         return None if self._handle.sharding is None else self._handle.sharding.partition_spec
 
     @property
     def mesh_shape(self) -> tuple[int, ...] | None:
-        """The shape of the mesh that the tensor is marked over, or None."""
+        """The shape of the mesh that the tensor is marked over; None without a sharding."""
         return (
             None if self._handle.sharding is None else tuple(self._handle.sharding.mesh.mesh_shape)
         )
 
     @property
     def global_tensor(self) -> torch.Tensor:
-        """The tensor itself: it is the global tensor already."""
+        """The tensor itself, which is the global tensor."""
         return self
 
     @property
     def local_shards(self) -> list[XLAShard]:
-        """What each device of this host holds, as CPU copies, padding included, by device id. Cuts, uploads and waits.
+        """CPU copies of the blocks on this process's devices, padding included, by device id.
+
+        Cuts, uploads and waits.
 
         Raises:
             ShardError: the tensor has no sharding.
@@ -178,27 +193,30 @@ class XLAShardedTensor(torch.Tensor):
         return shards.read_local(shards.sharded_storage(self._handle, "local_shards"))
 
     def load_local_shards_(self, new_shards: Sequence[XLAShard]) -> "XLAShardedTensor":
-        """Replaces what each device of this host holds, in place, without a detour over one whole tensor. Returns the tensor. Does not wait.
+        """Replaces the blocks on this process's devices, in place; returns the tensor.
+
+        The whole tensor is never assembled on the host. Does not wait.
 
         Args:
-            new_shards: one for each local device, as `local_shards` gave them: `data` of the shape of a stored block, padding included.
+            new_shards: one for each local device, as `local_shards` returns them: `data` has the
+                shape of a stored block, padding included.
 
         Raises:
-            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no shard or two; a block has another shape or
-                dtype than is stored; or two devices that hold copies of one block get different ones.
-            RuntimeError: a leaf that requires grad is written outside `torch.no_grad()`.
+            ShardError: the tensor has no sharding, or is replicated (use `copy_`); a device has no
+                shard or two; a block differs from the stored one in shape or dtype; or devices that
+                hold the same block get different data.
+            RuntimeError: the tensor is a leaf that requires grad, and gradients are recorded.
         """
         storage = shards.sharded_storage(self._handle, "load_local_shards_")
         if self.requires_grad and self.is_leaf and torch.is_grad_enabled():
             raise RuntimeError(
-                "a leaf that requires grad can't be written in place while gradients are recorded; got load_local_shards_ on one. "
+                "a leaf that requires grad can't be written in place while gradients are recorded; "
+                "got load_local_shards_ on one. "
                 "Call it under torch.no_grad()."
             )
         shards.write_local(storage, new_shards)
         torch.autograd.graph.increment_version(self)
         return self
-
-    # --- Host side --------------------------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         if tensor_contents is not None:
@@ -226,10 +244,11 @@ class XLAShardedTensor(torch.Tensor):
         return self.detach().cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as a numpy array in host memory: a copy, so `force=True` is needed just as for any other device."""
+        """A copy of the values as a numpy array; needs `force=True`, as on any other device."""
         if not force:
             raise TypeError(
-                "can't convert an xla tensor to numpy: it is not in host memory. Use tensor.detach().cpu().numpy() or numpy(force=True)."
+                "can't convert an xla tensor to numpy: it is not in host memory. "
+                "Use tensor.detach().cpu().numpy() or numpy(force=True)."
             )
         return self.detach().cpu().numpy(force=True)
 
@@ -241,7 +260,8 @@ class XLAShardedTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "only tensors that the user created (graph leaves) can be deep-copied; this one has a grad_fn. Use detach() or clone()."
+                "only tensors that the user created (graph leaves) can be deep-copied; "
+                "this one has a grad_fn. Use detach() or clone()."
             )
         with torch.no_grad():
             copied = self.detach().clone()
@@ -255,51 +275,65 @@ class XLAShardedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles through the CPU, in torch's own form for device tensors, so that `torch.load(weights_only=True)` reads it."""
+        """Pickles a CPU copy in torch's form for device tensors.
+
+        `torch.load(weights_only=True)` reads it.
+        """
         arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
 
-    # --- What torch's C++ setters would do without telling the handle -------------------------------------------------------------------
+    # torch implements the following in C++, where the handle would not notice a change.
 
     @property
     def data(self) -> torch.Tensor:
-        """The same storage, outside autograd and its count of writes."""
+        """A tensor over the same storage, outside autograd and its version counter."""
         return wrap(self._handle)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
         if not isinstance(new, XLAShardedTensor):
             raise TypeError(
-                f"the data of an xla tensor must be an xla tensor; got one on {new.device}. Assign new.to('xla')."
+                f"the data of an xla tensor must be an xla tensor; got one on {new.device}. "
+                "Assign new.to('xla')."
             )
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
-        if self._followed is not None:
-            self._followed.take(new._handle)
+        if self._gradient_sharding is not None:
+            self._gradient_sharding.follow(new._handle)
 
     def data_ptr(self) -> int:
-        """A number that two tensors share if they begin at one place of one storage: tied weights are found by it. No memory lies there."""
+        """A number that is equal for tensors that begin at the same location of one storage.
+
+        No memory lies there: programs compare the number to find tied weights.
+        """
         return address(self._handle)
 
     def untyped_storage(self) -> Any:
-        """What all views of one tensor share, as far as it can be told without memory: `data_ptr()`, `nbytes()`, `size()`, `device`."""
-        return DeviceMemory(self._handle.storage)
+        """A stand-in for the storage that all views of a tensor share.
+
+        It has `data_ptr()`, `nbytes()`, `size()` and `device`, and no bytes.
+        """
+        return DeviceStorage(self._handle.storage)
 
     def storage(self) -> Any:
-        """Refused: torch's typed storage shows elements in memory. Raises UnsupportedOpError."""
+        """Raises UnsupportedOpError: torch's typed storage would expose the elements' memory."""
         raise UnsupportedOpError(
-            f"an xla tensor has no storage whose elements Python can reach; got storage() of a tensor of shape {tuple(self.shape)}. "
+            "an xla tensor has no storage whose elements Python can reach; "
+            f"got storage() of a tensor of shape {tuple(self.shape)}. "
             "Use untyped_storage().data_ptr() to tell storages apart, or tensor.cpu().storage()."
         )
 
     def is_shared(self) -> bool:
-        """True, as for every tensor that is not in host memory."""
+        """True, as torch says of every tensor that is not in host memory."""
         return True
 
     def share_memory_(self) -> "XLAShardedTensor":
-        """Does nothing, as for every tensor that is not in host memory: sent to another process, it goes as a copy."""
+        """Does nothing, as torch does for every tensor that is not in host memory.
+
+        Another process gets a copy of the tensor.
+        """
         return self
 
     @property
@@ -312,7 +346,7 @@ class XLAShardedTensor(torch.Tensor):
         self.requires_grad_(flag)
 
     def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
-        """As torch's; a marked leaf's gradients follow its sharding from here on."""
+        """As torch's method; from here on, gradients of a marked leaf follow its sharding."""
         super().requires_grad_(requires_grad)
         if (
             requires_grad
@@ -322,7 +356,8 @@ class XLAShardedTensor(torch.Tensor):
             XLAShardedTensor._on_requires_grad(self)
         return self
 
-    # --- torch.compile and Module.to need both; a flattened tensor is one meta tensor that leads back to the handle. -------------------------
+    # torch.compile and Module.to call the following two: a tensor is flattened to one meta tensor,
+    # which carries the handle.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_meta"], None
@@ -341,16 +376,18 @@ class XLAShardedTensor(torch.Tensor):
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
             raise NotImplementedError(
-                "torch.compile over xla tensors is not available: the traced tensor has no recorded value. Call the function directly."
+                "torch.compile over xla tensors is not available: "
+                "the traced tensor has no recorded value. Call the function directly."
             )
         return wrap(handle)
 
 
-class DeviceMemory:
-    """In the place of torch's storage object, whose bytes a device array does not show. Two are equal if they are of one storage.
+class DeviceStorage:
+    """Stands in for `torch.UntypedStorage`; equal for tensors that share one storage.
 
     Raises:
-        AttributeError: for everything that would read, write or resize the bytes.
+        AttributeError: for every attribute that would read, write or resize the bytes, which a
+            device array does not expose.
     """
 
     device = XLA_DEVICE
@@ -359,31 +396,47 @@ class DeviceMemory:
         self._storage = storage
 
     def data_ptr(self) -> int:
-        """A number that is the storage's own."""
+        """A number that identifies the storage."""
         return address(self._storage)
 
     def nbytes(self) -> int:
-        """Bytes of all elements, over all shards."""
+        """The number of bytes of all elements, over all shards."""
         return self._storage.spec.num_bytes
 
     size = __len__ = nbytes
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceMemory) and other._storage is self._storage
+        return isinstance(other, DeviceStorage) and other._storage is self._storage
 
     def __hash__(self) -> int:
         return hash(self._storage)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. Use the tensor itself, or tensor.cpu().untyped_storage()."
+            f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. "
+            "Use the tensor itself, or tensor.cpu().untyped_storage()."
         )
+
+
+def device_tensor(
+    t: Any, what: str, *, advice: str = "Move it first: t = t.to('xla')."
+) -> XLAShardedTensor:
+    """The tensor itself, where it is one on device `xla`; `what` names the caller.
+
+    Raises:
+        DeviceMismatchError: it is on another device, or no tensor.
+    """
+    if not isinstance(t, XLAShardedTensor):
+        got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise DeviceMismatchError(f"{what} needs a tensor on device 'xla'; got {got}. {advice}")
+    return t
 
 
 def wrap(handle: Handle) -> XLAShardedTensor:
     """A new tensor over a handle."""
     spec = handle.spec
-    # By position, as parsing keywords costs: class, size, strides, offset, memory format, dtype, layout, device.
+    # By position, as parsing keyword arguments takes time: class, size, strides, offset, memory
+    # format, dtype, layout, device.
     tensor = _new(
         XLAShardedTensor,
         spec.size,
@@ -398,11 +451,12 @@ def wrap(handle: Handle) -> XLAShardedTensor:
     return tensor
 
 
-def become(tensor: XLAShardedTensor, handle: Handle) -> None:
-    """Gives a tensor another handle, of any shape and strides, in place: what `t_()` and `squeeze_()` do to a tensor's own metadata."""
+def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
+    """Gives a tensor another handle, of any shape and strides, in place: for `t_()` and others."""
     spec = handle.spec
     if tensor._handle.spec.num_elements < spec.num_elements:
-        # The kernel holds the metadata against the size of the storage that the tensor was made with; torch's setter replaces that too.
+        # The kernel checks the metadata against the size of the storage that the tensor was made
+        # with; torch's setter replaces that storage, too.
         tensor.data = wrap(handle)
         return
     with torch._C._DisableTorchDispatch():
@@ -414,13 +468,11 @@ def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Para
     return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 
-# Before torch lists it: a pickle names the public package, wherever this file lies.
+# A pickle names the public package, wherever this file lies. Set before torch lists the function.
 _rebuild_parameter.__module__ = "spmd_core"
-
-
 torch.serialization.add_safe_globals([_rebuild_parameter])
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
-    """The spec of any tensor."""
+    """The spec of a tensor on any device."""
     return tensor._handle.spec if isinstance(tensor, XLAShardedTensor) else Spec.from_tensor(tensor)

@@ -1,4 +1,4 @@
-"""`XLAShard`: one device's part of a tensor, in host memory; what the local devices hold, read and written block by block."""
+"""`XLAShard`: one device's part of a tensor, in host memory; reads and writes the local shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ class XLAShard:
 
     Attributes:
         data: the block as stored, padding included, on the CPU.
-        indices: for each dim the slice of the global tensor that the block holds (clamped to its shape, step 1), or `...` where it holds all of
-            it. A tensor on the host is indexed with `tuple(indices)`.
-        shard_device: such as `"CPU:3"`.
-        replica_id: the block's number among the devices that hold the same block.
+        indices: for each dim, the slice of the global tensor that the block holds (clamped to the
+            tensor's shape, step 1); `...` if the block is the whole tensor. A tensor on the host is
+            indexed with `tuple(indices)`.
+        shard_device: the device's name, such as `"CPU:3"`.
+        replica_id: the device's number among the devices that hold the same block.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
@@ -47,17 +48,27 @@ class XLAShard:
 
 
 def sharded_storage(handle: Handle, what: str) -> Storage:
-    """The storage of a handle that has a sharding of its own; `what` is the caller's name, for the error."""
+    """The storage of a handle that has a sharding of its own.
+
+    Args:
+        handle: the handle.
+        what: the caller's name, for the error message.
+
+    Raises:
+        ShardError: the handle has no sharding, or is a view.
+    """
     if handle.sharding is None or not isinstance(handle, Storage):
         raise ShardError(
-            f"{what} needs a tensor with a sharding; this one, of shape {handle.spec.shape}, has none. "
-            "Call mark_sharding(tensor, mesh, partition_spec) first, on the tensor itself rather than a view of it."
+            f"{what} needs a tensor with a sharding; "
+            f"this one, of shape {handle.spec.shape}, has none. "
+            "Call mark_sharding(tensor, mesh, partition_spec) first, "
+            "on the tensor itself rather than a view of it."
         )
     return handle
 
 
 def read_local(storage: Storage) -> list[XLAShard]:
-    """The blocks of this host's devices, by device id. Cuts, uploads and waits."""
+    """The blocks on this process's devices, by device id. Cuts, uploads and waits."""
     sharding = storage.sharding
     assert sharding is not None
     array = execution.place(storage)
@@ -80,12 +91,17 @@ def read_local(storage: Storage) -> list[XLAShard]:
 
 
 def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
-    """Makes the blocks what this host's devices hold; raises as `XLAShardedTensor.load_local_shards_` says."""
+    """Replaces the blocks on this process's devices. Does not wait.
+
+    Raises:
+        ShardError: see `XLAShardedTensor.load_local_shards_`.
+    """
     sharding = storage.sharding
     assert sharding is not None
     if sharding.is_replicated:
         raise ShardError(
-            "load_local_shards_ writes the blocks of a tensor that is split; this one is replicated, so that every device holds all of it. "
+            "load_local_shards_ writes the blocks of a tensor that is split; "
+            "this one is replicated, so that every device holds all of it. "
             "Use copy_ with the whole tensor."
         )
     local = devices.local_device_ids(sharding.mesh)
@@ -94,15 +110,17 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
     for device, shard in blocks.items():
         if tuple(shard.data.shape) != shape or shard.data.dtype != dtype:
             raise ShardError(
-                f"a shard's data is the block as stored, padding included, of shape {shape} and dtype {dtype}; got shape "
-                f"{tuple(shard.data.shape)} and dtype {shard.data.dtype} for {devices.device_name(device)}. Write to the unpadded_data of the shards "
+                "a shard's data is the block as stored, padding included, "
+                f"of shape {shape} and dtype {dtype}; got shape "
+                f"{tuple(shard.data.shape)} and dtype {shard.data.dtype} for "
+                f"{devices.device_name(device)}. Write to the unpadded_data of the shards "
                 "that local_shards gives."
             )
     _refuse_different_copies(sharding, storage.spec.shape, blocks)
-    placement = leaves.own_placement(sharding)
+    placement = leaves.marked_placement(sharding)
     array = buffers.from_blocks(
         {device: shard.data for device, shard in blocks.items()},
-        placement.jax_sharding,
+        placement.device_sharding,
         sharding.padded_shape(storage.spec.shape),
     )
     with lock:
@@ -110,7 +128,7 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
 
 
 def _positions(sharding: Sharding) -> dict[int, int]:
-    """Where in the mesh each device stands."""
+    """The position in the mesh of each device."""
     return {device: i for i, device in enumerate(sharding.mesh.ids)}
 
 
@@ -119,7 +137,8 @@ def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, 
     given = [shard.shard_device for shard in shards]
     if sorted(given) != sorted(names):
         raise ShardError(
-            f"load_local_shards_ needs one shard for each local device of the tensor's mesh, {', '.join(names)}; got shards for "
+            "load_local_shards_ needs one shard for each local device of the tensor's mesh, "
+            f"{', '.join(names)}; got shards for "
             f"{', '.join(map(str, given)) or 'none'}. Pass the list that local_shards gives."
         )
     return {names[shard.shard_device]: shard for shard in shards}
@@ -128,7 +147,10 @@ def _by_device(shards: Sequence[XLAShard], local: tuple[int, ...]) -> dict[int, 
 def _refuse_different_copies(
     sharding: Sharding, shape: tuple[int, ...], blocks: dict[int, XLAShard]
 ) -> None:
-    """Devices that hold copies of one block must go on holding copies: a program reads whichever is near."""
+    """Raises ShardError if devices that hold the same block would get different data.
+
+    A program reads any of the copies, so they must stay equal.
+    """
     indices, positions = sharding.indices(shape), _positions(sharding)
     first: dict[tuple[tuple[int, int], ...], int] = {}
     for device, shard in blocks.items():
@@ -136,12 +158,14 @@ def _refuse_different_copies(
         other = first.setdefault(tuple((s.start, s.stop) for s in index), device)
         inside = tuple(slice(s.stop - s.start) for s in index)
         mine, theirs = shard.data[inside].detach(), blocks[other].data[inside].detach()
-        # By bytes: a NaN is the same NaN.
+        # Compares bytes, so that a NaN equals itself.
         if (
             other != device
             and dtypes.numpy_view(mine).tobytes() != dtypes.numpy_view(theirs).tobytes()
         ):
             raise ShardError(
-                f"devices that hold copies of one block must get equal data; got different data for {devices.device_name(other)} and "
-                f"{devices.device_name(device)}, which both hold {list(index)}. Write the same block to both."
+                "devices that hold copies of one block must get equal data; "
+                f"got different data for {devices.device_name(other)} and "
+                f"{devices.device_name(device)}, which both hold {list(index)}. "
+                "Write the same block to both."
             )

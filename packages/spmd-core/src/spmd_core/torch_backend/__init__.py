@@ -1,1 +1,1 @@
-"""The device as torch knows it: what is registered with torch."""
+"""Registers device `xla` with torch: its dispatcher, device guard, autocast and random state."""

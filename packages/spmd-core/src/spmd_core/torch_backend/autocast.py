@@ -1,47 +1,44 @@
-"""`torch.autocast("xla", dtype=...)`: torch's own policy for GPUs, registered at the dispatch key that stock torch leaves empty."""
+"""`torch.autocast("xla", dtype=...)`: torch's policy for GPUs, registered for `AutocastXLA`.
+
+Stock torch has that dispatch key and registers nothing for it.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Excludes every autocast key, this one among them, so that the operation itself is reached.
+# Excludes all autocast keys, `AutocastXLA` among them, so that a call reaches the operation itself.
 _below_autocast = torch._C._DisableAutocast
 
-# From torch's documentation, "Autocast op reference" for CUDA: what gains from 16 bits, what needs 32, and what takes the widest of its inputs.
+# From torch's documentation, "Autocast op reference" for CUDA: the operations that run in 16 bits,
+# those that need 32 (the next two), and those that take the widest dtype of their inputs.
 _LOWER_PRECISION = (
-    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu",
-    "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum",
+    "mm", "mv", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
     "scaled_dot_product_attention",
 )  # fmt: skip
 _FP32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan",
-    "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm.dim",
-    "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
-    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
-    "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d",
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
+    "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm",
+    "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
+    "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist",
+    "cdist", "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_bilinear2d",
 )  # fmt: skip
-# These reduce or normalise; they take the dtype that their `dtype` argument names, and fp32 where it names none.
+# Reductions and normalisations, which compute in their `dtype` argument, or in fp32 without one.
 _FP32_SET_OPT_DTYPE = (
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm",
-    "sum", "sum.dim_IntList",
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum",
+    "linalg_vector_norm", "linalg_matrix_norm", "sum", "sum.dim_IntList",
 )  # fmt: skip
 _PROMOTE = (
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "grid_sampler",
-    "index_put",
-    "scatter_add",
-    "tensordot",
-    "vdot",
-    "cat",
-    "stack",
-)
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "tensordot", "vdot", "cat", "stack",
+)  # fmt: skip
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -136,6 +133,6 @@ def _install() -> torch.library.Library:
     return library
 
 
-# torch drops registrations when their Library dies.
+# torch drops registrations when their Library is deleted.
 _libraries: list[torch.library.Library] = []
 _libraries.append(_install())

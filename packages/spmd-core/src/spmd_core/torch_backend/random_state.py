@@ -1,4 +1,7 @@
-"""The state of randomness, as torch_xla's users set and restore it: it is the state of torch's CPU generator (`random_stream` says why)."""
+"""The random state of device `xla`: reads, sets and restores that of torch's CPU generator.
+
+`recording.random_stream` says why the device draws from this generator.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,20 +10,23 @@ import torch
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds torch's CPU generator, from which every random operation on the device draws. CUDA's generators are left alone."""
+    """Seeds torch's CPU generator, from which all random operations on the device draw.
+
+    CUDA's generators stay as they are.
+    """
     torch.default_generator.manual_seed(seed)
 
 
 def get_rng_state() -> torch.Tensor:
-    """The state, as a uint8 tensor on the CPU that `set_rng_state` takes."""
+    """The state as a uint8 CPU tensor, for `set_rng_state`."""
     return torch.default_generator.get_state()
 
 
 def set_rng_state(state: torch.Tensor | int) -> None:
-    """Sets the state: one that `get_rng_state` returned, or a seed.
+    """Sets the state to a result of `get_rng_state`, or seeds the generator with an int.
 
     Raises:
-        TypeError: neither of both.
+        TypeError: `state` is neither a tensor nor an int.
     """
     if isinstance(state, torch.Tensor):
         torch.default_generator.set_state(state.cpu())
@@ -28,15 +34,16 @@ def set_rng_state(state: torch.Tensor | int) -> None:
         manual_seed(state)
     else:
         raise TypeError(
-            f"a random state is a tensor from get_rng_state() or a seed (int); got {type(state).__name__}. Pass one of both."
+            "a random state is a tensor from get_rng_state() or a seed (int); "
+            f"got {type(state).__name__}. Pass one of both."
         )
 
 
 def as_seed() -> int:
-    """The state as one number, which `set_rng_state` takes, in any process: drawn from the generator, which is seeded with it at once.
+    """Draws a seed from the generator, seeds the generator with it, and returns it.
 
-    For programs that store the state as a number. What is drawn after it is what is drawn after `set_rng_state` with it, not what would have
-    been drawn without the call.
+    For programs that store the random state as a number: `set_rng_state` with this seed, in any
+    process, restores the state after this call. Later draws differ from those without this call.
     """
     seed = int(torch.randint(2**63 - 1, (), generator=torch.default_generator))
     manual_seed(seed)
@@ -45,7 +52,7 @@ def as_seed() -> int:
 
 @contextmanager
 def fork_rng(*, enabled: bool = True) -> Iterator[None]:
-    """Whatever is drawn or seeded inside, the state is the same after as before. `enabled=False` does nothing."""
+    """Restores the random state at the end of the block. `enabled=False` does nothing."""
     before = get_rng_state()
     try:
         yield

@@ -1,6 +1,7 @@
-"""Makes `device="xla"` real on a stock torch wheel.
+"""Makes `device="xla"` work with a stock torch wheel.
 
-It installs the router, the device guard, the device module `torch.xla`, and the factories and the copy under all others.
+Installs the operations' router, the device guard, the device module `torch.xla`, the basic
+factories and the copy between devices.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from spmd_core.torch_backend import torchvision_ops
 
 
 class _XlaGuard(backend_registration._DummyDeviceGuard):
-    """There is one logical device and no stream to switch: torch only asks which type the guard is for."""
+    """A device guard without state, as there is one logical device and no stream to switch."""
 
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.XLA
@@ -33,9 +34,10 @@ class _XlaGuard(backend_registration._DummyDeviceGuard):
 def _install_guard() -> None:
     """Registers a guard for DeviceType.XLA.
 
-    torch's C++ asks c10's registry for the guard of a tensor's device type (in `Tensor.to`, in autograd's engine) and aborts where there is
-    none. It lets Python make one for PrivateUse1 only, so we make that and move it to XLA's slot, leaving PrivateUse1 free. This ends when
-    torch can register a Python guard for any device type.
+    torch's C++ looks up the guard of a tensor's device type in c10's registry (in `Tensor.to` and
+    in autograd's engine), and aborts if there is none. From Python, torch can only make a guard for
+    PrivateUse1, so this function makes that one and moves it to XLA's slot, leaving PrivateUse1
+    free. No longer needed once torch can register a Python guard for any device type.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -44,14 +46,16 @@ def _install_guard() -> None:
     )
     if registry[xla]:
         raise SpmdError(
-            "device type 'xla' must not have an owner when spmd_core is imported; another package (torch_xla?) has registered it. "
+            "device type 'xla' must not have an owner when spmd_core is imported; "
+            "another package (torch_xla?) has registered it. "
             "Uninstall that package, or import it in another process."
         )
     before = registry[private]
     torch._C._acc.register_python_privateuseone_device_guard(_XlaGuard())
     if not registry[0] or not registry[private] or registry[private] == before:
         raise SpmdError(
-            f"torch {torch.__version__} lays out its device guards in a way that spmd_core does not know. Use torch 2.11 or later."
+            f"torch {torch.__version__} lays out its device guards in a way that spmd_core does "
+            "not know. Use torch 2.11 or later."
         )
     registry[xla], registry[private] = registry[private], before
 
@@ -99,7 +103,10 @@ def _device_module() -> types.ModuleType:
 
 
 def _made_on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Positions that only the arguments decide, and for which torch has a kernel for each device: a constant."""
+    """A factory of indices that runs on the CPU, as the arguments alone determine the result.
+
+    torch has a kernel of its own for each device, so there is no common one to record.
+    """
 
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
         return factory(*args, dtype=kwargs.get("dtype") or torch.int64, device="cpu").to(XLA_DEVICE)
@@ -112,7 +119,7 @@ def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
 
 
 def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A loaded state is sharded like its parameter, as the one that the optimizer made itself."""
+    """Shards a loaded optimizer state like its parameter, as a state that the optimizer makes."""
 
     def processed(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = process(param, *args, **kwargs)
@@ -142,24 +149,25 @@ def _install() -> torch.library.Library:
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
     library.impl("_copy_from", transfer.copy_from, "XLA")
-    # Autograd asks for zeros that are known to be zero only to save work, which the compiler saves anyhow.
+    # Autograd asks for known zeros only to save work, which the compiler saves for any zeros.
     library.impl("_efficientzerotensor", torch.zeros, "XLA")
     for name in ("tril_indices", "triu_indices"):
         library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
-    # torch keeps the list of devices with fused optimizers in a function, and has no registration for it.
+    # torch has no registration for devices with fused optimizers: a function returns the list.
     optimizer._get_fused_kernels_supported_devices = _with_xla(
         optimizer._get_fused_kernels_supported_devices
     )
-    # There is no hook for one value of a state, and one for the whole would see it on the device already, whole on each.
+    # torch has no hook for a single value of a loaded state, and in its hook for the whole state
+    # all values are already on the devices, replicated.
     process = _like_its_parameter(torch.optim.Optimizer._process_value_according_to_param_policy)
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(process)  # type: ignore[method-assign]
     return library
 
 
 def device() -> torch.device:
-    """The one logical device, `xla:0`: all devices of all hosts together."""
+    """The one logical device, `xla:0`, which stands for all devices of all hosts."""
     return XLA_DEVICE
 
 
-# torch drops registrations when their Library dies, so they live as long as the module.
+# torch drops registrations when their Library is deleted, so the module keeps them.
 _libraries = (_install(), composite.install(), torchvision_ops.install())

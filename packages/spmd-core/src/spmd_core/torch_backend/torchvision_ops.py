@@ -1,10 +1,12 @@
-"""Lets `import torchvision` work beside a torch for which its compiled operators were not built.
+"""Lets `import torchvision` work if its compiled operators were built for another torch.
 
-The only torchvision wheel for a torch may be one for CUDA, whose compiled operators cannot load beside the CPU build of torch. torchvision then
-registers shape functions for two operators that do not exist, and its import fails; so does the import of every model of transformers, as that
-imports torchvision where it is installed. Declaring the two operators is enough: models, transforms and datasets are Python, and torchvision itself
-says what is missing when a compiled operator (`nms`, `roi_align`) is called. Not needed any more once torchvision leaves out the shape functions of
-operators that it could not load.
+The only torchvision wheel for a torch version may be one for CUDA, whose compiled operators cannot
+load with the CPU build of torch. torchvision then registers shape functions for two operators that
+do not exist, and its import fails. The import of all models of transformers fails with it, as
+transformers imports torchvision where it is installed. Declaring the two operators is enough:
+models, transforms and datasets are Python, and torchvision itself reports what is missing when a
+compiled operator (`nms`, `roi_align`) is called. No longer needed once torchvision leaves out the
+shape functions of operators that it could not load.
 """
 
 import importlib.util
@@ -19,10 +21,13 @@ _SCHEMAS = tuple(
 
 
 def install() -> torch.library.Library | None:
-    """Declares the operators without which torchvision cannot be imported; they live as long as the library that is returned.
+    """Declares the operators that the import of torchvision needs, if they are missing.
 
-    None, and nothing is done, where torchvision is absent, imported already or declared already, or able to load its compiled operators. It is not
-    imported here.
+    Does not import torchvision.
+
+    Returns:
+        The library that keeps the declarations. None, with nothing declared, if torchvision is
+        absent or already imported, or if its operators are declared or can be loaded.
     """
     if (
         "torchvision" in sys.modules
@@ -35,13 +40,12 @@ def install() -> torch.library.Library | None:
         return None
     try:
         for path in Path(spec.origin).parent.glob("_C*"):
-            torch.ops.load_library(
-                path
-            )  # what torchvision does when it is imported, so nothing is loaded twice
+            # torchvision's import does the same, so nothing is loaded twice.
+            torch.ops.load_library(path)
         if hasattr(torch.ops.torchvision, "nms"):
             return None
     except OSError:
-        pass  # built for another torch; this is the case that we are here for
+        pass  # built for another torch: the case that this function is for
     library = torch.library.Library("torchvision", "FRAGMENT")
     for schema in _SCHEMAS:
         library.define(schema)

@@ -479,9 +479,10 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     lengths = multihost_utils.process_allgather(np.array([len(payload)]))
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    every = multihost_utils.process_allgather(padded)
+    gathered = multihost_utils.process_allgather(padded)
     return [
-        bytes(row[: int(n)]) for row, n in zip(every.reshape(len(lengths), -1), lengths.reshape(-1))
+        bytes(row[: int(n)])
+        for row, n in zip(gathered.reshape(len(lengths), -1), lengths.reshape(-1))
     ]
 
 

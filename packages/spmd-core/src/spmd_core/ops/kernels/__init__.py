@@ -1,1 +1,1 @@
-"""Code that several families of operations share; it registers no overload."""
+"""Code that several families of operations share; nothing here registers an overload."""

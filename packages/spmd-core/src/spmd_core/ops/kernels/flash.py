@@ -1,14 +1,22 @@
-"""Attention block by block, in plain jax: what a chip's own kernel computes, for every platform, mask and dtype.
+"""Attention block by block, in plain jax, for every platform, mask and dtype.
 
-The algorithm is FlashAttention's (Dao et al. 2022; Dao 2023, sections 2.2 and 3.1): the softmax is taken online, over one block of queries and
-one of keys at a time, and the backward recomputes each block's probabilities from the log of their sum. So nothing of size (queries, keys) exists
-beyond a block. One loop runs over a static table of block pairs, from which a causal mask's empty blocks are left out: the program does not grow with
-the sequence, and its trip count is known to the compiler (a GPU would otherwise ask the host after every block).
+The algorithm is FlashAttention's (Dao et al. 2022; Dao 2023, sections 2.2 and 3.1). The softmax is
+computed online, over one block of queries and one of keys at a time, and the backward recomputes
+each block's probabilities from the log of their sum. So no array of size (queries, keys) exists,
+only blocks of it. One loop runs over a static table of block pairs, without the empty blocks of a
+causal mask. The program does not grow with the sequence, and the compiler knows the loop's trip
+count (a GPU would otherwise ask the host after every block).
 
-Arrays have any leading dims, then: `query` (kv heads, group, queries, dim), `key` (kv heads, keys, dim), `value` (kv heads, keys, value dim), and
-`mask` as the scores, (kv heads, group, queries, keys), where each dim may also be 1. A group of query heads shares one kv head, which is never
-repeated; where each has a kv head of its own, there is no dim for the group. No dim is merged with another, so that the partitioner splits the
-leading dims and the heads and leaves the loop alone.
+Arrays have any leading dims, followed by:
+
+- `query`: (kv heads, group, queries, dim)
+- `key`: (kv heads, keys, dim)
+- `value`: (kv heads, keys, value dim)
+- `mask`: the scores' (kv heads, group, queries, keys), where each dim may also be 1
+
+A group of query heads shares one kv head, which is never repeated. Where each query head has its
+own kv head, there is no group dim. No dim is merged with another, so that the partitioner splits
+the leading dims and the heads, and not the loop.
 """
 
 from collections.abc import Callable
@@ -22,14 +30,14 @@ from jax import lax
 
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 
-# A block of scores has at most this squared, for each head and batch element: large enough for matrix products to run at full speed, small beside a
-# long sequence.
+# A block has at most MAX_BLOCK^2 scores for each head and batch element: enough for matrix products
+# to run at full speed, and little beside a long sequence.
 MAX_BLOCK = 512
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is static about one attention: the sizes, how they are cut into blocks, and what is done to the scores."""
+    """The static options of one attention: the sizes, their blocks, and the treatment of scores."""
 
     num_queries: int
     num_keys: int
@@ -38,18 +46,24 @@ class Plan:
     dropout_p: float
 
     @property
-    def queries(self) -> tuple[int, int]:
-        """The number of queries in a block, and the number of blocks; where the keys are few, a block has more queries."""
-        return _cut(self.num_queries, MAX_BLOCK**2 // min(self.num_keys, MAX_BLOCK))
+    def query_blocks(self) -> tuple[int, int]:
+        """The number of queries in a block, and the number of blocks.
+
+        With few keys, a block has more queries.
+        """
+        return _equal_blocks(self.num_queries, MAX_BLOCK**2 // min(self.num_keys, MAX_BLOCK))
 
     @property
-    def keys(self) -> tuple[int, int]:
-        """The number of keys in a block, and the number of blocks; one query, as in generation, takes very many keys at once."""
-        return _cut(self.num_keys, MAX_BLOCK**2 // self.queries[0])
+    def key_blocks(self) -> tuple[int, int]:
+        """The number of keys in a block, and the number of blocks.
+
+        With few queries, as in generation, a block has more keys.
+        """
+        return _equal_blocks(self.num_keys, MAX_BLOCK**2 // self.query_blocks[0])
 
     def pairs(self) -> Any:
-        """The (query block, key block) pairs in which any score counts, int32 of shape (n, 2)."""
-        (size_q, num_q), (size_k, num_k) = self.queries, self.keys
+        """The (query block, key block) pairs with any unmasked score, int32 of shape (n, 2)."""
+        (size_q, num_q), (size_k, num_k) = self.query_blocks, self.key_blocks
         return np.array(
             [
                 (i, j)
@@ -61,18 +75,18 @@ class Plan:
         )
 
 
-def _cut(n: int, most: int) -> tuple[int, int]:
-    """The fewest equal blocks of at most `most`: fewer than `count` places of padding."""
+def _equal_blocks(n: int, most: int) -> tuple[int, int]:
+    """(size, count) of the fewest equal blocks of at most `most`; they pad by less than `count`."""
     count = -(-n // most)
     return -(-n // count), count
 
 
-def _block(x: jax.Array, at: Any, size: int, axis: int) -> jax.Array:
-    """Block `at` along `axis`; an axis of size 1 is broadcast, so all of its blocks are the same one."""
+def _read_block(x: jax.Array, at: Any, size: int, axis: int) -> jax.Array:
+    """Block `at` along dim `axis`; a dim of size 1 is broadcast, so its blocks are all the same."""
     return x if x.shape[axis] in (1, size) else lax.dynamic_slice_in_dim(x, at * size, size, axis)
 
 
-def _put(x: jax.Array, block: jax.Array, at: Any, axis: int) -> jax.Array:
+def _write_block(x: jax.Array, block: jax.Array, at: Any, axis: int) -> jax.Array:
     return (
         block
         if x.shape == block.shape
@@ -91,21 +105,24 @@ def _padded(x: jax.Array, axis: int, blocks: tuple[int, int]) -> jax.Array:
 
 
 def _product(pattern: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """A matrix product accumulated in the dtype in which torch computes; 16-bit operands stay so, as matrix units want them."""
+    """A matrix product accumulated in torch's compute dtype; 16-bit operands stay 16-bit."""
     return jnp.einsum(
         pattern, a, b, precision=matmul_precision(b.dtype), preferred_element_type=opmath(b.dtype)
     )
 
 
-def _compared(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Each query's product with each key: scores from queries and keys, and their gradients from the result's and the values."""
+def _pairwise_products(query: jax.Array, key: jax.Array) -> jax.Array:
+    """The dot product of each query with each key.
+
+    Also of each row of the result's gradient with each value: the gradients of the probabilities.
+    """
     return _product(
         "...hgqd,...hkd->...hgqk" if query.ndim > key.ndim else "...hqd,...hkd->...hqk", query, key
     )
 
 
-def _weighed(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """The sum of the values with one row of weights for each query."""
+def _weighted_sums(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """For each query the sum of the values, weighted by the query's row of weights."""
     return _product(
         "...hgqk,...hkd->...hgqd" if weights.ndim > value.ndim else "...hqk,...hkd->...hqd",
         weights,
@@ -116,12 +133,12 @@ def _weighed(weights: jax.Array, value: jax.Array) -> jax.Array:
 def _scores(
     plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: jax.Array | None
 ) -> jax.Array:
-    """One block of scores, -inf where nothing is attended to."""
-    (size_q, _), (size_k, num_k) = plan.queries, plan.keys
-    scores = _compared(query, key)
+    """One block of scores, -inf where a query may not attend to a key."""
+    (size_q, _), (size_k, num_k) = plan.query_blocks, plan.key_blocks
+    scores = _pairwise_products(query, key)
     scores = scores * np.asarray(plan.scale, scores.dtype)
     if mask is not None:
-        block = _block(_block(mask, i, size_q, mask.ndim - 2), j, size_k, mask.ndim - 1)
+        block = _read_block(_read_block(mask, i, size_q, mask.ndim - 2), j, size_k, mask.ndim - 1)
         # A sum and not a select, as in torch: a score of nan stays nan under a mask.
         added = (
             jnp.where(block, np.asarray(0, scores.dtype), -np.inf)
@@ -132,45 +149,58 @@ def _scores(
     columns = j * size_k + lax.broadcasted_iota(np.int32, (size_q, size_k), 1)
     if plan.is_causal:
         rows = i * size_q + lax.broadcasted_iota(np.int32, (size_q, size_k), 0)
-        scores = _only_where(rows >= columns, scores)
+        scores = _masked(rows >= columns, scores)
     if size_k * num_k != plan.num_keys:
-        scores = _only_where(columns < plan.num_keys, scores)
+        scores = _masked(columns < plan.num_keys, scores)
     return scores
 
 
-def _only_where(counts: jax.Array, scores: jax.Array) -> jax.Array:
-    """-inf elsewhere. A minimum, as XLA's CPU backend keeps the product, the maximum and the sum of a softmax in one loop with it, unlike a select:
-    a third less time for a block."""
-    return jnp.minimum(scores, jnp.where(counts, np.asarray(np.inf, scores.dtype), -np.inf))
+def _masked(attended: jax.Array, scores: jax.Array) -> jax.Array:
+    """The scores where `attended`, -inf elsewhere.
+
+    As a minimum and not a select: with a minimum, XLA's CPU backend keeps the product, the maximum
+    and the sum of a softmax in one loop, which takes a third less time for a block.
+    """
+    return jnp.minimum(scores, jnp.where(attended, np.asarray(np.inf, scores.dtype), -np.inf))
 
 
 def _dropout(
     plan: Plan, i: Any, j: Any, seed: jax.Array | None, shape: tuple[int, ...]
 ) -> Callable[[jax.Array], jax.Array]:
-    """What dropout does to one block of probabilities, and to their gradient: by the block's own key, so the same on any mesh and in the backward."""
+    """The function that applies dropout to one block of probabilities or of their gradients.
+
+    Each block has its own random key, so the result is the same on any mesh and in the backward.
+    """
     if seed is None:
         return lambda x: x
-    kept = _kept(plan, i, j, seed, shape)
+    keep = _block_dropout_mask(plan, i, j, seed, shape)
     factor = 0.0 if plan.dropout_p >= 1 else 1.0 / (1.0 - plan.dropout_p)
-    return lambda x: jnp.where(kept, x * np.asarray(factor, x.dtype), np.asarray(0, x.dtype))
+    return lambda x: jnp.where(keep, x * np.asarray(factor, x.dtype), np.asarray(0, x.dtype))
 
 
-def _kept(plan: Plan, i: Any, j: Any, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _block_dropout_mask(
+    plan: Plan, i: Any, j: Any, seed: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
     threshold = min(round((1.0 - plan.dropout_p) * 2**32), 2**32 - 1)
     return jax.random.bits(
-        jax.random.fold_in(seed, i * plan.keys[1] + j), shape, np.uint32
+        jax.random.fold_in(seed, i * plan.key_blocks[1] + j), shape, np.uint32
     ) < np.uint32(threshold)
 
 
-def kept(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Which probabilities dropout keeps, bool of shape `shape` (..., queries, keys): everything at once, for those who hold that much."""
-    (size_q, num_q), (size_k, num_k) = plan.queries, plan.keys
+def dropout_mask(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Which probabilities dropout keeps, bool of shape `shape`: (..., queries, keys).
+
+    The result is not in blocks: the caller needs memory for all of it.
+    """
+    (size_q, num_q), (size_k, num_k) = plan.query_blocks, plan.key_blocks
     block = (*shape[:-2], size_q, size_k)
 
     def body(result: jax.Array, pair: jax.Array) -> tuple[jax.Array, None]:
         i, j = pair
         start = (*(np.int32(0),) * (len(shape) - 2), i * size_q, j * size_k)
-        return lax.dynamic_update_slice(result, _kept(plan, i, j, seed, block), start), None
+        return lax.dynamic_update_slice(
+            result, _block_dropout_mask(plan, i, j, seed, block), start
+        ), None
 
     result, _ = lax.scan(
         body, jnp.zeros((*shape[:-2], size_q * num_q, size_k * num_k), bool), plan.pairs()
@@ -179,9 +209,11 @@ def kept(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _finite(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The lowest finite number for -inf: a row that attends to nothing has no maximum, and then every exp below is that of -inf, which is 0.
+    """`x`, with the lowest finite number for -inf where there is a mask.
 
-    Only a mask leaves such a row. Without one, XLA's CPU backend keeps product, maximum, subtraction and exp in one loop.
+    The maximum of a row that attends to nothing is -inf. With a finite number instead, each exp of
+    (score - maximum) is exp(-inf) = 0 and not NaN. Only a mask leaves such rows; without one `x` is
+    unchanged, so that XLA's CPU backend keeps product, maximum, subtraction and exp in one loop.
     """
     return x if mask is None else jnp.maximum(x, jnp.finfo(x.dtype).min)
 
@@ -189,14 +221,14 @@ def _finite(x: jax.Array, mask: jax.Array | None) -> jax.Array:
 def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     """The probabilities of whole rows; zeros for a row that attends to nothing."""
     weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True), mask))
-    # At least 1 where anything is attended to: the exponential of the maximum less itself.
+    # The sum is at least 1 where anything is attended to: exp(maximum - maximum) is 1.
     return weights / jnp.maximum(
         jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(weights.dtype).tiny
     )
 
 
-def _log_of_sum(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The log of the sum of the exponents of whole rows; -inf for a row that attends to nothing."""
+def _logsumexp(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """The log of the sum of exponentials of whole rows; -inf for a row that attends to nothing."""
     top = _finite(jnp.max(scores, axis=-1, keepdims=True), mask)
     return (top + jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)))[..., 0]
 
@@ -209,43 +241,56 @@ def forward(
     mask: jax.Array | None,
     seed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The attended values, (..., kv heads, group, queries, value dim), and the log of the sum of the scores' exponents, (..., queries), both in the
-    dtype in which torch computes. A row that attends to nothing gives zeros and -inf."""
+    """The attended values, and the log of the sum of the scores' exponentials.
+
+    Shapes: (..., kv heads, group, queries, value dim) and (..., queries). Both are in torch's
+    compute dtype. A row that attends to nothing gives zeros and -inf.
+    """
     wide = opmath(query.dtype)
-    size_q, size_k = plan.queries[0], plan.keys[0]
+    size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]
     query, key, value = (
-        _padded(query, query.ndim - 2, plan.queries),
-        _padded(key, key.ndim - 2, plan.keys),
-        _padded(value, value.ndim - 2, plan.keys),
+        _padded(query, query.ndim - 2, plan.query_blocks),
+        _padded(key, key.ndim - 2, plan.key_blocks),
+        _padded(value, value.ndim - 2, plan.key_blocks),
     )
     if mask is not None:
-        mask = _padded(_padded(mask, mask.ndim - 2, plan.queries), mask.ndim - 1, plan.keys)
+        mask = _padded(
+            _padded(mask, mask.ndim - 2, plan.query_blocks), mask.ndim - 1, plan.key_blocks
+        )
     rows, columns = query.ndim - 2, key.ndim - 2
 
     def attend(i: Any, j: Any, weights: jax.Array) -> jax.Array:
         weights = _dropout(plan, i, j, seed, weights.shape)(weights)
-        return _weighed(weights.astype(value.dtype), _block(value, j, size_k, columns))
+        return _weighted_sums(weights.astype(value.dtype), _read_block(value, j, size_k, columns))
 
     def whole_rows(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
-        """One block of queries over all keys. The probabilities are written as `backward` writes them: where one block is all there is, and forward
-        and backward are one program, the compiler finds that they are the same."""
+        """Computes one block of queries over all keys.
+
+        The probabilities have the same expression as in `backward`: where there is one block only,
+        and forward and backward are in one program, the compiler computes them once.
+        """
         (i, j), (lse, attended) = pair, carry
-        scores = _scores(plan, i, j, _block(query, i, size_q, rows), key, mask)
+        scores = _scores(plan, i, j, _read_block(query, i, size_q, rows), key, mask)
         return (
-            _put(lse, _log_of_sum(scores, mask), i, rows),
-            _put(attended, attend(i, j, _softmax(scores, mask)), i, rows),
+            _write_block(lse, _logsumexp(scores, mask), i, rows),
+            _write_block(attended, attend(i, j, _softmax(scores, mask)), i, rows),
         ), None
 
     def online(carry: tuple[jax.Array, ...], pair: Any) -> tuple[tuple[jax.Array, ...], None]:
-        """Adds one block of keys to what one block of queries has attended to."""
+        """Adds one block of keys to the running softmax of one block of queries."""
         (i, j), (highest, total, attended) = pair, carry
         before, sum_before, out_before = (
-            _block(highest, i, size_q, rows),
-            _block(total, i, size_q, rows),
-            _block(attended, i, size_q, rows),
+            _read_block(highest, i, size_q, rows),
+            _read_block(total, i, size_q, rows),
+            _read_block(attended, i, size_q, rows),
         )
         scores = _scores(
-            plan, i, j, _block(query, i, size_q, rows), _block(key, j, size_k, columns), mask
+            plan,
+            i,
+            j,
+            _read_block(query, i, size_q, rows),
+            _read_block(key, j, size_k, columns),
+            mask,
         )
         top = jnp.maximum(before, jnp.max(scores, axis=-1))
         shift = _finite(top, mask)
@@ -254,9 +299,9 @@ def forward(
         summed = sum_before * shrink + jnp.sum(weights, axis=-1)
         out = out_before * shrink[..., None] + attend(i, j, weights)
         return (
-            _put(highest, top, i, rows),
-            _put(total, summed, i, rows),
-            _put(attended, out, i, rows),
+            _write_block(highest, top, i, rows),
+            _write_block(total, summed, i, rows),
+            _write_block(attended, out, i, rows),
         ), None
 
     shape, pairs = query.shape[:-1], plan.pairs()
@@ -264,7 +309,7 @@ def forward(
         jnp.full(shape, -np.inf, wide),
         jnp.zeros((*shape, value.shape[-1]), wide),
     )
-    if plan.keys[1] == 1:
+    if plan.key_blocks[1] == 1:
         (lse, out), _ = (
             whole_rows(start, (0, 0)) if len(pairs) == 1 else lax.scan(whole_rows, start, pairs)
         )
@@ -298,22 +343,26 @@ def backward(
     seed: jax.Array | None,
     wanted: Wanted,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gradients of query, key, value and mask in the dtype in which torch computes, each None where it is not wanted."""
+    """The gradients of query, key, value and mask in torch's compute dtype, None if not wanted."""
     wide = opmath(query.dtype)
-    size_q, size_k = plan.queries[0], plan.keys[0]
+    size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]
     rows, columns = query.ndim - 2, key.ndim - 2
     transposed = "...hgqk,...hgqd->...hkd" if query.ndim > key.ndim else "...hqk,...hqd->...hkd"
-    # One block of keys holds whole rows: what is taken from them is more exact than from `lse` and `out`. A row with one weight of nearly 1 has a
-    # gradient of nearly 0, the difference of equal numbers, and those must then be rounded alike.
-    whole_rows = plan.keys[1] == 1
-    # What the softmax's backward subtracts from each row (Dao 2023, section 2.2); it also holds under dropout, which is in `out`.
-    common = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
-    shift = _padded(_finite(lse, mask), rows, plan.queries)
-    common, grad, query = (_padded(x, rows, plan.queries) for x in (common, grad, query))
-    key, value = _padded(key, columns, plan.keys), _padded(value, columns, plan.keys)
+    # One block of keys holds whole rows, and values computed from these are more exact than from
+    # `lse` and `out`. A row with one weight of nearly 1 has a gradient of nearly 0: the difference
+    # of two nearly equal numbers, which must have the same rounding.
+    whole_rows = plan.key_blocks[1] == 1
+    # The number that the softmax's backward subtracts from each row (D in Dao 2023, section 2.2).
+    # It is right under dropout too, because `out` is the result after dropout.
+    delta = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
+    shift = _padded(_finite(lse, mask), rows, plan.query_blocks)
+    delta, grad, query = (_padded(x, rows, plan.query_blocks) for x in (delta, grad, query))
+    key, value = _padded(key, columns, plan.key_blocks), _padded(value, columns, plan.key_blocks)
     mask_shape = None if mask is None else mask.shape
     if mask is not None:
-        mask = _padded(_padded(mask, mask.ndim - 2, plan.queries), mask.ndim - 1, plan.keys)
+        mask = _padded(
+            _padded(mask, mask.ndim - 2, plan.query_blocks), mask.ndim - 1, plan.key_blocks
+        )
 
     def add(
         into: jax.Array | None, at: Any, axis: int, make: Callable[[], jax.Array]
@@ -321,18 +370,21 @@ def backward(
         if into is None:
             return None
         block = make()
-        return _put(into, _block(into, at, block.shape[axis], axis) + block, at, axis)
+        return _write_block(into, _read_block(into, at, block.shape[axis], axis) + block, at, axis)
 
     def step(carry: tuple[Any, ...], pair: Any) -> tuple[tuple[Any, ...], None]:
-        """Adds what one pair of blocks contributes to the gradients."""
+        """Adds the contribution of one pair of blocks to the gradients."""
         (i, j), (of_query, of_key, of_value, of_mask) = pair, carry
-        query_i, grad_i = _block(query, i, size_q, rows), _block(grad, i, size_q, rows)
-        key_j, value_j = _block(key, j, size_k, columns), _block(value, j, size_k, columns)
+        query_i, grad_i = _read_block(query, i, size_q, rows), _read_block(grad, i, size_q, rows)
+        key_j, value_j = (
+            _read_block(key, j, size_k, columns),
+            _read_block(value, j, size_k, columns),
+        )
         scores = _scores(plan, i, j, query_i, key_j, mask)
         weights = (
             _softmax(scores, mask)
             if whole_rows
-            else jnp.exp(scores - _block(shift, i, size_q, rows)[..., None])
+            else jnp.exp(scores - _read_block(shift, i, size_q, rows)[..., None])
         )
         drop = _dropout(plan, i, j, seed, weights.shape)
         of_value = add(
@@ -341,10 +393,13 @@ def backward(
             columns,
             lambda: _product(transposed, drop(weights).astype(grad.dtype), grad_i),
         )
-        of_weights = drop(_compared(grad_i, value_j))
+        of_weights = drop(_pairwise_products(grad_i, value_j))
         weighed = weights * of_weights
-        subtracted = jnp.sum(weighed, axis=-1) if whole_rows else _block(common, i, size_q, rows)
-        # Not weights * (of_weights - ...): this way XLA's CPU backend takes the product, its sum and the difference in one loop.
+        subtracted = (
+            jnp.sum(weighed, axis=-1) if whole_rows else _read_block(delta, i, size_q, rows)
+        )
+        # Not weights * (of_weights - ...): in this form XLA's CPU backend computes the product, its
+        # sum and the difference in one loop.
         of_scores = weighed - weights * subtracted[..., None]
         if of_mask is not None:
             summed = jnp.sum(
@@ -352,16 +407,16 @@ def backward(
                 axis=[d for d, size in enumerate(of_mask.shape) if size == 1],
                 keepdims=True,
             )
-            of_row = _block(of_mask, i, summed.shape[-2], of_mask.ndim - 2)
-            of_row = _put(
+            of_row = _read_block(of_mask, i, summed.shape[-2], of_mask.ndim - 2)
+            of_row = _write_block(
                 of_row,
-                _block(of_row, j, summed.shape[-1], of_mask.ndim - 1) + summed,
+                _read_block(of_row, j, summed.shape[-1], of_mask.ndim - 1) + summed,
                 j,
                 of_mask.ndim - 1,
             )
-            of_mask = _put(of_mask, of_row, i, of_mask.ndim - 2)
+            of_mask = _write_block(of_mask, of_row, i, of_mask.ndim - 2)
         narrow = (of_scores * np.asarray(plan.scale, wide)).astype(query.dtype)
-        of_query = add(of_query, i, rows, lambda: _weighed(narrow, key_j))
+        of_query = add(of_query, i, rows, lambda: _weighted_sums(narrow, key_j))
         of_key = add(of_key, j, columns, lambda: _product(transposed, narrow, query_i))
         return (of_query, of_key, of_value, of_mask), None
 

@@ -1,8 +1,10 @@
-"""Windows that move by more than one element, in forms that XLA's partitioner splits rightly over several devices.
+"""Strided and dilated windows, in forms that XLA's partitioner splits correctly over devices.
 
-Where a dim is split unevenly, the partitioner gives wrong sums for a dilated window and for a pad with zeros between the elements, and on some of
-them aborts the process (a stride of 2 with a padding of 2 over 6 elements on 8 devices; jaxlib 0.10). So on several devices such a dim is either
-kept whole on each device, or the zeros are put there by a reshape. This ends when the partitioner is right.
+Where a dim is split unevenly, the partitioner returns wrong sums for a dilated window and for a pad
+that puts zeros between the elements. Some of these programs abort the process (a stride of 2 with a
+padding of 2 over 6 elements on 8 devices; jaxlib 0.10). So on several devices such a dim is kept
+whole on each device, or a reshape inserts the zeros. This workaround ends when the partitioner is
+correct.
 """
 
 import math
@@ -17,28 +19,37 @@ from jax import lax
 from spmd_core.ops.registry import Context
 
 
-def each(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
-    """One number per spatial dim: torch lets one number stand for all, and an empty stride for the kernel's size."""
+def per_dim(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+    """One number per spatial dim; `default` where `value` is empty.
+
+    torch lets one number stand for all dims, and an empty stride for the kernel's size.
+    """
     value = tuple(value) or tuple(default)
     return value * num_dims if len(value) == 1 else value
 
 
-def are_split(ctx: Context, num_dims: int) -> bool:
-    """Whether the program splits one of so many last dims of anything, so that no window over them may be dilated."""
+def last_dims_may_be_split(ctx: Context, num_dims: int) -> bool:
+    """Whether any sharding in the program splits one of the last `num_dims` dims of a value.
+
+    Windows over those dims then need the forms of this module.
+    """
     return ctx.num_devices > 1 and any(dim >= -num_dims for dim in ctx.split_dims)
 
 
-def stay_near(
+def halo_fits_shard(
     ctx: Context, sizes: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
 ) -> bool:
-    """Whether a window over dims of these sizes reaches no further than the next device's elements; the partitioner counts wrongly where it does (a
-    kernel of 9 over 4 elements on 8 devices)."""
+    """Whether a window over dims of these sizes reaches no further than the neighboring device.
+
+    XLA's partitioner returns wrong sums for windows that reach further (a kernel of 9 over 4
+    elements on 8 devices); this check ends when the partitioner is correct there.
+    """
     return all(
         step * (k - 1) <= size // ctx.num_devices for size, k, step in zip(sizes, kernel, dilation)
     )
 
 
-def near_or_whole(
+def keep_whole_unless_halo_fits(
     ctx: Context,
     x: jax.Array,
     sizes: Sequence[int],
@@ -47,17 +58,26 @@ def near_or_whole(
     *,
     num_dims: int,
 ) -> jax.Array:
-    """`x` as it lies where windows over dims of these sizes stay near, else with its last `num_dims` dims whole on each device."""
-    is_fine = are_split(ctx, len(sizes)) and stay_near(ctx, sizes, kernel, dilation)
-    return x if is_fine else ctx.keep_whole(x, num_dims)
+    """Keeps the last `num_dims` dims of `x` whole on each device, unless its windows can be split.
+
+    They can where `last_dims_may_be_split` and `halo_fits_shard`; `x` is then returned unchanged.
+    `sizes`, `kernel` and `dilation` describe the windows, one number per spatial dim.
+    """
+    can_be_split = last_dims_may_be_split(ctx, len(sizes)) and halo_fits_shard(
+        ctx, sizes, kernel, dilation
+    )
+    return x if can_be_split else ctx.keep_whole(x, num_dims)
 
 
-def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
-    """`step - 1` zeros between the elements of each of the last dims: n elements become (n - 1) * step + 1."""
+def dilate(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
+    """Inserts `step - 1` zeros between the elements of each of the last dims.
+
+    n elements become (n - 1) * step + 1. Where the dims may be split, a reshape inserts the zeros.
+    """
     lead = x.ndim - len(steps)
     if max(steps) == 1 or x.size == 0:
         return x
-    if not are_split(ctx, len(steps)):
+    if not last_dims_may_be_split(ctx, len(steps)):
         return lax.pad(
             ctx.keep_whole(x, len(steps)),
             np.zeros((), x.dtype),
@@ -78,15 +98,18 @@ def spread(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     return x
 
 
-def every(x: jax.Array, steps: Sequence[int]) -> jax.Array:
-    """Every `step`-th element of the last dims from the first on, by a reshape, so that its transpose has no pad between elements."""
+def subsample(x: jax.Array, steps: Sequence[int]) -> jax.Array:
+    """Every `step`-th element of the last dims, from the first on.
+
+    A reshape and not a strided slice, so that the transpose has no pad between elements.
+    """
     for dim, step in enumerate(steps, x.ndim - len(steps)):
         x = lax.index_in_dim(_by_phase(x, dim, step), 0, dim + 1, keepdims=False) if step > 1 else x
     return x
 
 
 def _by_phase(x: jax.Array, dim: int, step: int) -> jax.Array:
-    """A dim of n elements as (ceil(n / step), step), zeros behind."""
+    """A dim of n elements as (ceil(n / step), step), padded with zeros at the end."""
     num = -(-x.shape[dim] // step)
     whole = jnp.pad(
         x, [(0, num * step - x.shape[dim]) if d == dim else (0, 0) for d in range(x.ndim)]
@@ -95,9 +118,10 @@ def _by_phase(x: jax.Array, dim: int, step: int) -> jax.Array:
 
 
 def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) -> jax.Array:
-    """(n, channel, ...) as (n, channel * kept phases, ...), each spatial dim `step` times shorter: a window that moves by `step` then moves by 1.
+    """(n, channel, ...) as (n, channel * kept phases, ...), each spatial dim `step` times shorter.
 
-    Of the `step` elements that become channels the first `kept` are kept.
+    A window that moves by `step` then moves by 1. Of the `step` elements of a dim that become
+    channels, the first `kept` are kept.
     """
     num_dims = len(steps)
     for d, (step, num) in enumerate(zip(steps, kept)):
@@ -108,8 +132,8 @@ def phases_as_channels(x: jax.Array, steps: Sequence[int], kept: Sequence[int]) 
     return x.reshape(x.shape[0], x.shape[1] * math.prod(kept), *x.shape[2 + num_dims :])
 
 
-def cut_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) -> jax.Array:
-    """So many elements more before and behind each of the last dims; less where the number is negative."""
+def crop_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) -> jax.Array:
+    """Pads each of the last dims by its (before, after) elements; a negative number crops."""
     lead = x.ndim - len(edges)
     return lax.pad(
         x, np.asarray(value, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges]

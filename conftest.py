@@ -1,0 +1,58 @@
+"""All tests: emulated devices, how XLA compiles, the tiers, and a clean state around each test."""
+
+import os
+
+NUM_DEVICES = int(os.environ.get("SPMD_TEST_DEVICES", "8"))
+TIER = os.environ.get(
+    "SPMD_TEST_TIER", "default"
+)  # fast, default or all; `scripts/test.sh` sets it
+if TIER not in ("fast", "default", "all"):
+    raise ValueError(f"SPMD_TEST_TIER is one of fast, default and all; got {TIER!r}. Set one.")
+if TIER != "all":
+    # LLVM's optimizations cost half of the tests' time and decide no value. The partitioner and
+    # XLA's other passes come before LLVM and stay. The tier `all` compiles as users do.
+    cheap = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheap}".strip()
+# Compiled programs are kept on disk only where a folder is named.
+os.environ.setdefault("SPMD_CACHE_DIR", "")
+
+# Below what they read: the environment is set before the packages are imported.
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from state import reset  # noqa: E402
+
+import spmd_core as spmd  # noqa: E402
+
+spmd.simulate(NUM_DEVICES)
+spmd.use_spmd()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the tier leaves out; the closing line counts it as deselected."""
+    left_out = {"fast": {"slow", "exhaustive"}, "default": {"exhaustive"}, "all": set()}[TIER]
+    dropped = [item for item in items if any(item.get_closest_marker(m) for m in left_out)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def devices() -> None:
+    """As many devices as asked for, whatever started them."""
+    assert spmd.global_runtime_device_count() == NUM_DEVICES
+
+
+@pytest.fixture
+def num_devices() -> int:
+    """How many devices there are."""
+    return NUM_DEVICES
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    """The same seed and the same settings for each test, whichever ran before it."""
+    torch.manual_seed(0)
+    yield
+    reset()

@@ -1,0 +1,33 @@
+"""`reset()`: the modes, settings and queues of the process as they were when the tests began.
+
+Caches stay (compiled programs, recorded calls, interned values): they decide no result.
+ARCHITECTURE.md lists all mutable state, and `system/test_state.py` holds the list complete.
+"""
+
+import copy
+import dataclasses
+
+import spmd_core as spmd
+from spmd_core import source_lines
+from spmd_core.dispatch import data_dependent
+from spmd_core.program import execution
+from spmd_core.steps import closures, compile
+
+_CONFIG = {
+    field.name: copy.copy(getattr(spmd.config, field.name))
+    for field in dataclasses.fields(spmd.config)
+}
+
+
+def reset() -> None:
+    """Undoes what a test set and did not take back. Drops step closures that still wait."""
+    for name, value in _CONFIG.items():
+        setattr(spmd.config, name, copy.copy(value))
+    spmd.set_global_mesh(None)
+    spmd.eager_mode(False)
+    execution.cut_guard = None
+    closures._waiting.clear()
+    compile._keys_of_name.clear()
+    data_dependent._warned.clear()
+    source_lines._forward.clear()
+    spmd.metrics.reset()
