@@ -13,23 +13,21 @@ from spmd_core.steps import closures
 SOURCE = Path(spmd.__file__).parent
 PAGE = Path(__file__).parents[4] / "ARCHITECTURE.md"
 # What makes an object that is changed in place.
-MAKERS = set(
-    [
-        "dict",
-        "list",
-        "set",
-        "deque",
-        "OrderedDict",
-        "Counter",
-        "WeakValueDictionary",
-        "WeakKeyDictionary",
-        "RLock",
-        "Lock",
-        "ContextVar",
-        "count",
-        "local",
-    ]
-)
+MAKERS = {
+    "dict",
+    "list",
+    "set",
+    "deque",
+    "OrderedDict",
+    "Counter",
+    "WeakValueDictionary",
+    "WeakKeyDictionary",
+    "RLock",
+    "Lock",
+    "ContextVar",
+    "count",
+    "local",
+}
 
 
 def changing_globals(path):
