@@ -18,6 +18,7 @@ os.environ.setdefault("SPMD_CACHE_DIR", "")
 
 # Below what they read: the environment is set before the packages are imported.
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -29,8 +30,15 @@ spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
 
 
+# Tests by id that take over a second; `scripts/slow_tests.py` writes the file from a run.
+SLOW = set((Path(__file__).parent / "slow_tests.txt").read_text().splitlines())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what the tier leaves out; the closing line counts it as deselected."""
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker("slow")
     left_out = {"fast": {"slow", "exhaustive"}, "default": {"exhaustive"}, "all": set()}[TIER]
     dropped = [item for item in items if any(item.get_closest_marker(m) for m in left_out)]
     if dropped:

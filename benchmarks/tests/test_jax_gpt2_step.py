@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from tiers import exhaustive
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import jax_gpt2_step as reference
@@ -35,7 +36,7 @@ def test_names_and_shapes_are_hugging_faces() -> None:
     }
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize("num_devices", [exhaustive(1), exhaustive(2), 8])
 def test_three_steps_equal_torch(num_devices: int) -> None:
     if num_devices > jax.device_count():
         pytest.skip(f"needs {num_devices} devices; this run has {jax.device_count()}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import exhaustive
 
 from examples.gpt2.train import (
     SMOKE,
@@ -151,7 +152,7 @@ def test_the_model_reads_nothing_on_the_host() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", "fsdp=4,tensor=2", "data=2,fsdp=4"])
+@pytest.mark.parametrize("mesh", ["", "fsdp=4,tensor=2", exhaustive("data=2,fsdp=4")])
 def test_every_mesh_has_the_losses_of_eager_torch(
     mesh: str, cache_dir: str, tmp_path: Path
 ) -> None:

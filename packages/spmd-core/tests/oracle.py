@@ -27,6 +27,7 @@ def lower(
     kwargs: dict[str, Any],
     outs: tuple[registry.Out, ...],
     key: Any = None,
+    optimized: bool = False,
 ) -> list[jax.Array]:
     """The results of the jitted lowering, with Scalars traced as a program traces them."""
     overload = registry.resolve(name)
@@ -79,11 +80,17 @@ def lower(
             )
             return list(result) if isinstance(result, (tuple, list)) else [result]
 
-        return jax.jit(run)(traced)
+        options = {"xla_backend_optimization_level": 3} if optimized else None
+        return jax.jit(run, compiler_options=options)(traced)
 
 
 def check(
-    name: str, *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
+    name: str,
+    *args: Any,
+    rtol: float | None = None,
+    atol: float | None = None,
+    optimized: bool = False,
+    **kwargs: Any,
 ) -> None:
     """Asserts that the overload's lowering gives the results of eager torch on the CPU.
 
@@ -94,7 +101,7 @@ def check(
         x for x in pytree.tree_leaves(overload(*args, **kwargs)) if isinstance(x, torch.Tensor)
     ]
     outs = tuple(registry.Out(tuple(x.shape), x.dtype) for x in expected)
-    got = lower(name, args, kwargs, outs)
+    got = lower(name, args, kwargs, outs, optimized=optimized)
     assert len(got) == len(expected), f"{name}: {len(got)} results instead of {len(expected)}"
     for mine, right in zip(got, expected):
         assert tuple(mine.shape) == tuple(right.shape), (

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -353,7 +354,9 @@ class OptimizerBeforeSchedule(transformers.Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("accumulate", "frozen"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("accumulate", "frozen"), [exhaustive(1, False), exhaustive(2, False), (1, True)]
+)
 def test_trainer_with_fsdp(tmp_path, num_devices, accumulate, frozen):
     model = llama()
     if frozen:

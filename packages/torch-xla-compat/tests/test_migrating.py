@@ -29,23 +29,24 @@ MODULES = {
 def test_samples():
     samples = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(samples) == 4
-    # Each in its own process, because a sample may choose its devices.
-    for code in samples:
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "CPU_NUM_DEVICES": str(spmd.global_runtime_device_count()),
-        }
-        program = (
-            f"import spmd_core; spmd_core.simulate({spmd.global_runtime_device_count()})\n{code}"
-        )
-        ran = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program],
-            env=variables,
-            capture_output=True,
-            text=True,
-        )
-        assert ran.returncode == 0, f"{code}\n{ran.stderr[-2000:]}"
+    # One process for all: its devices are chosen before the first sample.
+    count = spmd.global_runtime_device_count()
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "CPU_NUM_DEVICES": str(count),
+    }
+    program = "\n".join(
+        [f"import spmd_core; spmd_core.simulate({count})"]
+        + [f"exec({code!r}, {{'__name__': '__main__'}})" for code in samples]
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def rows():

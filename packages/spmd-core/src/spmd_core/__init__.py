@@ -1,135 +1,248 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
-from spmd_core import debugging as debugging
-from spmd_core import metrics as metrics
-from spmd_core.config import config as config
-from spmd_core.config import strict as strict
-from spmd_core.debugging import profiler as profiler
-from spmd_core.debugging.visualize import visualize_sharding as visualize_sharding
-from spmd_core.debugging.visualize import visualize_tensor_sharding as visualize_tensor_sharding
-from spmd_core.dispatch.eager import eager_mode as eager_mode
-from spmd_core.dispatch.eager import eager_mode_context as eager_mode_context
-from spmd_core.dispatch.eager import is_eager_mode as is_eager_mode
-from spmd_core.errors import DataError as DataError
-from spmd_core.errors import DeviceMemoryError as DeviceMemoryError
-from spmd_core.errors import DeviceMismatchError as DeviceMismatchError
-from spmd_core.errors import HostFallbackError as HostFallbackError
-from spmd_core.errors import MeshError as MeshError
-from spmd_core.errors import NotInSpmdModeError as NotInSpmdModeError
-from spmd_core.errors import PartitionSpecError as PartitionSpecError
-from spmd_core.errors import ProgramError as ProgramError
-from spmd_core.errors import ShardError as ShardError
-from spmd_core.errors import SpmdError as SpmdError
-from spmd_core.errors import UnsupportedOpError as UnsupportedOpError
-from spmd_core.errors import WrapError as WrapError
-from spmd_core.manual.collectives import all_gather as all_gather
-from spmd_core.manual.collectives import all_reduce as all_reduce
-from spmd_core.manual.collectives import all_to_all as all_to_all
-from spmd_core.manual.collectives import collective_permute as collective_permute
-from spmd_core.manual.collectives import reduce_scatter as reduce_scatter
-from spmd_core.manual.shard_map import axis_index as axis_index
-from spmd_core.manual.shard_map import disable_manual_sharding as disable_manual_sharding
-from spmd_core.manual.shard_map import enable_manual_sharding as enable_manual_sharding
-from spmd_core.manual.shard_map import shard_map as shard_map
-from spmd_core.marks import custom_ops as custom_ops
-from spmd_core.marks.device_mesh import from_device_mesh as from_device_mesh
-from spmd_core.marks.device_mesh import init_device_mesh as init_device_mesh
-from spmd_core.marks.device_mesh import to_device_mesh as to_device_mesh
-from spmd_core.marks.dtensor import auto_policy as auto_policy
-from spmd_core.marks.dtensor import distribute_module as distribute_module
-from spmd_core.marks.dtensor import distribute_tensor as distribute_tensor
-from spmd_core.marks.dtensor import from_local as from_local
-from spmd_core.marks.marking import annotate as annotate
-from spmd_core.marks.marking import apply_sharding as apply_sharding
-from spmd_core.marks.marking import clear_sharding as clear_sharding
-from spmd_core.marks.marking import mark_sharding as mark_sharding
-from spmd_core.marks.marking import mark_sharding_with_gradients as mark_sharding_with_gradients
-from spmd_core.marks.marking import shard_as as shard_as
-from spmd_core.marks.marking import start_upload as start_upload
-from spmd_core.marks.marking import sync as sync
-from spmd_core.marks.module_rules import ShardingReport as ShardingReport
-from spmd_core.marks.module_rules import shard_module as shard_module
-from spmd_core.marks.placements import partition_spec_of as partition_spec_of
-from spmd_core.marks.placements import placements_of as placements_of
-from spmd_core.modules.barrier import (
-    apply_backward_optimization_barrier as apply_backward_optimization_barrier,
+from spmd_core import debugging, metrics
+from spmd_core.config import config, strict
+from spmd_core.debugging import profiler
+from spmd_core.debugging.visualize import visualize_sharding, visualize_tensor_sharding
+from spmd_core.dispatch.eager import eager_mode, eager_mode_context, is_eager_mode
+from spmd_core.errors import (
+    DataError,
+    DeviceMemoryError,
+    DeviceMismatchError,
+    HostFallbackError,
+    MeshError,
+    NotInSpmdModeError,
+    PartitionSpecError,
+    ProgramError,
+    ShardError,
+    SpmdError,
+    UnsupportedOpError,
+    WrapError,
 )
-from spmd_core.modules.barrier import optimization_barrier_ as optimization_barrier_
-from spmd_core.modules.checkpointing import (  # noqa: F401 - pickles name it here
-    CheckpointedForward as _CheckpointedForward,
+from spmd_core.manual.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    collective_permute,
+    reduce_scatter,
 )
-from spmd_core.modules.checkpointing import checkpoint_module as checkpoint_module
-from spmd_core.modules.einsum_linear import EinsumLinear as EinsumLinear
-from spmd_core.modules.einsum_linear import apply_einsum_linear as apply_einsum_linear
-from spmd_core.modules.fully_shard import (
-    SpmdFullyShardedDataParallel as SpmdFullyShardedDataParallel,
+from spmd_core.manual.shard_map import (
+    axis_index,
+    disable_manual_sharding,
+    enable_manual_sharding,
+    shard_map,
 )
-from spmd_core.modules.fully_shard import fully_shard as fully_shard
-from spmd_core.modules.wrap_policies import always_wrap_policy as always_wrap_policy
-from spmd_core.modules.wrap_policies import lambda_auto_wrap_policy as lambda_auto_wrap_policy
-from spmd_core.modules.wrap_policies import recursive_wrap as recursive_wrap
+from spmd_core.marks import custom_ops
+from spmd_core.marks.device_mesh import from_device_mesh, init_device_mesh, to_device_mesh
+from spmd_core.marks.dtensor import auto_policy, distribute_module, distribute_tensor, from_local
+from spmd_core.marks.marking import (
+    annotate,
+    apply_sharding,
+    clear_sharding,
+    mark_sharding,
+    mark_sharding_with_gradients,
+    shard_as,
+    start_upload,
+    sync,
+)
+from spmd_core.marks.module_rules import ShardingReport, shard_module
+from spmd_core.marks.placements import partition_spec_of, placements_of
+from spmd_core.modules.barrier import apply_backward_optimization_barrier, optimization_barrier_
+from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
+from spmd_core.modules.checkpointing import checkpoint_module
+from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
+from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
 from spmd_core.modules.wrap_policies import (
-    size_based_auto_wrap_policy as size_based_auto_wrap_policy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    recursive_wrap,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
 )
-from spmd_core.modules.wrap_policies import (
-    transformer_auto_wrap_policy as transformer_auto_wrap_policy,
+from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
+from spmd_core.runtime.devices import (
+    device_attributes,
+    global_runtime_device_count,
+    is_spmd,
+    memory_stats,
+    simulate,
+    use_spmd,
 )
-from spmd_core.recording.jax_calls import call_jax as call_jax
-from spmd_core.recording.jax_calls import from_jax as from_jax
-from spmd_core.recording.jax_calls import to_jax as to_jax
-from spmd_core.runtime.devices import device_attributes as device_attributes
-from spmd_core.runtime.devices import global_runtime_device_count as global_runtime_device_count
-from spmd_core.runtime.devices import is_spmd as is_spmd
-from spmd_core.runtime.devices import memory_stats as memory_stats
-from spmd_core.runtime.devices import simulate as simulate
-from spmd_core.runtime.devices import use_spmd as use_spmd
-from spmd_core.runtime.hybrid_mesh import HybridMesh as HybridMesh
+from spmd_core.runtime.hybrid_mesh import HybridMesh
 from spmd_core.runtime.processes import (
-    addressable_runtime_device_count as addressable_runtime_device_count,
+    addressable_runtime_device_count,
+    get_1d_mesh,
+    get_master_ip,
+    host_index,
+    is_bf16_supported,
+    is_master,
+    local_process_count,
+    memory_info,
+    process_count,
+    process_index,
+    real_devices,
 )
-from spmd_core.runtime.processes import get_1d_mesh as get_1d_mesh
-from spmd_core.runtime.processes import get_master_ip as get_master_ip
-from spmd_core.runtime.processes import host_index as host_index
-from spmd_core.runtime.processes import is_bf16_supported as is_bf16_supported
-from spmd_core.runtime.processes import is_master as is_master
-from spmd_core.runtime.processes import local_process_count as local_process_count
-from spmd_core.runtime.processes import memory_info as memory_info
-from spmd_core.runtime.processes import process_count as process_count
-from spmd_core.runtime.processes import process_index as process_index
-from spmd_core.runtime.processes import real_devices as real_devices
-from spmd_core.runtime.startup import coordinator_address as coordinator_address
-from spmd_core.runtime.startup import device_type as device_type
-from spmd_core.runtime.startup import initialize as initialize
-from spmd_core.runtime.startup import initialize_cache as initialize_cache
-from spmd_core.runtime.startup import set_device_type as set_device_type
-from spmd_core.sharding.mesh import Mesh as Mesh
-from spmd_core.sharding.mesh import _rebuild_mesh as _rebuild_mesh
-from spmd_core.sharding.mesh import get_global_mesh as get_global_mesh
-from spmd_core.sharding.mesh import parse_mesh as parse_mesh
-from spmd_core.sharding.mesh import set_global_mesh as set_global_mesh
-from spmd_core.sharding.partition_spec import PartitionSpec as PartitionSpec
-from spmd_core.sharding.partition_spec import ShardingSpec as ShardingSpec
-from spmd_core.sharding.sharding import OpSharding as OpSharding
-from spmd_core.sharding.sharding import Sharding as Sharding
-from spmd_core.sharding.sharding import ShardingType as ShardingType
-from spmd_core.steps.closures import add_step_closure as add_step_closure
-from spmd_core.steps.closures import wait_for_closures as wait_for_closures
-from spmd_core.steps.compile import allow_execution as allow_execution
-from spmd_core.steps.compile import compile as compile
-from spmd_core.steps.compile import step as step
-from spmd_core.steps.loop import RateTracker as RateTracker
-from spmd_core.steps.loop import optimizer_step as optimizer_step
-from spmd_core.steps.loop import unlazy as unlazy
-from spmd_core.steps.loop import wait_device_ops as wait_device_ops
-from spmd_core.steps.structures import save as save
-from spmd_core.steps.structures import send_to_device as send_to_device
-from spmd_core.steps.structures import to_cpu as to_cpu
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor as XLAShardedTensor
-from spmd_core.tensor.sharded_tensor import _rebuild_parameter as _rebuild_parameter
-from spmd_core.tensor.shards import XLAShard as XLAShard
-from spmd_core.torch_backend import autocast as autocast
-from spmd_core.torch_backend.random_state import fork_rng as fork_rng
-from spmd_core.torch_backend.random_state import get_rng_state as get_rng_state
-from spmd_core.torch_backend.random_state import manual_seed as manual_seed
-from spmd_core.torch_backend.random_state import set_rng_state as set_rng_state
-from spmd_core.torch_backend.registration import device as device
+from spmd_core.runtime.startup import (
+    coordinator_address,
+    device_type,
+    initialize,
+    initialize_cache,
+    set_device_type,
+)
+from spmd_core.sharding.mesh import (
+    Mesh,
+    _rebuild_mesh,
+    get_global_mesh,
+    parse_mesh,
+    set_global_mesh,
+)
+from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
+from spmd_core.sharding.sharding import OpSharding, Sharding, ShardingType
+from spmd_core.steps.closures import add_step_closure, wait_for_closures
+from spmd_core.steps.compile import allow_execution, compile, step
+from spmd_core.steps.loop import RateTracker, optimizer_step, unlazy, wait_device_ops
+from spmd_core.steps.structures import save, send_to_device, to_cpu
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, _rebuild_parameter
+from spmd_core.tensor.shards import XLAShard
+from spmd_core.torch_backend import autocast
+from spmd_core.torch_backend.random_state import fork_rng, get_rng_state, manual_seed, set_rng_state
+from spmd_core.torch_backend.registration import device
+
+# A pickle finds here what it rebuilds: the file behind a name may move, the name may not.
+_PICKLED = (_rebuild_mesh, _rebuild_parameter, _CheckpointedForward)
+
+# The public names, in the groups in which a user meets them.
+__all__ = [  # noqa: RUF022 - not by alphabet
+    # Devices, and SPMD mode over them
+    "simulate",
+    "use_spmd",
+    "is_spmd",
+    "device",
+    "device_type",
+    "set_device_type",
+    "global_runtime_device_count",
+    "addressable_runtime_device_count",
+    "real_devices",
+    "device_attributes",
+    "memory_info",
+    "memory_stats",
+    "is_bf16_supported",
+    # Meshes
+    "Mesh",
+    "HybridMesh",
+    "parse_mesh",
+    "get_1d_mesh",
+    "set_global_mesh",
+    "get_global_mesh",
+    # Marks: where a tensor's blocks live
+    "mark_sharding",
+    "mark_sharding_with_gradients",
+    "annotate",
+    "shard_as",
+    "clear_sharding",
+    "apply_sharding",
+    "start_upload",
+    "shard_module",
+    "ShardingReport",
+    # What a mark is, and what it is on
+    "PartitionSpec",
+    "ShardingSpec",
+    "Sharding",
+    "ShardingType",
+    "OpSharding",
+    "XLAShardedTensor",
+    "XLAShard",
+    # Training loops
+    "sync",
+    "step",
+    "compile",
+    "allow_execution",
+    "optimizer_step",
+    "add_step_closure",
+    "wait_for_closures",
+    "wait_device_ops",
+    "unlazy",
+    "RateTracker",
+    "save",
+    "send_to_device",
+    "to_cpu",
+    "autocast",
+    # Modules: FSDP, checkpointing, barriers
+    "fully_shard",
+    "SpmdFullyShardedDataParallel",
+    "always_wrap_policy",
+    "lambda_auto_wrap_policy",
+    "recursive_wrap",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "checkpoint_module",
+    "optimization_barrier_",
+    "apply_backward_optimization_barrier",
+    "EinsumLinear",
+    "apply_einsum_linear",
+    # Code that is one device's own
+    "shard_map",
+    "enable_manual_sharding",
+    "disable_manual_sharding",
+    "axis_index",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+    # DTensor's words
+    "init_device_mesh",
+    "to_device_mesh",
+    "from_device_mesh",
+    "partition_spec_of",
+    "placements_of",
+    "distribute_tensor",
+    "distribute_module",
+    "from_local",
+    "auto_policy",
+    "custom_ops",
+    # jax
+    "call_jax",
+    "to_jax",
+    "from_jax",
+    # Random numbers
+    "manual_seed",
+    "get_rng_state",
+    "set_rng_state",
+    "fork_rng",
+    # Several processes
+    "initialize",
+    "initialize_cache",
+    "coordinator_address",
+    "process_index",
+    "process_count",
+    "local_process_count",
+    "host_index",
+    "is_master",
+    "get_master_ip",
+    # Looking inside
+    "debugging",
+    "metrics",
+    "profiler",
+    "visualize_sharding",
+    "visualize_tensor_sharding",
+    "eager_mode",
+    "eager_mode_context",
+    "is_eager_mode",
+    # Settings
+    "config",
+    "strict",
+    # Errors
+    "SpmdError",
+    "MeshError",
+    "PartitionSpecError",
+    "ShardError",
+    "WrapError",
+    "DeviceMismatchError",
+    "NotInSpmdModeError",
+    "UnsupportedOpError",
+    "HostFallbackError",
+    "DeviceMemoryError",
+    "ProgramError",
+    "DataError",
+]

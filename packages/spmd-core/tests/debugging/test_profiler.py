@@ -11,8 +11,6 @@ import torch
 import spmd_core as spmd
 from spmd_core.debugging import profiler
 
-pytestmark = pytest.mark.one_device
-
 
 def test_a_trace_holds_operations_and_annotations(tmp_path):
     spmd.sync()

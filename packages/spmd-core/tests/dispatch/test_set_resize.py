@@ -5,8 +5,6 @@ import torch
 
 import spmd_core as spmd
 
-pytestmark = pytest.mark.one_device
-
 
 def shows(x):
     return x.tolist(), x.stride(), x.storage_offset()

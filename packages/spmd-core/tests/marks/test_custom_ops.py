@@ -8,8 +8,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import spmd_core as spmd
 from spmd_core.marks import custom_ops
 
-pytestmark = pytest.mark.one_device
-
 
 @pytest.fixture
 def mesh_arguments(mesh_2d):

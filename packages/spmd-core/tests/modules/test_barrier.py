@@ -8,8 +8,6 @@ import spmd_core as spmd
 from spmd_core.modules import barrier
 from spmd_core.program import compile_cache
 
-pytestmark = pytest.mark.one_device
-
 
 def names():
     return [node.entry.name for node in compile_cache.newest().graph.nodes]

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from fsdp_models import Block, D, Mixed, Returning, Tied, check, cross_entropy, in_blocks
+from tiers import exhaustive
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -108,7 +109,9 @@ def tiny_llama(**options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "checkpointed"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("tied", "checkpointed"), [exhaustive(False, False), exhaustive(True, False), (True, True)]
+)
 def test_a_llama_wrapped_by_policy(mesh, tied, checkpointed):
     model = tiny_llama(tie_word_embeddings=tied)
     if checkpointed:

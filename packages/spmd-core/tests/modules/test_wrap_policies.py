@@ -8,8 +8,6 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from spmd_core.modules import wrap_policies
 
-pytestmark = pytest.mark.one_device
-
 
 class Wrapper(nn.Module):
     def __init__(self, module, tag=None):

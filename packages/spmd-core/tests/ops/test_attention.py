@@ -12,6 +12,7 @@ import pytest
 import torch
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiers import exhaustive
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -113,7 +114,9 @@ def test_shapes(block, shapes, is_causal):
     check(*tensors(torch.float32, *shapes), is_causal=is_causal)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, exhaustive(torch.float16), exhaustive(torch.float32)]
+)
 def test_dtypes(block, dtype):
     query, key, value, mask = tensors(dtype, *SHAPES["wide values"], (3, 11, 17))
     check(query, key, value, mask)
@@ -138,7 +141,13 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize("shape", MASKS, ids=str)
+# One of each kind in the default tier: whole, broadcast in rows, in columns, and to heads.
+TYPICAL_MASKS = [(2, 3, 11, 17), (11, 1), (17,), (2, 1, 1, 17)]
+
+
+@pytest.mark.parametrize(
+    "shape", [s if s in TYPICAL_MASKS else exhaustive(s, id=str(s)) for s in MASKS], ids=str
+)
 def test_masks(block, shape):
     query, key, value = tensors(torch.float32, *SHAPES["wide values"])
     (mask,) = tensors(torch.float32, shape)
@@ -181,7 +190,11 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("shapes", GROUPED.values(), ids=GROUPED.keys())
+@pytest.mark.parametrize(
+    "shapes",
+    [GROUPED["four dims"], GROUPED["one kv head"]]
+    + [exhaustive(GROUPED[name], id=name) for name in ("three dims", "five dims")],
+)
 def test_grouped_heads(block, shapes):
     query, key, value = tensors(torch.float32, *shapes)
     check(query, key, value, enable_gqa=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import exhaustive
 
 import spmd_core as spmd
 from oracle import check, lower
@@ -77,7 +78,10 @@ def test_cholesky_says_which_minor_is_not_positive() -> None:
 # ---- LU ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.complex128, exhaustive(torch.float64), exhaustive(torch.complex64)],
+)
 def test_lu(dtype: torch.dtype) -> None:
     for shape in ((4, 4), (2, 5, 3), (2, 3, 5), (2, 0, 3), (0, 3, 3)):
         a = values(dtype, *shape)
@@ -289,8 +293,15 @@ def on_device(
     assert metrics.host_fallbacks() == before
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
+@pytest.mark.parametrize(
+    ("dtype", "transposed"),
+    [
+        exhaustive(REAL_AND_COMPLEX[0], False),
+        (REAL_AND_COMPLEX[0], True),
+        (REAL_AND_COMPLEX[1], False),
+        exhaustive(REAL_AND_COMPLEX[1], True),
+    ],
+)
 def test_gradients_of_what_shares_its_lu(dtype: torch.dtype, transposed: bool) -> None:
     # For a determinant, torch factors the matrix or its transpose, depending on the layout. Its
     # backward formulas rely on that.

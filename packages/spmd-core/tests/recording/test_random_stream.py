@@ -1,11 +1,8 @@
 """The random stream follows torch's seeds, generators and states, and is equal on every mesh."""
 
-import pytest
 import torch
 
 import spmd_core as spmd
-
-pytestmark = pytest.mark.one_device
 
 
 def test_the_seed_rules(mesh_1d, num_devices):

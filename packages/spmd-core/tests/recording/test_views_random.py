@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from tiers import examples
 
 import spmd_core as spmd
 
@@ -363,10 +364,9 @@ _steps = st.lists(
 )
 
 
-@pytest.mark.one_device
 @pytest.mark.filterwarnings("ignore:.*expanded tensors is deprecated")
 @hypothesis.given(st.sampled_from(DTYPES), st.sampled_from(SHAPES), _steps)
-@hypothesis.settings(max_examples=250, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=examples(250), deadline=None, derandomize=True)
 def test_random_chains(dtype, shape, steps):
     _run(dtype, shape, steps)
 

@@ -8,7 +8,6 @@ import spmd_core as spmd
 from spmd_core.ops import registry
 from spmd_core.recording import schema
 
-pytestmark = pytest.mark.one_device
 aten = torch.ops.aten
 
 # Views in the schema that dense tensors on a device do not have, and why.

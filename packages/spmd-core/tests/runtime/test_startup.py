@@ -10,7 +10,6 @@ import pytest
 import spmd_core as spmd
 from spmd_core.runtime import startup
 
-pytestmark = pytest.mark.one_device
 SOURCE = str(Path(spmd.__file__).parent.parent)
 
 

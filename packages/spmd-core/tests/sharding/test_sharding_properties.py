@@ -25,6 +25,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
+from tiers import examples
 
 import spmd_core as spmd
 from spmd_core.sharding.mesh import Mesh
@@ -62,12 +63,12 @@ PICKLED = [dtype for dtype in DTYPES if dtype not in UNPICKLED]
 Dims = tuple[tuple[int, ...], ...]
 
 
-def examples(number: int) -> Callable[[Any], Any]:
+def trying(number: int) -> Callable[[Any], Any]:
     """Settings for `number` cases of a property."""
     is_fixed = os.environ.get("SPMD_FRESH_EXAMPLES", "0") == "0"
     # Slow examples are no failure.
     return settings(
-        max_examples=number,
+        max_examples=examples(number),
         deadline=None,
         derandomize=is_fixed,
         suppress_health_check=[HealthCheck.too_slow],
@@ -266,7 +267,7 @@ DEVICE_CASE = cases(DEVICE_MESHES, st.integers(0, 9), 3)
 # Shardings, without a device.
 
 
-@examples(150)
+@trying(150)
 @given(ANY_CASE)
 def test_any_spelling_gives_the_intended_axes(case):
     assert case.sharding.dims == case.dims
@@ -278,7 +279,7 @@ def test_any_spelling_gives_the_intended_axes(case):
     )
 
 
-@examples(300)
+@trying(300)
 @given(ANY_CASE)
 def test_any_device_holds_what_the_model_says(case):
     held, sharding = list(model(case.mesh, case.dims, case.shape).values()), case.sharding
@@ -301,7 +302,7 @@ def test_any_device_holds_what_the_model_says(case):
     assert sharding.type is kind and sharding.is_replicated == (kind is ShardingType.REPLICATED)
 
 
-@examples(150)
+@trying(150)
 @given(ANY_CASE)
 def test_the_blocks_of_one_replica_cover_the_tensor_exactly_once(case):
     sharding = case.sharding
@@ -318,7 +319,7 @@ def test_the_blocks_of_one_replica_cover_the_tensor_exactly_once(case):
         assert (times_held == 1).all()
 
 
-@examples(200)
+@trying(200)
 @given(ANY_CASE)
 def test_any_text_is_the_one_that_xla_prints_and_reads(case):
     sharding = case.sharding
@@ -360,7 +361,7 @@ def xla_text(mesh: Mesh, dims: Dims) -> str:
     return str(XLA_SHARDING.from_proto(listed))
 
 
-@examples(100)
+@trying(100)
 @given(ANY_CASE)
 def test_a_sharding_read_from_its_text_places_the_same_blocks(case):
     sharding = case.sharding
@@ -374,7 +375,7 @@ def test_a_sharding_read_from_its_text_places_the_same_blocks(case):
         assert ours == theirs
 
 
-@examples(100)
+@trying(100)
 @given(ANY_CASE, st.booleans())
 def test_meshes_shardings_and_specs_come_back_from_pickles_and_text(case, minibatch):
     spec = ShardingSpec(case.mesh, case.spec, minibatch)
@@ -387,7 +388,7 @@ def test_meshes_shardings_and_specs_come_back_from_pickles_and_text(case, miniba
     assert sharding_again is case.sharding and spec_again == spec and hash(spec_again) == hash(spec)
 
 
-@examples(150)
+@trying(150)
 @given(cases(DEVICE_MESHES, st.integers(0, 9)))
 def test_any_sharding_has_placements_that_mean_it(case):
     placements = spmd.placements_of(case.sharding)
@@ -408,7 +409,7 @@ def test_any_sharding_has_placements_that_mean_it(case):
 # Tensors on devices.
 
 
-@examples(400)
+@trying(400)
 @given(DEVICE_CASE, st.data())
 def test_any_marked_tensor_lies_as_the_model_says(case, data):
     whole = data.draw(tensors(case.shape))
@@ -419,7 +420,7 @@ def test_any_marked_tensor_lies_as_the_model_says(case, data):
 
 
 @pytest.mark.skipif(NUM_DEVICES == 1, reason="one device holds the whole tensor")
-@examples(200)
+@trying(200)
 @given(DEVICE_CASE, st.data())
 def test_blocks_written_on_each_device_are_the_tensor(case, data):
     assume(not case.sharding.is_replicated)  # refused by `load_local_shards_`
@@ -435,7 +436,7 @@ def test_blocks_written_on_each_device_are_the_tensor(case, data):
     check_shards(x.local_shards, new, case.mesh, case.dims)
 
 
-@examples(150)
+@trying(150)
 @given(DEVICE_CASE, st.data(), st.booleans(), st.sampled_from(["pickle", "save", "parameter"]))
 def test_a_tensor_comes_back_from_a_pickle_whole_and_unmarked(case, data, is_on_device, form):
     whole = data.draw(tensors(case.shape, PICKLED if form == "pickle" else DTYPES))
@@ -495,13 +496,13 @@ EVEN = 24
 EVEN_MESHES = DEVICE_MESHES.filter(lambda mesh: EVEN % mesh.size() == 0)
 
 
-@examples(250)
+@trying(250)
 @given(st.data(), st.lists(st.sampled_from([0, EVEN]), max_size=2))
 def test_a_tensor_keeps_its_value_whatever_its_marks(data, shape):
     live_through(data, data.draw(tensors(shape)), EVEN_MESHES, 6)
 
 
-@examples(30)
+@trying(30)
 @given(st.data(), st.lists(st.integers(0, 9), max_size=3))
 def test_a_tensor_of_any_shape_keeps_its_value_whatever_its_marks(data, shape):
     live_through(data, data.draw(tensors(shape)), DEVICE_MESHES, 4)
@@ -510,7 +511,7 @@ def test_a_tensor_of_any_shape_keeps_its_value_whatever_its_marks(data, shape):
 # Programs.
 
 
-@examples(50)
+@trying(50)
 @given(st.data(), st.lists(st.integers(0, 9), max_size=3))
 def test_a_program_over_marks_of_any_meshes_computes_the_same(data, shape):
     """Two inputs and a constrained value, each with its own mesh, which is also a result.

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 import spmd_core as spmd
 from spmd_core.steps import structures
 
-pytestmark = pytest.mark.one_device
 Pair = namedtuple("Pair", ["first", "second"])
 
 

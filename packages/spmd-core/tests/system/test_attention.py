@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import exhaustive
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
@@ -280,8 +281,10 @@ LAYOUTS = {
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
-@pytest.mark.parametrize("n", [16, 600], ids=["one block", "blocks"])
+@pytest.mark.parametrize(
+    ("n", "dropout_p"),
+    [(16, 0.0), (16, 0.25), (600, 0.0), exhaustive(600, 0.25)],
+)
 def test_every_layout_gives_the_same(mesh_2d, num_devices, n, dropout_p):
     torch.manual_seed(1)
     shapes = ((8, 4, n, 8), (8, 2, n, 8), (8, 2, n, 8))

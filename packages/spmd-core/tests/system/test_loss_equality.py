@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch import nn
 from torch.nn import functional
 
@@ -291,19 +292,17 @@ WAYS = [
     manual_data_parallel,
 ]
 TIED = [fsdp_by_marks, tensor, hybrid, manual_data_parallel]
-# Each way runs over all devices, but only these over fewer, because a case compiles two programs.
-# SPMD_TEST_DEVICES=2 and SPMD_TEST_DEVICES=1 run every way on so few devices.
-ON_FEWER = [(tensor, 2), (fsdp_in_units, 1)]
+TYPICAL = [fsdp_by_marks, fsdp_in_units, fsdp_and_tensor, hybrid, sequence, manual_feed_forward]
+NUM_DEVICES = spmd.global_runtime_device_count()
+# Each way runs over all devices; two of them also over fewer, as a case compiles two programs.
+CASES = [(way, NUM_DEVICES) if way in TYPICAL else exhaustive(way, NUM_DEVICES) for way in WAYS] + [
+    exhaustive(way, n) for way, n in ((tensor, 2), (fsdp_in_units, 1)) if n < NUM_DEVICES
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [8, 2, 1])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_losses_and_parameters_are_those_of_one_device(way, size, num_devices):
-    if size > num_devices:
-        pytest.skip(f"needs {size} devices")
-    if size < num_devices and (way, size) not in ON_FEWER:
-        pytest.skip(f"runs with SPMD_TEST_DEVICES={size}")
+@pytest.mark.parametrize(("way", "size"), CASES, ids=lambda x: getattr(x, "__name__", None))
+def test_losses_and_parameters_are_those_of_one_device(way, size):
     model, batches, right = start(way in TIED)
     ours = copy.deepcopy(model).to("xla")
     mesh, spec, step = way(ours, size)

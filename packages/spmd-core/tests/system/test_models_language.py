@@ -11,6 +11,7 @@ import os
 import pytest
 import torch
 import transformers as hf
+from tiers import exhaustive
 from training import adamw, check_training, hugging_face, shard_parameters, to_device
 
 import spmd_core as spmd
@@ -144,7 +145,10 @@ def test_three_steps_equal_eager_torch(make, mesh_1d, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.one_device), mixtral, bert])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(gpt2, marks=pytest.mark.one_device), exhaustive(mixtral), exhaustive(bert)],
+)
 def test_three_steps_of_adamw_equal_eager_torch(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     model, batch = make()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import exhaustive
 from torch import nn
 from torch.utils import _pytree as pytree
 from training import check_training
@@ -517,7 +518,13 @@ def bags():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make", [recurrent, unpooling, transformer, pytest.param(bags, marks=pytest.mark.one_device)]
+    "make",
+    [
+        exhaustive(recurrent),
+        unpooling,
+        transformer,
+        pytest.param(bags, marks=pytest.mark.one_device),
+    ],
 )
 def test_three_steps(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)

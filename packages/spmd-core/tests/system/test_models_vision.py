@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 import transformers as hf
+from tiers import exhaustive
 from torch import nn
 from torchvision.models import _utils, convnext, efficientnet, regnet, segmentation
 from torchvision.ops import StochasticDepth
@@ -101,7 +102,7 @@ def hf_clip():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [hf_resnet, hf_vit, hf_convnext, hf_clip])
+@pytest.mark.parametrize("make", [hf_resnet, hf_vit, exhaustive(hf_convnext), exhaustive(hf_clip)])
 def test_three_steps_of_transformers(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     model, batch = make()
@@ -233,12 +234,12 @@ def segmentation_loss(model, batch):
 
 CLASSIFIERS = [
     small_mobilenet_v3,
-    small_efficientnet,
-    densenet,
+    exhaustive(small_efficientnet),
+    exhaustive(densenet),
     shufflenet,
-    small_convnext,
+    exhaustive(small_convnext),
     pytest.param(vit, marks=pytest.mark.one_device),
-    swin,
+    exhaustive(swin),
 ]
 SEGMENTERS = [deeplab, lraspp]
 if ALL:
@@ -262,6 +263,7 @@ def test_three_steps_of_torchvision(make, mesh_1d, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", SEGMENTERS)
 def test_three_steps_of_torchvision_segmentation(make, mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from spmd_core.torch_backend import autocast
 
-pytestmark = pytest.mark.one_device
-
 
 def x(*shape):
     return torch.randn(*shape, device="xla")

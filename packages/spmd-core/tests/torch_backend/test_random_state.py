@@ -5,8 +5,6 @@ import torch
 
 from spmd_core.torch_backend import random_state
 
-pytestmark = pytest.mark.one_device
-
 
 def draw():
     return torch.rand(3, device="xla").tolist()

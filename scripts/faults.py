@@ -1,0 +1,455 @@
+"""The faults that `scripts/mutation.py` plants, one at a time: what a tired programmer writes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong edit.
+
+    Attributes:
+        file: below the sources, such as `spmd_core/graph/storage.py`.
+        what: what is wrong then, in at most 70 characters.
+        old: a text that occurs exactly once in the file.
+        new: what stands in its place.
+    """
+
+    file: str
+    what: str
+    old: str
+    new: str
+
+
+# By room, from the ground up; the rooms of one floor in the order of their names.
+FAULTS = (
+    # ---- config, metrics, dtypes, source_lines ---------------------------------------------------
+    Fault(
+        "spmd_core/config.py",
+        "leaving an inner strict() block also ends the outer one",
+        "        config.strict = before",
+        "        config.strict = False",
+    ),
+    Fault(
+        "spmd_core/metrics.py",
+        "programs(since=...) lists every program when none is new",
+        "return tuple(_programs[-new:]) if new > 0 else ()",
+        "return tuple(_programs[-new:])",
+    ),
+    # ---- ops -------------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/ops/reduce.py",
+        "var(correction=0) takes the default correction of 1",
+        "(1 if correction is None else correction)",
+        "(correction or 1)",
+    ),
+    Fault(
+        "spmd_core/ops/matmul.py",
+        "linear's weight gradient is transposed, then reshaped",
+        "_contract_leading(ctx, grad_outputs, jnp.conj(x))",
+        "_contract_leading(ctx, jnp.conj(x), grad_outputs)",
+    ),
+    Fault(
+        "spmd_core/ops/norm.py",
+        "softmax's backward always sums over the last dim",
+        "jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True)",
+        "jnp.sum(grad * output, axis=reduced_dims(-1, grad.ndim), keepdims=True)",
+    ),
+    Fault(
+        "spmd_core/ops/kernels/flash.py",
+        "online softmax: earlier blocks of keys are not rescaled",
+        "out = out_before * shrink[..., None] + attend(i, j, weights)",
+        "out = out_before + attend(i, j, weights)",
+    ),
+    Fault(
+        "spmd_core/ops/collective.py",
+        "an all-reduce over several axes covers the first one only",
+        "_REDUCTIONS[op](x, tuple(axes)).astype(ctx.dtype)",
+        "_REDUCTIONS[op](x, tuple(axes)[:1]).astype(ctx.dtype)",
+    ),
+    Fault(
+        "spmd_core/ops/elementwise.py",
+        "comparisons convert the second operand to the first one's dtype",
+        "dtype = result_dtype(a, b)",
+        "dtype = a.dtype",
+    ),
+    Fault(
+        "spmd_core/ops/scatter.py",
+        "index_put drops writes at negative indices",
+        'return _write(x, key, values, "add" if accumulate else "set", wrap=True)',
+        'return _write(x, key, values, "add" if accumulate else "set")',
+    ),
+    Fault(
+        "spmd_core/ops/optimizer.py",
+        "Adam's second bias correction stays that of the first step",
+        "jnp.sqrt(1 - b2**count)",
+        "jnp.sqrt(1 - b2)",
+    ),
+    Fault(
+        "spmd_core/ops/loss.py",
+        "nll_loss's mean ignores class weights and ignore_index",
+        "total = total / total_weight",
+        "total = total / losses.size",
+    ),
+    Fault(
+        "spmd_core/ops/sort.py",
+        "a descending sort reverses the order of equal elements",
+        "        keys, positions = lax.rev(keys, [x.ndim - 1]), lax.rev(positions, [x.ndim - 1])\n"
+        "    keys, positions = lax.sort(",
+        "        pass\n    keys, positions = lax.sort(",
+    ),
+    Fault(
+        "spmd_core/ops/kernels/windows.py",
+        "over split dims, dilate() puts its zeros in front of the elements",
+        "[(0, step - 1) if d == dim + 1 else (0, 0)",
+        "[(step - 1, 0) if d == dim + 1 else (0, 0)",
+    ),
+    Fault(
+        "spmd_core/ops/pool.py",
+        "avg_pool in ceil mode counts elements beyond the padding",
+        "last = np.minimum(first + kernel[d], size + padding[d])",
+        "last = first + kernel[d]",
+    ),
+    # ---- sharding --------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/sharding/sharding.py",
+        "a block that is all padding starts behind the tensor's end",
+        "slice(min(index * block, size), min((index + 1) * block, size))",
+        "slice(index * block, min((index + 1) * block, size))",
+    ),
+    Fault(
+        "spmd_core/sharding/sharding.py",
+        "of several axes that split one dim, the first counts as the minor one",
+        "            for axis in axes:\n",
+        "            for axis in reversed(axes):\n",
+    ),
+    Fault(
+        "spmd_core/sharding/partition_spec.py",
+        "can_apply accepts tensors with more dims than the spec",
+        "return len(self.partition_spec) == _rank_of(tensor)",
+        "return len(self.partition_spec) <= _rank_of(tensor)",
+    ),
+    Fault(
+        "spmd_core/sharding/mesh.py",
+        "the global mesh wins over the one that the caller gives",
+        "chosen = get_global_mesh() if mesh is None else mesh",
+        "chosen = get_global_mesh() or mesh",
+    ),
+    Fault(
+        "spmd_core/sharding/xla_text.py",
+        "an iota's T(...) is read as the inverse transpose",
+        "return numbers.transpose(tuple(order)).reshape(tuple(dims))",
+        "return numbers.transpose(tuple(np.argsort(order))).reshape(tuple(dims))",
+    ),
+    # ---- graph -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a view that was read once never sees a later write",
+        "        if self.version == version:",
+        "        if self.version >= 0:",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a write of computed or host data does not raise the version",
+        "        self.version += 1",
+        "        self.version += value.data is None",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "a cut's result does not become the committed value",
+        "            self.committed = value\n            value.owner = _weak(self)",
+        "            value.owner = _weak(self)",
+    ),
+    Fault(
+        "spmd_core/graph/storage.py",
+        "the offset of a dtype view of a view scales the wrong way",
+        "base_offset * self.scale[0] // self.scale[1]",
+        "base_offset * self.scale[1] // self.scale[0]",
+    ),
+    Fault(
+        "spmd_core/graph/values.py",
+        "computed values keep their inputs, so their memory is not freed",
+        "self.entry, self.inputs, self.numbers = None, (), ()",
+        "self.entry, self.numbers = None, ()",
+    ),
+    # ---- runtime ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/runtime/buffers.py",
+        "an uneven tensor's last block is padded at its beginning",
+        "np.pad(block, [(0, (b - a) - have) for",
+        "np.pad(block, [((b - a) - have, 0) for",
+    ),
+    Fault(
+        "spmd_core/runtime/buffers.py",
+        "beyond the in-flight limit nothing waits for the oldest program",
+        "        while len(self._queue) > limit:\n            wait_for(self._queue.popleft())",
+        "        while len(self._queue) > limit:\n            self._queue.popleft()",
+    ),
+    Fault(
+        "spmd_core/runtime/placement.py",
+        "jax's mesh has the devices in ascending order, not the mesh's",
+        "np.array([all_devices[i] for i in device_ids], dtype=object)",
+        "np.array([all_devices[i] for i in sorted(device_ids)], dtype=object)",
+    ),
+    Fault(
+        "spmd_core/runtime/placement.py",
+        "two meshes in one program: parts of an axis in the wrong order",
+        "sorted(self._axis_at.items(), reverse=True)",
+        "sorted(self._axis_at.items())",
+    ),
+    Fault(
+        "spmd_core/runtime/hybrid_mesh.py",
+        "simulated slices take every n-th device, not consecutive ones",
+        "devices[i * size : (i + 1) * size]",
+        "devices[i::num_slices]",
+    ),
+    # ---- program ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/program/lowering.py",
+        "nothing is donated: updates in place need twice the memory",
+        "donate_argnums=tuple(i + 1 for i in graph.donated)",
+        "donate_argnums=()",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "the cache's key lacks the donated inputs: it frees held buffers",
+        "return compile_cache.get(self.key, lambda",
+        "return compile_cache.get(self.key._replace(donated=()), lambda",
+    ),
+    Fault(
+        "spmd_core/program/lowering.py",
+        "inputs keep the padding of their shards inside the program",
+        "else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)",
+        "else array",
+    ),
+    Fault(
+        "spmd_core/program/lowering.py",
+        "results lie where the partitioner likes, not as they are marked",
+        "out_shardings=(out_shardings, everywhere)",
+        "out_shardings=(None, everywhere)",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "after a failed program nothing is rolled back",
+        "_restore(live, roll_back=isinstance(error, Exception))",
+        "_restore(live, roll_back=False)",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "an interrupted cut loses the pending updates in place",
+        "_restore(live, roll_back=isinstance(error, Exception))",
+        "_restore(live, roll_back=True)",
+    ),
+    Fault(
+        "spmd_core/program/execution.py",
+        "sync() swallows the error of a failed program",
+        "                _restore(live, roll_back=isinstance(error, Exception))\n"
+        "                raise\n",
+        "                _restore(live, roll_back=isinstance(error, Exception))\n"
+        "                if not isinstance(error, Exception):\n"
+        "                    raise\n",
+    ),
+    Fault(
+        "spmd_core/program/regions.py",
+        "in a manual region every device draws the same random numbers",
+        "folded = [jax.random.fold_in(k, lax.axis_index(_axes(manual))) for k in keys]",
+        "folded = list(keys)",
+    ),
+    # ---- tensor ----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/tensor/shards.py",
+        "local_shards takes a device's number for its place in the mesh",
+        "        where = positions[device]",
+        "        where = device",
+    ),
+    Fault(
+        "spmd_core/tensor/sharded_tensor.py",
+        "a frozen parameter comes back from a pickle trainable",
+        "return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)",
+        "return _rebuild_parameter, (self.detach().cpu(), True)",
+    ),
+    # ---- recording -------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/recording/calls.py",
+        "a number is part of the key too: each new value compiles again",
+        "                key.append(kind)\n",
+        "                key.append((kind, a))\n",
+    ),
+    Fault(
+        "spmd_core/recording/calls.py",
+        "the default dtype is missing from the key of a call",
+        "key: list[Any] = [call, _default_dtype()]",
+        "key: list[Any] = [call, torch.float32]",
+    ),
+    Fault(
+        "spmd_core/recording/writes.py",
+        "a write through x.expand(...)[i] goes through the repeated elements",
+        "overlaps(v.spec.shape, v.spec.strides) for v in handle.chain()",
+        "overlaps(v.spec.shape, v.spec.strides) for v in (handle,)",
+    ),
+    Fault(
+        "spmd_core/recording/in_place.py",
+        "partially overlapping operands of an update in place are accepted",
+        "                        refuse_partial_overlap(handle, other)",
+        "                        pass",
+    ),
+    Fault(
+        "spmd_core/recording/in_place.py",
+        "no lock: two threads that update one tensor lose updates",
+        "        with lock:\n            for a in args[1:]:",
+        "        if handle is not None:\n            for a in args[1:]:",
+    ),
+    Fault(
+        "spmd_core/recording/inference.py",
+        "the first uniform_() of a shape also draws for its check",
+        "with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():",
+        "with torch.no_grad(), warnings.catch_warnings():",
+    ),
+    # ---- debugging -------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/debugging/hlo_text.py",
+        "a collective in a loop counts once",
+        'return int(trips[1]) + (role == "condition")',
+        "return 1",
+    ),
+    Fault(
+        "spmd_core/debugging/communication.py",
+        "groups name positions in the program, not device ids",
+        "else tuple(tuple(ids[position] for position in group) for group in c.groups)",
+        "else c.groups",
+    ),
+    Fault(
+        "spmd_core/debugging/programs.py",
+        "showing what is pending keeps the next sync() from computing it",
+        "    live = take_pending()\n    for storage in live:\n        storage.request()\n",
+        "    live = take_pending()\n",
+    ),
+    # ---- dispatch --------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/dispatch/transfer.py",
+        "copy_ from the host shares the source's memory",
+        "if host.data_ptr() == source.data_ptr()",
+        "if not host.is_contiguous()",
+    ),
+    Fault(
+        "spmd_core/dispatch/transfer.py",
+        "zeros_like and to(dtype) do not inherit the sharding",
+        'inherits = func._schema.name.split("::")[1] in _INHERITS_SHARDING',
+        "inherits = func is aten.clone.default",
+    ),
+    Fault(
+        "spmd_core/dispatch/special.py",
+        "batch norm's running variance is not updated",
+        "    store(mean, new_mean)\n    store(var, new_var)\n",
+        "    store(mean, new_mean)\n",
+    ),
+    Fault(
+        "spmd_core/dispatch/linalg_checks.py",
+        "a determinant is negative for any number of row exchanges",
+        "return 1 - 2 * (exchanges % 2)",
+        "return 1 - 2 * (exchanges > 0)",
+    ),
+    # ---- manual ----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/manual/collectives.py",
+        "a permute's gradient goes on along the pairs instead of back",
+        '("collective_permute", (name, targets, sources)),',
+        '("collective_permute", (name, sources, targets)),',
+    ),
+    Fault(
+        "spmd_core/manual/shard_map.py",
+        "the gradient of a replicated result is not divided by its copies",
+        "return (grad if copies == 1 else grad / copies), None, None",
+        "return grad, None, None",
+    ),
+    Fault(
+        "spmd_core/manual/shard_map.py",
+        "axis_index over several axes: the first one runs fastest",
+        "return _enter(positions, manual, (numbers,)).reshape(())",
+        "return _enter(positions, manual, (numbers[::-1],)).reshape(())",
+    ),
+    # ---- marks -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/marks/marking.py",
+        "gradients do not follow the sharding of their parameter",
+        "        return _marked_copy(gradient, sharding)",
+        "        _marked_copy(gradient, sharding)\n        return None",
+    ),
+    Fault(
+        "spmd_core/marks/placements.py",
+        "two Shard placements of one dim split it in the reverse order",
+        "for axes, factor in reversed(sharding):",
+        "for axes, factor in sharding:",
+    ),
+    Fault(
+        "spmd_core/marks/module_rules.py",
+        "a rule's expression matches at the beginning of a name only",
+        "if rule.search(name)",
+        "if rule.match(name)",
+    ),
+    # ---- torch_backend ---------------------------------------------------------------------------
+    Fault(
+        "spmd_core/torch_backend/autocast.py",
+        "autocast also narrows float64 tensors",
+        "\n            and tree.dtype is not torch.float64\n",
+        "\n",
+    ),
+    Fault(
+        "spmd_core/torch_backend/registration.py",
+        "a loaded optimizer state is replicated",
+        "                and handle.sharding is None\n",
+        "                and handle.sharding is not None\n",
+    ),
+    # ---- modules ---------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/modules/sharded_gradients.py",
+        "hybrid FSDP: gradients are not summed over the replicated axis",
+        "return all_reduce(total, others) if others else total",
+        "return total",
+    ),
+    Fault(
+        "spmd_core/modules/fsdp_unit.py",
+        "by default gathered parameters are kept from forward to backward",
+        "not self.reshard_after_forward or self.inside_checkpoint",
+        "self.reshard_after_forward or self.inside_checkpoint",
+    ),
+    Fault(
+        "spmd_core/modules/fsdp_unit.py",
+        "backward after an update of the parameters is silently wrong",
+        "if parameter._version != version:",
+        "if parameter._version < version:",
+    ),
+    Fault(
+        "spmd_core/modules/wrap_policies.py",
+        "parameters of inner units count for the outer one again",
+        "and self.policy(module, False, num_params - num_wrapped)",
+        "and self.policy(module, False, num_params)",
+    ),
+    # ---- steps -----------------------------------------------------------------------------------
+    Fault(
+        "spmd_core/steps/closures.py",
+        "asynchronous closures see values of later steps",
+        "    copied = t.detach().clone()",
+        "    copied = t.detach()",
+    ),
+    Fault(
+        "spmd_core/steps/structures.py",
+        "to_cpu reads tied weights of a state dict once per name",
+        "            id(t._handle),",
+        "            id(t),",
+    ),
+    # ---- spmd_data -------------------------------------------------------------------------------
+    Fault(
+        "spmd_data/loader.py",
+        "batches_per_execution=2: an odd last batch's step is not sent",
+        "            if self._num_unsynced and self._batches_per_execution is not None:\n"
+        "                self._sync()\n"
+        "            raise\n",
+        "            raise\n",
+    ),
+    Fault(
+        "spmd_data/placement.py",
+        "a tensor with fewer dims than the spec takes its last entries",
+        "entries = tuple(spec.partition_spec)[:ndim]",
+        "entries = tuple(spec.partition_spec)[-ndim:]",
+    ),
+)
