@@ -90,7 +90,7 @@ def first_failure(
     return found[1] if found else f"pytest ended with code {done.returncode}"
 
 
-def outcome_of(fault: Fault, copy: Path) -> Outcome:
+def outcome_of(fault: Fault, copy: Path, *, fast_only: bool) -> Outcome:
     """Plants the fault in a copy, runs the tiers, and takes it back."""
     start = time.monotonic()
     package, room = fault.file.split("/")[:2]
@@ -104,7 +104,7 @@ def outcome_of(fault: Fault, copy: Path) -> Outcome:
     try:
         outcome.fast = first_failure(copy, "fast", first, timeout_s=600)
         outcome.fast = outcome.fast or first_failure(copy, "fast", [], *rest, timeout_s=1800)
-        if outcome.fast is None:
+        if outcome.fast is None and not fast_only:
             slow = ["-m", "slow"]
             outcome.default = first_failure(copy, "default", first, *slow, timeout_s=1200)
             outcome.default = outcome.default or first_failure(
@@ -141,6 +141,7 @@ def main() -> None:
     """Runs the faults and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file or description has this text")
+    parser.add_argument("--fast-only", action="store_true", help="leave the default tier out")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"default: {RESULT.name}")
     options = parser.parse_args()
@@ -158,7 +159,7 @@ def main() -> None:
         def run(fault: Fault) -> Outcome:
             copy = copies.get()
             try:
-                return outcome_of(fault, copy)
+                return outcome_of(fault, copy, fast_only=options.fast_only)
             finally:
                 copies.put(copy)
 
