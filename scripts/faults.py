@@ -185,13 +185,13 @@ FAULTS = (
         "        while len(self._queue) > limit:\n            self._queue.popleft()",
     ),
     Fault(
-        "spmd_core/runtime/placement.py",
+        "spmd_core/runtime/jax_sharding.py",
         "jax's mesh has the devices in ascending order, not the mesh's",
         "np.array([all_devices[i] for i in device_ids], dtype=object)",
         "np.array([all_devices[i] for i in sorted(device_ids)], dtype=object)",
     ),
     Fault(
-        "spmd_core/runtime/placement.py",
+        "spmd_core/runtime/jax_sharding.py",
         "two meshes in one program: parts of an axis in the wrong order",
         "sorted(self._axis_at.items(), reverse=True)",
         "sorted(self._axis_at.items())",

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -24,7 +24,8 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.md"
 SOURCES = {"spmd_core": "packages/spmd-core", "spmd_data": "packages/spmd-data"}
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", re.MULTILINE)
+LIMIT_S = 3600
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
 @dataclass
@@ -69,47 +70,60 @@ def planted(text: str, fault: Fault) -> str:
     return text.replace(fault.old, fault.new)
 
 
-def first_failure(
-    copy: Path, tier: str, paths: list[str], *extra: str, timeout_s: float
-) -> str | None:
+def first_failure(copy: Path, tier: str, arguments: list[str]) -> str | None:
     """The first test that fails in a copy of the repository; None if all pass.
 
     A crash, a hang and an error at import count as failures.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *extra, *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     env = {**os.environ, "SPMD_TEST_TIER": tier, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            command, cwd=copy, env=env, capture_output=True, text=True, timeout=timeout_s
+            command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return f"no end within {timeout_s:.0f} s"
+        return f"no end within {LIMIT_S} s"
     if done.returncode in (0, 5):  # 5: the tier leaves out every test of these paths
         return None
     found = _FAILED.search(done.stdout)
     return found[1] if found else f"pytest ended with code {done.returncode}"
 
 
-def outcome_of(fault: Fault, copy: Path, *, fast_only: bool) -> Outcome:
-    """Plants the fault in a copy, runs the tiers, and takes it back."""
+def stages(fault: Fault, copy: Path) -> list[list[str]]:
+    """pytest's arguments for the fault's own file, then for its room, then for the rest."""
+    package, *inner = fault.file.split("/")
+    tests = f"{SOURCES[package]}/tests"
+    room = f"{tests}/{inner[0]}" if len(inner) > 1 else tests
+    mirror = f"{room}/test_{Path(fault.file).stem}.py"
+    found, left_out = [], []
+    for path in dict.fromkeys([mirror, room]):
+        if (copy / path).exists() and path != tests:
+            found.append([path, *left_out])
+            left_out.append(f"--ignore={path}")
+    return [*found, left_out]
+
+
+def outcome_of(fault: Fault, copy: Path, *, tier: str) -> Outcome:
+    """Plants the fault in a copy, runs the tiers, and takes it back.
+
+    Args:
+        fault: what to plant.
+        copy: of the repository.
+        tier: `room` runs the fast tier's tests of the fault's own room, `fast` all of the fast
+            tier, `default` then also the slow tests.
+    """
     start = time.monotonic()
-    package, room = fault.file.split("/")[:2]
-    path = copy / SOURCES[package] / "src" / fault.file
+    path = copy / SOURCES[fault.file.split("/")[0]] / "src" / fault.file
     before = path.read_text()
     path.write_text(planted(before, fault))
-    tests = copy / SOURCES[package] / "tests"
-    own = tests / room if (tests / room).is_dir() else tests
-    first, rest = [str(own.relative_to(copy))], [f"--ignore={own.relative_to(copy)}"]
     outcome = Outcome(fault)
+    steps = stages(fault, copy)
     try:
-        outcome.fast = first_failure(copy, "fast", first, timeout_s=600)
-        outcome.fast = outcome.fast or first_failure(copy, "fast", [], *rest, timeout_s=1800)
-        if outcome.fast is None and not fast_only:
-            slow = ["-m", "slow"]
-            outcome.default = first_failure(copy, "default", first, *slow, timeout_s=1200)
-            outcome.default = outcome.default or first_failure(
-                copy, "default", [], *rest, *slow, timeout_s=3600
-            )
+        for arguments in steps[:-1] if tier == "room" else steps:
+            outcome.fast = outcome.fast or first_failure(copy, "fast", arguments)
+        for arguments in steps if tier == "default" and outcome.fast is None else []:
+            slow = ["-m", "slow", *arguments]
+            outcome.default = outcome.default or first_failure(copy, "default", slow)
     finally:
         path.write_text(before)
     outcome.seconds = time.monotonic() - start
@@ -141,7 +155,13 @@ def main() -> None:
     """Runs the faults and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file or description has this text")
-    parser.add_argument("--fast-only", action="store_true", help="leave the default tier out")
+    parser.add_argument(
+        "--tier",
+        choices=["room", "fast", "default"],
+        default="default",
+        help="how far to go: the fast tier's tests of the fault's own room, all of the fast tier, "
+        "or also the slow tests (default)",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"default: {RESULT.name}")
     options = parser.parse_args()
@@ -159,20 +179,22 @@ def main() -> None:
         def run(fault: Fault) -> Outcome:
             copy = copies.get()
             try:
-                return outcome_of(fault, copy, fast_only=options.fast_only)
+                return outcome_of(fault, copy, tier=options.tier)
             finally:
                 copies.put(copy)
 
         outcomes = []
         with ThreadPoolExecutor(options.jobs) as pool:
-            for outcome in tqdm(pool.map(run, chosen), total=len(chosen), unit="fault"):
-                outcomes.append(outcome)
+            running = [pool.submit(run, fault) for fault in chosen]
+            for future in tqdm(as_completed(running), total=len(chosen), unit="fault"):
+                outcomes.append(outcome := future.result())
                 tier = "fast" if outcome.fast else "default" if outcome.default else "NONE"
                 test = outcome.fast or outcome.default or ""
                 tqdm.write(f"{tier:8}{outcome.seconds:6.0f} s  {outcome.fault.what}  {test}")
                 # Written after each, so that an interruption loses nothing.
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(table(outcomes))
+                ordered = sorted(outcomes, key=lambda o: chosen.index(o.fault))
+                options.out.write_text(table(ordered))
     print(f"written: {options.out}")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from spmd_core.debugging import hlo_text
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
-from spmd_core.runtime.placement import jax_axis_names
+from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.source_lines import Origin
 

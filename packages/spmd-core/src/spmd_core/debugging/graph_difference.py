@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.compile_cache import Compiled
-from spmd_core.runtime.placement import Placement, jax_axis_names
+from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.sharding import Sharding
 
 # Stands for an argument that the call leaves out.

@@ -16,6 +16,7 @@ from typing import Any
 
 from spmd_core import source_lines
 from spmd_core.config import config
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.sharding.sharding import Sharding
 
@@ -67,7 +68,7 @@ class Storage:
         _pending.append(_weak(self))
 
     @staticmethod
-    def of_leaf(spec: Spec, data: Any, placement: Any) -> "Storage":
+    def of_leaf(spec: Spec, data: Any, placement: Placement) -> "Storage":
         """A storage over existing data; see `Value` for `data` and `placement`."""
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))

@@ -16,6 +16,7 @@ import torch
 
 from spmd_core import source_lines
 from spmd_core.config import config
+from spmd_core.graph.placement import Placement
 from spmd_core.sharding.sharding import Border, Sharding
 
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
@@ -183,7 +184,7 @@ class Value:
     parent: "Value | None" = None
     inputs: "Sequence[Value]"
     numbers: Sequence[Any]
-    placement: Any  # a `Placement`; its class stands beside this folder, in `runtime.placement`
+    placement: Placement
     owner: "weakref.ref[Any] | None"  # to a `Storage`, whose module imports this one
 
     def __init__(self, entry: Entry, inputs: "Sequence[Value]", numbers: Sequence[Any]) -> None:
@@ -194,13 +195,15 @@ class Value:
         if config.record_source_lines:
             self.origin = source_lines.origin()
 
-    def settle(self, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> None:
+    def settle(self, data: Any, placement: Placement, owner: "weakref.ref[Any] | None") -> None:
         """Turns a pending value into a leaf."""
         self.data, self.placement, self.owner = data, placement, owner
         self.entry, self.inputs, self.numbers = None, (), ()  # type: ignore[assignment]
 
     @staticmethod
-    def leaf(spec: Spec, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> "Value":
+    def leaf(
+        spec: Spec, data: Any, placement: Placement, owner: "weakref.ref[Any] | None"
+    ) -> "Value":
         """A computed value over existing data."""
         value: Value = Value.__new__(Value)
         value.spec = spec
@@ -228,7 +231,7 @@ class Part(Value):
         self.spec = parent.entry.outs[index]
         self.data = None
 
-    def settle(self, data: Any, placement: Any, owner: "weakref.ref[Any] | None") -> None:
+    def settle(self, data: Any, placement: Placement, owner: "weakref.ref[Any] | None") -> None:
         """Turns a pending result into a leaf; the operation's other results stay as they are."""
         super().settle(data, placement, owner)
         self.parent = None

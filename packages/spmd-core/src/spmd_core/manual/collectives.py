@@ -11,7 +11,7 @@ from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.manual.region import Axes, axes_of, current_region, inside
 from spmd_core.ops import registry
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
-from spmd_core.runtime.placement import jax_axis_names
+from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.sharding import Manual
 
 

@@ -15,7 +15,7 @@ from spmd_core.manual.collectives import all_reduce, axis_group
 from spmd_core.manual.region import Axes, axes_of, current_region, inside, manual_axes
 from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime import devices
-from spmd_core.runtime.placement import jax_axis_names
+from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh, given_or_global
 from spmd_core.sharding.partition_spec import Axis, PartitionSpec
 from spmd_core.sharding.sharding import Border, Manual, Sharding

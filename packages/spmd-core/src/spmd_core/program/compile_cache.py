@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from spmd_core import metrics
 from spmd_core.config import CompilerOption, config
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics import ProgramRecord
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import devices
-from spmd_core.runtime.placement import Placement
 from spmd_core.source_lines import Origin
 
 

@@ -12,6 +12,7 @@ import torch
 
 from spmd_core import metrics, source_lines
 from spmd_core.config import config
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage, lock, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache
@@ -26,7 +27,7 @@ from spmd_core.program.leaves import (
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph, Leaf, Node, Output, padded_shape
 from spmd_core.runtime import buffers
-from spmd_core.runtime.placement import Placement, default_device_ids, device_ids_of
+from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 

@@ -5,12 +5,12 @@ from functools import lru_cache
 import jax
 
 from spmd_core.errors import SpmdError
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers
-from spmd_core.runtime.placement import (
-    Placement,
+from spmd_core.runtime.jax_sharding import (
     default_device_ids,
     device_ids_of,
     named_sharding,

@@ -13,14 +13,14 @@ import numpy as np
 from jax.extend import source_info_util
 
 from spmd_core import dtypes, metrics, source_lines
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
 from spmd_core.program import regions
 from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
-from spmd_core.runtime.placement import (
+from spmd_core.runtime.jax_sharding import (
     CommonMesh,
-    Placement,
     jax_partition_spec,
     named_sharding,
     replicated,

@@ -9,10 +9,10 @@ import numpy as np
 
 from spmd_core import metrics
 from spmd_core.errors import DeviceMemoryError, ProgramError
+from spmd_core.graph.placement import Placement
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import buffers
-from spmd_core.runtime.placement import Placement
 
 
 class Program(Traced):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from spmd_core.config import CompilerOption
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.runtime.placement import Placement
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.source_lines import Origin
 

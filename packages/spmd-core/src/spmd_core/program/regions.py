@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.errors import ProgramError
+from spmd_core.graph.placement import Placement
 from spmd_core.ops import registry
-from spmd_core.runtime.placement import Placement, jax_axis_names, jax_mesh, jax_partition_spec
+from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh, jax_partition_spec
 from spmd_core.sharding.sharding import Border, Manual
 
 

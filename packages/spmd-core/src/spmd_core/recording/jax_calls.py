@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding
 from torch.utils import _pytree as pytree
 
 from spmd_core import dtypes
+from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program import execution
 from spmd_core.recording.calls import known, record_own
-from spmd_core.runtime.placement import Placement, default_device_ids, replicated
+from spmd_core.runtime.jax_sharding import default_device_ids, replicated
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wrap
 
 _TENSOR = object()  # stands for a tensor among the bound arguments

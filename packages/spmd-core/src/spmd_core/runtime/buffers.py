@@ -13,7 +13,7 @@ from spmd_core import dtypes, metrics
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.runtime.devices import all_devices, platform
-from spmd_core.runtime.placement import device_ids_of, replicated
+from spmd_core.runtime.jax_sharding import device_ids_of, replicated
 
 
 def upload(

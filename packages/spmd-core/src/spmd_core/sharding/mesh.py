@@ -56,7 +56,7 @@ class Mesh:
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
     _hash: int
-    # Set by `sharding.sharding` and `runtime.placement`, as this module knows neither.
+    # Set by `sharding.sharding` and `runtime.jax_sharding`, as this module knows neither.
     get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
     get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
 

@@ -10,7 +10,7 @@ import torch
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, address
 from spmd_core.graph.values import Spec
-from spmd_core.runtime.placement import sharding_text
+from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding, ShardingType
 from spmd_core.tensor import shards

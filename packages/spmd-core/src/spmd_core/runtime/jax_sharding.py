@@ -1,9 +1,9 @@
-"""Converts shardings to jax's: placements of data, jax meshes, and the common mesh of a program."""
+"""Converts shardings to jax's: partition specs, meshes, and the common mesh of a program."""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,51 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_core.runtime import devices
 from spmd_core.sharding import xla_text
 from spmd_core.sharding.mesh import Mesh, check_devices
-from spmd_core.sharding.sharding import Manual, Sharding
-
-
-class Placement:
-    """Where the data of a leaf lies; interned, so equality is identity.
-
-    Attributes:
-        jax_sharding: jax's sharding; None for data in host memory, which is uploaded when the first
-            program needs it.
-        sharding: the user's mark; None if there is none.
-        manual: for a tensor that is local to a manual region, the region's axes; else None. The
-            array then has one value for each position along those axes, stacked along an additional
-            first dim.
-    """
-
-    __slots__ = ("jax_sharding", "manual", "sharding")
-    _known: ClassVar[
-        dict[tuple[NamedSharding | None, Sharding | None, Manual | None], "Placement"]
-    ] = {}
-
-    def __init__(
-        self, jax_sharding: NamedSharding | None, sharding: Sharding | None, manual: Manual | None
-    ) -> None:
-        self.jax_sharding, self.sharding, self.manual = jax_sharding, sharding, manual
-
-    @staticmethod
-    def of(
-        jax_sharding: NamedSharding | None,
-        sharding: Sharding | None,
-        manual: Manual | None = None,
-    ) -> "Placement":
-        key = (jax_sharding, sharding, manual)
-        found = Placement._known.get(key)
-        if found is None:
-            found = Placement._known.setdefault(key, Placement(jax_sharding, sharding, manual))
-        return found
-
-    @property
-    def device_sharding(self) -> NamedSharding:
-        """`jax_sharding`, for a placement that is known to be in device memory."""
-        assert self.jax_sharding is not None
-        return self.jax_sharding
-
-    def __repr__(self) -> str:
-        return f"Placement({self.jax_sharding}, marked={self.sharding is not None})"
+from spmd_core.sharding.sharding import Sharding
 
 
 def default_device_ids() -> tuple[int, ...]:
