@@ -9,8 +9,9 @@ TIER = os.environ.get(
 if TIER not in ("fast", "default", "all"):
     raise ValueError(f"SPMD_TEST_TIER is one of fast, default and all; got {TIER!r}. Set one.")
 if TIER != "all":
-    # LLVM's optimizations cost half of the tests' time and decide no value. The partitioner and
-    # XLA's other passes come before LLVM and stay. The tier `all` compiles as users do.
+    # LLVM's optimizations cost half of the tests' time and decide no value but a last bit. The
+    # partitioner and XLA's other passes come before LLVM and stay. The tier `all` compiles as
+    # users do.
     cheap = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheap}".strip()
 # Compiled programs are kept on disk only where a folder is named.

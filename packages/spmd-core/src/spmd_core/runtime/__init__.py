@@ -1,1 +1,1 @@
-"""Devices, processes, placements and buffers: the hardware, and data transfer to and from it."""
+"""Devices, processes, buffers and jax's shardings: the hardware, and transfer to and from it."""
