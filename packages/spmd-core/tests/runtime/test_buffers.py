@@ -1,0 +1,42 @@
+"""Host data on its way to devices and back: padding, blocks, and programs in flight."""
+
+import jax
+import numpy as np
+import torch
+
+import spmd_core as spmd
+from spmd_core.runtime import buffers
+from spmd_core.runtime.jax_sharding import named_sharding
+from spmd_core.sharding.sharding import Sharding
+
+
+def test_padding_comes_behind_the_elements(mesh_1d, num_devices):
+    size = 2 * num_devices + 1
+    sharding = Sharding.of(mesh_1d, ("x",), 1)
+    padded = sharding.padded_shape((size,))
+    array = buffers.upload(torch.arange(1.0, size + 1), named_sharding(sharding), padded)
+    whole = np.zeros(padded, np.float32)
+    whole[:size] = np.arange(1, size + 1)
+    assert np.asarray(array).tolist() == whole.tolist()
+    assert buffers.download(array, (size,)).tolist() == whole[:size].tolist()
+
+
+def test_a_reshard_pads_behind_the_elements(mesh_1d, num_devices):
+    sharding = Sharding.of(mesh_1d, ("x",), 1)
+    replicated = named_sharding(Sharding.of(mesh_1d, (), 1))
+    array = buffers.upload(torch.arange(1.0, 4.0), replicated, (3,))
+    moved = buffers.reshard(array, named_sharding(sharding), (3,), sharding.padded_shape((3,)))
+    assert np.asarray(moved)[:3].tolist() == [1, 2, 3] and not np.asarray(moved)[3:].any()
+
+
+def test_too_many_programs_wait_for_the_oldest(monkeypatch):
+    waited = []
+    monkeypatch.setattr(buffers, "wait_for", waited.append)
+    spmd.config.max_in_flight_cpu = 2
+    in_flight = buffers.InFlight()
+    tokens = [jax.numpy.zeros(()) + i for i in range(4)]
+    for token in tokens:
+        in_flight.add(token)
+    assert [int(t) for t in waited] == [0, 1] and in_flight.has_started
+    in_flight.wait_all()
+    assert [int(t) for t in waited] == [0, 1, 2, 3]
