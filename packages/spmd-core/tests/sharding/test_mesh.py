@@ -21,6 +21,7 @@ from spmd_core.sharding.mesh import (
     Mesh,
     check_devices,
     get_global_mesh,
+    given_or_global,
     parse_mesh,
     set_global_mesh,
 )
@@ -686,3 +687,14 @@ def test_any_mesh_keeps_its_placement_through_text_and_pickle(data, shape):
         ids, itertools.product(*(range(axis_size) for axis_size in shape)), strict=True
     ):
         assert logical[position] == device_id
+
+
+def test_a_given_mesh_comes_before_the_global_one(no_global_mesh):
+    own, shared = Mesh([0], (1,), ("own",)), Mesh([0], (1,), ("shared",))
+    with pytest.raises(MeshError, match=r"a loader needs a mesh; got None, and no global mesh"):
+        given_or_global(None, "a loader")
+    set_global_mesh(shared)
+    assert given_or_global(own, "a loader") is own
+    assert given_or_global(None, "a loader") is shared
+    with pytest.raises(MeshError, match=r"a loader needs a mesh; got int. Pass mesh="):
+        given_or_global(3, "a loader")

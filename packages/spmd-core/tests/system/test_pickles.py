@@ -95,3 +95,9 @@ def test_weights_are_read_without_trust():
     torch.save(nn.Linear(2, 4, device="xla").state_dict(), data)
     data.seek(0)
     assert torch.load(data, weights_only=True)["weight"].device.type == "xla"
+
+
+def test_a_frozen_parameter_stays_frozen():
+    for requires_grad in (True, False):
+        parameter = nn.Parameter(WEIGHT.to("xla"), requires_grad=requires_grad)
+        assert pickle.loads(pickle.dumps(parameter)).requires_grad is requires_grad
