@@ -31,7 +31,7 @@ spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
 
 
-# Tests by id that take over a second; `scripts/slow_tests.py` writes the file from a run.
+# Tests by id that took over 0.4 s; `scripts/slow_tests.py` writes the file from a run.
 SLOW = set((Path(__file__).parent / "slow_tests.txt").read_text().splitlines())
 
 
