@@ -1,6 +1,8 @@
 """All tests: emulated devices, how XLA compiles, the tiers, and a clean state around each test."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 NUM_DEVICES = int(os.environ.get("SPMD_TEST_DEVICES", "8"))
 TIER = os.environ.get(
@@ -14,13 +16,13 @@ if TIER != "all":
     # users do.
     cheap = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheap}".strip()
-# Compiled programs are kept on disk only where a folder is named.
-os.environ.setdefault("SPMD_CACHE_DIR", "")
+# Workers, passes and runs compile many of the same programs: the first keeps it for the others.
+# Its key is the program after lowering, with jaxlib's version and the flags. The tier `all`
+# compiles everything anew.
+COMPILED = Path(__file__).parent / ".cache" / "compiled_programs"
+os.environ.setdefault("SPMD_CACHE_DIR", "" if TIER == "all" else str(COMPILED))
 
 # Below what they read: the environment is set before the packages are imported.
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
-
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from state import reset  # noqa: E402
