@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.md"
 SOURCES = {"spmd_core": "packages/spmd-core", "spmd_data": "packages/spmd-data"}
 LIMIT_S = 3600
+# A fault leaves most programs as they were: the copies load those that the tests kept.
+COMPILED = ROOT / ".cache" / "compiled_programs"
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -77,6 +79,7 @@ def first_failure(copy: Path, tier: str, arguments: list[str]) -> str | None:
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     env = {**os.environ, "SPMD_TEST_TIER": tier, "PYTHONDONTWRITEBYTECODE": "1"}
+    env.setdefault("SPMD_CACHE_DIR", str(COMPILED))
     try:
         done = subprocess.run(
             command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
