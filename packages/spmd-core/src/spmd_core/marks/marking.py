@@ -280,6 +280,9 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
             or gradient.shape != target.shape
         ):
             return None
+        # Under create_graph=True autograd goes on from what the hook returns, so it must know it.
+        if torch.is_grad_enabled() and gradient.requires_grad:
+            return MarkSharding.apply(gradient, sharding)
         return _marked_copy(gradient, sharding)
 
     tensor.register_hook(follow)
