@@ -1,8 +1,12 @@
 """Plants faults one at a time in a copy of the sources; shows which tier of tests catches each.
 
 A fault is caught when some test fails with it. The fast tier's tests are part of the default
-tier's, so the default tier runs only where the fast tier let a fault through. For each fault, the
-tests of its own room run first, as they mostly tell within seconds; the rest follows.
+tier's, so the default tier runs only where the fast tier let a fault through.
+
+A test that never runs a fault's lines mostly cannot catch it. So the default tier runs once under
+`coverage`, which notes the test functions that reach each line. For a fault, these tests run first:
+those of its own file, of its own folder, then the others. The other tests of the default tier, such
+as those that start interpreters, run where none of these failed.
 """
 
 import argparse
@@ -18,15 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 
+from coverage import CoverageData
 from faults import FAULTS, Fault
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.md"
 SOURCES = {"spmd_core": "packages/spmd-core", "spmd_data": "packages/spmd-data"}
-LIMIT_S = 3600
+LIMIT_S = 7200
 # A fault leaves most programs as they were: the copies load those that the tests kept.
 COMPILED = ROOT / ".cache" / "compiled_programs"
+REACHED = ROOT / ".cache" / "reached_lines"
+# A fault that more test functions than this reach is caught by the first of them, or by none.
+MOST = 600
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -72,61 +80,107 @@ def planted(text: str, fault: Fault) -> str:
     return text.replace(fault.old, fault.new)
 
 
+def run_pytest(copy: Path, tier: str, command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a copy of the repository, with the tier's settings."""
+    env = {**os.environ, "SPMD_TEST_TIER": tier, "PYTHONDONTWRITEBYTECODE": "1"}
+    env.setdefault("SPMD_CACHE_DIR", str(COMPILED))
+    return subprocess.run(
+        command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
 def first_failure(copy: Path, tier: str, arguments: list[str]) -> str | None:
     """The first test that fails in a copy of the repository; None if all pass.
 
     A crash, a hang and an error at import count as failures.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    env = {**os.environ, "SPMD_TEST_TIER": tier, "PYTHONDONTWRITEBYTECODE": "1"}
-    env.setdefault("SPMD_CACHE_DIR", str(COMPILED))
     try:
-        done = subprocess.run(
-            command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_S
-        )
+        done = run_pytest(copy, tier, command)
     except subprocess.TimeoutExpired:
         return f"no end within {LIMIT_S} s"
-    if done.returncode in (0, 5):  # 5: the tier leaves out every test of these paths
+    if done.returncode in (0, 5):  # 5: the tier leaves out every one of these tests
         return None
     found = _FAILED.search(done.stdout)
     return found[1] if found else f"pytest ended with code {done.returncode}"
 
 
-def stages(fault: Fault, copy: Path) -> list[list[str]]:
-    """pytest's arguments for the fault's own file, then for its room, then for the rest."""
+def note_reached_lines(copy: Path) -> None:
+    """Runs the default tier in a copy under `coverage`, which names each line's test functions.
+
+    Raises RuntimeError where a test fails: the tests must pass before a fault can be caught.
+    """
+    settings = copy / ".coveragerc"
+    settings.write_text(
+        f"[run]\ndata_file = {REACHED}\ndynamic_context = test_function\n"
+        f"include = {copy}/packages/*/src/*\n[paths]\nsources = \n  {ROOT}\n  {copy}\n"
+    )
+    REACHED.parent.mkdir(parents=True, exist_ok=True)
+    coverage = [sys.executable, "-m", "coverage", "run", "--rcfile", str(settings), "-m", "pytest"]
+    done = run_pytest(copy, "default", [*coverage, "-q", "-p", "no:cacheprovider"])
+    if done.returncode:
+        REACHED.unlink(missing_ok=True)
+        raise RuntimeError(
+            f"the tests pass before a fault is planted; they ended with code {done.returncode}. "
+            f"Mend this first:\n{done.stdout[-3000:]}"
+        )
+
+
+def tests_that_reach(fault: Fault) -> list[str]:
+    """The test functions that run a line of the fault: of its file, of its folder, then others."""
+    data = CoverageData(str(REACHED))
+    data.read()
+    source = SOURCES[fault.file.split("/")[0]]
+    lines = planted_lines((ROOT / source / "src" / fault.file).read_text(), fault)
+    (measured,) = (f for f in data.measured_files() if f.endswith(f"{source}/src/{fault.file}"))
+    contexts = data.contexts_by_lineno(measured)
+    functions = {name for line in lines for name in contexts.get(line, ()) if name}
+    found = {path for name in functions if (path := _node(name))}
     package, *inner = fault.file.split("/")
-    tests = f"{SOURCES[package]}/tests"
-    room = f"{tests}/{inner[0]}" if len(inner) > 1 else tests
-    mirror = f"{room}/test_{Path(fault.file).stem}.py"
-    found, left_out = [], []
-    for path in dict.fromkeys([mirror, room]):
-        if (copy / path).exists() and path != tests:
-            found.append([path, *left_out])
-            left_out.append(f"--ignore={path}")
-    return [*found, left_out]
+    folder = f"{SOURCES[package]}/tests/" + (f"{inner[0]}/" if len(inner) > 1 else "")
+    mirror = f"{folder}test_{Path(fault.file).stem}.py"
+    rank = lambda test: (not test.startswith(mirror), not test.startswith(folder), test)  # noqa: E731
+    return sorted(found, key=rank)[:MOST]
 
 
-def outcome_of(fault: Fault, copy: Path, *, tier: str) -> Outcome:
+def _node(context: str) -> str | None:
+    """pytest's id of a test function, from its dotted name."""
+    module, function = context.rsplit(".", 1)
+    path = module.replace(".", "/") + ".py"
+    return f"{path}::{function}" if (ROOT / path).exists() else None
+
+
+def planted_lines(text: str, fault: Fault) -> range:
+    """The numbers of the lines that the fault changes."""
+    start = text.index(fault.old)
+    first = text.count("\n", 0, start) + 1
+    return range(first, first + fault.old.count("\n") + 1)
+
+
+def outcome_of(fault: Fault, copy: Path, *, tier: str, reached_only: bool) -> Outcome:
     """Plants the fault in a copy, runs the tiers, and takes it back.
 
     Args:
         fault: what to plant.
         copy: of the repository.
-        tier: `room` runs the fast tier's tests of the fault's own room, `fast` all of the fast
-            tier, `default` then also the slow tests.
+        tier: `fast` runs the fast tier, `default` then also the slow tests.
+        reached_only: whether to stop after the tests that reach the fault's lines.
     """
     start = time.monotonic()
     path = copy / SOURCES[fault.file.split("/")[0]] / "src" / fault.file
     before = path.read_text()
     path.write_text(planted(before, fault))
     outcome = Outcome(fault)
-    steps = stages(fault, copy)
+    reached = tests_that_reach(fault)
     try:
-        for arguments in steps[:-1] if tier == "room" else steps:
-            outcome.fast = outcome.fast or first_failure(copy, "fast", arguments)
-        for arguments in steps if tier == "default" and outcome.fast is None else []:
-            slow = ["-m", "slow", *arguments]
-            outcome.default = outcome.default or first_failure(copy, "default", slow)
+        if reached:
+            outcome.fast = first_failure(copy, "fast", reached)
+            if outcome.fast is None and tier == "default":
+                outcome.default = first_failure(copy, "default", ["-m", "slow", *reached])
+        if outcome.fast is None and outcome.default is None and not reached_only:
+            outcome.fast = first_failure(copy, "fast", [])
+            if outcome.fast is None and tier == "default":
+                outcome.default = first_failure(copy, "default", ["-m", "slow"])
     finally:
         path.write_text(before)
     outcome.seconds = time.monotonic() - start
@@ -160,10 +214,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="faults whose file or description has this text")
     parser.add_argument(
         "--tier",
-        choices=["room", "fast", "default"],
+        choices=["fast", "default"],
         default="default",
-        help="how far to go: the fast tier's tests of the fault's own room, all of the fast tier, "
-        "or also the slow tests (default)",
+        help="how far to go: the fast tier, or also the slow tests (default)",
+    )
+    parser.add_argument(
+        "--reached-only",
+        action="store_true",
+        help="stop after the tests that reach the fault's lines, in this process",
+    )
+    parser.add_argument(
+        "--anew", action="store_true", help="note anew which tests reach which lines"
     )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=RESULT, help=f"default: {RESULT.name}")
@@ -174,6 +235,11 @@ def main() -> None:
         for number in range(options.jobs):
             copies.put(copy_of_the_repository(Path(folder) / str(number)))
         healthy = copies.get()
+        if options.anew or not REACHED.exists():
+            print(
+                "running the default tier once, to note which tests reach which lines", flush=True
+            )
+            note_reached_lines(healthy)
         for fault in chosen:  # before an hour is spent
             path = healthy / SOURCES[fault.file.split("/")[0]] / "src" / fault.file
             planted(path.read_text(), fault)
@@ -182,7 +248,7 @@ def main() -> None:
         def run(fault: Fault) -> Outcome:
             copy = copies.get()
             try:
-                return outcome_of(fault, copy, tier=options.tier)
+                return outcome_of(fault, copy, tier=options.tier, reached_only=options.reached_only)
             finally:
                 copies.put(copy)
 

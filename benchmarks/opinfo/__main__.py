@@ -13,34 +13,23 @@ Run: python -m benchmarks.opinfo
 
 import argparse
 import fnmatch
-import json
-import os
-import queue
-import subprocess
 import sys
-import threading
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import spmd_core as spmd
+from benchmarks import workers
 from benchmarks.opinfo import cases, samples
 from benchmarks.opinfo.cases import Status
 from benchmarks.opinfo.samples import DTYPES_BY_NAME, VARIANTS
 from benchmarks.opinfo.summary import not_passed, overloads, summary
 from benchmarks.report import argument_parser, publish
 
-ROOT = Path(__file__).parents[2]
-
 
 def _serve(num_devices: int) -> None:
-    """A worker process: reads tasks from stdin, a JSON object per line, and prints their verdicts.
-
-    Each answer is one line of JSON: the verdict as an object, or null.
-    """
+    """A worker process; its answers are verdicts as objects, or null."""
     spmd.config.cache_dir = None
     if num_devices:
         spmd.simulate(num_devices)
@@ -49,11 +38,8 @@ def _serve(num_devices: int) -> None:
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",)) if num_devices > 1 else None
     torch.set_num_threads(1)
     ops = {op.formatted_name: op for op in samples.entries()}
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # an operator that prints to stdout must not look like an answer
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        task = json.loads(line)
+
+    def examine(task: dict[str, Any]) -> dict[str, Any] | None:
         verdict = cases.examine(
             ops[task["entry"]],
             task["variant"],
@@ -61,134 +47,23 @@ def _serve(num_devices: int) -> None:
             mesh=mesh,
             limit=task["limit"],
         )
-        print(json.dumps(None if verdict is None else asdict(verdict)), file=answers, flush=True)
+        return None if verdict is None else asdict(verdict)
+
+    workers.serve(examine)
 
 
-class _Worker:
-    """One worker process, which is restarted when it crashes or takes too long."""
-
-    def __init__(self, num_devices: int, timeout_s: float) -> None:
-        self._num_devices, self._timeout_s = num_devices, timeout_s
-        self._answers: queue.Queue[str | None] = queue.Queue()
-        self._start()
-
-    def _start(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.opinfo",
-            "--worker",
-            "--devices",
-            str(self._num_devices),
-        ]
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._answers = queue.Queue()
-        threading.Thread(
-            target=self._listen, args=(self._process, self._answers), daemon=True
-        ).start()
-        if self._answers.get() is None:
-            raise RuntimeError(
-                f"the worker did not start; run it by hand to see why: {' '.join(command)}"
-            )
-
-    @staticmethod
-    def _listen(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
-        answers.put(None)
-
-    def ask(self, task: dict[str, Any]) -> dict[str, Any] | None:
-        """The verdict as a dictionary; if the process dies or is too slow, an error verdict."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        try:
-            answer = self._answers.get(timeout=self._timeout_s)
-            what = "the process died"
-        except queue.Empty:
-            answer, what = None, f"no result within {self._timeout_s:.0f} s"
-        if answer is not None:
-            return json.loads(answer)
-        self._process.kill()
-        self._process.wait()
-        self._start()
-        facts = {name: task[name] for name in ("entry", "variant", "dtype")}
-        return {
-            **facts,
-            "num_devices": self._num_devices,
-            "status": str(Status.ERROR),
-            "num_samples": 1,
-            "detail": what,
-            "loose": 0.0,
-            "random": False,
-            "lowered": [],
-        }
-
-    def stop(self) -> None:
-        self._process.kill()
-
-
-def run(
-    tasks: list[dict[str, Any]],
-    *,
-    jobs: int,
-    num_devices: int,
-    timeout_s: float,
-    journal: Path,
-    resume: bool,
-) -> list[dict[str, Any]]:
-    """All verdicts, in the order of the tasks. A progress bar counts the tasks.
-
-    Each verdict is appended to the journal as soon as it is known, so that `resume` continues an
-    interrupted run.
-    """
-    found: dict[int, dict[str, Any] | None] = {}
-    if resume and journal.exists():
-        known = {
-            json.dumps(task): verdict
-            for task, verdict in map(json.loads, journal.read_text().splitlines())
-        }
-        found = {
-            i: known[json.dumps(task)] for i, task in enumerate(tasks) if json.dumps(task) in known
-        }
-    waiting: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-    for i, task in enumerate(tasks):
-        if i not in found:
-            waiting.put((i, task))
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        journal.open("a" if resume else "w") as lines,
-        tqdm(total=len(tasks), initial=len(found), desc="entries x variants", disable=None) as bar,
-    ):
-
-        def work() -> None:
-            worker = _Worker(num_devices, timeout_s)
-            while True:
-                try:
-                    i, task = waiting.get_nowait()
-                except queue.Empty:
-                    worker.stop()
-                    return
-                found[i] = worker.ask(task)
-                # A single call, which the interpreter's lock makes atomic.
-                lines.write(json.dumps([task, found[i]]) + "\n")
-                lines.flush()
-                bar.update()
-
-        threads = [threading.Thread(target=work) for _ in range(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return [verdict for i in sorted(found) if (verdict := found[i]) is not None]
+def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
+    """The verdict where the worker died or was too slow."""
+    facts = {name: task[name] for name in ("entry", "variant", "dtype", "num_devices")}
+    return {
+        **facts,
+        "status": str(Status.ERROR),
+        "num_samples": 1,
+        "detail": what,
+        "loose": 0.0,
+        "random": False,
+        "lowered": [],
+    }
 
 
 def main() -> int:
@@ -253,21 +128,30 @@ def main() -> int:
     if not chosen:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
     tasks = [
-        {"entry": op.formatted_name, "variant": variant, "dtype": dtype, "limit": args.samples}
+        {
+            "entry": op.formatted_name,
+            "variant": variant,
+            "dtype": dtype,
+            "limit": args.samples,
+            "num_devices": args.devices,
+        }
         for op in chosen
         for variant in variants
         for dtype in dtypes
         if samples.applies(op, variant, DTYPES_BY_NAME[dtype])
     ]
     journal = args.out / f"opinfo_{args.devices}_devices.journal"
-    verdicts = run(
+    found = workers.run(
         tasks,
+        [sys.executable, "-m", "benchmarks.opinfo", "--worker", "--devices", str(args.devices)],
+        lost=_lost,
         jobs=args.jobs,
-        num_devices=args.devices,
         timeout_s=args.timeout,
         journal=journal,
         resume=args.resume,
+        what="entries x variants",
     )
+    verdicts = [verdict for verdict in found if verdict is not None]
     journal.unlink()
     table = summary(verdicts, num_devices=args.devices, limit=args.samples)
     if args.show:

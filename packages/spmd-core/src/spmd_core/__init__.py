@@ -59,6 +59,7 @@ from spmd_core.modules.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.runtime.devices import (
     device_attributes,
@@ -154,6 +155,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "XLAShard",
     # Training loops
     "sync",
+    "roll_back",
     "step",
     "compile",
     "allow_execution",

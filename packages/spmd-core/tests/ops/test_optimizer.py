@@ -21,6 +21,33 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_fused_step_at_each_count(amsgrad):
+    """The bias corrections depend on the count of steps, which is a tensor."""
+    for count in (1.0, 2.0, 10.0):
+        states = []
+        for device in ("cpu", "xla"):
+            given = [torch.linspace(low, 2, 6).to(device) for low in (-1, -2, 0.5, 0.25, 0.5)]
+            parameter, gradient, *averages = given
+            torch._fused_adamw_(
+                [parameter],
+                [gradient],
+                *([average] for average in averages[:2]),
+                averages[2:] if amsgrad else [],
+                [torch.tensor(count).to(device)],
+                lr=0.1,
+                beta1=0.9,
+                beta2=0.99,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=amsgrad,
+                maximize=False,
+            )
+            states.append([t.cpu() for t in given])
+        for expected, got in zip(*states):
+            torch.testing.assert_close(got, expected)
+
+
 def train(make, device, *, scaled=False):
     """Five steps under a schedule.
 

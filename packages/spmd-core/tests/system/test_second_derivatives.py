@@ -14,7 +14,9 @@ pytestmark = pytest.mark.one_device
 
 def model() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)
+    )
 
 
 def marked(net: nn.Module, mesh: spmd.Mesh) -> nn.Module:

@@ -53,6 +53,19 @@ def test_the_device_module():
     assert torch.rand(2, device="xla").tolist() == a
 
 
+def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(mesh_1d):
+    parameters = [torch.nn.Parameter(torch.ones(16, 2, device=d)) for d in ("cpu", "xla")]
+    spmd.mark_sharding(parameters[1], mesh_1d, ("x",))
+    trained, loaded = (torch.optim.AdamW([p]) for p in parameters)
+    parameters[0].grad = torch.ones(16, 2)
+    trained.step()
+    loaded.load_state_dict(trained.state_dict())
+    state = loaded.state[parameters[1]]
+    assert state["exp_avg"].sharding is parameters[1].sharding is not None
+    assert state["exp_avg_sq"].sharding is parameters[1].sharding
+    torch.testing.assert_close(state["exp_avg"].cpu(), trained.state[parameters[0]]["exp_avg"])
+
+
 def test_simulate_comes_first():
     with pytest.raises(ValueError, match=r"positive number.*simulate\(8\)"):
         spmd.simulate(0)

@@ -7,7 +7,7 @@ A storage holds one value. A view is a chain of view operations over a storage. 
   versions differ (in a new view, or after a write through another alias), the value is derived from
   the storage again.
 - Every live storage whose value is pending is in `_pending`, by weak reference: a value that no
-  tensor holds any more is never computed.
+  tensor holds any more is never computed. Where the value's program failed, it is in `_failed`.
 """
 
 import threading
@@ -24,6 +24,7 @@ from spmd_core.sharding.sharding import Sharding
 # host read inside an operation cuts.
 lock = threading.RLock()
 _pending: list["weakref.ref[Storage]"] = []
+_failed: "weakref.WeakSet[Storage]" = weakref.WeakSet()
 _weak = weakref.ref
 _next_address = 1 << 40
 
@@ -36,10 +37,21 @@ class Storage:
         spec: the spec of the whole storage.
         version: number of writes so far.
         sharding: the user's mark, or an inherited one; None where the partitioner may choose.
-        committed: the value of the last successful cut, which is restored if a program fails.
+        committed: the value of the last successful cut.
+        failed: whether the program of the pending value failed; then a cut leaves it out until it
+            is written or read.
     """
 
-    __slots__ = ("__weakref__", "_address", "committed", "sharding", "spec", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "committed",
+        "failed",
+        "sharding",
+        "spec",
+        "value",
+        "version",
+    )
 
     _address: int  # set by the first call of `address`
     offset = 0  # in elements; a view of the storage may begin elsewhere
@@ -47,6 +59,7 @@ class Storage:
     def __init__(self, value: Value, spec: Spec) -> None:
         self.value, self.spec = value, spec
         self.version = 0
+        self.failed = False
         self.sharding: Sharding | None = None
         self.committed: Value | None = None
         _pending.append(_weak(self))
@@ -57,22 +70,30 @@ class Storage:
         """Replaces the value; every view derives its own again when it is next read."""
         if value.data is not None:
             self.committed = value
+            self.failed = False
             value.owner = _weak(self)
-        elif self.value.data is not None:
+        elif self.value.data is not None or self.failed:
+            self.failed = False
             _pending.append(_weak(self))
         self.value = value
         self.version += 1
 
     def request(self) -> None:
         """Adds a pending storage to `_pending` again, after the program of its value failed."""
+        self.failed = False
         _pending.append(_weak(self))
+
+    def fail(self) -> None:
+        """Leaves the pending value to whoever reads it, as its program failed."""
+        self.failed = True
+        _failed.add(self)
 
     @staticmethod
     def of_leaf(spec: Spec, data: Any, placement: Placement) -> "Storage":
         """A storage over existing data; see `Value` for `data` and `placement`."""
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
-        storage.spec, storage.version, storage.sharding = spec, 0, None
+        storage.spec, storage.version, storage.sharding, storage.failed = spec, 0, None, False
         return storage
 
     @property
@@ -87,6 +108,13 @@ def take_pending() -> list[Storage]:
     )
     _pending.clear()
     return live
+
+
+def take_failed() -> list[Storage]:
+    """Empties `_failed` and returns the live storages whose pending value's program failed."""
+    found = [storage for storage in _failed if storage.failed]
+    _failed.clear()
+    return found
 
 
 def _prune() -> None:

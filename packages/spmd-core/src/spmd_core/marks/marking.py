@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, lock, read
-from spmd_core.graph.values import Entry, Value
+from spmd_core.graph.strides import is_dense
+from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.program import execution, leaves
 from spmd_core.recording.calls import known
 from spmd_core.recording.jax_calls import call_jax
@@ -231,8 +232,12 @@ def _check_arguments(
 
 def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
     """A new tensor of the same value, constrained and marked."""
+    spec = x._handle.spec
+    if not is_dense(spec.shape, spec.strides):
+        # An expanded gradient, for instance, whose copy is written to when gradients are added up.
+        spec = Spec.contiguous(spec.shape, spec.dtype)
     with lock:
-        storage = Storage(_constrained(read(x._handle), sharding), x._handle.spec)
+        storage = Storage(_constrained(read(x._handle), sharding), spec)
         storage.sharding = sharding
     return wrap(storage)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.diagonal import write_diagonal
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
@@ -137,37 +138,25 @@ def _triu(ctx: Context, x: jax.Array, diagonal: int = 0) -> jax.Array:
     return jnp.triu(x, diagonal)
 
 
-def _write_diagonal(
-    base: jax.Array, piece: jax.Array, offset: int, dim1: int, dim2: int
-) -> jax.Array:
-    axes = (_axis(dim1, base.ndim), _axis(dim2, base.ndim))
-    along = np.arange(piece.shape[-1])
-    matrices = jnp.moveaxis(base, axes, (-2, -1))
-    new = matrices.at[..., along + max(-offset, 0), along + max(offset, 0)].set(
-        piece, unique_indices=True
-    )
-    return jnp.moveaxis(new, (-2, -1), axes)
-
-
 @lowering("aten.diag_embed.default")
 def _diag_embed(
     ctx: Context, x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> jax.Array:
-    return _write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), x, offset, dim1, dim2)
+    return write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), x, offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_scatter.default")
 def _diagonal_scatter(
     ctx: Context, x: jax.Array, src: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> jax.Array:
-    return _write_diagonal(x, as_array(src, x.dtype), offset, dim1, dim2)
+    return write_diagonal(x, as_array(src, x.dtype), offset, dim1, dim2)
 
 
 @lowering("aten.diagonal_backward.default")
 def _diagonal_backward(
     ctx: Context, grad: jax.Array, input_sizes: list[int], offset: int, dim1: int, dim2: int
 ) -> jax.Array:
-    return _write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), grad, offset, dim1, dim2)
+    return write_diagonal(jnp.zeros(ctx.shape, ctx.dtype), grad, offset, dim1, dim2)
 
 
 # Regions.

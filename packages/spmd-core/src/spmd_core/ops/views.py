@@ -15,6 +15,7 @@ import torch
 from jax import lax
 
 from spmd_core import dtypes
+from spmd_core.ops.kernels.diagonal import take_diagonal, write_diagonal
 from spmd_core.ops.registry import Context, lowering, view_write
 
 
@@ -212,20 +213,16 @@ def _unbind(ctx: Context, x: jax.Array, dim: int = 0) -> tuple[jax.Array, ...]:
 def _diagonal(
     ctx: Context, x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> jax.Array:
-    return jnp.diagonal(x, offset, dim1, dim2)
+    if ctx.num_devices == 1:
+        return jnp.diagonal(x, offset, dim1, dim2)
+    return take_diagonal(x, offset, dim1, dim2)
 
 
 @view_write("aten.diagonal.default")
 def _diagonal_write(
     base: jax.Array, view: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> jax.Array:
-    axes = (_axis(dim1, base.ndim), _axis(dim2, base.ndim))
-    along = np.arange(view.shape[-1])
-    rows, columns = along + max(-offset, 0), along + max(offset, 0)
-    matrices = jnp.moveaxis(base, axes, (-2, -1))
-    return jnp.moveaxis(
-        matrices.at[..., rows, columns].set(view, unique_indices=True), (-2, -1), axes
-    )
+    return write_diagonal(base, view, offset, dim1, dim2)
 
 
 # Windows: `unfold` and the general `as_strided`.

@@ -12,8 +12,9 @@ import torch
 
 from spmd_core import metrics, source_lines
 from spmd_core.config import config
+from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.storage import Storage, lock, take_pending
+from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache
 from spmd_core.program.leaves import (
@@ -58,33 +59,72 @@ class CutGuard:
 cut_guard: CutGuard | None = None
 
 
-def cut(*, wait: bool = False) -> None:
+def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     """Computes every pending tensor that is still held, in one program.
 
-    Does not wait for the devices unless `wait` is true.
+    Does not wait for the devices unless `wait` is true. Where the program fails, the tensors that
+    have no pending operation in common run as programs of their own, so that a failure stays with
+    the tensors that it is about. These stay pending, with every write that was made to them: a
+    later cut leaves them out, and reading one tries again.
+
+    Args:
+        wait: whether to wait until the devices are done.
+        wanted: a storage that is about to be read: only a failure of its own program raises.
 
     Raises:
-        DeviceMemoryError, ProgramError: the program could not be compiled or run. Every tensor that
-            it would have updated in place has its value of the last cut again; the others stay
-            pending, and reading one raises again.
+        DeviceMemoryError, ProgramError: a program could not be compiled or run.
     """
     with lock:
         live = take_pending()
-        if live and cut_guard is not None:
-            try:
+        try:
+            if live and cut_guard is not None:
                 cut_guard.before_cut()
-            except BaseException:
-                _restore(live, roll_back=False)
-                raise
+        except BaseException:
+            _request(live)
+            raise
         if live:
             metrics.count("cuts")
             try:
                 _execute(live)
-            except BaseException as error:
-                _restore(live, roll_back=isinstance(error, Exception))
+            except Exception as error:
+                _execute_apart(live, error, wanted)
+            except BaseException:  # an interruption, which loses nothing
+                _request(live)
                 raise
     if wait:
         buffers.in_flight.wait_all()
+
+
+def roll_back() -> int:
+    """Gives up the pending writes whose programs failed: the tensors are as after the last cut.
+
+    For a program that catches an error and goes on, such as one that runs out of memory and then
+    takes a smaller batch. Without this call nothing is lost, and whatever uses these writes fails
+    again. New tensors, which have no earlier value, stay as they are. Does not wait.
+
+    Returns:
+        How many tensors have an earlier value again.
+    """
+    with lock:
+        count = 0
+        for storage in take_failed():
+            before = storage.committed
+            if before is None or _is_deleted(before):
+                storage.fail()
+            else:
+                storage.write(before)
+                count += 1
+        return count
+
+
+def _request(live: list[Storage]) -> None:
+    for storage in live:
+        storage.request()
+
+
+def _is_deleted(value: Value) -> bool:
+    """Whether the value's buffer went to a program that failed."""
+    return isinstance(value.data, jax.Array) and value.data.is_deleted()
 
 
 def end_step(*, wait: bool = False) -> None:
@@ -106,6 +146,13 @@ def _execute(live: list[Storage]) -> None:
         planned.numbers,
         planned.key.donated,
     )
+    for leaf in leaves:
+        if _is_deleted(leaf):
+            raise ProgramError(
+                f"the data of a {leaf.spec!r} tensor went to a program that failed after its start,"
+                " and what is computed from it is lost. Load these tensors anew, or from a "
+                "checkpoint."
+            )
     if cut_guard is not None:
         cut_guard.before_program(planned.key)
     program = planned.program()
@@ -138,22 +185,60 @@ def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
     storage.write(value)
 
 
-def _restore(live: list[Storage], *, roll_back: bool) -> None:
-    """Restores the storages of a cut that did not succeed.
+def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None) -> None:
+    """After the common program of these storages failed, runs one program for each group.
 
-    After an error (`roll_back`), storages have their last committed values again. After an
-    interruption they are pending as before, so that nothing is lost.
+    Raises the error of the group that has `wanted`, or of the first group that fails if nothing is
+    wanted.
     """
+    groups = _groups(live)
+    # A region of `compile` is about one program.
+    if len(groups) == 1 or cut_guard is not None:
+        for storage in live:
+            storage.fail()
+        raise error
+    metrics.count("cuts_run_apart")
+    raised = None
+    waiting = list(groups)
+    try:
+        for group in groups:
+            try:
+                _execute(group)
+            except Exception as again:
+                for storage in group:
+                    storage.fail()
+                if wanted in group or (wanted is None and raised is None):
+                    raised = again
+            waiting.remove(group)
+    except BaseException:
+        _request([storage for group in waiting for storage in group])
+        raise
+    if raised is not None:
+        raised.add_note(
+            f"The other tensors that were pending, {len(groups) - 1} group(s) of them, ran apart."
+        )
+        raise raised
+
+
+def _groups(live: list[Storage]) -> list[list[Storage]]:
+    """The storages, together where they have a pending operation in common; in the given order."""
+    group_of: dict[Value, list[Storage]] = {}
+    groups: list[list[Storage]] = []
     for storage in live:
-        before = storage.committed
-        if (
-            roll_back
-            and before is not None
-            and not (isinstance(before.data, jax.Array) and before.data.is_deleted())
-        ):
-            storage.write(before)
-        elif not roll_back:
-            storage.request()
+        nodes, _ = _collect([storage])
+        merged = [storage]
+        for node in nodes:
+            other = group_of.get(node)
+            if other is not None and other is not merged:
+                groups = [g for g in groups if g is not other]
+                other.extend(merged)
+                for known, group in group_of.items():
+                    if group is merged:
+                        group_of[known] = other
+                merged = other
+            group_of[node] = merged
+        groups = [*(g for g in groups if g is not merged), merged]
+    return groups
 
 
 @dataclass
@@ -380,7 +465,7 @@ def materialize(storage: Storage) -> Value:
     with lock:
         if storage.value.data is None:
             storage.request()
-            cut()
+            cut(wanted=storage)
         return storage.value
 
 

@@ -1,8 +1,10 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from jax.extend import source_info_util
 
 from spmd_core import dtypes, metrics, source_lines
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.values import Entry
+from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.program import regions
+from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
@@ -50,10 +53,17 @@ class Traced:
             `aten::mm`. Where the graph has origins, the name is
             `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
             the user's line.
+
+    Args:
+        graph: what to lower.
+        name: the program's.
+        whole_indices: whether the indices of gathers and scatters are whole on each device.
     """
 
-    def __init__(self, graph: Graph, name: str) -> None:
+    def __init__(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
         self.graph = graph
+        self._whole_indices = whole_indices
+        self._without_rules: set[Entry] = set()
         self.device_ids = graph.device_ids
         self._num_floats = sum(
             kind is float for node in graph.nodes for kind in node.entry.number_kinds
@@ -98,7 +108,7 @@ class Traced:
         self._common_mesh = common_mesh = CommonMesh([*placed, *marks], self.device_ids)
         everywhere = common_mesh(replicated(self.device_ids))
         self._mesh = everywhere.mesh
-        self._split_dims = self._find_split_dims()
+        self._split_dims, self._splits = self._find_split_dims(), self._find_splits()
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in (
@@ -161,13 +171,8 @@ class Traced:
         manual = self._manual(output.value)
         return output.placement if manual is None else regions.placement(manual)
 
-    def _find_split_dims(self) -> frozenset[int]:
-        """The dims that a leaf, a mark or a result splits, as negative numbers: -1 is the last dim.
-
-        Floating-point and complex tensors of at most two dims are taken for weights and left out.
-        Integer tensors may be indices into a table, whose rows become an additional last dim, so a
-        split dim of an integer tensor also counts as the dim before it.
-        """
+    def _find_shardings(self) -> list[tuple[Spec, jax.sharding.NamedSharding]]:
+        """The sharding of each leaf, mark and result, with the spec of its tensor."""
         graph = self.graph
         marked = [
             (node.entry.outs[0], named_sharding(node.entry.sharding, self.device_ids))
@@ -175,13 +180,22 @@ class Traced:
             if node.entry.sharding
         ]
         placed = [(leaf.spec, leaf.placement.device_sharding) for leaf in graph.leaves]
-        placed += [
+        results = [
             (output.spec, output.placement.device_sharding)
             for output in graph.outputs
             if output.placement is not None
         ]
+        return [*marked, *placed, *results]
+
+    def _find_split_dims(self) -> frozenset[int]:
+        """The dims that a leaf, a mark or a result splits, as negative numbers: -1 is the last dim.
+
+        Floating-point and complex tensors of at most two dims are taken for weights and left out.
+        Integer tensors may be indices into a table, whose rows become an additional last dim, so a
+        split dim of an integer tensor also counts as the dim before it.
+        """
         found = set()
-        for spec, sharding in (*marked, *placed):
+        for spec, sharding in self._find_shardings():
             ndim, is_float = len(spec.shape), spec.dtype.is_floating_point or spec.dtype.is_complex
             split = (
                 {dim - ndim for dim, axes in enumerate(sharding.spec) if axes}
@@ -190,6 +204,18 @@ class Traced:
             )
             found |= split if is_float else split | {dim - 1 for dim in split}
         return frozenset(found)
+
+    def _find_splits(self) -> Splits:
+        """The numbers of shards that do not divide the dim that they split."""
+        uneven = set()
+        for spec, sharding in self._find_shardings():
+            for size, axes in zip(spec.shape, sharding.spec):
+                names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+                count = math.prod(sharding.mesh.shape[name] for name in names)
+                if size % count:
+                    uneven.add(count)
+        keep_whole = self._with_whole_dims if self._whole_indices else None
+        return Splits(frozenset(uneven), keep_whole)
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
@@ -244,7 +270,7 @@ class Traced:
                         )
                     ]
                 else:
-                    results = entry.kernel(context, inputs, numbers)
+                    results = self._run(node, context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
             values.extend(results)
         returned = {id(x) for x in leaves}
@@ -261,6 +287,31 @@ class Traced:
             returned.add(id(x))
             outputs.append(x)
         return outputs
+
+    def _run(
+        self,
+        node: Node,
+        context: registry.Context,
+        inputs: list[jax.Array],
+        numbers: list[registry.Number],
+    ) -> Sequence[jax.Array]:
+        """The node's results, in forms that the partitioner gets right."""
+        kernel = node.entry.kernel
+        if len(self.device_ids) == 1 or node.entry in self._without_rules:
+            return kernel(context, inputs, numbers)
+        kinds = [number.kind for number in numbers]
+
+        def function(arguments: tuple[Any, Any, Any]) -> Sequence[jax.Array]:
+            arrays, values, key = arguments
+            typed = [registry.Number(x, kind) for x, kind in zip(values, kinds)]
+            return kernel(replace(context, key=key), arrays, typed)
+
+        arguments = (inputs, [number.value for number in numbers], context.key)
+        results = in_safe_forms(function, arguments, self._splits)
+        if results is None:
+            self._without_rules.add(node.entry)
+            return kernel(context, inputs, numbers)
+        return results
 
     def _run_local(
         self,

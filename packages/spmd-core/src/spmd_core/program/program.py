@@ -1,6 +1,8 @@
 """A compiled program: compiles a lowered graph, records its memory and cost, and runs it."""
 
+import dataclasses
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,15 +15,62 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import buffers
+from spmd_core.runtime.jax_sharding import replicated
 
 
 class Program(Traced):
     """A compiled graph. `run` starts it and returns without waiting."""
 
     def __init__(self, graph: Graph, name: str) -> None:
-        super().__init__(graph, name)
-        self._compile()
+        try:
+            self._build(graph, name)
+        except jax.errors.JaxRuntimeError as error:
+            if "[hlo verifier]" not in str(error) or len(graph.device_ids) == 1:
+                raise _explain(error, self) from error
+            self._build_with_whole_indices(graph, name, error)
+        uneven = self._uneven_results()
+        if uneven:
+            # jax does not read an array of uneven shards, which the partitioner may choose.
+            whole = Placement.of(replicated(graph.device_ids), None)
+            outputs = tuple(
+                dataclasses.replace(output, placement=whole) if i in uneven else output
+                for i, output in enumerate(graph.outputs)
+            )
+            self._build(dataclasses.replace(graph, outputs=outputs), name)
         metrics.record_program(self.record)
+
+    def _build(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
+        super().__init__(graph, name, whole_indices=whole_indices)
+        self._compile()
+
+    def _build_with_whole_indices(
+        self, graph: Graph, name: str, refusal: jax.errors.JaxRuntimeError
+    ) -> None:
+        """Builds a program again that the partitioner made invalid, which XLA then refused."""
+        try:
+            self._build(graph, name, whole_indices=True)
+        except jax.errors.JaxRuntimeError:
+            raise _explain(refusal, self) from refusal
+        metrics.count("programs_with_whole_indices")
+        warnings.warn(
+            f"XLA's partitioner made program {name} ({len(graph.nodes)} ops on "
+            f"{len(graph.device_ids)} devices) invalid. It was compiled with the indices of its "
+            "gathers and scatters whole on each device, which may move more bytes. Give a table "
+            "and what is looked up in it marks that split their last dim over the same axes.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _uneven_results(self) -> set[int]:
+        """The results for which the partitioner chose a sharding that does not divide them."""
+        found = set()
+        for i, (output, chosen) in enumerate(zip(self.graph.outputs, self.out_placements)):
+            if output.placement is None and chosen.manual is None:
+                try:
+                    chosen.device_sharding.shard_shape(output.spec.shape)
+                except ValueError:
+                    found.add(i)
+        return found
 
     def _compile(self) -> None:
         start = time.perf_counter()
@@ -29,11 +78,8 @@ class Program(Traced):
             name: value if isinstance(value, bool) else str(value)
             for name, value in self.graph.options
         } or None
-        try:
-            with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
-                self.compiled = self.lowered.compile(compiler_options=options)
-        except jax.errors.JaxRuntimeError as error:
-            raise _explain(error, self) from error
+        with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
+            self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start
         self.out_placements = [
             Placement.of(chosen, None) if placement is None else placement

@@ -1,0 +1,160 @@
+"""Does XLA's partitioner keep the values of random small programs under random layouts?
+
+Each program is one operation of torch's database between other operations, its tensors split over a
+mesh in a random way; `benchmarks/partitioner/programs.py` says what is drawn. Worker processes run
+them, several in one compilation, and compare with eager torch. A program that fails is reduced to
+the smallest one that still fails.
+
+Run: python -m benchmarks.partitioner
+         every operation on every mesh (about an hour on two cores)
+     python -m benchmarks.partitioner --ops 'index_*,scatter*' --programs 64 --show
+         some operations, more programs of each
+"""
+
+import argparse
+import fnmatch
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import spmd_core as spmd
+from benchmarks import workers
+from benchmarks.opinfo import samples
+from benchmarks.partitioner.programs import MESHES, Entry, examine
+from benchmarks.report import Table, argument_parser, publish
+
+
+def _serve() -> None:
+    """A worker process; its answers are objects of `Answer`."""
+    spmd.config.cache_dir = None
+    # LLVM comes after the partitioner; its optimizations would take most of the time.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    )
+    spmd.simulate(8)
+    spmd.use_spmd()
+    torch.set_num_threads(1)
+    ops = {op.formatted_name: op for op in samples.entries()}
+    entries: dict[str, Entry] = {}
+
+    def answer(task: dict[str, Any]) -> dict[str, Any]:
+        name = task["entry"]
+        if name not in entries:
+            entries.clear()
+            entries[name] = Entry(ops[name])
+        if not entries[name].samples:
+            return {"num_programs": 0, "failures": []}
+        return asdict(examine(entries[name], task["mesh"], task["seeds"]))
+
+    workers.serve(answer)
+
+
+def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
+    """The answer where the worker died or was too slow."""
+    failure = {
+        **{name: task[name] for name in ("entry", "mesh")},
+        "seed": task["seeds"][0],
+        "kind": "error",
+        "layout": f"one of the programs {task['seeds'][0]} to {task['seeds'][-1]}",
+        "detail": what,
+    }
+    return {"num_programs": len(task["seeds"]), "failures": [failure]}
+
+
+def table_of(answers: list[dict[str, Any]]) -> Table:
+    """The counts by mesh, with a note for each failure."""
+    counts: Counter[tuple[int, str]] = Counter()
+    failures = [f for a in answers for f in a["failures"]]
+    for answer in answers:
+        counts[answer["mesh"], "programs"] += answer["num_programs"]
+    for f in failures:
+        counts[f["mesh"], f["kind"]] += 1
+    rows = [
+        [
+            f"{shape} over devices {ids}",
+            *(str(counts[number, what]) for what in ("programs", "wrong", "error")),
+        ]
+        for number, (ids, shape, _) in enumerate(MESHES)
+    ]
+    notes = [
+        f"**{f['kind']}**: {f['entry']} on mesh {MESHES[f['mesh']][1]}, program {f['seed']}: "
+        f"{f['layout']}. {f['detail']}".replace("|", "\\|").replace("\n", " ")
+        for f in sorted(failures, key=lambda f: (f["kind"], f["entry"], f["mesh"], f["seed"]))
+    ]
+    return Table(
+        "Random small programs under random layouts, against eager torch",
+        ["mesh", "programs", "wrong", "error"],
+        rows,
+        notes,
+    )
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.partitioner"
+    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=12,
+        help="programs of each entry on each mesh (default 12)",
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
+    parser.add_argument(
+        "--meshes", default=",".join(map(str, range(len(MESHES)))), help="numbers (default: all)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="limit in seconds of a task (default 600)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        _serve()
+        return 0
+    names = [
+        op.formatted_name
+        for op in samples.entries()
+        if any(fnmatch.fnmatch(op.formatted_name, p) for p in args.ops.split(","))
+    ]
+    if not names:
+        parser.error(f"--ops names no entry of torch's database: {args.ops}")
+    tasks = [
+        {
+            "entry": name,
+            "mesh": int(mesh),
+            "seeds": list(range(args.first, args.first + args.programs)),
+        }
+        for name in names
+        for mesh in args.meshes.split(",")
+    ]
+    journal = args.out / "partitioner.journal"
+    answers = workers.run(
+        tasks,
+        [sys.executable, "-m", "benchmarks.partitioner", "--worker"],
+        lost=_lost,
+        jobs=args.jobs,
+        timeout_s=args.timeout,
+        journal=journal,
+        resume=args.resume,
+        what="entries x meshes",
+    )
+    journal.unlink()
+    table = table_of([{**answer, "mesh": task["mesh"]} for task, answer in zip(tasks, answers)])
+    if args.show:
+        table.show()
+    else:
+        failures = [f for a in answers for f in a["failures"]]
+        publish("partitioner", table, {"failures": failures}, folder=args.out)
+    return 1 if any(f["kind"] == "wrong" for a in answers for f in a["failures"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,485 @@
+"""Small programs around one operation, under random layouts; the values are eager torch's or not.
+
+A program calls one entry of torch's operator database on one of its samples. It is drawn from a
+number, so that a failure can be run again. What is drawn:
+
+- the mesh: of one, two or three axes, over all devices, some of them, or in another order;
+- for each tensor, how each of its dims is split: by one axis, by two, or not at all;
+- where each tensor comes from: the host, or an operation of the same program, such as a slice;
+- what reads the result, and how the result is marked;
+- whether the gradient is computed too, or the operation is done in place.
+
+Many programs are recorded before one cut, so that XLA compiles them as one.
+"""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import spmd_core as spmd
+from benchmarks.opinfo.compare import as_good_as_eager, close, down, skeleton
+from benchmarks.opinfo.samples import Sample, applies, excluded, samples
+
+# Device ids, shape and names. Samples of the database have dims of 2, 3, 5 and 10 elements for the
+# most part, so each size divides on some of these meshes and does not on others.
+MESHES: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]], ...] = (
+    (tuple(range(8)), (8,), ("x",)),
+    (tuple(range(8)), (4, 2), ("x", "y")),
+    ((3, 1, 0, 2, 7, 5, 6, 4), (2, 4), ("x", "y")),
+    (tuple(range(5)), (5,), ("x",)),
+    ((0, 1), (2,), ("x",)),
+    (tuple(range(8)), (2, 2, 2), ("x", "y", "z")),
+    ((0, 2, 4, 6), (2, 2), ("x", "y")),
+    ((5, 1, 3), (3,), ("x",)),
+)
+SOURCES = ("host", "computed", "slice", "transposed copy", "written through a view", "cat", "roll")
+READERS = ("nothing", "product", "row", "sum", "flipped")
+VARIANTS = ("forward", "gradient", "in place")
+LARGEST = 4096  # elements of a sample's tensors: larger ones only take longer
+
+Spec = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one program is laid out.
+
+    Attributes:
+        variant: one of `VARIANTS`.
+        sample: the number of the entry's sample.
+        specs: the partition spec of each tensor of the sample, or None for no mark.
+        sources: where each tensor comes from, one of `SOURCES`.
+        reader: what reads the result, one of `READERS`.
+        out: the axes that mark the result's dims, as far as it has dims, or None.
+    """
+
+    variant: str
+    sample: int
+    specs: tuple[Spec | None, ...]
+    sources: tuple[str, ...]
+    reader: str = "nothing"
+    out: Spec | None = None
+
+    def __str__(self) -> str:
+        tensors = [
+            f"{'unmarked' if spec is None else spec} {source}"
+            for spec, source in zip(self.specs, self.sources)
+        ]
+        return (
+            f"sample {self.sample}, {self.variant}: {'; '.join(tensors)}; "
+            f"result {self.out or 'unmarked'}, read by {self.reader}"
+        )
+
+    def simpler(self) -> Iterator["Layout"]:
+        """The same with one thing less."""
+        if self.reader != "nothing":
+            yield replace(self, reader="nothing")
+        if self.out is not None:
+            yield replace(self, out=None)
+        if self.variant != "forward":
+            yield replace(self, variant="forward")
+        for i, (spec, source) in enumerate(zip(self.specs, self.sources)):
+            if source != "host":
+                yield replace(self, sources=_with(self.sources, i, "host"))
+            if spec is not None:
+                yield replace(self, specs=_with(self.specs, i, None))
+                for dim, axes in enumerate(spec):
+                    if axes is not None and sum(a is not None for a in spec) > 1:
+                        yield replace(self, specs=_with(self.specs, i, _with(spec, dim, None)))
+                    if isinstance(axes, tuple):
+                        for axis in axes:
+                            less = _with(spec, dim, axis)
+                            yield replace(self, specs=_with(self.specs, i, less))
+
+
+def _with(items: tuple[Any, ...], position: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:position], item, *items[position + 1 :])
+
+
+@dataclass
+class Failure:
+    """A program whose values are wrong, or that raised.
+
+    Attributes:
+        entry: the operation's name in the database.
+        mesh: the number of the mesh in `MESHES`.
+        seed: the number from which the program was drawn.
+        kind: "wrong" or "error".
+        layout: of the smallest program found that fails alike, as text.
+        detail: how the values differ, or the error's first line.
+    """
+
+    entry: str
+    mesh: int
+    seed: int
+    kind: str
+    layout: str
+    detail: str
+
+
+@dataclass
+class Answer:
+    """What came of a task: how many programs ran, and which failed."""
+
+    num_programs: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+
+def mesh_of(number: int) -> spmd.Mesh:
+    """One of `MESHES`."""
+    ids, shape, names = MESHES[number]
+    return spmd.Mesh(ids, shape, names)
+
+
+class Entry:
+    """An entry of the database with its samples, and what eager torch makes of them."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.name: str = op.formatted_name
+        dtype = next(
+            (d for d in (torch.float32, torch.int64, torch.bool) if applies(op, "forward", d)),
+            torch.complex64,
+        )
+        self.has_gradient = applies(op, "gradient", dtype)
+        self._in_place = applies(op, "in_place", dtype)
+        self.samples: list[Sample] = []
+        if excluded(self.name, dtype) is None and dtype in op.supported_dtypes("cpu"):
+            self.samples = [
+                s
+                for s in samples(op, dtype, requires_grad=self.has_gradient, limit=24)
+                if s.tensors()
+                and any(t.dim() for t in s.tensors())
+                and all(t.numel() <= LARGEST for t in s.tensors())
+            ]
+
+    def draw(self, mesh: int, seed: int) -> Layout:
+        """The layout with this number."""
+        rng = random.Random(f"{self.name} {mesh} {seed}")
+        number = rng.randrange(len(self.samples))
+        tensors = self.samples[number].tensors()
+        names = MESHES[mesh][2]
+        variants = ["forward"]
+        variants += ["gradient"] * self.has_gradient + ["in place"] * self._in_place
+        specs = [
+            _draw_spec(rng, t.dim(), names) if rng.random() < 0.7 or len(tensors) == 1 else None
+            for t in tensors
+        ]
+        return Layout(
+            rng.choice(variants),
+            number,
+            tuple(specs),
+            tuple("host" if rng.random() < 0.4 else rng.choice(SOURCES) for _ in tensors),
+            rng.choice(READERS),
+            _draw_spec(rng, 3, names) if rng.random() < 0.3 else None,
+        )
+
+    def run(self, layout: Layout, mesh: spmd.Mesh | None) -> list[Any]:
+        """The program's results, recorded on the device; on the CPU without a mesh.
+
+        Raises whatever the program raises, and Skip where it makes no sense.
+        """
+        sample = self.samples[layout.sample]
+        torch.manual_seed(0)
+        tensors = iter(zip(layout.specs, layout.sources))
+        leaves: list[torch.Tensor] = []
+
+        def place(x: Any) -> Any:
+            if isinstance(x, torch.Tensor):
+                spec, source = next(tensors)
+                return _placed(x, spec, source, mesh, leaves)
+            is_cpu = isinstance(x, torch.device) or (isinstance(x, str) and x == "cpu")
+            return "xla" if mesh is not None and is_cpu else x
+
+        input_ = pytree.tree_map(place, sample.input)
+        args, kwargs = (sample.args, dict(sample.kwargs))
+        if sample.moves_args:
+            args, kwargs = pytree.tree_map(place, (sample.args, sample.kwargs))
+        if layout.variant == "in place":
+            target = [t.detach() for t in pytree.tree_leaves(input_)]
+            first = target[0] if isinstance(input_, torch.Tensor) else target
+            with torch.no_grad():
+                self.op.inplace_variant(first, *args, **kwargs)
+            return _read(target, layout, mesh)
+        result = self.op(input_, *args, **kwargs)
+        outs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        if layout.variant == "forward":
+            return _read([t.detach() for t in outs], layout, mesh)
+        outs = [
+            t
+            for t in pytree.tree_leaves(sample.process(result))
+            if isinstance(t, torch.Tensor) and t.requires_grad
+        ]
+        wanted = [t for t in leaves if t.requires_grad]
+        if not outs or not wanted:
+            raise Skip
+        read = _read(outs, layout, mesh)
+        return list(
+            torch.autograd.grad(read, wanted, [_weights(t) for t in read], allow_unused=True)
+        )
+
+
+class Skip(Exception):
+    """The program makes no sense."""
+
+
+def _draw_spec(rng: random.Random, ndim: int, names: tuple[str, ...]) -> Spec:
+    """A partition spec that splits at least one dim, if there is one."""
+    axes: list[Any] = list(names)
+    rng.shuffle(axes)
+    spec: list[Any] = [None] * ndim
+    dims = list(range(ndim))
+    rng.shuffle(dims)
+    if len(axes) > 1 and rng.random() < 0.3:
+        axes = [tuple(axes[:2]), *axes[2:]]
+    for dim, axis in list(zip(dims, axes))[: rng.choice((1, 1, 2, 3))]:
+        spec[dim] = axis
+    return tuple(spec)
+
+
+def _mark(t: torch.Tensor, spec: Spec | None, mesh: spmd.Mesh | None) -> torch.Tensor:
+    if mesh is not None and spec is not None and t.dim():
+        spmd.mark_sharding(t, mesh, spec[: t.dim()])
+    return t
+
+
+def _placed(
+    x: torch.Tensor,
+    spec: Spec | None,
+    source: str,
+    mesh: spmd.Mesh | None,
+    leaves: list[torch.Tensor],
+) -> torch.Tensor:
+    """A copy of a sample's tensor from `source`, marked. What it was made from joins `leaves`."""
+    device = "cpu" if mesh is None else "xla"
+    value = x.detach().clone()
+
+    def leaf(t: torch.Tensor) -> torch.Tensor:
+        t = _mark(t.to(device), spec, mesh)
+        if x.requires_grad:
+            t.requires_grad_()
+            leaves.append(t)
+        return t
+
+    if source == "host" or not x.dim():
+        return leaf(value)
+    if source == "computed":
+        return _mark(
+            leaf(value).clone().mul_(1) if x.dtype != torch.bool else leaf(value) | False,
+            spec,
+            mesh,
+        )
+    if source == "slice":
+        return leaf(torch.cat([value, value.roll(1, 0), value]))[: x.shape[0]].clone()
+    if source == "transposed copy":
+        return leaf(value.movedim(0, -1)).movedim(-1, 0).contiguous()
+    if source == "written through a view":
+        y = leaf(value).clone()
+        _mark(y, spec, mesh)
+        flat = y.view(-1)
+        with torch.no_grad():
+            _ = flat.logical_not_() if x.dtype == torch.bool else flat.neg_()
+            _ = y.logical_not_() if x.dtype == torch.bool else y.neg_()
+        return y
+    if source == "cat":
+        cut = x.shape[0] // 2
+        return torch.cat([leaf(value[:cut].clone()), leaf(value[cut:].clone())])
+    assert source == "roll"
+    return leaf(value).roll(1, -1).roll(-1, -1)
+
+
+def _read(results: list[torch.Tensor], layout: Layout, mesh: spmd.Mesh | None) -> list[Any]:
+    """The results, marked and read as the layout says."""
+    read = []
+    for t in results:
+        if not t.requires_grad or t.grad_fn is not None:
+            _mark(t, layout.out, mesh)
+        if layout.reader == "nothing" or not t.dim() or not t.numel():
+            read.append(t)
+        elif layout.reader == "product":
+            read.append(t * t if t.dtype != torch.bool else t & t)
+        elif layout.reader == "row":
+            read.append(t[t.shape[0] - 1])
+        elif layout.reader == "sum":
+            read.append(t.sum(-1))
+        else:
+            read.append(t.flip(0))
+    return [*read, *(t for t in results if layout.variant == "in place")]
+
+
+def _weights(t: torch.Tensor) -> torch.Tensor:
+    """A cotangent that is not constant: a constant one would hide errors that cancel."""
+    ramp = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=torch.float64)[: t.numel()]
+    return ramp.reshape(t.shape).to(t.dtype).to(t.device)
+
+
+@dataclass
+class _Program:
+    seed: int
+    layout: Layout
+    expected: list[Any]
+    got: list[Any] | None = None
+    error: str = ""
+
+
+def examine(entry: Entry, mesh_number: int, seeds: list[int]) -> Answer:
+    """Runs the programs with these numbers as one, compares each, and reduces those that fail."""
+    answer = Answer()
+    mesh = mesh_of(mesh_number)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs = []
+        for seed in seeds:
+            layout = entry.draw(mesh_number, seed)
+            expected = _expected(entry, layout)
+            if expected is not None:
+                programs.append(_Program(seed, layout, expected))
+        answer.num_programs = len(programs)
+        _run_together(entry, programs, mesh)
+        for program in programs:
+            kind, detail = _verdict(entry, program)
+            if kind:
+                layout, detail = _reduced(entry, program.layout, mesh, kind, detail)
+                answer.failures.append(
+                    Failure(entry.name, mesh_number, program.seed, kind, str(layout), detail)
+                )
+    return answer
+
+
+def _expected(entry: Entry, layout: Layout) -> list[Any] | None:
+    """Eager torch's results; None where it refuses the program, or draws random numbers."""
+    try:
+        first = down(entry.run(layout, None))
+        if "rand" in entry.name or "drop" in entry.name or entry.name in RANDOM:
+            return None
+        return first
+    except Exception:  # no reference
+        return None
+
+
+RANDOM = {
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "normal",
+    "normal_in_place",
+    "normal_number_mean",
+    "uniform",
+    "nn_functional_rrelu",
+    "nn_functional_fractional_max_pool2d",
+    "nn_functional_fractional_max_pool3d",
+    "nn_functional_multi_head_attention_forward",
+    "nn_functional_scaled_dot_product_attention",
+    "svd_lowrank",
+    "pca_lowrank",
+}
+
+
+def _run_together(entry: Entry, programs: list[_Program], mesh: spmd.Mesh) -> None:
+    """Fills in the results: by one cut, or by one for each program where that one fails."""
+    recorded = []
+    for program in programs:
+        try:
+            program.got = entry.run(program.layout, mesh)
+            recorded.append(program)
+        except Exception as error:
+            program.error = _first_line(error)
+    try:
+        spmd.sync()
+        for program in recorded:
+            program.got = down(program.got)
+    except Exception:
+        for program in recorded:
+            program.got = None
+        for program in recorded:
+            _run_alone(entry, program, mesh)
+
+
+def _run_alone(entry: Entry, program: _Program, mesh: spmd.Mesh) -> None:
+    try:
+        got = entry.run(program.layout, mesh)
+        spmd.sync()
+        program.got = down(got)
+    except Exception as error:
+        program.error = _first_line(error)
+
+
+def _verdict(entry: Entry, program: _Program) -> tuple[str, str]:
+    """The kind of failure and how; an empty kind for the right values."""
+    if program.got is None:
+        return "error", program.error
+    got, expected = program.got, program.expected
+    difference = skeleton(got, expected)
+    if difference is None:
+        difference = (
+            close(got, expected, rtol=2e-4, atol=2e-5)
+            if _floats(expected)
+            else close(got, expected)
+        )
+    if difference is None:
+        return "", ""
+    process = entry.samples[program.layout.sample].process
+    try:  # results that are not unique, such as a matrix's factors
+        if close(down(process(got)), down(process(expected)), rtol=2e-4, atol=2e-5) is None:
+            return "", ""
+    except Exception:
+        pass
+    wide = replace(program.layout)
+    if _as_good(entry, wide, got, expected):
+        return "", ""
+    return "wrong", difference[:240]
+
+
+def _as_good(entry: Entry, layout: Layout, got: list[Any], expected: list[Any]) -> bool:
+    """Whether the error against float64 is at most twice eager torch's, for float32 samples."""
+
+    def run(sample: Sample) -> Any:
+        changed = copy.copy(entry)
+        changed.samples = [*entry.samples]
+        changed.samples[layout.sample] = sample
+        return changed.run(layout, None)
+
+    return as_good_as_eager(run, entry.samples[layout.sample], got, expected)
+
+
+def _floats(results: list[Any]) -> bool:
+    return all(
+        not isinstance(t, torch.Tensor) or t.is_floating_point() or t.is_complex() for t in results
+    )
+
+
+def _reduced(
+    entry: Entry, layout: Layout, mesh: spmd.Mesh, kind: str, detail: str
+) -> tuple[Layout, str]:
+    """The smallest layout found that fails in the same way."""
+    for _ in range(40):
+        for simpler in layout.simpler():
+            expected = _expected(entry, simpler)
+            if expected is None:
+                continue
+            program = _Program(0, simpler, expected)
+            _run_alone(entry, program, mesh)
+            found, what = _verdict(entry, program)
+            if found == kind:
+                layout, detail = simpler, what
+                break
+        else:
+            break
+    return layout, detail
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+Examine = Callable[[Entry, int, list[int]], Answer]

@@ -1,0 +1,237 @@
+"""Evaluates kernels in forms that XLA's partitioner gets right, in a program over several devices.
+
+The partitioner errs on some primitives, such as a scatter of one index. A rule of `_RULES` writes
+such an equation of a kernel's jaxpr in another form; all other equations stay as they are. So
+lowerings, jax's own library and a user's jax functions are written without a thought of it.
+`docs/xla_errors.md` has each error, the jaxlib versions that have it, and what ends the rule.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
+
+Rule = Callable[["Splits", JaxprEqn, Sequence[jax.Array]], Sequence[jax.Array] | None]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How a program splits dims.
+
+    Attributes:
+        uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
+        keep_whole: `Context.keep_whole` where the indices of gathers and scatters are to be whole
+            on each device, else None.
+    """
+
+    uneven: frozenset[int] = frozenset()
+    keep_whole: Callable[[jax.Array, int], jax.Array] | None = None
+
+    def even_size(self, size: int) -> int:
+        """The next size that each of the numbers of shards divides."""
+        unit = math.lcm(*self.uneven)
+        return -(-size // unit) * unit
+
+
+def in_safe_forms(
+    function: Callable[..., Sequence[jax.Array]], arguments: Any, splits: Splits
+) -> Sequence[jax.Array] | None:
+    """The function's results with every rule applied, or None where no rule has a say.
+
+    Args:
+        function: a pure jax function.
+        arguments: its one argument, a tree of arrays.
+        splits: of the program that is traced.
+    """
+    closed = jax.make_jaxpr(function)(arguments)
+    if not _has_rule(closed.jaxpr):
+        return None
+    return _evaluate(closed, jax.tree.leaves(arguments), splits)
+
+
+def _has_rule(jaxpr: Jaxpr) -> bool:
+    return any(_is_ruled(eqn) for eqn in jaxpr.eqns)
+
+
+# Primitives that call one function, by the name of the parameter that has it. `scan`, `while` and
+# `cond` are not among them: their bodies are rebuilt.
+_CALLS = {
+    primitives.jit_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The functions that an equation calls."""
+    if eqn.primitive in _CALLS:
+        return [eqn.params[_CALLS[eqn.primitive]]]
+    if eqn.primitive is primitives.scan_p:
+        return [eqn.params["jaxpr"]]
+    if eqn.primitive is primitives.while_p:
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    return list(eqn.params["branches"]) if eqn.primitive is primitives.cond_p else []
+
+
+def _evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[jax.Array], splits: Splits
+) -> list[jax.Array]:
+    """The function's results; the equations between two that have rules are evaluated together."""
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts))
+    values.update(zip(jaxpr.invars, arguments))
+    outer = source_info_util.current_name_stack()
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for has_rule, group in groupby(jaxpr.eqns, _is_ruled):
+        if not has_rule:
+            _evaluate_as_is(jaxpr, list(group), values)
+            continue
+        for eqn in group:
+            inputs = [read(x) for x in eqn.invars]
+            with source_info_util.set_name_stack(outer + eqn.source_info.name_stack):
+                values.update(zip(eqn.outvars, _ruled(eqn, inputs, splits)))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _is_ruled(eqn: JaxprEqn) -> bool:
+    return eqn.primitive in _RULES or any(_has_rule(inner.jaxpr) for inner in _inner(eqn))
+
+
+def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
+    """Adds the values that the equations compute to `values`, by jax's own evaluation."""
+    made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, DropVar)]
+    read = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal)}
+    given = [x for x in values if x in read]
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(given), result_paths=("",) * len(made))
+    part = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns, debug_info=names)
+    values.update(zip(made, jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[x] for x in given))))
+
+
+def _ruled(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
+    rule = _RULES.get(eqn.primitive)
+    if rule is None:
+        return _with_inner_rules(eqn, inputs, splits)
+    found = rule(splits, eqn, inputs)
+    return [eqn.primitive.bind(*inputs, **eqn.params)] if found is None else found
+
+
+def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
+    """The results of an equation that calls functions, with the rules applied inside of them."""
+    if eqn.primitive in _CALLS:
+        return _evaluate(eqn.params[_CALLS[eqn.primitive]], inputs, splits)
+    params = dict(eqn.params)
+
+    def rebuilt(inner: ClosedJaxpr) -> ClosedJaxpr:
+        return jax.make_jaxpr(lambda *xs: _evaluate(inner, xs, splits))(*inner.in_avals)
+
+    for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
+        if name in params:
+            params[name] = rebuilt(params[name])
+    if "branches" in params:
+        params["branches"] = tuple(rebuilt(branch) for branch in params["branches"])
+    results: Sequence[jax.Array] = eqn.primitive.bind(*inputs, **params)
+    return results
+
+
+def _scatter(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """At least two indices, and as many as every number of shards divides.
+
+    XLA turns a scatter of one index into a dynamic-update-slice, which the partitioner gets wrong
+    where the operand is itself computed from a split dim. And where indices are split unevenly over
+    some axes of a mesh, it adds the padding of the last shard at index 0. An index outside of the
+    operand writes nothing, so such indices fill up.
+    """
+    operand, indices, updates = inputs
+    if splits.keep_whole is not None:
+        indices = splits.keep_whole(indices, indices.ndim)
+    params = eqn.params
+    dims = params["dimension_numbers"]
+    batching = dims.scatter_indices_batching_dims
+    free = [d for d in range(indices.ndim - 1) if d not in batching]
+    if params["mode"] == lax.GatherScatterMode.CLIP:
+        return [eqn.primitive.bind(operand, indices, updates, **params)]
+    if not free:
+        # The window dims come after the batching dims among the updates' dims, as `indices` says.
+        indices = jnp.expand_dims(indices, indices.ndim - 1)
+        at = _position_of_new_dim(dims, updates.ndim)
+        updates = jnp.expand_dims(updates, at)
+        dims = dims._replace(
+            update_window_dims=tuple(d + (d >= at) for d in dims.update_window_dims)
+        )
+        free = [indices.ndim - 2]
+    scattered = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
+    sizes = {d: splits.even_size(indices.shape[d]) for d in free}
+    if math.prod(sizes.values()) == 1:
+        sizes[free[0]] = 2
+    outside = np.asarray(max(operand.shape), indices.dtype)
+    for d, size in sizes.items():
+        more = size - indices.shape[d]
+        indices = _appended(indices, d, more, outside)
+        updates = _appended(updates, scattered[d], more, np.zeros((), updates.dtype))
+    return [eqn.primitive.bind(operand, indices, updates, **{**params, "dimension_numbers": dims})]
+
+
+def _gather(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """Whole indices, in a program that was refused otherwise.
+
+    The partitioner makes a slice that is larger than its operand, where the indices and the
+    operand's columns are split over the same axis and the result is marked otherwise.
+    """
+    if splits.keep_whole is None:
+        return None
+    operand, indices = inputs
+    return [eqn.primitive.bind(operand, splits.keep_whole(indices, indices.ndim), **eqn.params)]
+
+
+def _position_of_new_dim(dims: lax.ScatterDimensionNumbers, ndim: int) -> int:
+    """Where a new last index dim stands among the dims of the updates."""
+    scattered = [d for d in range(ndim) if d not in dims.update_window_dims]
+    return scattered[-1] + 1 if scattered else 0
+
+
+def _appended(x: jax.Array, dim: int, count: int, value: Any) -> jax.Array:
+    edges = [(0, count if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, value, edges) if count else x
+
+
+def _slice(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """No step where a slice keeps one element: the partitioner returns another one, or refuses."""
+    params = eqn.params
+    starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    if strides is None:
+        return None
+    single = [-(-(b - a) // s) == 1 and s > 1 for a, b, s in zip(starts, limits, strides)]
+    if not any(single):
+        return None
+    limits = [a + 1 if one else b for a, b, one in zip(starts, limits, single)]
+    strides = [1 if one else s for s, one in zip(strides, single)]
+    return [lax.slice(inputs[0], starts, limits, strides)]
+
+
+_RULES: dict[Any, Rule] = {
+    primitives.scatter_p: _scatter,
+    primitives.scatter_add_p: _scatter,
+    primitives.scatter_mul_p: _scatter,
+    primitives.scatter_min_p: _scatter,
+    primitives.scatter_max_p: _scatter,
+    primitives.gather_p: _gather,
+    primitives.slice_p: _slice,
+}

@@ -1,0 +1,230 @@
+"""Programs that XLA's partitioner gets wrong without the rules, against eager torch."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from tiers import exhaustive
+
+import spmd_core as spmd
+from spmd_core.program.partitioner_rules import Splits, in_safe_forms
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def axis(count: int) -> spmd.Mesh:
+    """A mesh of one axis over the first devices."""
+    if spmd.global_runtime_device_count() < count:
+        pytest.skip(f"needs {count} devices")
+    return spmd.Mesh(range(count), (count,), ("a",))
+
+
+def written_through_a_reshape(x: torch.Tensor) -> torch.Tensor:
+    y = x[:16].clone()
+    y.view(4, 4, -1).mul_(2)
+    return y
+
+
+# How a tensor of 16 rows is computed from one of 20 in the same program.
+COMPUTED: dict[str, Make] = {
+    "slice": lambda x: x[:16].clone(),
+    "cat": lambda x: torch.cat([x[:7], x[11:]]),
+    "pad": lambda x: F.pad(x[:12], (0, 0, 1, 3)),
+    "roll": lambda x: x[:16].roll(3, 0),
+    "sort": lambda x: x[:16].sort(0, descending=True).values,
+    "transposed copy": lambda x: x[:16].t().clone().t().contiguous(),
+    "reshape": lambda x: x[:16].reshape(2, 8, -1).transpose(0, 1).reshape(16, -1),
+    "written through a reshape": written_through_a_reshape,
+}
+
+
+def put(y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    y[at] = 70.0
+    return y
+
+
+def add_in_place(y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    y[at] += 70.0
+    return y
+
+
+def row(y: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full((1, y.shape[1]), value, device=y.device)
+
+
+# Writes at one index.
+WRITTEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "put": put,
+    "add in place": add_in_place,
+    "index_add": lambda y, at: y.index_add(0, at, row(y, 3.0)),
+    "index_copy": lambda y, at: y.index_copy(0, at, row(y, 3.0)),
+    "index_fill": lambda y, at: y.index_fill(0, at, 4.0),
+    "index_put, a 0-dim index": lambda y, at: y.index_put((at[0],), torch.tensor(5.0).to(y)),
+    "scatter": lambda y, at: y.scatter(0, at[:, None].expand(1, y.shape[1]), 6.0),
+    "index_reduce": lambda y, at: y.index_reduce(0, at, row(y, 3.0), "amax"),
+    "two dims": lambda y, at: y.index_put((at, at * 0 + 1), torch.tensor(5.0).to(y)),
+}
+# Every way to compute with one way to write, and every way to write after a slice.
+CASES = [
+    (computed, written) if "slice" in computed or written == "put" else None
+    for computed, written in itertools.product(COMPUTED, WRITTEN)
+]
+
+
+@pytest.mark.parametrize("count", [2, exhaustive(3), 4, exhaustive(8)])
+@pytest.mark.parametrize(("computed", "written"), [case for case in CASES if case])
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
+def test_a_row_written_at_a_tensor_index(computed, written, count):
+    mesh = axis(count)
+    rows = torch.arange(40.0).view(20, 2)
+    expected = WRITTEN[written](COMPUTED[computed](rows.clone()), torch.tensor([5]))
+    results = []
+    for marks_rows in (True, False):
+        x = rows.to("xla")
+        if marks_rows:
+            spmd.mark_sharding(x, mesh, ("a",))
+        y = COMPUTED[computed](x)
+        if not marks_rows:
+            spmd.mark_sharding(y, mesh, ("a",))
+        results.append(WRITTEN[written](y, torch.tensor([5], device="xla")))
+    for result in results:
+        torch.testing.assert_close(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_cache_that_is_written_at_one_position_after_the_other(count):
+    mesh = axis(count)
+    x, eager = torch.arange(40.0).view(20, 2).to("xla"), torch.arange(40.0).view(20, 2)
+    spmd.mark_sharding(x, mesh, ("a",))
+    for position in range(7):
+        for t in (x, eager):
+            y = t[:16].clone()
+            y[position] = 100.0 + position  # a number, which changes from program to program
+            y[position : position + 2] += 1
+            t[:16] = y
+        torch.testing.assert_close(x.cpu(), eager)
+
+
+def scatter_adds(device: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Operations that add up rows of the float tensor (n, 2) made from n indices."""
+    table = torch.ones(12, 2, device=device, requires_grad=True)
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return lambda ids: torch.autograd.grad(function(ids).sum(), table)[0]
+
+    def source(ids: torch.Tensor) -> torch.Tensor:
+        return ids.to(torch.float32)[..., None].expand(*ids.shape, 2) * 1.0
+
+    zeros = torch.zeros(12, 2, device=device)
+    return {
+        "embedding": gradient(lambda ids: F.embedding(ids, table)),
+        "index": gradient(lambda ids: table[ids]),
+        "index_select": gradient(lambda ids: table.index_select(0, ids.flatten())),
+        "index_add": lambda ids: zeros.index_add(0, ids.flatten(), source(ids.flatten())),
+        "scatter_add": lambda ids: zeros.scatter_add(
+            0, ids.flatten()[:, None].expand(-1, 2), source(ids.flatten())
+        ),
+        "index_put": lambda ids: zeros.index_put((ids,), source(ids), accumulate=True),
+        "index_reduce": lambda ids: zeros.index_reduce(
+            0, ids.flatten(), source(ids.flatten()), "mean", include_self=False
+        ),
+    }
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 3), (5,), (1,), (8,)])
+@pytest.mark.parametrize("name", scatter_adds("cpu"))
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
+def test_updates_that_are_split_unevenly_over_one_of_two_axes(name, shape, mesh_2d):
+    ids = torch.arange(torch.Size(shape).numel()).view(shape) % 11 + 1  # none is 0
+    expected = scatter_adds("cpu")[name](ids)
+    marked = spmd.mark_sharding(ids.to("xla"), mesh_2d, ("a",))
+    torch.testing.assert_close(scatter_adds("xla")[name](marked).cpu(), expected)
+
+
+def test_updates_that_are_split_unevenly_along_a_later_dim(mesh_2d):
+    source = torch.ones(4, 3) * 1
+    index = torch.tensor([1, 2, 3])
+    expected = torch.zeros(4, 4).index_add(1, index, source)
+    marked = spmd.mark_sharding(source.to("xla") * 1, mesh_2d, (None, "a"))
+    result = torch.zeros(4, 4, device="xla").index_add(1, index.to("xla"), marked)
+    torch.testing.assert_close(result.cpu(), expected)
+
+
+@pytest.mark.parametrize(("size", "start", "step"), [(2, 1, 3), (5, 4, 5), (5, 4, 3), (8, 7, 3)])
+def test_a_slice_with_a_step_that_keeps_one_element(size, start, step, mesh_1d):
+    eager = torch.arange(1.0, size + 1)
+    x = spmd.mark_sharding(eager.to("xla"), mesh_1d, ("x",))
+    torch.testing.assert_close((x * 10)[start::step].add(1).cpu(), (eager * 10)[start::step].add(1))
+    z, w = eager * 10, x * 10
+    for t in (z, w):
+        t[start::step].mul_(3)
+    torch.testing.assert_close(w.cpu(), z)
+
+
+@pytest.mark.parametrize("offset", [0, 2, -3])
+@pytest.mark.parametrize("out", [("a", "b"), ("b", "a"), (None, "a"), ("b",)])
+def test_the_diagonal_of_a_split_tensor(out, offset, mesh_2d):
+    eager = torch.arange(1.0, 257.0).view(8, 8, 4)
+    eager[3, 3, 1], eager[2, 2, 0] = float("nan"), -0.0
+    for spec in (("a",), (None, "a"), ("b", "a"), ("a", None, "b")):
+        x = spmd.mark_sharding(eager.to("xla"), mesh_2d, spec)
+        y = spmd.mark_sharding(x.diagonal(offset) * 1, mesh_2d, out)
+        torch.testing.assert_close(y.cpu(), eager.diagonal(offset), equal_nan=True)
+        z = spmd.mark_sharding(torch.einsum("iij->ij", x), mesh_2d, out)
+        torch.testing.assert_close(z.cpu(), torch.einsum("iij->ij", eager), equal_nan=True)
+        assert (1 / x.diagonal().cpu()[0, 2]).item() == float("-inf")  # the zero keeps its sign
+
+
+def in_loops(x: jax.Array, index: jax.Array) -> jax.Array:
+    """One write at one index in each kind of function that jax calls from a program."""
+
+    def write(x: jax.Array) -> jax.Array:
+        return x.at[index].add(1.0)
+
+    x = jax.jit(write)(x)
+    x, _ = jax.lax.scan(lambda carry, _: (write(carry), None), x, None, length=2)
+    x = jax.lax.while_loop(lambda x: jnp.sum(x.at[index].set(0.0)) < 1000, write, x)
+    x = jax.lax.cond(jnp.sum(x) > 0, write, lambda x: x, x)
+    return jax.custom_jvp(write)(x)
+
+
+def test_the_rules_hold_inside_of_jaxs_loops_and_calls(mesh_1d, num_devices):
+    rows = torch.arange(16.0).view(16, 1)
+    index = torch.tensor([5])
+    expected = in_loops(jnp.asarray(rows.numpy()), jnp.asarray(index.numpy()))
+    x = spmd.mark_sharding(torch.cat([rows, rows]).to("xla"), mesh_1d, ("x",))
+    result = spmd.call_jax(in_loops, x[:16].clone(), index.to("xla"))
+    torch.testing.assert_close(result.cpu(), torch.tensor(expected.tolist()))
+
+
+def test_equations_without_a_rule_stay_as_they_are():
+    def function(x: jax.Array) -> list[jax.Array]:
+        return [jnp.tanh(x) @ x.T]
+
+    assert in_safe_forms(function, jnp.ones((3, 3)), Splits()) is None
+
+
+@pytest.mark.parametrize(
+    ("uneven", "size", "even"), [((), 5, 5), ((4,), 5, 8), ((4, 6), 5, 12), ((2, 8), 16, 16)]
+)
+def test_sizes_that_all_numbers_of_shards_divide(uneven, size, even):
+    assert Splits(frozenset(uneven)).even_size(size) == even
+
+
+def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_indices(num_devices):
+    if num_devices < 8:
+        pytest.skip("needs a mesh of 2 by 4 devices")
+    mesh = spmd.Mesh(range(8), (2, 4), ("a", "c"))
+    rows = torch.arange(32.0).view(8, 4)
+    table = spmd.mark_sharding(rows.to("xla"), mesh, ("c", "a"))
+    ids = spmd.mark_sharding(torch.arange(7, -1, -1).to("xla"), mesh, ("a",))
+    out = spmd.mark_sharding(F.embedding(ids, table), mesh, ("c", "a"))
+    with pytest.warns(RuntimeWarning, match=r"(?s)made program .* invalid.*indices.*same axes"):
+        result = (out * 1).cpu()
+    torch.testing.assert_close(result, rows.flip(0))
+    assert spmd.metrics.counter("programs_with_whole_indices") == 1
