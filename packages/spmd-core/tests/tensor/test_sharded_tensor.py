@@ -5,6 +5,8 @@ import io
 import pickle
 import threading
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,15 @@ def test_numpy_asks_for_force():
     with pytest.raises(TypeError, match=r"numpy\(force=True\)"):
         x.numpy()
     assert x.numpy(force=True).tolist() == [1, 1]
+
+
+def test_memory_is_not_shared_by_dlpack():
+    x = torch.ones(2, device="xla")
+    for take in (np.from_dlpack, torch.from_dlpack, type(x).__dlpack__):
+        with pytest.raises(BufferError, match=r"shape \(2,\)\. Pass tensor\.detach\(\)\.cpu\(\)"):
+            take(x)
+    assert np.from_dlpack(x.detach().cpu()).tolist() == [1, 1]
+    assert jnp.asarray(spmd.to_jax(x)).tolist() == [1, 1]
 
 
 def test_deepcopy_keeps_values_grad_and_sharding(mesh_1d, num_devices):

@@ -36,6 +36,7 @@ from torch_xla.debug import metrics as _metrics  # noqa: E402, F401
 from torch_xla.debug import profiler as _profiler  # noqa: E402, F401
 from torch_xla.distributed import parallel_loader as _parallel_loader  # noqa: E402, F401
 from torch_xla.distributed import spmd as _spmd_names  # noqa: E402, F401
+from torch_xla.distributed import xla_backend as _xla_backend  # noqa: E402, F401
 from torch_xla.distributed import xla_multiprocessing as xmp  # noqa: E402, F401
 from torch_xla.torch_xla import compile as compile  # noqa: E402
 from torch_xla.torch_xla import device as device  # noqa: E402

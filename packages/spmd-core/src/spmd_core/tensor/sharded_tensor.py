@@ -255,6 +255,18 @@ class XLAShardedTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype=dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Raises BufferError: the next program may take over the tensor's buffers."""
+        raise BufferError(
+            "DLPack shares memory, and that of an xla tensor belongs to the programs; "
+            f"got a tensor of shape {tuple(self.shape)}. "
+            "Pass tensor.detach().cpu(), or spmd_core.to_jax(tensor) to jax."
+        )
+
+    def __dlpack_device__(self) -> Any:
+        """Raises BufferError, like `__dlpack__`."""
+        self.__dlpack__()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
             return memo[id(self)]
