@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.sharding.sharding import ShardingType
 
 pytestmark = pytest.mark.one_device
 
@@ -104,6 +105,20 @@ def test_printing_a_marked_tensor_shows_its_sharding(mesh_1d):
         "Parameter containing:\nXLAShardedTensor("
         "tensor([1., 1.], device='xla:0', requires_grad=True), sharding=('x',))"
     )
+
+
+def test_printing_a_result_shows_how_the_partitioner_split_it(mesh_1d, num_devices):
+    x = spmd.mark_sharding(torch.ones(num_devices).to("xla"), mesh_1d, ("x",))
+    y = x + 1
+    inner = f"tensor({[2.0] * num_devices}, device='xla:0')".replace(".0", ".")
+    if num_devices == 1:
+        assert repr(y) == inner
+    else:
+        ids = ",".join(map(str, range(num_devices)))
+        spec = f"{{devices=[{num_devices}]{ids}}}"
+        assert repr(y) == f"XLAShardedTensor({inner}, sharding='{spec}')"
+        assert y.sharding_type is ShardingType.TILED
+    assert repr(y.sum()).startswith("tensor(")
 
 
 def test_scalars_and_truth():
