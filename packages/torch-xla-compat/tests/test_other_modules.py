@@ -149,6 +149,7 @@ def test_two_programs_have_groups_on_one_host(monkeypatch):
 # What libraries ask of torch_xla in programs that use another device.
 
 
+@pytest.mark.slow
 def test_lightning_finds_no_tpu_and_starts_no_device():
     # Lightning 2.6, XLAAccelerator.auto_device_count: a distribution named torch_xla is not there,
     # so it takes the old paths. `is_available` catches ValueError, AssertionError and OSError.
