@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import (
     DeviceMesh,
     Partial,
@@ -10,6 +11,7 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    parallel,
 )
 
 import torch_xla.distributed.spmd as xs
@@ -123,3 +125,15 @@ def test_what_distributing_a_module_refuses(mesh):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, None, lambda: None)
     with pytest.warns(FutureWarning, match="two arguments are deprecated"):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, None, lambda inputs, mesh: None)
+
+
+def test_torchs_tensor_parallelism_says_what_to_use(mesh):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for plan in (
+        {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()},
+        parallel.SequenceParallel(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"Mark the parameters.*shard_module\("):
+            parallel.parallelize_module(model, mesh, plan)
+    whole = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
+    assert (whole @ whole).full_tensor().tolist() == [[8.0] * 8] * 8

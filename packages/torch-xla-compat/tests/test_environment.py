@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import spmd_core as spmd
 import torch_xla
+from spmd_core.program import compile_cache
 from torch_xla import _environment
 
 
@@ -58,6 +60,38 @@ def test_eager_mode(monkeypatch):
     monkeypatch.setenv("XLA_USE_EAGER_DEBUG_MODE", "1")
     _environment.apply()
     assert torch_xla.experimental.is_eager_mode()
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (None, ["BEGIN_GRAPH\ninput 0: float32[3]", "aten::sinh(input 0) -> float32[3]"]),
+        ("hlo", ["BEGIN_GRAPH\nHloModule", "sinh"]),
+        ("stablehlo", ["BEGIN_GRAPH\nmodule @", "sinh"]),
+    ],
+)
+def test_saved_programs(monkeypatch, tmp_path, form, words):
+    monkeypatch.setattr(compile_cache, "observers", list(compile_cache.observers))
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(tmp_path / "graphs"))
+    if form is not None:
+        monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", form)
+    _environment.apply()
+    compile_cache.clear()
+    x = torch.ones(3).to("xla")
+    for _ in range(2):
+        y = x.sinh()
+        torch_xla.sync()
+    assert y is not None
+    text = (tmp_path / "graphs.0").read_text()
+    assert all(word in text for word in words) and text.count("## BEGIN_GRAPH") == 1
+    assert f" for {__file__}:" in text
+
+
+def test_other_forms_of_saved_programs_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FILE", str(tmp_path / "graphs"))
+    monkeypatch.setenv("XLA_SAVE_TENSORS_FMT", "dot")
+    with pytest.raises(ValueError, match=r"is one of text, hlo, stablehlo; got 'dot'\. Set one"):
+        _environment.apply()
 
 
 def test_sync_that_waits(monkeypatch):

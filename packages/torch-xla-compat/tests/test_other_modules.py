@@ -1,21 +1,29 @@
 """Tests small modules.
 
-They are amp, xla_builder, xla_env_vars, tpu, utils, xla_multiprocessing and xla_backend.
+They are amp, functions, xla_builder, xla_env_vars, tpu, pjrt, utils, dlpack, xla_multiprocessing
+and xla_backend.
 """
 
+import os
+import socket
+import subprocess
+import sys
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import torch_xla
 import torch_xla.core.xla_builder as xb
-import torch_xla.distributed.xla_backend
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.utils.utils as xu
 from torch_xla._internal import tpu
 from torch_xla.amp import GradScaler, autocast, syncfree
-from torch_xla.core import xla_env_vars
+from torch_xla.core import functions, xla_env_vars
+from torch_xla.experimental import pjrt
+from torch_xla.utils import dlpack
 
 
 def test_autocast():
@@ -64,12 +72,13 @@ def test_computations_by_hand_are_refused(name):
 
 
 def test_names_of_variables():
-    assert all(getattr(xla_env_vars, name) == name for name in dir(xla_env_vars) if name.isupper())
+    names = [name for name in dir(xla_env_vars) if name.isupper()]
+    assert all(getattr(xla_env_vars, name).endswith(name) for name in names)
 
 
 def test_no_tpu_here():
     assert tpu.num_available_devices() == tpu.num_available_chips() == 0
-    with pytest.raises(RuntimeError, match="a TPU generation is asked of a TPU"):
+    with pytest.raises(OSError, match="a TPU generation is asked of a TPU; the device is 'no TPU'"):
         tpu.version()
 
 
@@ -112,11 +121,83 @@ def test_several_processes_are_refused():
     )
 
 
-def test_a_process_group_of_one(monkeypatch):
-    assert torch_xla.distributed.xla_backend is not None
-    monkeypatch.setenv("MASTER_PORT", "0")
-    dist.init_process_group("gloo", init_method="xla://")
+@pytest.mark.parametrize("backend", ["gloo", "xla"])
+@pytest.mark.filterwarnings("ignore:c10d:UserWarning")
+def test_a_process_group_of_one(backend):
+    # Composer 0.32 makes its group like this, with "xla", after no more than `import torch_xla`.
+    dist.init_process_group(backend, init_method="xla://")
     try:
         assert dist.get_world_size() == 1 and dist.get_rank() == 0
+        assert dist.get_backend() == backend
+        x, gathered = torch.ones(2, device="xla"), torch.zeros(2, device="xla")
+        dist.all_gather([gathered], x)
+        dist.barrier()
+        assert gathered.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
+
+
+def test_two_programs_have_groups_on_one_host(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        dist.init_process_group("gloo", init_method="xla://")
+        dist.destroy_process_group()
+
+
+# What libraries ask of torch_xla in programs that use another device.
+
+
+@pytest.mark.slow
+def test_lightning_finds_no_tpu_and_starts_no_device():
+    # Lightning 2.6, XLAAccelerator.auto_device_count: a distribution named torch_xla is not there,
+    # so it takes the old paths. `is_available` catches ValueError, AssertionError and OSError.
+    program = (
+        "import os\n"
+        "os.environ.pop('PJRT_DEVICE', None)\n"
+        "from torch_xla.experimental import pjrt, tpu\n"
+        "try:\n"
+        "    {2: 8, 3: 8, 4: 4}.get(tpu.version(), 8)\n"
+        "except OSError:\n"
+        "    print('no TPU')\n"
+        "from spmd_core.runtime import devices\n"
+        "assert pjrt.using_pjrt()\n"
+        "assert tpu.num_available_devices() == tpu.num_available_chips() == 0\n"
+        "print(devices.is_started())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.split("\n") == ["no TPU", "False", ""], ran.stderr[-2000:]
+
+
+def test_old_paths_of_names():
+    # Lightning 2.6: XLAEnvironment.node_rank, XLAStrategy.setup_module.
+    assert xu.getenv_as(xla_env_vars.HOST_ORDINAL, int, 0) == 0
+    assert pjrt.broadcast_master_param is torch_xla.xm.broadcast_master_param
+    assert pjrt.world_size() == 1 and pjrt.global_ordinal() == pjrt.local_ordinal() == 0
+
+
+def test_collectives_with_gradients():
+    # Lightning 2.6: XLAStrategy.all_gather.
+    x = torch.ones(2, device="xla", requires_grad=True)
+    (functions.all_gather(x) * functions.all_reduce("sum", x, scale=3.0)).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]
+    for name in ("nms", "distributed_mm"):
+        with pytest.raises(NotImplementedError, match=f"functions.{name} .* is not available"):
+            getattr(functions, name)()
+
+
+def test_exchange_by_dlpack():
+    x = torch.arange(3.0, device="xla")
+    assert torch.equal(torch.from_dlpack(dlpack.to_dlpack(x + 1)), torch.arange(3.0) + 1)
+    assert dlpack.from_dlpack(np.arange(3)).tolist() == [0, 1, 2]
+    assert dlpack.from_dlpack(dlpack.to_dlpack(x)).device.type == "xla"
+    with pytest.raises(BufferError, match=r"Pass tensor\.detach\(\)\.cpu\(\)"):
+        np.from_dlpack(x)
+    with pytest.raises(NotImplementedError, match=r"Copy the tensor: tensor\.cpu\(\)"):
+        dlpack.from_xla_cuda_to_cuda(x)

@@ -126,12 +126,25 @@ def test_launch_is_refused_in_spmd_mode():
         torch_xla.xmp.spawn(print)
 
 
-def test_launch_outside_of_spmd_mode_runs_here(monkeypatch):
+def test_launch_outside_of_spmd_mode_runs_one_replica_and_says_so(monkeypatch):
     monkeypatch.setattr("spmd_core.is_spmd", lambda: False)
     seen = []
-    torch_xla.launch(lambda index, a: seen.append((index, a)), args=("a",))
-    torch_xla.xmp.spawn(lambda index: seen.append(index), nprocs=1)
+    with pytest.warns(
+        UserWarning, match=r"torch_xla\.launch starts .*here it runs one replica.*use_spmd\(\)"
+    ) as warned:
+        torch_xla.launch(lambda index, a: seen.append((index, a)), args=("a",))
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"xmp\.spawn starts .*spmd_core\.initialize\(\) first"):
+        torch_xla.xmp.spawn(lambda index: seen.append(index))
     assert seen == [(0, "a"), 0]
+
+
+def test_one_replica_that_was_asked_for_is_not_warned_of(monkeypatch):
+    monkeypatch.setattr("spmd_core.is_spmd", lambda: False)
+    seen = []
+    torch_xla.launch(lambda index: seen.append(index), debug_single_process=True)
+    torch_xla.xmp.spawn(lambda index: seen.append(index), nprocs=1)
+    assert seen == [0, 0]
 
 
 def test_version_is_the_one_whose_names_these_are():

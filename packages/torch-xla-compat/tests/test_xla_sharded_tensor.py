@@ -103,6 +103,24 @@ def test_what_a_tensor_says(row, ids):
     assert marked.global_tensor.shape == (10, 20) and isinstance(t + 1, xs.XLAShardedTensor)
 
 
+@several
+def test_what_a_result_says(row, ids):
+    t = xs.mark_sharding(torch.ones(8, 2 * N).to("xla"), row, (0, 1))
+    result = t + 1
+    assert isinstance(result, xs.XLAShardedTensor) and isinstance(result.sum(), xs.XLAShardedTensor)
+    assert result.mesh_shape is result.partition_spec is None and result.sharding_spec == ""
+    with pytest.raises(ValueError, match="sharding_type needs a tensor with a sharding"):
+        _ = result.sharding_type
+    with pytest.raises(ValueError, match="placements needs a tensor with a sharding"):
+        _ = result.placements
+    torch_xla.sync()
+    assert result.sharding_spec == f"{{devices=[1,{N}]{ids}}}"
+    assert result.sharding_type is xs.ShardingType.TILED and result.global_tensor is result
+    assert str(result).startswith("XLAShardedTensor(tensor([[2., 2.,")
+    assert str(result).endswith(f", device='xla:0'), sharding='{{devices=[1,{N}]{ids}}}')")
+    assert str(result.sum()).startswith("tensor(")
+
+
 def test_a_scalar(row):
     t = xs.mark_sharding(torch.tensor(1.0).to("xla"), row, ())
     assert t.sharding_type is xs.ShardingType.REPLICATED and t.sharding_spec == "{replicated}"

@@ -6,6 +6,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 xla = torch_xla._XLAC
 N = xr.global_runtime_device_count()
@@ -44,6 +45,8 @@ def test_what_the_partitioner_chose_is_seen_after_a_step(row):
     assert xla._get_xla_sharding_spec(y) == "" and xla._get_xla_sharding_spec(layer.bias) == ""
     torch_xla.sync()
     assert xla._get_xla_sharding_spec(y) == str(row.get_op_sharding((None, 1)))
+    assert xla._get_xla_sharding_type(y) is y.sharding_type is xs.ShardingType.TILED
+    assert xla._get_xla_op_sharding(y) == row.get_op_sharding((None, 1))
 
 
 def test_programs_as_text():
@@ -54,6 +57,55 @@ def test_programs_as_text():
     )
     same = torch.ones(4).to("xla") * 2 + 1
     assert xla._get_graph_hash([y]) == xla._get_graph_hash([same]) != xla._get_graph_hash([x * 3])
+
+
+@pytest.mark.skipif(N != 8, reason="the shardings are those of a mesh of 2 x 4")
+def test_programs_show_shardings_with_every_device_id():
+    mesh = xs.Mesh(range(8), (2, 4), ("x", "y"))
+    w = xs.mark_sharding(torch.randn(8, 8).to("xla"), mesh, (1, 0))
+    y = xs.mark_sharding(w + 1, mesh, ("x", None))
+    text = xla._get_xla_tensors_hlo([y])
+    assert 'custom_call_target="Sharding", sharding=' + xla._get_xla_sharding_spec(y) in text
+    assert f"sharding={xla._get_xla_sharding_spec(w)}" in text and "<=[8]" not in text
+    assert xla._get_xla_sharding_spec(y).startswith("{devices=[2,1,4]0,1,2,3,4,5,6,7 ")
+
+
+def test_programs_of_tensors_that_are_computed():
+    x = torch.ones(4).to("xla")
+    y = x * 2
+    torch_xla.sync()
+    pending = y + 1
+    assert "parameter(0)" in xla._get_xla_tensors_hlo([y])
+    assert "aten::clone(input 0)" in xla._get_xla_tensors_text([y])
+    assert "add" in xla._get_xla_tensors_hlo([y, pending])
+    assert xla._get_graph_hash([y]) == xla._get_graph_hash([y])
+    with pytest.raises(RuntimeError, match="a tensor on device 'xla' is needed; got one on cpu"):
+        xla._get_xla_tensors_hlo([torch.ones(2)])
+
+
+def test_buffers_and_what_was_noted_of_them():
+    t = torch.ones(4).to("xla") + 1
+    assert not xla._set_buffer_donation(t, True) and not xla._get_buffer_donation(t)
+    torch_xla.sync()
+    assert xla._set_buffer_donation(t, True) and xla._get_buffer_donation(t)
+    assert xla._set_buffer_donation(t, False) and not xla._get_buffer_donation(t)
+    xla._set_buffer_donation(t, True)
+    doubled = t * 2
+    torch_xla.sync()
+    assert t.tolist() == [2.0] * 4 and doubled.tolist() == [4.0] * 4
+    t.add_(1)
+    torch_xla.sync()
+    assert not xla._get_buffer_donation(t)
+
+
+def test_the_switch_of_buffer_donors():
+    assert not xla._xla_get_enable_alias_with_buffer_donor_config()
+    with alias_with_buffer_donor_config():
+        assert xla._xla_get_enable_alias_with_buffer_donor_config()
+        with alias_with_buffer_donor_config(False):
+            assert not xla._xla_get_enable_alias_with_buffer_donor_config()
+        assert xla._xla_get_enable_alias_with_buffer_donor_config()
+    assert not xla._xla_get_enable_alias_with_buffer_donor_config()
 
 
 @several

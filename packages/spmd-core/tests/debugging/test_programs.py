@@ -427,6 +427,15 @@ def test_operations_one_a_line():
     )
 
 
+def test_operations_of_a_compiled_program():
+    x = torch.ones(4, 3).to("xla")
+    y = x.tan()
+    pending = debugging.operations(y)
+    spmd.sync()
+    assert y is not None
+    assert debugging.operations(program=compile_cache.newest()) == pending
+
+
 def test_the_hash_of_a_program():
     a, b, c = (debugging.graph_hash(torch.ones(n).to("xla") * 2) for n in (4, 4, 5))
     assert len(a) == 32 and a == b != c

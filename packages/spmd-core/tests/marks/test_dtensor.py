@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, parallel
+from torch.distributed.tensor import zeros as dtensor_zeros
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import spmd_core as spmd
@@ -227,12 +231,22 @@ def test_partial_local_values_are_reduced(device_mesh, kind, reduce):
     torch.testing.assert_close(y.cpu(), reduce(x.reshape(device_mesh.shape[0], -1, 8), 0))
 
 
+def test_the_full_tensor_of_a_result(device_mesh):
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    d = spmd.distribute_tensor(a, device_mesh, [Shard(0), Replicate()])
+    e = spmd.distribute_tensor(b, device_mesh, [Replicate(), Shard(1)])
+    full = (d @ e).full_tensor()
+    torch.testing.assert_close(full.cpu(), a @ b)
+    assert full.sharding_spec == "{replicated}"
+    spmd.set_global_mesh(spmd.Mesh(range(NUM_DEVICES), (NUM_DEVICES, 1), ("x", "y")))
+    assert (d @ e).full_tensor().mesh_shape == (NUM_DEVICES, 1)
+
+
 def test_methods_ask_for_a_sharding():
     t = torch.ones(4, device="xla")
     for call in (
         lambda: t.placements,
         lambda: t.device_mesh,
-        t.full_tensor,
         t.to_local,
         lambda: t.redistribute(placements=[Shard(0)]),
     ):
@@ -358,3 +372,80 @@ def test_the_spec_that_torch_computes_with(mesh_2d):
 def test_the_spec_of_an_unmarked_tensor_is_one_value(num_devices):
     spec = torch.ones(3, device="xla")._spec
     assert spec.placements == (Replicate(),) and spec.mesh.size() == num_devices
+
+
+# torch's own tensor parallelism and FSDP, which exchange blocks between processes.
+
+
+def test_parallel_styles_say_what_to_use(device_mesh):
+    # What torch's `parallelize_module` passes, for a mesh of this device type.
+    column, sequence = parallel.ColwiseParallel(), parallel.SequenceParallel()
+    for partition_fn, name in (
+        (column._partition_linear_fn, "ColwiseParallel"),
+        (sequence._replicate_module_fn, "SequenceParallel"),
+    ):
+        layer = nn.Linear(8, 8)
+        with pytest.raises(
+            spmd.UnsupportedOpError,
+            match=rf"parallelize_module with {name}\. .*spmd_core\.shard_module\(",
+        ):
+            spmd.distribute_module(layer, device_mesh, partition_fn)
+        assert layer.weight.device.type == "cpu"
+
+
+def test_the_advice_for_parallel_styles(mesh_2d):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    x = torch.randn(4, 8)
+    right = model(x).detach()
+    model.to("xla")
+    axis = mesh_2d.axis_names[1]
+    spmd.shard_module(model, {"0.weight": (axis, None), "2.weight": (None, axis)}, mesh_2d)
+    torch.testing.assert_close(model(x.to("xla")).detach().cpu(), right)
+
+
+def refuses_groups(got):
+    return pytest.raises(
+        spmd.UnsupportedOpError,
+        match=rf"has no process groups.*got {got}\. .*spmd_core\.fully_shard in place of torch's",
+    )
+
+
+def test_torchs_fully_shard_says_what_to_use(device_mesh):
+    with refuses_groups(r"get_group\(\)"):
+        fully_shard(nn.Linear(8, 8), mesh=device_mesh)
+
+
+def test_a_dtensor_is_refused(device_mesh):
+    for make in (
+        lambda: DTensor.from_local(torch.ones(2, 2), device_mesh, [Shard(0), Replicate()]),
+        lambda: dtensor_zeros(8, 8, device_mesh=device_mesh),
+    ):
+        with refuses_groups("a DTensor over it"):
+            make()
+
+
+def test_collectives_over_a_mesh_are_refused(device_mesh):
+    with refuses_groups("a collective over it"):
+        functional_collectives.all_reduce(torch.ones(2, device="xla"), "sum", (device_mesh, 0))
+    with refuses_groups(r"get_group\(\)"):
+        device_mesh["tp"].get_group()
+
+
+def test_meshes_of_other_devices_keep_their_groups():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch_device_mesh.init_device_mesh("cpu", (1,))
+        assert mesh.get_group().size() == 1
+        full = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]).full_tensor()
+        assert full.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_over_split_classes_needs_no_context(device_mesh):
+    logits, target = torch.randn(4, 16), torch.arange(4)
+    split = spmd.distribute_tensor(logits, device_mesh, [Replicate(), Shard(1)])
+    right = nn.functional.cross_entropy(logits, target)
+    with parallel.loss_parallel():
+        found = nn.functional.cross_entropy(split, target.to("xla"))
+    torch.testing.assert_close(found.cpu(), right)

@@ -5,11 +5,14 @@ import io
 import pickle
 import threading
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.sharding.sharding import ShardingType
 
 pytestmark = pytest.mark.one_device
 
@@ -104,6 +107,20 @@ def test_printing_a_marked_tensor_shows_its_sharding(mesh_1d):
     )
 
 
+def test_printing_a_result_shows_how_the_partitioner_split_it(mesh_1d, num_devices):
+    x = spmd.mark_sharding(torch.ones(num_devices).to("xla"), mesh_1d, ("x",))
+    y = x + 1
+    inner = f"tensor({[2.0] * num_devices}, device='xla:0')".replace(".0", ".")
+    if num_devices == 1:
+        assert repr(y) == inner
+    else:
+        ids = ",".join(map(str, range(num_devices)))
+        spec = f"{{devices=[{num_devices}]{ids}}}"
+        assert repr(y) == f"XLAShardedTensor({inner}, sharding='{spec}')"
+        assert y.sharding_type is ShardingType.TILED
+    assert repr(y.sum()).startswith("tensor(")
+
+
 def test_scalars_and_truth():
     x = torch.tensor(3, device="xla")
     assert x.item() == 3 and int(x) == 3 and float(x) == 3.0 and bool(x > 2)
@@ -117,6 +134,15 @@ def test_numpy_asks_for_force():
     with pytest.raises(TypeError, match=r"numpy\(force=True\)"):
         x.numpy()
     assert x.numpy(force=True).tolist() == [1, 1]
+
+
+def test_memory_is_not_shared_by_dlpack():
+    x = torch.ones(2, device="xla")
+    for take in (np.from_dlpack, torch.from_dlpack, type(x).__dlpack__):
+        with pytest.raises(BufferError, match=r"shape \(2,\)\. Pass tensor\.detach\(\)\.cpu\(\)"):
+            take(x)
+    assert np.from_dlpack(x.detach().cpu()).tolist() == [1, 1]
+    assert jnp.asarray(spmd.to_jax(x)).tolist() == [1, 1]
 
 
 def test_deepcopy_keeps_values_grad_and_sharding(mesh_1d, num_devices):

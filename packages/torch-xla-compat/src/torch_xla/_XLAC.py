@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from spmd_core import metrics as _metrics
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
-from spmd_core.sharding import partition_spec, sharding
+from spmd_core.sharding import partition_spec, sharding, xla_text
 from spmd_core.sharding.sharding import ShardingType
 from spmd_core.tensor import shards
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -136,31 +137,63 @@ def _get_xla_sharding_spec(t: torch.Tensor) -> str:
 
 
 def _get_xla_sharding_type(t: torch.Tensor) -> ShardingType | None:
-    """The type of a tensor's sharding; None for a tensor without one."""
+    """The type of the sharding of `_get_xla_sharding_spec`; None for a tensor without one."""
     tensor = _own(t)
     if is_local(tensor):
         return ShardingType.MANUAL
-    return None if tensor.sharding is None else tensor.sharding_type
+    return tensor.sharding_type if _get_xla_sharding_spec(tensor) else None
 
 
 def _get_xla_op_sharding(t: torch.Tensor) -> OpSharding | None:
-    """A tensor's sharding as an object; None for a tensor without one."""
+    """The sharding of `_get_xla_sharding_spec` as an object; None for a tensor without one."""
     tensor = _own(t)
-    return None if tensor.sharding is None else OpSharding.of(tensor.sharding)
+    if tensor.sharding is not None:
+        return OpSharding.of(tensor.sharding)
+    text = "" if is_local(tensor) else _get_xla_sharding_spec(tensor)
+    return OpSharding.of(sharding.from_text(text, tensor.dim())) if text else None
 
 
 def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
     return [_get_xla_sharding_spec(t) for t in tensors]
 
 
+def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with a copy, which is pending, in place of each that is computed."""
+    return [
+        t if storage.read(_own(t)._handle).data is None else t.detach().clone() for t in tensors
+    ]
+
+
 def _get_xla_tensors_hlo(tensors: Sequence[torch.Tensor]) -> str:
-    """HLO, before partitioning, of the program that would compute the tensors."""
-    return debugging.hlo(*map(_own, tensors), stage="before")
+    """HLO, before partitioning, of the program that would compute the tensors.
+
+    The shardings in it list every device id, as those of `_get_xla_sharding_spec`. For a tensor
+    that is computed, the program copies it.
+    """
+    text = debugging.hlo(*_pending(tensors), stage="before")
+    return _SHORT_IDS.sub(lambda found: _long_text(found[0]), text)
+
+
+# A sharding whose ids are the elements of a reshaped range.
+_SHORT_IDS = re.compile(
+    r"\{devices=\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?(?: last_tile_dim_replicate)?\}"
+)
+
+
+def _long_text(text: str) -> str:
+    blocks, _ = xla_text.blocks(text, num_devices=1)
+    ids = [device_id for holders in blocks.reshape(-1) for device_id in holders]
+    holders = len(ids) // blocks.size
+    sizes = (*blocks.shape, holders) if holders > 1 else blocks.shape
+    return xla_text.tiled(sizes, ids, is_partial=holders > 1)
 
 
 def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
-    """The recorded operations that would compute the tensors, one per line."""
-    return debugging.operations(*map(_own, tensors))
+    """The recorded operations that would compute the tensors, one per line.
+
+    For a tensor that is computed, the program copies it.
+    """
+    return debugging.operations(*_pending(tensors))
 
 
 def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
@@ -222,7 +255,7 @@ def _get_graph_hash(tensors: Sequence[torch.Tensor]) -> bytes:
 
     Programs with equal hashes are compiled once.
     """
-    return debugging.graph_hash(*map(_own, tensors))
+    return debugging.graph_hash(*_pending(tensors))
 
 
 def _xla_get_tensor_id(t: torch.Tensor) -> int:
@@ -392,3 +425,37 @@ def _xla_step_marker(
     device: str = "", devices: Sequence[str] = (), wait: bool = False, reset_scope: bool = True
 ) -> None:
     spmd.sync(wait=wait)
+
+
+def _set_buffer_donation(t: torch.Tensor, should_donate: bool) -> bool:
+    """Notes whether the next program may take over the tensor's buffer; changes no program.
+
+    Programs here take over every buffer that no tensor holds any more, and no other, so the note
+    has no effect. It is forgotten when the tensor gets new data. Returns whether the tensor has
+    data, which a pending one has not.
+    """
+    handle = _own(t)._handle
+    if storage.read(handle).data is None:
+        return False
+    t.__dict__["_buffer_donation"] = (handle.storage.version, should_donate)
+    return True
+
+
+def _get_buffer_donation(t: torch.Tensor) -> bool:
+    """What `_set_buffer_donation` noted for the tensor's present data; else False."""
+    version, noted = _own(t).__dict__.get("_buffer_donation", (None, False))
+    return bool(noted and version == _own(t)._handle.storage.version)
+
+
+# Whether programs take over only the buffers that `_set_buffer_donation` noted.
+_donor_config = {"enabled": False}
+
+
+def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
+    """Notes the switch; programs take over buffers as `_set_buffer_donation` says."""
+    _donor_config["enabled"] = bool(should_alias)
+
+
+def _xla_get_enable_alias_with_buffer_donor_config() -> bool:
+    """What `_xla_set_enable_alias_with_buffer_donor_config` noted last; False at the start."""
+    return _donor_config["enabled"]

@@ -6,6 +6,7 @@ They run unchanged on stock torch and jaxlib.
 from importlib import metadata as _metadata
 
 from spmd_core import source_lines
+from torch_xla import _absent
 from torch_xla._environment import apply as _apply_environment
 
 # The PyTorch/XLA version whose names this package provides: programs read it to find out which
@@ -21,6 +22,7 @@ if any(_metadata.distributions(name="torch_xla")):
     )
 _apply_environment()
 source_lines.hide_package_of(__file__)
+_absent.install()
 
 from torch_xla import _XLAC as _XLAC  # noqa: E402
 from torch_xla import _internal as _internal  # noqa: E402
@@ -36,6 +38,7 @@ from torch_xla.debug import metrics as _metrics  # noqa: E402, F401
 from torch_xla.debug import profiler as _profiler  # noqa: E402, F401
 from torch_xla.distributed import parallel_loader as _parallel_loader  # noqa: E402, F401
 from torch_xla.distributed import spmd as _spmd_names  # noqa: E402, F401
+from torch_xla.distributed import xla_backend as _xla_backend  # noqa: E402, F401
 from torch_xla.distributed import xla_multiprocessing as xmp  # noqa: E402, F401
 from torch_xla.torch_xla import compile as compile  # noqa: E402
 from torch_xla.torch_xla import device as device  # noqa: E402
@@ -44,6 +47,10 @@ from torch_xla.torch_xla import devices as devices  # noqa: E402
 from torch_xla.torch_xla import launch as launch  # noqa: E402
 from torch_xla.torch_xla import manual_seed as manual_seed  # noqa: E402
 from torch_xla.torch_xla import real_devices as real_devices  # noqa: E402
+from torch_xla.torch_xla import save_as_stablehlo as save_as_stablehlo  # noqa: E402
+from torch_xla.torch_xla import (  # noqa: E402
+    save_torch_model_as_stablehlo as save_torch_model_as_stablehlo,
+)
 from torch_xla.torch_xla import set_custom_compile_options as set_custom_compile_options  # noqa: E402
 from torch_xla.torch_xla import step as step  # noqa: E402
 from torch_xla.torch_xla import sync as sync  # noqa: E402

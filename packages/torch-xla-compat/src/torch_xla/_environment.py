@@ -10,6 +10,7 @@ import spmd_core as spmd
 from spmd_core.config import config
 from spmd_core.dispatch import eager
 from spmd_core.runtime import startup
+from torch_xla import _saved_graphs
 from torch_xla._upstream import refuse
 
 # Variables that ask for something that this package does not do, and what to use instead.
@@ -19,7 +20,6 @@ _WITHOUT_EFFECT = {
     "XLA_AUTO_SPMD_MESH": "Build a Mesh and mark tensors with mark_sharding.",
     "XLA_AUTO_USE_GROUP_SHARDING": "Build a Mesh and mark tensors with mark_sharding.",
     "XLA_METRICS_FILE": "Write torch_xla.debug.metrics.metrics_report() where you want it.",
-    "XLA_SAVE_TENSORS_FILE": "Print spmd_core.debugging.stablehlo() or operations().",
     "XLA_SAVE_HLO_FILE": "Print spmd_core.debugging.hlo().",
     "XLA_DUMP_HLO_GRAPH": "Print spmd_core.debugging.hlo().",
     "XLA_DISABLE_FUNCTIONALIZATION": "Remove it: writes through views are always right.",
@@ -41,7 +41,7 @@ def apply() -> None:
 
     Raises:
         NotImplementedError: XLA_AUTO_SPMD is on; automatic sharding does not exist here.
-        ValueError: CPU_NUM_DEVICES is not a positive number.
+        ValueError: CPU_NUM_DEVICES is not a positive number, or XLA_SAVE_TENSORS_FMT no known form.
     """
     if is_set("XLA_AUTO_SPMD"):
         refuse(
@@ -66,6 +66,9 @@ def apply() -> None:
         config.record_source_lines = True
     if any(is_set(name) for name in _DEBUG_LEVELS) and config.explain_recompiles_after is None:
         config.explain_recompiles_after = 0
+    graphs = os.environ.get("XLA_SAVE_TENSORS_FILE")
+    if graphs:
+        _saved_graphs.save_to(graphs, os.environ.get("XLA_SAVE_TENSORS_FMT", "text"))
     if is_set("XLA_USE_EAGER_DEBUG_MODE"):
         eager.eager_mode(True)
     _warn_of_ignored()

@@ -1,5 +1,6 @@
 """Helpers for all modules: upstream's exception types, and refusal of names without a meaning."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,6 +15,17 @@ def raising(kind: type[Exception], *ours: type[Exception]) -> Iterator[None]:
         if isinstance(error, kind):
             raise
         raise kind(str(error)) from error
+
+
+def warn_of_one_replica(name: str) -> None:
+    """Warns that a function which starts a process for each device upstream runs one replica."""
+    warnings.warn(
+        f"{name} starts a process for each device in PyTorch/XLA; here it runs one replica, in "
+        "this process. To use several devices, call torch_xla.runtime.use_spmd(), build a Mesh and "
+        "mark tensors with mark_sharding; for several hosts, start a process on each and call "
+        "spmd_core.initialize() first.",
+        stacklevel=3,
+    )
 
 
 def refuse(name: str, reason: str, instead: str) -> NoReturn:

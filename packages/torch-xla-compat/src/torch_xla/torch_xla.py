@@ -9,7 +9,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.torch_backend import random_state
-from torch_xla._upstream import refuse
+from torch_xla._upstream import refuse, refused, warn_of_one_replica
 
 
 def device(index: int | None = None) -> torch.device:
@@ -89,7 +89,7 @@ def launch(
     start_method: str = "spawn",
     debug_single_process: bool = False,
 ) -> None:
-    """Runs `fn(0, *args)` in this process.
+    """Runs `fn(0, *args)` in this process; warns of it unless `debug_single_process` asks for it.
 
     Raises:
         NotImplementedError: SPMD mode is on; there one process drives all devices.
@@ -100,4 +100,14 @@ def launch(
             "starts a process for each device, and in SPMD mode one drives all of them",
             "Call fn(0, *args) yourself.",
         )
+    if not debug_single_process:
+        warn_of_one_replica("torch_xla.launch")
     fn(0, *args)
+
+
+_REASON = "exports a model for TensorFlow's and other runtimes"
+_INSTEAD = "Use torch.export, or spmd_core.debugging.stablehlo for the text of a program."
+save_as_stablehlo = refused("torch_xla.save_as_stablehlo", _REASON, _INSTEAD)
+save_torch_model_as_stablehlo = refused(
+    "torch_xla.save_torch_model_as_stablehlo", _REASON, _INSTEAD
+)

@@ -114,10 +114,12 @@ def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Colle
     return communication.of_program(program)
 
 
-def operations(*tensors: torch.Tensor) -> str:
+def operations(*tensors: torch.Tensor, program: Program | None = None) -> str:
     """The operations recorded for pending tensors, one on each line, with source lines if known.
 
-    Without arguments: everything that is pending.
+    Args:
+        tensors: pending tensors on device `xla`; none: everything that is pending.
+        program: instead of tensors, a compiled program.
 
     Raises:
         SpmdError, DeviceMismatchError: as `stablehlo`.
@@ -128,7 +130,7 @@ def operations(*tensors: torch.Tensor) -> str:
         0: aten::add.Tensor(input 0) -> float32[4]
     """
     with lock:
-        graph = _planned(tensors, "operations").graph()
+        graph = program.graph if program else _planned(tensors, "operations").graph()
     first = [0, *accumulate(len(node.entry.outs) for node in graph.nodes)]
     lines = [f"input {i}: {leaf.spec!r}" for i, leaf in enumerate(graph.leaves)]
     for number, node in zip(first, graph.nodes):

@@ -58,6 +58,35 @@ def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> 
     return _composed(func, function)
 
 
+def note_host_run(
+    name: str,
+    why: str = "has neither a lowering for device 'xla' nor a decomposition",
+    strict_advice: str = "Rewrite it with other operations, or leave strict mode.",
+) -> None:
+    """Counts an operation that is about to run on the CPU, and warns at its first run.
+
+    Args:
+        name: of the overload.
+        why: the reason, as the continuation of a sentence that begins with the name.
+        strict_advice: what to do where strict mode refuses it.
+
+    Raises:
+        HostFallbackError: in strict mode.
+    """
+    if config.strict:
+        raise HostFallbackError(
+            f"strict mode allows no operation on the host; {name} {why}. "
+            f"It was called at {user_line()}. {strict_advice}"
+        )
+    filename, line, level = user_frame()
+    if metrics.count_fallback(name, f"{filename}:{line}"):
+        warnings.warn(
+            f"{name} {why} and runs on the host: it cuts the program and copies its arguments. "
+            "Counted in metrics.host_fallbacks().",
+            stacklevel=level,
+        )
+
+
 def on_host(func: torch._ops.OpOverload) -> Handler:
     """A handler that runs the overload on the CPU; counted, and warned about once.
 
@@ -66,20 +95,7 @@ def on_host(func: torch._ops.OpOverload) -> Handler:
     facts = schema.of(func)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        name = func.name()
-        if config.strict:
-            raise HostFallbackError(
-                f"strict mode allows no operation on the host; {name} "
-                f"has neither a lowering nor a decomposition. It was called at {user_line()}. "
-                "Rewrite it with other operations, or leave strict mode."
-            )
-        filename, line, level = user_frame()
-        if metrics.count_fallback(name, f"{filename}:{line}"):
-            warnings.warn(
-                f"{name} has no lowering for device 'xla' and runs on the host: it "
-                "cuts the program and copies its arguments. Counted in metrics.host_fallbacks().",
-                stacklevel=level,
-            )
+        note_host_run(func.name())
         on_cpu: dict[int, torch.Tensor] = {}
 
         def to_cpu(t: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import distributed
 from torch.distributed import device_mesh as torch_device_mesh
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
-from spmd_core.errors import MeshError
+from spmd_core.errors import MeshError, UnsupportedOpError
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices, given_or_global
 
@@ -145,6 +145,9 @@ def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | No
 # `get_coordinate()` fail. The replacements below can go once torch supports them for all types.
 _torch_mesh_tensor = DeviceMesh._get_mesh_tensor_from_full_mesh
 _torch_rank, _torch_local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
+_torch_group = DeviceMesh.get_group
+# torch's DTensor asks it before it uses a mesh; torch 2.11 lacks it.
+_torch_part = getattr(DeviceMesh, "_is_current_rank_part_of_mesh", None)
 
 
 def own_rank() -> int:
@@ -194,6 +197,33 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...] | None:
     return tuple(where[0].tolist()) if len(where) else None
 
 
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedOpError(
+        "a mesh of device type 'xla' has no process groups, as the partitioner moves the data "
+        f"between its devices; got {what}. Use the functions for whole tensors: "
+        "spmd_core.distribute_tensor or mark_sharding in place of DTensor, spmd_core.fully_shard "
+        "in place of torch's, spmd_core.shard_map for collectives of your own."
+    )
+
+
+def _group_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+    return _refuse("get_group()") if self.device_type == "xla" else _torch_group(self, mesh_dim)
+
+
+def _part_of_mesh(self: DeviceMesh) -> bool:
+    if self.device_type == "xla":
+        _refuse("a DTensor over it")
+    assert _torch_part is not None
+    return bool(_torch_part(self))
+
+
+class _NoGroups(list[str]):
+    """The names of a mesh's groups: none."""
+
+    def __getitem__(self, position: Any) -> Any:
+        _refuse("a collective over it")
+
+
 class _GroupAttribute:
     """A descriptor for an attribute that torch sets only on meshes with process groups."""
 
@@ -213,6 +243,9 @@ DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(  # type: ignore[metho
 )
 DeviceMesh.get_rank = _rank_of  # type: ignore[method-assign]
 DeviceMesh.get_local_rank = _local_rank_of  # type: ignore[method-assign]
-DeviceMesh._dim_group_names = _GroupAttribute("_dim_group_names", lambda mesh: [])  # type: ignore[assignment]
+DeviceMesh.get_group = _group_of  # type: ignore[method-assign]
+if _torch_part is not None:
+    DeviceMesh._is_current_rank_part_of_mesh = _part_of_mesh  # type: ignore[method-assign]
+DeviceMesh._dim_group_names = _GroupAttribute("_dim_group_names", lambda mesh: _NoGroups())  # type: ignore[assignment]
 DeviceMesh._coordinate_on_dim = _GroupAttribute("_coordinate_on_dim", _coordinate)  # type: ignore[assignment]
 DeviceMesh._rank = _GroupAttribute("_rank", lambda mesh: own_rank())  # type: ignore[assignment]

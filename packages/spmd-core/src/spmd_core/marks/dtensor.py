@@ -1,6 +1,7 @@
 """DTensor's interface: `distribute_tensor`, `distribute_module`, methods of our tensors."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from spmd_core.marks import marking
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh, to_device_mesh
 from spmd_core.marks.placements import partition_spec_of, placement_types, placements_of
 from spmd_core.runtime import devices
-from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.mesh import Mesh, get_global_mesh
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -107,7 +108,8 @@ def distribute_module(
         RuntimeError: the module was distributed before.
         ValueError: `input_fn` or `output_fn` does not take three arguments (two, without the
             module, are accepted with a warning).
-        UnsupportedOpError: `partition_fn` is `auto_policy`.
+        UnsupportedOpError: `partition_fn` is `auto_policy`, or a method of one of torch's parallel
+            styles, as from `parallelize_module`.
         MeshError: see `from_device_mesh`.
     """
     devices.require_spmd("distribute_module")
@@ -118,6 +120,7 @@ def distribute_module(
             "which is not available. "
             "Pass a partition_fn that marks the parameters, or call shard_module(module, rules)."
         )
+    _refuse_parallel_style(partition_fn)
     num_for_input, num_for_output = (
         _num_arguments(input_fn, "input_fn"),
         _num_arguments(output_fn, "output_fn"),
@@ -142,6 +145,19 @@ def distribute_module(
         module.register_forward_hook(_hook(output_fn, num_for_output, given))
     module._spmd_distributed = True  # type: ignore[assignment]
     return module
+
+
+def _refuse_parallel_style(partition_fn: Callable[..., Any] | None) -> None:
+    """Refuses the functions of `parallelize_module`'s styles, which pass blocks between layers."""
+    module = sys.modules.get("torch.distributed.tensor.parallel.style")
+    style = getattr(partition_fn, "__self__", None)
+    if module is not None and isinstance(style, module.ParallelStyle):
+        raise UnsupportedOpError(
+            "a parallel style of torch gives each process its own block, and a tensor of device "
+            f"'xla' is always whole; got parallelize_module with {type(style).__name__}. "
+            "Mark the parameters instead, with spmd_core.shard_module(module, rules, mesh): a "
+            "Linear's weight by (axis, None) for ColwiseParallel, (None, axis) for RowwiseParallel."
+        )
 
 
 def _hook(fn: Callable[..., Any], count: int, device_mesh: AnyMesh) -> Callable[..., Any]:
@@ -184,6 +200,11 @@ def _own_sharding(tensor: XLAShardedTensor, what: str) -> Sharding:
     return sharding
 
 
+def _all_devices() -> Mesh:
+    count = devices.global_runtime_device_count()
+    return Mesh(range(count), (count,))
+
+
 def _device_mesh(self: XLAShardedTensor) -> DeviceMesh:
     """The DeviceMesh over which the tensor is sharded. Raises ShardError if it has no sharding."""
     return to_device_mesh(_own_sharding(self, "device_mesh").mesh)
@@ -209,12 +230,7 @@ def _spec(self: XLAShardedTensor) -> "DTensorSpec":
     key = (sharding, self.shape, self.stride(), self.dtype)
     cached = self.__dict__.get("_cached_spec")
     if cached is None or cached[0] != key:
-        count = devices.global_runtime_device_count()
-        over = (
-            Sharding.of(Mesh(range(count), (count,)), (), self.dim())
-            if sharding is None
-            else sharding
-        )
+        over = Sharding.of(_all_devices(), (), self.dim()) if sharding is None else sharding
         meta = _dtensor_spec.TensorMeta(*key[1:])
         cached = self.__dict__["_cached_spec"] = (
             key,
@@ -266,9 +282,15 @@ def _full_tensor(
 ) -> XLAShardedTensor:
     """A replicated tensor of the same values.
 
-    `grad_placements` is accepted and ignored, as gradients are whole values here.
+    A tensor without a sharding, such as a result that nothing was said about, is replicated over
+    the global mesh, or over all devices without one. `grad_placements` is accepted and ignored, as
+    gradients are whole values here.
     """
-    return marking.mark_sharding_with_gradients(self, _own_sharding(self, "full_tensor").mesh, ())
+    if self.sharding is not None:
+        mesh = self.sharding.mesh
+    else:
+        mesh = get_global_mesh() or _all_devices()
+    return marking.mark_sharding_with_gradients(self, mesh, ())
 
 
 def _to_local(

@@ -12,7 +12,8 @@ from spmd_core.graph.storage import Handle, Storage, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
-from spmd_core.sharding.sharding import Sharding, ShardingType
+from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
+from spmd_core.sharding.xla_text import REPLICATED
 from spmd_core.tensor import shards
 from spmd_core.tensor.shards import XLAShard
 
@@ -155,14 +156,20 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def sharding_type(self) -> ShardingType:
-        """Tiled, partial or replicated. Raises ShardError if the tensor has no sharding."""
+        """Tiled, partial or replicated: the type of `sharding_spec`.
+
+        Raises ShardError if the tensor has no sharding.
+        """
         sharding = self._handle.sharding
-        if sharding is None:
+        if sharding is not None:
+            return sharding.type
+        text = self.sharding_spec
+        if not text:
             raise ShardError(
                 "sharding_type needs a tensor with a sharding; this one has none. "
                 "Call mark_sharding(tensor, mesh, partition_spec) first."
             )
-        return sharding.type
+        return from_text(text, self.dim()).type
 
     @property
     def partition_spec(self) -> PartitionSpec | None:
@@ -230,6 +237,8 @@ class XLAShardedTensor(torch.Tensor):
         text = ", ".join(parts) + ")"
         if self._handle.sharding is not None:
             text = f"XLAShardedTensor({text}, sharding={self._handle.sharding.partition_spec})"
+        elif self.sharding_spec not in ("", REPLICATED):
+            text = f"XLAShardedTensor({text}, sharding='{self.sharding_spec}')"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     __str__ = __repr__
@@ -254,6 +263,18 @@ class XLAShardedTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.numpy(), dtype=dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Raises BufferError: the next program may take over the tensor's buffers."""
+        raise BufferError(
+            "DLPack shares memory, and that of an xla tensor belongs to the programs; "
+            f"got a tensor of shape {tuple(self.shape)}. "
+            "Pass tensor.detach().cpu(), or spmd_core.to_jax(tensor) to jax."
+        )
+
+    def __dlpack_device__(self) -> Any:
+        """Raises BufferError, like `__dlpack__`."""
+        self.__dlpack__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:

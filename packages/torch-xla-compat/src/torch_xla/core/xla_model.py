@@ -16,7 +16,7 @@ from spmd_core.runtime import processes
 from spmd_core.steps import closures, loop, structures
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import random_state
-from torch_xla._upstream import refuse
+from torch_xla._upstream import refuse, refused
 from torch_xla.core import _replica_groups
 
 XLA_LIB = torch.library.Library("xla", "FRAGMENT")
@@ -507,6 +507,19 @@ def do_on_ordinals(
 
 def check_view_sharing(obj: Any) -> None:
     """Does nothing: views always share storage here."""
+
+
+_BETWEEN_REPLICAS = "moves tensors between replicas, and in SPMD mode there is one"
+_INSTEAD = "Use spmd_core.shard_map and its collectives along a mesh axis."
+send = refused("xm.send", _BETWEEN_REPLICAS, _INSTEAD)
+recv = refused("xm.recv", _BETWEEN_REPLICAS, _INSTEAD)
+all_gather_bucketized = refused("xm.all_gather_bucketized", _BETWEEN_REPLICAS, _INSTEAD)
+reduce_scatter_bucketized = refused("xm.reduce_scatter_bucketized", _BETWEEN_REPLICAS, _INSTEAD)
+all_reduce_bucketized_gradients = refused(
+    "xm.all_reduce_bucketized_gradients",
+    _BETWEEN_REPLICAS,
+    "Leave it out: the gradients of a loss over the whole batch are whole.",
+)
 
 
 def _get_all_reduce_token() -> None:

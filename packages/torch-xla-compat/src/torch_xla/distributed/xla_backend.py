@@ -1,6 +1,7 @@
-"""Registers `init_method="xla://"` with torch.distributed.
+"""Registers torch_xla's names with torch.distributed: the backend "xla" and `init_method="xla://"`.
 
-With it a CPU process group (gloo) of the SPMD processes finds its peers.
+The method finds the peers of the SPMD processes. The backend exchanges tensors through the host, as
+gloo, which it is built on; inside a program the partitioner moves data between devices.
 """
 
 import os
@@ -20,9 +21,19 @@ def _rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any
 ) -> Iterator[tuple[Any, int, int]]:
     rank, size = processes.process_index(), processes.process_count()
-    host = "127.0.0.1" if size == 1 else processes.get_master_ip()
-    port = urlparse(url).port or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+    port = urlparse(url).port
+    if size == 1:
+        # Nobody looks for this process, so any free port serves.
+        host, port = "127.0.0.1", port or 0
+    else:
+        host = processes.get_master_ip()
+        port = port or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
     yield dist.TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True), rank, size
 
 
+def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
 dist.register_rendezvous_handler("xla", _rendezvous)
+dist.Backend.register_backend("xla", _backend, devices=["cpu", "xla"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import spmd_core as spmd
-from torch_xla._upstream import refuse
+from torch_xla._upstream import refuse, warn_of_one_replica
 
 
 def spawn(
@@ -18,7 +18,7 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> Any:
-    """Runs `fn(0, *args)` in this process, with `nprocs` 1 or None.
+    """Runs `fn(0, *args)` in this process, with `nprocs` 1, or with None, which warns of it.
 
     Raises:
         NotImplementedError: SPMD mode is on, in which one process drives all devices, or `nprocs`
@@ -31,6 +31,8 @@ def spawn(
             "of them",
             "Call fn(0, *args) yourself.",
         )
+    if nprocs is None:
+        warn_of_one_replica("xmp.spawn")
     return fn(0, *args)
 
 

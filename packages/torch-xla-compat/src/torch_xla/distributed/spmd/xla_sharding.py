@@ -1,6 +1,7 @@
 """Meshes, sharding and manual regions with torch_xla's names and exceptions, over `spmd_core`."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +33,13 @@ class Mesh(spmd.Mesh):
         mesh_shape: tuple[int, ...],
         axis_names: tuple[str, ...] | None = None,
     ) -> None:
-        with raising(AssertionError, MeshError):
+        try:
             super().__init__(device_ids, mesh_shape, axis_names)
             check_devices(self, runtime.global_runtime_device_count())
+        except MeshError as error:
+            raise AssertionError(
+                _in_upstreams_words(str(error), device_ids, mesh_shape, axis_names)
+            ) from error
 
     def get_axis_name_idx(self, name: str) -> int | None:  # type: ignore[override]
         """Index of an axis; None for an unknown name. TypeError for a mesh without axis names."""
@@ -90,6 +95,32 @@ class Mesh(spmd.Mesh):
         return Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names)
 
 
+def _in_upstreams_words(text: str, device_ids: Any, mesh_shape: Any, axis_names: Any) -> str:
+    """The message of a MeshError, with upstream's words for the rule where it has this rule.
+
+    Programs compare the words by regular expression.
+    """
+    rules: dict[str, Callable[[], str]] = {
+        "axis_names must have one name for each axis of mesh_shape": lambda: (
+            f"Number of axis names {len(axis_names)} must match mesh dimensions {len(mesh_shape)}"
+        ),
+        "axis names must be unique": lambda: "Axis names must be unique",
+        "the product of mesh_shape must be the number of device_ids": lambda: (
+            f"Number of device IDs ({np.size(device_ids)}) must match mesh size "
+            f"({math.prod(mesh_shape)})"
+        ),
+        "device_ids must be unique": lambda: "Device IDs must be unique",
+        "every device id of a mesh must be below the number of devices": lambda: (
+            "Device IDs must be less than mesh size, and in a mesh of some devices less than the "
+            "number of all"
+        ),
+    }
+    for ours, upstreams in rules.items():
+        if text.startswith(ours):
+            return upstreams() + text.removeprefix(ours)
+    return text
+
+
 def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
     """Validates a partition spec with torch_xla's exception types.
 
@@ -105,20 +136,26 @@ def _check_spec(mesh: spmd.Mesh, spec: PartitionSpec) -> None:
             for entry in spec
             for axis in (entry if isinstance(entry, (tuple, list)) else (entry,))
         ]
-        unknown = [
-            axis for axis in axes if isinstance(axis, str) and axis not in (mesh.axis_names or ())
-        ]
-        if unknown:
-            raise ValueError(
-                f"Axis name {unknown[0]} is not defined in the given mesh: {error}"
-            ) from error
-        if any(
-            not isinstance(axis, (int, np.integer, str, tuple, list, type(None)))
-            or isinstance(axis, bool)
-            for axis in axes
-        ):
-            raise
-        raise AssertionError(str(error)) from error
+        text = str(error)
+        for axis in axes:
+            if isinstance(axis, str) and axis not in (mesh.axis_names or ()):
+                raise ValueError(
+                    f"Axis name {axis} is not defined in the given mesh: {text}"
+                ) from error
+            if not isinstance(axis, (int, np.integer, str, tuple, list, type(None))) or isinstance(
+                axis, bool
+            ):
+                raise ValueError(
+                    f"Spec type {type(axis)} is not supported in partition spec: {text}"
+                ) from error
+        if text.startswith("the index of a mesh axis"):
+            text = f"partition_spec {spec} contains out of bound index into mesh_shape: {text}"
+        elif text.startswith("a mesh axis may shard a tensor once"):
+            text = (
+                "Each device mesh dimension should appear at most once in partition_spec "
+                f"{spec}: {text}"
+            )
+        raise AssertionError(text) from error
 
 
 @dataclass(frozen=True)
@@ -160,7 +197,15 @@ class HybridMesh(spmd.HybridMesh, Mesh):
         *,
         num_slices: int | None = None,
     ) -> None:
-        super().__init__(ici_mesh_shape, dcn_mesh_shape, axis_names, num_slices=num_slices)
+        try:
+            super().__init__(ici_mesh_shape, dcn_mesh_shape, axis_names, num_slices=num_slices)
+        except MeshError as error:
+            text = str(error)
+            if "there is a single slice" in text:
+                text = f"Invalid dcn_mesh_shape for single slice mesh: {text}"
+            elif text.startswith("dcn_mesh_shape must say which axes go between slices"):
+                text = f"Provide dcn_mesh_shape to create a mesh for multislice: {text}"
+            raise MeshError(text) from error
 
     @staticmethod
     def _devices() -> Sequence[Any]:
@@ -354,7 +399,12 @@ def wrap_if_sharded(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShardingSpec(spmd.ShardingSpec):
-    """`spmd_core.ShardingSpec` with torch_xla's methods."""
+    """`spmd_core.ShardingSpec` with torch_xla's methods and errors."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.partition_spec, (tuple, list)):
+            _check_spec(self.mesh, tuple(self.partition_spec))
+        super().__post_init__()
 
     def can_apply(self, t: Any) -> bool:
         """Whether the tensor's rank equals the length of the spec."""

@@ -1,0 +1,1 @@
+"""Helpers that training scripts of PyTorch/XLA import from its tests."""
