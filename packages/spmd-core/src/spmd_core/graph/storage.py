@@ -14,6 +14,8 @@ import threading
 import weakref
 from typing import Any
 
+import torch
+
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
@@ -25,6 +27,7 @@ from spmd_core.sharding.sharding import Sharding
 lock = threading.RLock()
 _pending: list["weakref.ref[Storage]"] = []
 _weak = weakref.ref
+_is_inference_mode = torch.is_inference_mode_enabled
 _next_address = 1 << 40
 
 
@@ -37,9 +40,19 @@ class Storage:
         version: number of writes so far.
         sharding: the user's mark, or an inherited one; None where the partitioner may choose.
         committed: the value of the last successful cut, which is restored if a program fails.
+        inference: whether its tensors are inference tensors, as those made in inference mode are.
     """
 
-    __slots__ = ("__weakref__", "_address", "committed", "sharding", "spec", "value", "version")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "committed",
+        "inference",
+        "sharding",
+        "spec",
+        "value",
+        "version",
+    )
 
     _address: int  # set by the first call of `address`
     offset = 0  # in elements; a view of the storage may begin elsewhere
@@ -49,6 +62,7 @@ class Storage:
         self.version = 0
         self.sharding: Sharding | None = None
         self.committed: Value | None = None
+        self.inference = _is_inference_mode()
         _pending.append(_weak(self))
         if not len(_pending) & 0x3FFF:
             _prune()
@@ -73,6 +87,7 @@ class Storage:
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
         storage.spec, storage.version, storage.sharding = spec, 0, None
+        storage.inference = _is_inference_mode()
         return storage
 
     @property

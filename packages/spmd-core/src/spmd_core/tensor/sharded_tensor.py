@@ -289,7 +289,7 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """A tensor over the same storage, outside autograd and its version counter."""
-        return wrap(self._handle)
+        return wrap_alias(self._handle)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -298,6 +298,10 @@ class XLAShardedTensor(torch.Tensor):
                 f"the data of an xla tensor must be an xla tensor; got one on {new.device}. "
                 "Assign new.to('xla')."
             )
+        if new.is_inference() is not self.is_inference():
+            # torch's setter refuses a pair that differs in this.
+            new._handle.storage.inference = self.is_inference()
+            new = wrap_alias(new._handle)
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
         if self._gradient_sharding is not None:
@@ -449,6 +453,19 @@ def wrap(handle: Handle) -> XLAShardedTensor:
     )
     tensor._handle = handle
     return tensor
+
+
+def wrap_alias(handle: Handle) -> XLAShardedTensor:
+    """A new tensor over a handle whose storage has other tensors.
+
+    An inference tensor if and only if those are, whatever the mode: torch's C++ gives both tensors
+    one version counter, or none.
+    """
+    inference = handle.storage.inference
+    if inference is torch.is_inference_mode_enabled():
+        return wrap(handle)
+    with torch.inference_mode(inference):
+        return wrap(handle)
 
 
 def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:

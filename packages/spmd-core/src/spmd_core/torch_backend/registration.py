@@ -21,7 +21,7 @@ from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
-from spmd_core.torch_backend import torchvision_ops
+from spmd_core.torch_backend import generators, torchvision_ops
 
 
 class _XlaGuard(backend_registration._DummyDeviceGuard):
@@ -145,6 +145,7 @@ def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
     _install_guard()
     torch._register_device_module("xla", _device_module())
+    generators.install()
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
