@@ -276,7 +276,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.masked_fill.Scalar: _check_number_fits(aten.masked_fill.Scalar, 2),
     aten.resize_.default: set_resize.resize_,
     aten.is_set_to.default: set_resize.is_set_to,
-    **{getattr(aten.set_, name): set_resize.refuse_storage for name in aten.set_.overloads()},
+    **{getattr(aten.set_, name): set_resize.set_to_storage for name in aten.set_.overloads()},
     aten.set_.default: set_resize.set_to_nothing,
     aten.set_.source_Tensor: set_resize.set_to_tensor,
 }

@@ -1,6 +1,7 @@
 """`XLAShardedTensor`: a torch tensor on device `xla`, made of metadata and a handle to a value."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding, ShardingType
-from spmd_core.tensor import shards
+from spmd_core.tensor import shards, stored_bytes
 from spmd_core.tensor.shards import XLAShard
 
 XLA_DEVICE = torch.device("xla:0")
@@ -275,14 +276,14 @@ class XLAShardedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a CPU copy in torch's form for device tensors.
+        """Pickles as torch's own tensors do, with the location "xla:0"; waits for the device.
 
-        `torch.load(weights_only=True)` reads it.
+        Tensors of one storage share it in the file.
         """
-        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
-        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+            hooks: OrderedDict[str, Any] = OrderedDict()
+            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, hooks)
+        return stored_bytes.reduced(self, self._handle)
 
     # torch implements the following in C++, where the handle would not notice a change.
 
@@ -482,6 +483,7 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    """Reads parameters in files of earlier versions."""
     return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 
