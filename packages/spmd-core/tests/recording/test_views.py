@@ -293,7 +293,7 @@ def test_an_inference_tensor_stays_one():
             turned.resize_(13)
         errors = []
         for wrong in (lambda: z.view(-1).add_(1), lambda: (p * z.view(4, 3)).sum()):
-            with pytest.raises(RuntimeError, match="[Ii]nference") as caught:
+            with pytest.raises(RuntimeError, match=r"[Ii]nference") as caught:
                 wrong()
             errors.append(str(caught.value).splitlines()[0])
         normal = torch.ones(2, 3, device=device)

@@ -158,4 +158,4 @@ def test_sampling_as_language_models_do():
     generator = torch.Generator(device="xla").manual_seed(42)
     logits = torch.randn(4, 10, device="xla")
     sampled = torch.multinomial(F.softmax(logits, -1), 1, generator=generator)
-    assert sampled.shape == (4, 1) and 0 <= int(sampled.min()) and int(sampled.max()) < 10
+    assert sampled.shape == (4, 1) and int(sampled.min()) >= 0 and int(sampled.max()) < 10

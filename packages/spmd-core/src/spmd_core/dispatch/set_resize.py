@@ -86,15 +86,16 @@ def _over_bytes(
         if not covers:
             spec = Spec.contiguous((source.nbytes() // dtype.itemsize,), dtype)
         # No copy, as torch reads old files after it has made the tensors.
-        data = torch.empty(0, dtype=dtype, device="cpu").set_(source, 0, spec.size, spec.strides)  # type: ignore[call-overload]
+        data = torch.empty(0, dtype=dtype, device="cpu").set_(source, 0, spec.size, spec.strides)
         storage = Storage.of_leaf(spec, data, leaves.host_placement())
         source.restored = weakref.ref(storage)
     if covers and storage.spec is spec:
         return storage
     if storage.spec.dtype is dtype:
         return strided_view(storage, size, strides, offset)
-    whole = strided_view(storage, (storage.spec.num_elements,), (1,), 0)
-    return strided_view(wrap(whole).view(dtype)._handle, size, strides, offset)
+    whole = wrap(strided_view(storage, (storage.spec.num_elements,), (1,), 0))
+    other: Any = whole.view(dtype)
+    return strided_view(other._handle, size, strides, offset)
 
 
 def _refuse_storage(target: XLAShardedTensor) -> NoReturn:

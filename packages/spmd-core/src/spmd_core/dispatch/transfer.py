@@ -139,6 +139,10 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return target.copy_(to_host(source))
     handle = target._handle
     if source.__class__ is not XLAShardedTensor:
+        if source.__class__ is not torch.Tensor:
+            # A user's class, which may refuse even to say its shape: uninitialized parameters do.
+            with torch._C.DisableTorchFunctionSubclass():
+                source = source.detach()
         inference.infer(aten.copy_.default, (target, source), {}, spec_of)
         host = source.detach().to(device="cpu", dtype=target.dtype)
         if isinstance(handle, Storage) and host.shape == target.shape:

@@ -1,7 +1,7 @@
 """`XLAShardedTensor`: a torch tensor on device `xla`, made of metadata and a handle to a value."""
 
+import copy
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -264,13 +264,15 @@ class XLAShardedTensor(torch.Tensor):
                 "only tensors that the user created (graph leaves) can be deep-copied; "
                 "this one has a grad_fn. Use detach() or clone()."
             )
-        with torch.no_grad():
-            copied = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, self.requires_grad)
-        else:
-            copied.requires_grad_(self.requires_grad)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copied: torch.Tensor = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, self.requires_grad)
+            else:
+                copied.requires_grad_(self.requires_grad)
+        copied.__class__ = self.__class__  # perhaps a user's
         memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(attributes_of(self), memo))
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
@@ -281,9 +283,15 @@ class XLAShardedTensor(torch.Tensor):
         Tensors of one storage share it in the file.
         """
         if isinstance(self, torch.nn.Parameter):
-            hooks: OrderedDict[str, Any] = OrderedDict()
-            return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, hooks)
-        return stored_bytes.reduced(self, self._handle)
+            return torch.nn.Parameter.__reduce_ex__(self, protocol)
+        function, arguments = stored_bytes.reduced(self, self._handle)
+        state, cls = self.__getstate__(), getattr(self, "_user_class", torch.Tensor)
+        if state is None and cls is torch.Tensor:
+            return function, arguments
+        return torch._tensor._rebuild_from_type_v2, (function, cls, arguments, state)
+
+    def __getstate__(self) -> dict[str, Any] | None:
+        return attributes_of(self) or None
 
     # torch implements the following in C++, where the handle would not notice a change.
 
@@ -299,11 +307,12 @@ class XLAShardedTensor(torch.Tensor):
                 f"the data of an xla tensor must be an xla tensor; got one on {new.device}. "
                 "Assign new.to('xla')."
             )
-        if new.is_inference() is not self.is_inference():
-            # torch's setter refuses a pair that differs in this.
-            new._handle.storage.inference = self.is_inference()
-            new = wrap_alias(new._handle)
-        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            if new.is_inference() is not self.is_inference():
+                # torch's setter refuses a pair that differs in this.
+                new._handle.storage.inference = self.is_inference()
+                new = wrap_alias(new._handle)
+            torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
         if self._gradient_sharding is not None:
             self._gradient_sharding.follow(new._handle)
@@ -352,7 +361,8 @@ class XLAShardedTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
         """As torch's method; from here on, gradients of a marked leaf follow its sharding."""
-        super().requires_grad_(requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
         if (
             requires_grad
             and self._handle.sharding is not None
@@ -421,6 +431,15 @@ class DeviceStorage:
             f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. "
             "Use the tensor itself, or tensor.cpu().untyped_storage()."
         )
+
+
+# The attributes of a tensor that are this project's or torch's.
+_INTERNAL = ("_handle", "_gradient_sharding", "_is_param")
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the user gave a tensor."""
+    return {name: a for name, a in tensor.__dict__.items() if name not in _INTERNAL}
 
 
 def device_tensor(

@@ -25,8 +25,8 @@ class HostBytes(torch.UntypedStorage):
     A storage of torch's becomes one when its class is assigned.
 
     Attributes:
-        restored: after loading, the storage on the device that was made over this memory, while a
-            tensor holds it. Weak, as that storage holds this memory.
+        restored: the storage on the device that has these bytes, while a tensor holds it. Weak, as
+            a storage that was loaded holds this memory.
     """
 
     device = torch.device("xla:0")
@@ -83,6 +83,7 @@ def _bytes_of(storage: Storage) -> HostBytes:
     memory.copy_(execution.to_host(storage))
     made: Any = memory.untyped_storage()
     made.__class__ = HostBytes
+    made.restored = weakref.ref(storage)  # `copy.copy` makes another tensor over the storage
     _written[storage] = (storage.version, weakref.ref(made))
     bytes_: HostBytes = made
     return bytes_

@@ -13,7 +13,7 @@ import torch
 
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE
 
-_TorchGenerator = torch._C.Generator
+_TorchGenerator: Any = torch._C.Generator
 
 
 class XlaGenerator(_TorchGenerator):
@@ -23,7 +23,7 @@ class XlaGenerator(_TorchGenerator):
         return super().__new__(cls, "cpu")
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Device `xla:0`."""
         return XLA_DEVICE
 
@@ -39,7 +39,7 @@ class XlaGenerator(_TorchGenerator):
     def __reduce__(self) -> Any:
         return Generator, ("xla",), self.get_state()
 
-    __setstate__ = set_state  # type: ignore[assignment]
+    __setstate__ = set_state
 
 
 class _ChoosesByDevice(type(_TorchGenerator)):  # type: ignore[misc]

@@ -1,5 +1,7 @@
 """`torch.load(..., map_location="xla")`: the location of storages on device `xla`."""
 
+from typing import Any
+
 import torch
 
 from spmd_core.tensor.stored_bytes import HostBytes
@@ -8,11 +10,11 @@ from spmd_core.tensor.stored_bytes import HostBytes
 _PRIORITY = 30
 
 
-def _location_of(storage: torch.UntypedStorage) -> str | None:
+def _location_of(storage: Any) -> str | None:
     return "xla:0" if isinstance(storage, HostBytes) else None
 
 
-def _restore(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _restore(storage: Any, location: str) -> Any:
     """Marks host memory as memory of the device, if that is its location.
 
     `Tensor.set_`, by which torch rebuilds tensors, then makes a storage of the device over it.

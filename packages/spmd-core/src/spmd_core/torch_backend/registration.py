@@ -21,7 +21,13 @@ from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
-from spmd_core.torch_backend import generators, locations, torchvision_ops
+from spmd_core.torch_backend import (
+    conversions,
+    generators,
+    locations,
+    subclasses,
+    torchvision_ops,
+)
 
 
 class _XlaGuard(backend_registration._DummyDeviceGuard):
@@ -159,6 +165,8 @@ def _install() -> torch.library.Library:
     torch._register_device_module("xla", _device_module())
     generators.install()
     locations.install()
+    subclasses.install()
+    conversions.install()
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
