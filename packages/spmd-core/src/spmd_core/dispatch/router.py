@@ -21,7 +21,7 @@ from torch._decomp import decomposition_table
 
 from spmd_core import source_lines
 from spmd_core.config import config
-from spmd_core.dispatch import data_dependent, linalg_checks, set_resize, special
+from spmd_core.dispatch import data_dependent, layouts, linalg_checks, set_resize, special
 from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
@@ -263,6 +263,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
         None, aten.index_put_.default, (), args[:4]
     ),
     **special.HANDLERS,
+    **layouts.HANDLERS,
     # TransformerEncoder asks whether it may use nested tensors, which this device does not have.
     # The constant answer avoids a read of the mask.
     aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,

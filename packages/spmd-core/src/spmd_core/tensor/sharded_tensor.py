@@ -390,9 +390,12 @@ class XLAShardedTensor(torch.Tensor):
     ) -> "XLAShardedTensor":
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
-            raise NotImplementedError(
-                "torch.compile over xla tensors is not available: "
-                "the traced tensor has no recorded value. Call the function directly."
+            raise UnsupportedOpError(
+                "operations on xla tensors are recorded and compiled by XLA, so torch.compile has "
+                f"nothing to compile; got a tensor of shape {tuple(outer_size)}. Call the function "
+                "itself. Where you cannot change the call, set TORCHDYNAMO_DISABLE=1 in the "
+                "environment or call torch.compiler.set_stance('force_eager'): "
+                "the compiled function then is the function itself."
             )
         return wrap(handle)
 

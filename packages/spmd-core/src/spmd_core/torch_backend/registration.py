@@ -25,6 +25,7 @@ from spmd_core.torch_backend import (
     conversions,
     generators,
     locations,
+    refusals,
     subclasses,
     torchvision_ops,
 )
@@ -192,4 +193,9 @@ def device() -> torch.device:
 
 
 # torch drops registrations when their Library is deleted, so the module keeps them.
-_libraries = (_install(), composite.install(), torchvision_ops.install())
+_libraries = (
+    _install(),
+    composite.install(),
+    refusals.install(),
+    torchvision_ops.install(),
+)
