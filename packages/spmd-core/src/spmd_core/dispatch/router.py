@@ -49,6 +49,7 @@ class Route(StrEnum):
     COMPOSED = "torch's composition"
     DECOMPOSED = "torch's decomposition"
     HOST = "on the host"
+    REFUSED = "refused, as its result is not dense"
 
 
 def route(
@@ -83,6 +84,8 @@ def _make_handler(func: torch._ops.OpOverload) -> Handler:
 
 def route_of(func: torch._ops.OpOverload) -> Route:
     """The route of an overload's calls, except those that a lowering or decomposition declines."""
+    if func in layouts.HANDLERS:
+        return Route.REFUSED
     return Route.SPECIAL if func in _SPECIAL else _choose_route(func)[0]
 
 
