@@ -247,3 +247,70 @@ def test_positions_within_one_program_stay_static():
     assert total.tolist() == [110.0, 125.0]
     assert "dynamic" not in spmd.metrics.programs()[-1].name
     assert all(v.link.numbers == () for v in [x[i]._handle for i in range(6)])
+
+
+VIEWS = {
+    "view": lambda x: x.view(-1),
+    "select": lambda x: x[1],
+    "t": lambda x: x.t(),
+    "detach": lambda x: x.detach(),
+    "view_as": lambda x: x.view_as(x),
+    "as_strided": lambda x: x.as_strided((2,), (1,), 1),
+    "split": lambda x: x.split(2)[0],
+    "unbind": lambda x: x.unbind()[1],
+    "data": lambda x: x.data,
+    "two views": lambda x: x.view(-1)[2:].view(5, 2),
+    "unfold": lambda x: x.unfold(0, 2, 2),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("made_in", [False, True], ids=["normal", "inference"])
+@pytest.mark.parametrize("viewed_in", [False, True], ids=["outside", "inside"])
+def test_a_view_is_an_inference_tensor_if_its_base_is(view, made_in, viewed_in):
+    def probe(device):
+        with torch.inference_mode(made_in):
+            x = torch.arange(12.0, device=device).view(4, 3)
+        with torch.inference_mode(viewed_in):
+            seen = view(x)
+        with torch.inference_mode(made_in or viewed_in):
+            seen.add_(1)
+        return seen.is_inference(), seen.tolist(), x.tolist()
+
+    assert probe("xla") == probe("cpu")
+
+
+def test_an_inference_tensor_stays_one():
+    def probe(device):
+        p = torch.nn.Parameter(torch.ones(4, 3, device=device))
+        with torch.inference_mode():
+            z = torch.ones(4, 3, device=device)
+            made = torch.nn.functional.linear(z, p)
+            p.data[0] = 2
+            turned = torch.ones(4, 3, device=device)
+        with torch.inference_mode():
+            turned.t_()
+            turned.resize_(13)
+        errors = []
+        for wrong in (lambda: z.view(-1).add_(1), lambda: (p * z.view(4, 3)).sum()):
+            with pytest.raises(RuntimeError, match=r"[Ii]nference") as caught:
+                wrong()
+            errors.append(str(caught.value).splitlines()[0])
+        normal = torch.ones(2, 3, device=device)
+        with torch.inference_mode():
+            normal.t_()
+            normal.resize_(7)
+            normal.fill_(3)
+        normal.add_(1)
+        flags = [t.is_inference() for t in (z, made, turned, normal, z.clone())]
+        return flags, errors, normal.tolist(), p.sum().item()
+
+    assert probe("xla") == probe("cpu")
+
+
+def test_data_is_replaced_in_inference_mode():
+    p = torch.nn.Parameter(torch.ones(2, device="xla"))
+    with torch.inference_mode():
+        p.data = torch.full((3,), 2.0, device="xla")
+    p.sum().backward()
+    assert p.tolist() == [2.0, 2.0, 2.0] and p.grad.tolist() == [1.0, 1.0, 1.0]

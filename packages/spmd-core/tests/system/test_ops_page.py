@@ -42,7 +42,8 @@ def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):
         (torch.ops.aten.squeeze_.dim, Route.IN_PLACE),
         (torch.ops.aten.add.out, Route.OUT),
         (torch.ops.aten._foreach_add.List, Route.COMPOSED),
-        (torch.ops.aten._to_sparse.default, Route.HOST),
+        (torch.ops.aten.qscheme.default, Route.HOST),
+        (torch.ops.aten._to_sparse.default, Route.REFUSED),
     ],
     ids=str,
 )

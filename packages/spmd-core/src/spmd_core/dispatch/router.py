@@ -21,7 +21,14 @@ from torch._decomp import decomposition_table
 
 from spmd_core import source_lines
 from spmd_core.config import config
-from spmd_core.dispatch import data_dependent, linalg_checks, process_groups, set_resize, special
+from spmd_core.dispatch import (
+    data_dependent,
+    layouts,
+    linalg_checks,
+    process_groups,
+    set_resize,
+    special,
+)
 from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
@@ -49,6 +56,7 @@ class Route(StrEnum):
     COMPOSED = "torch's composition"
     DECOMPOSED = "torch's decomposition"
     HOST = "on the host"
+    REFUSED = "refused, as its result is not dense"
 
 
 def route(
@@ -83,6 +91,8 @@ def _make_handler(func: torch._ops.OpOverload) -> Handler:
 
 def route_of(func: torch._ops.OpOverload) -> Route:
     """The route of an overload's calls, except those that a lowering or decomposition declines."""
+    if func in layouts.HANDLERS:
+        return Route.REFUSED
     return Route.SPECIAL if func in _SPECIAL else _choose_route(func)[0]
 
 
@@ -264,6 +274,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     ),
     **special.HANDLERS,
     **process_groups.HANDLERS,
+    **layouts.HANDLERS,
     # TransformerEncoder asks whether it may use nested tensors, which this device does not have.
     # The constant answer avoids a read of the mask.
     aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
@@ -277,7 +288,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.masked_fill.Scalar: _check_number_fits(aten.masked_fill.Scalar, 2),
     aten.resize_.default: set_resize.resize_,
     aten.is_set_to.default: set_resize.is_set_to,
-    **{getattr(aten.set_, name): set_resize.refuse_storage for name in aten.set_.overloads()},
+    **{getattr(aten.set_, name): set_resize.set_to_storage for name in aten.set_.overloads()},
     aten.set_.default: set_resize.set_to_nothing,
     aten.set_.source_Tensor: set_resize.set_to_tensor,
 }

@@ -4,16 +4,21 @@ Values stay where they are; tensors get other handles.
 """
 
 import sys
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from spmd_core import dtypes
 from spmd_core.dispatch.transfer import new_storage
 from spmd_core.errors import DeviceMismatchError, UnsupportedOpError
-from spmd_core.graph.storage import Handle, View
+from spmd_core.graph.storage import Handle, Storage, View
+from spmd_core.graph.values import Spec
+from spmd_core.program import leaves
 from spmd_core.recording.views import strided_view
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+from spmd_core.tensor.stored_bytes import HostBytes
 
 aten = torch.ops.aten
 
@@ -43,11 +48,60 @@ def set_to_nothing(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _replace_memory(args[0], new_storage((0,), args[0].dtype))
 
 
-def refuse_storage(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`target.set_(storage, ...)` is refused: torch's storage objects hold host memory."""
+def set_to_storage(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`target.set_(storage, offset, size, stride)`, by which `torch.load` makes tensors.
+
+    Tensors over the same bytes share a storage on the device.
+
+    Raises:
+        UnsupportedOpError: the storage is not one that `torch.load` mapped to the device.
+    """
+    target, source = args[0], args[1]
+    if not isinstance(source, HostBytes):
+        _refuse_storage(target)
+    dtypes.to_jax(target.dtype)
+    # Without sizes, all elements; without strides, contiguous ones.
+    offset, size, *rest = args[2:] or (0, (source.nbytes() // target.dtype.itemsize,))
+    size = tuple(size)
+    strides = tuple(rest[0]) if rest else Spec.contiguous(size, target.dtype).strides
+    return _replace_memory(target, _over_bytes(source, target.dtype, size, strides, offset))
+
+
+def _over_bytes(
+    source: HostBytes,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+) -> Handle:
+    """The storage over these bytes, or the view of it, that has these elements."""
+    if 0 in size:
+        return new_storage(size, dtype)
+    spec = Spec.of(size, strides, dtype)
+    # A first tensor that has all of the bytes is the storage itself, not a view of it, as marks and
+    # updates of a storage cost least.
+    covers = spec is spec.logical and offset == 0 and spec.num_bytes == source.nbytes()
+    storage = None if source.restored is None else source.restored()
+    if storage is None:
+        if not covers:
+            spec = Spec.contiguous((source.nbytes() // dtype.itemsize,), dtype)
+        # No copy, as torch reads old files after it has made the tensors.
+        data = torch.empty(0, dtype=dtype, device="cpu").set_(source, 0, spec.size, spec.strides)
+        storage = Storage.of_leaf(spec, data, leaves.host_placement())
+        source.restored = weakref.ref(storage)
+    if covers and storage.spec is spec:
+        return storage
+    if storage.spec.dtype is dtype:
+        return strided_view(storage, size, strides, offset)
+    whole = wrap(strided_view(storage, (storage.spec.num_elements,), (1,), 0))
+    other: Any = whole.view(dtype)
+    return strided_view(other._handle, size, strides, offset)
+
+
+def _refuse_storage(target: XLAShardedTensor) -> NoReturn:
     raise UnsupportedOpError(
         "set_ to a storage object exchanges the memory under a tensor, which "
-        f"a recorded value does not have; got a call on a tensor of shape {tuple(args[0].shape)}. "
+        f"a recorded value does not have; got a call on a tensor of shape {tuple(target.shape)}. "
         "Write target.set_(other_tensor), or assign tensor.data = other."
     )
 

@@ -23,6 +23,7 @@ from spmd_core.recording.calls import (
     record_own,
 )
 from spmd_core.recording.in_place import in_place_handler
+from spmd_core.recording.layouts import Layout, refusal
 from spmd_core.recording.views import strided_view
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
@@ -139,6 +140,12 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return target.copy_(to_host(source))
     handle = target._handle
     if source.__class__ is not XLAShardedTensor:
+        if source.__class__ is not torch.Tensor:
+            # A user's class, which may refuse even to say its shape: uninitialized parameters do.
+            with torch._C.DisableTorchFunctionSubclass():
+                source = source.detach()
+        if source.layout is not torch.strided:
+            raise refusal(Layout.SPARSE, f"a copy from a tensor of layout {source.layout}")
         inference.infer(aten.copy_.default, (target, source), {}, spec_of)
         host = source.detach().to(device="cpu", dtype=target.dtype)
         if isinstance(handle, Storage) and host.shape == target.shape:

@@ -14,6 +14,8 @@ import threading
 import weakref
 from typing import Any
 
+import torch
+
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
@@ -26,6 +28,7 @@ lock = threading.RLock()
 _pending: list["weakref.ref[Storage]"] = []
 _failed: "weakref.WeakSet[Storage]" = weakref.WeakSet()
 _weak = weakref.ref
+_is_inference_mode = torch.is_inference_mode_enabled
 _next_address = 1 << 40
 
 
@@ -40,6 +43,7 @@ class Storage:
         committed: the value of the last successful cut.
         failed: whether the program of the pending value failed; then a cut leaves it out until it
             is written or read.
+        inference: whether its tensors are inference tensors, as those made in inference mode are.
     """
 
     __slots__ = (
@@ -47,6 +51,7 @@ class Storage:
         "_address",
         "committed",
         "failed",
+        "inference",
         "sharding",
         "spec",
         "value",
@@ -62,6 +67,7 @@ class Storage:
         self.failed = False
         self.sharding: Sharding | None = None
         self.committed: Value | None = None
+        self.inference = _is_inference_mode()
         _pending.append(_weak(self))
         if not len(_pending) & 0x3FFF:
             _prune()
@@ -94,6 +100,7 @@ class Storage:
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
         storage.spec, storage.version, storage.sharding, storage.failed = spec, 0, None, False
+        storage.inference = _is_inference_mode()
         return storage
 
     @property

@@ -312,7 +312,12 @@ def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
     ).astype(ctx.dtype)
 
 
-@lowering("aten.binomial.default", random=True)
+def _binomial_meta(count: torch.Tensor, prob: torch.Tensor, *, generator: Any) -> torch.Tensor:
+    """torch has no meta kernel; its CPU kernel reads a `prob` that broadcasts to `count`."""
+    return torch.empty_like(count, memory_format=torch.contiguous_format)
+
+
+@lowering("aten.binomial.default", random=True, meta=_binomial_meta)
 def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
     wide = _sampling_dtype(ctx.dtype)
     return jax.random.binomial(

@@ -258,7 +258,7 @@ class Traced:
             manual = self._manual(len(values))
             with _named(node, position):
                 if entry.border is not None:
-                    results = [regions.cross(entry.border, inputs[0])]
+                    results: Sequence[jax.Array] = [regions.cross(entry.border, inputs[0])]
                 elif manual is not None:
                     results = self._run_local(manual, node, context, inputs, numbers)
                 elif entry.sharding is not None:
@@ -378,7 +378,7 @@ def _prng_key(seed: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def _check(entry: Entry, results: list[jax.Array], *, is_local: bool) -> None:
+def _check(entry: Entry, results: Sequence[jax.Array], *, is_local: bool) -> None:
     """Asserts that the results have the shapes and dtypes that torch gives them."""
     assert len(results) == len(entry.outs), (
         f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"

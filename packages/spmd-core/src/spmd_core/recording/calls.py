@@ -114,7 +114,7 @@ def _look_up_keywords(
             key.append((name, _look_up_list(call, a, inputs)))
         elif isinstance(a, torch.Tensor):
             key.append((name, _host_scalar(call, a, inputs)))
-        elif kind is not torch.Generator:
+        elif name != "generator":  # a generator is no part of what is recorded
             key.append((name, a))
 
 
@@ -359,7 +359,18 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
                 else wrap(Storage(node, entry.spec))
             )
 
-    return record_random if lowering.random else record
+    if not lowering.random:
+        return record
+    position = schema.generator_position(func)
+    if position is None:
+        return record_random
+
+    def record_random_by_name(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if len(args) > position:
+            args, kwargs = args[:position], {**kwargs, "generator": args[position]}
+        return record_random(args, kwargs)
+
+    return record_random_by_name
 
 
 def inherit(result: XLAShardedTensor, source: Any) -> None:

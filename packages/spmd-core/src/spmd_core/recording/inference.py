@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spmd_core.graph.values import Spec
+from spmd_core.recording.layouts import Layout, refusal
 
 # Where the results are stored concerns neither shape inference nor a lowering.
 _PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking")
@@ -49,6 +50,8 @@ def infer(
         meta: called in place of the meta kernel, where torch has none or one whose checks are for
             another device only.
     """
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise refusal(Layout.SPARSE, f"{func.name()} with layout={kwargs['layout']}")
     metas: dict[int, torch.Tensor] = {}
 
     def to_meta(t: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,14 @@ def functional(func: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return None
 
 
+def generator_position(func: torch._ops.OpOverload) -> int | None:
+    """The position of the generator among the arguments; None if there is none, or by name only."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "generator" and not argument.kwarg_only:
+            return position
+    return None
+
+
 def has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
     """Whether torch has a kernel at a dispatch key, such as CompositeExplicitAutograd."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

@@ -16,11 +16,12 @@ from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
-from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap
+from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap_alias
 
 aten = torch.ops.aten
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
+_is_inference_mode = torch.is_inference_mode_enabled
 # After new positions in this many different programs, a position in a view's arguments becomes an
 # input of the program: as a constant, each new one would cost a compilation.
 _MOVING_AFTER = 3
@@ -79,6 +80,8 @@ def view_handler(lowering: registry.Lowering) -> Handler:
             if base.offset:
                 offset = link.begins_at(base.offset)
             view = View(base, base.storage, link, offset)
+        if view.storage.inference is not _is_inference_mode():
+            return wrap_alias(view)
         tensor = _new(
             XLAShardedTensor,
             spec.size,
@@ -195,7 +198,7 @@ _MOVING: dict[Any, Callable[[Spec, int, torch.Tensor, Any], Link | None]] = {
 
 def alias(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Records `detach` and similar operations: another tensor over the same handle."""
-    return wrap(args[0]._handle)
+    return wrap_alias(args[0]._handle)
 
 
 def pieces_handler(func: Any) -> Handler:
@@ -235,8 +238,8 @@ def as_strided(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         # The whole storage as it is: return the storage, so that a mark on the result is a mark on
         # the storage. `empty_like` of a tensor on another device calls this.
-        return wrap(whole)
-    return wrap(strided_view(handle, size, strides, offset))
+        return wrap_alias(whole)
+    return wrap_alias(strided_view(handle, size, strides, offset))
 
 
 def strided_view(

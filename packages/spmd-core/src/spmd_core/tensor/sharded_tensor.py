@@ -1,5 +1,6 @@
 """`XLAShardedTensor`: a torch tensor on device `xla`, made of metadata and a handle to a value."""
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
-from spmd_core.tensor import shards
+from spmd_core.tensor import shards, stored_bytes
 from spmd_core.tensor.shards import XLAShard
 
 XLA_DEVICE = torch.device("xla:0")
@@ -284,33 +285,41 @@ class XLAShardedTensor(torch.Tensor):
                 "only tensors that the user created (graph leaves) can be deep-copied; "
                 "this one has a grad_fn. Use detach() or clone()."
             )
-        with torch.no_grad():
-            copied = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, self.requires_grad)
-        else:
-            copied.requires_grad_(self.requires_grad)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            copied: torch.Tensor = self.detach().clone()
+            if isinstance(self, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, self.requires_grad)
+            else:
+                copied.requires_grad_(self.requires_grad)
+        copied.__class__ = self.__class__  # perhaps a user's
         memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(attributes_of(self), memo))
         if self.grad is not None:
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a CPU copy in torch's form for device tensors.
+        """Pickles as torch's own tensors do, with the location "xla:0"; waits for the device.
 
-        `torch.load(weights_only=True)` reads it.
+        Tensors of one storage share it in the file.
         """
-        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
-        return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
+            return torch.nn.Parameter.__reduce_ex__(self, protocol)
+        function, arguments = stored_bytes.reduced(self, self._handle)
+        state, cls = self.__getstate__(), getattr(self, "_user_class", torch.Tensor)
+        if state is None and cls is torch.Tensor:
+            return function, arguments
+        return torch._tensor._rebuild_from_type_v2, (function, cls, arguments, state)
+
+    def __getstate__(self) -> dict[str, Any] | None:
+        return attributes_of(self) or None
 
     # torch implements the following in C++, where the handle would not notice a change.
 
     @property
     def data(self) -> torch.Tensor:
         """A tensor over the same storage, outside autograd and its version counter."""
-        return wrap(self._handle)
+        return wrap_alias(self._handle)
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -319,7 +328,12 @@ class XLAShardedTensor(torch.Tensor):
                 f"the data of an xla tensor must be an xla tensor; got one on {new.device}. "
                 "Assign new.to('xla')."
             )
-        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            if new.is_inference() is not self.is_inference():
+                # torch's setter refuses a pair that differs in this.
+                new._handle.storage.inference = self.is_inference()
+                new = wrap_alias(new._handle)
+            torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self._handle = new._handle
         if self._gradient_sharding is not None:
             self._gradient_sharding.follow(new._handle)
@@ -368,7 +382,8 @@ class XLAShardedTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> "XLAShardedTensor":
         """As torch's method; from here on, gradients of a marked leaf follow its sharding."""
-        super().requires_grad_(requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            super().requires_grad_(requires_grad)
         if (
             requires_grad
             and self._handle.sharding is not None
@@ -396,9 +411,12 @@ class XLAShardedTensor(torch.Tensor):
     ) -> "XLAShardedTensor":
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
-            raise NotImplementedError(
-                "torch.compile over xla tensors is not available: "
-                "the traced tensor has no recorded value. Call the function directly."
+            raise UnsupportedOpError(
+                "operations on xla tensors are recorded and compiled by XLA, so torch.compile has "
+                f"nothing to compile; got a tensor of shape {tuple(outer_size)}. Call the function "
+                "itself. Where you cannot change the call, set TORCHDYNAMO_DISABLE=1 in the "
+                "environment or call torch.compiler.set_stance('force_eager'): "
+                "the compiled function then is the function itself."
             )
         return wrap(handle)
 
@@ -439,6 +457,15 @@ class DeviceStorage:
         )
 
 
+# The attributes of a tensor that are this project's or torch's.
+_INTERNAL = ("_handle", "_gradient_sharding", "_is_param")
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that the user gave a tensor."""
+    return {name: a for name, a in tensor.__dict__.items() if name not in _INTERNAL}
+
+
 def device_tensor(
     t: Any, what: str, *, advice: str = "Move it first: t = t.to('xla')."
 ) -> XLAShardedTensor:
@@ -472,6 +499,19 @@ def wrap(handle: Handle) -> XLAShardedTensor:
     return tensor
 
 
+def wrap_alias(handle: Handle) -> XLAShardedTensor:
+    """A new tensor over a handle whose storage has other tensors.
+
+    An inference tensor if and only if those are, whatever the mode: torch's C++ gives both tensors
+    one version counter, or none.
+    """
+    inference = handle.storage.inference
+    if inference is torch.is_inference_mode_enabled():
+        return wrap(handle)
+    with torch.inference_mode(inference):
+        return wrap(handle)
+
+
 def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
     """Gives a tensor another handle, of any shape and strides, in place: for `t_()` and others."""
     spec = handle.spec
@@ -486,6 +526,7 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    """Reads parameters in files of earlier versions."""
     return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 

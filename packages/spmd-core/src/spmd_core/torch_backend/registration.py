@@ -21,7 +21,14 @@ from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
-from spmd_core.torch_backend import torchvision_ops
+from spmd_core.torch_backend import (
+    conversions,
+    generators,
+    locations,
+    refusals,
+    subclasses,
+    torchvision_ops,
+)
 
 
 class _XlaGuard(backend_registration._DummyDeviceGuard):
@@ -119,15 +126,27 @@ def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
 
 
 def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Shards a loaded optimizer state like its parameter, as a state that the optimizer makes."""
+    """Places a loaded optimizer state as a state that the optimizer makes.
 
-    def processed(param: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result = process(param, *args, **kwargs)
-        if (
-            isinstance(param, XLAShardedTensor)
-            and isinstance(result, XLAShardedTensor)
-            and result.shape == param.shape
-        ):
+    It is sharded like its parameter. A count of steps is on the host, unless the optimizer counts
+    on the device: otherwise it would be read from the device at each step.
+    """
+
+    def processed(
+        param: torch.Tensor,
+        value: torch.Tensor,
+        param_id: int,
+        param_groups: list[dict[Any, Any]],
+        key: Any = None,
+    ) -> torch.Tensor:
+        result = process(param, value, param_id, param_groups, key)
+        if not isinstance(param, XLAShardedTensor) or not isinstance(result, XLAShardedTensor):
+            return result
+        if key == "step":
+            (group,) = (g for g in param_groups if param_id in g["params"])
+            counts_on_device = group.get("fused") or group.get("capturable")
+            return result if counts_on_device else result.cpu()
+        if result.shape == param.shape:
             handle = result._handle
             if (
                 param.sharding is not None
@@ -145,6 +164,10 @@ def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
     _install_guard()
     torch._register_device_module("xla", _device_module())
+    generators.install()
+    locations.install()
+    subclasses.install()
+    conversions.install()
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
@@ -170,4 +193,9 @@ def device() -> torch.device:
 
 
 # torch drops registrations when their Library is deleted, so the module keeps them.
-_libraries = (_install(), composite.install(), torchvision_ops.install())
+_libraries = (
+    _install(),
+    composite.install(),
+    refusals.install(),
+    torchvision_ops.install(),
+)

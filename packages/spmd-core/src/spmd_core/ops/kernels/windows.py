@@ -78,8 +78,8 @@ def dilate(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
     if max(steps) == 1:
         return x
     if x.size == 0:
-        wide = [max((n - 1) * step + 1, 0) for n, step in zip(x.shape[lead:], steps)]
-        return jnp.zeros((*x.shape[:lead], *wide), x.dtype)
+        sizes = [max((n - 1) * step + 1, 0) for n, step in zip(x.shape[lead:], steps)]
+        return jnp.zeros((*x.shape[:lead], *sizes), x.dtype)
     if not last_dims_may_be_split(ctx, len(steps)):
         return lax.pad(
             ctx.keep_whole(x, len(steps)),

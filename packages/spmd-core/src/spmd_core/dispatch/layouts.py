@@ -1,0 +1,53 @@
+"""Handlers of operations that make sparse, nested, quantized and mkldnn tensors: they refuse.
+
+Otherwise the host would compute the result, which has no place on the device.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+
+from spmd_core.recording.calls import Handler
+from spmd_core.recording.layouts import Layout, refusal
+
+_MAKERS = {
+    Layout.SPARSE: (
+        "_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
+        "sparse_coo_tensor", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims",
+        "_sparse_coo_tensor_with_dims_and_tensors", "sparse_compressed_tensor",
+        "_sparse_compressed_tensor_unsafe", "_sparse_compressed_tensor_with_dims",
+        "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+        "sparse_mask",
+    ),
+    Layout.NESTED: (
+        "_nested_tensor_from_tensor_list", "_nested_tensor_from_mask", "_nested_from_padded",
+        "_nested_view_from_buffer", "_nested_view_from_buffer_copy", "_nested_view_from_jagged",
+        "_nested_view_from_jagged_copy",
+    ),
+    Layout.QUANTIZED: (
+        "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel",
+        "_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor",
+    ),
+    Layout.MKLDNN: ("to_mkldnn",),
+}  # fmt: skip
+
+
+def _refusing(layout: Layout, func: torch._ops.OpOverload) -> Handler:
+    def handler(args: Any, kwargs: dict[str, Any]) -> NoReturn:
+        raise refusal(layout, func.name())
+
+    return handler
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """Of the operation; none where torch does not have it, as it drops some from time to time."""
+    packet = getattr(torch.ops.aten, name, None)
+    return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+
+
+HANDLERS: dict[torch._ops.OpOverload, Handler] = {
+    func: _refusing(layout, func)
+    for layout, names in _MAKERS.items()
+    for name in names
+    for func in _overloads(name)
+}

@@ -1,0 +1,33 @@
+"""The refusal of tensors that are not dense: sparse, nested, quantized, mkldnn's."""
+
+from enum import StrEnum
+
+from spmd_core.errors import UnsupportedOpError
+
+
+class Layout(StrEnum):
+    """What a tensor of the device cannot be; the values are words of the message."""
+
+    SPARSE = "sparse"
+    NESTED = "nested"
+    QUANTIZED = "quantized"
+    MKLDNN = "mkldnn"
+
+
+_INSTEAD = {
+    Layout.SPARSE: "Use dense tensors: sparse.to_dense().to('xla'), sparse=False for embeddings; "
+    "torch.where and scatter choose elements.",
+    Layout.NESTED: "Pad the sequences to one length: torch.nn.utils.rnn.pad_sequence(tensors, "
+    "batch_first=True).to('xla'), with a mask.",
+    Layout.QUANTIZED: "Use integers with a scale of your own, (x / scale).round().to(torch.int8), "
+    "or torch.fake_quantize_per_tensor_affine; quantized.dequantize().to('xla') moves the values.",
+    Layout.MKLDNN: "Leave out to_mkldnn(), which is for kernels of the CPU.",
+}
+
+
+def refusal(layout: Layout, what: str) -> UnsupportedOpError:
+    """The exception for an operation, named by `what`, that would make such a tensor."""
+    return UnsupportedOpError(
+        f"tensors of device 'xla' are dense; got {what}, which makes a {layout} tensor there. "
+        f"{_INSTEAD[layout]}"
+    )

@@ -1,0 +1,80 @@
+"""flex_attention and torch.compile are refused, and what the messages advise works."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+import spmd_core as spmd
+
+
+def test_flex_attention_is_refused():
+    q = torch.randn(1, 2, 8, 4).to("xla")
+    message = (
+        r"got a query of shape \(1, 2, 8, 4\) on xla:0.*scaled_dot_product_attention.*call_jax"
+    )
+    with pytest.raises(spmd.UnsupportedOpError, match=message):
+        flex_attention(q, q, q)
+    # On the CPU, the check stays that of torch.
+    needs_grad = q.cpu().requires_grad_()
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(needs_grad, needs_grad, needs_grad)
+
+
+def test_scores_as_a_mask_instead_of_flex_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 8, 4) for _ in range(3))
+    positions = torch.arange(8)
+    scores = (positions[:, None] - positions).abs().mul(-0.5)
+    expected = torch.softmax(q @ k.mT / 2 + scores, -1) @ v
+    found = F.scaled_dot_product_attention(
+        *(x.to("xla") for x in (q, k, v)), attn_mask=scores.to("xla")
+    )
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+COMPILED = """
+import torch, spmd_core as spmd
+spmd.simulate(2)
+%s
+f = torch.compile(lambda x: (x * 2 + 1).sum())
+layer = torch.compile(torch.nn.Linear(2, 2, device="xla"))
+try:
+    print(f(torch.ones(3, device="xla")).item(), layer(torch.ones(1, 2, device="xla")).shape)
+except Exception as error:
+    print(type(error).__name__, error)
+print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+"""
+
+
+def run(setting="", **environment):
+    env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parents[1]), **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED % setting],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("[2.0, 2.0]\n"), "torch.compile for the CPU must work"
+    return result.stdout
+
+
+def test_torch_compile_is_refused():
+    text = run()
+    assert "torch.compile has nothing to compile; got a tensor of shape (3,)" in text
+    assert "TORCHDYNAMO_DISABLE=1" in text and "set_stance('force_eager')" in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "environment"),
+    [("torch.compiler.set_stance('force_eager')", {}), ("", {"TORCHDYNAMO_DISABLE": "1"})],
+)
+def test_what_the_refusal_of_torch_compile_advises(setting, environment):
+    assert run(setting, **environment).startswith("9.0 torch.Size([1, 2])")
