@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,21 @@ def test_versions_in_use():
     rows = str(found).splitlines()
     assert rows[0].split() == ["Python", found.python, "tested", "from", "3.11", "to", "3.13"]
     assert [row.split()[0] for row in rows] == ["Python", "torch", "jax", "jaxlib", *found.absent]
+
+
+def test_the_tested_range_is_that_of_the_metadata_and_of_tox():
+    root = Path(__file__).parents[3]
+    project = tomllib.loads((root / "packages/spmd-core/pyproject.toml").read_text())["project"]
+    tested = spmd.versions().tested
+    assert project["requires-python"] == f">={tested['Python'][0]}"
+    assert {f"torch>={tested['torch'][0]}", f"jax>={tested['jax'][0]}"} < set(
+        project["dependencies"]
+    )
+    tox = (root / "tox.ini").read_text()
+    ends = re.findall(r"other_releases\.sh (\d+\.\d+)\.\S+ \S+ (\d+\.\d+)\.", tox)
+    assert ends == list(zip(tested["torch"], tested["jax"]))
+    assert f"base_python = python{tested['Python'][0]}" in tox
+    assert "newest-py{312,313}" in tox and tested["Python"][1] == "3.13"
 
 
 def test_an_overload_that_is_absent_is_listed():
