@@ -72,7 +72,7 @@ def test_an_overload_that_is_absent_is_listed():
     assert "aten.add.Tensor" not in absent
     assert "or the host, which is counted" in absent["aten.add.NoSuchOverload"]
     assert "aten.no_such_operation.default" in absent
-    assert "aten.no_such_operation.default  absent " in str(spmd.versions())
+    assert re.search(r"aten\.no_such_operation\.default +absent +torch's", str(spmd.versions()))
     with pytest.raises(ValueError, match=r"namespace\.op\.overload; got 'aten\.add'. Write for"):
         releases.overload("aten.add")
 

@@ -143,7 +143,12 @@ def overloads():
             )
 
 
-VIEWS = sorted(name for name, func in overloads() if schema.of(func).is_view)
+# Named tensors, which torch 2.13 no longer has, were never for this device.
+VIEWS = sorted(
+    name
+    for name, func in overloads()
+    if schema.of(func).is_view and "Dimname" not in str(func._schema)
+)
 
 
 def test_every_view_has_a_sample():
