@@ -1,6 +1,6 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
-from spmd_core import debugging, metrics
+from spmd_core import debugging, metrics, releases
 from spmd_core.config import config, strict
 from spmd_core.debugging import profiler
 from spmd_core.debugging.visualize import visualize_sharding, visualize_tensor_sharding
@@ -61,6 +61,7 @@ from spmd_core.modules.wrap_policies import (
 )
 from spmd_core.program.execution import roll_back
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
+from spmd_core.releases import Versions, versions
 from spmd_core.runtime.devices import (
     device_attributes,
     global_runtime_device_count,
@@ -108,6 +109,8 @@ from spmd_core.tensor.shards import XLAShard
 from spmd_core.torch_backend import autocast
 from spmd_core.torch_backend.random_state import fork_rng, get_rng_state, manual_seed, set_rng_state
 from spmd_core.torch_backend.registration import device
+
+releases.warn_if_untested()
 
 # A pickle finds here what it rebuilds: the file behind a name may move, the name may not.
 _PICKLED = (_rebuild_mesh, _rebuild_parameter, _CheckpointedForward)
@@ -231,6 +234,8 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "eager_mode",
     "eager_mode_context",
     "is_eager_mode",
+    "versions",
+    "Versions",
     # Settings
     "config",
     "strict",

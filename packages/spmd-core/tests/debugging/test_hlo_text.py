@@ -159,6 +159,42 @@ def test_collectives_of_a_module():
     assert found["ar"].op_names == ()
 
 
+def test_a_gather_of_the_partitioner_is_named_after_what_reads_it():
+    """XLA names it after what it gathers, which does not need it."""
+    text = """HloModule m
+
+ENTRY %main (p: f32[2,8]) -> f32[4,8] {
+  %p = f32[2,8]{1,0} parameter(0)
+  %relu = f32[2,8]{1,0} maximum(%p, %p), metadata={op_name="jit(f)/aten::relu#0/x.py:1/max"}
+  %GATHER
+  ROOT %mm = f32[4,8]{1,0} dot(%gathered, %p), metadata={op_name="jit(f)/aten::mm#1/x.py:2/dot"}
+}
+"""
+    attributes = (
+        "dimensions={0}, replica_groups={{0,1}}%s, "
+        'metadata={op_name="jit(f)/aten::relu#0/x.py:1/max"}'
+    )
+    inserted = attributes % ', frontend_attributes={is_spmd_generated="true"}'
+    gathered = f"gathered = f32[4,8]{{1,0}} all-gather(%relu), {inserted}"
+    started = (
+        f"start = (f32[2,8], f32[4,8]) all-gather-start(%relu), {inserted}\n"
+        f"  %gathered = f32[4,8]{{1,0}} all-gather-done(%start), {inserted}"
+    )
+    asked = f"gathered = f32[4,8]{{1,0}} all-gather(%relu), {attributes % ''}"
+    for line, name in [
+        (gathered, "jit(f)/aten::mm#1/x.py:2/dot"),
+        (started, "jit(f)/aten::mm#1/x.py:2/dot"),
+        (asked, "jit(f)/aten::relu#0/x.py:1/max"),
+    ]:
+        (found,) = hlo_text.collectives(text.replace("GATHER", line), 2)
+        assert found.op_names == (name,), line
+    # Nothing reads it but the result: its own name is the only one.
+    (found,) = hlo_text.collectives(
+        text.replace("GATHER", gathered).replace(', metadata={op_name="jit(f)/aten::mm', ", {"), 2
+    )
+    assert found.op_names == ("jit(f)/aten::relu#0/x.py:1/max",)
+
+
 def test_loops_multiply():
     without_unknown = MODULE.replace(
         "body=%unknown_body", 'body=%unknown_body, backend_config={"known_trip_count":{"n":"2"}}'

@@ -102,7 +102,6 @@ READS = {
     "bincount, weights": lambda d: t(d, 1, 4, 1).bincount(t(d, 0.5, 1.5, 2)),
     "repeat_interleave": lambda d: t(d, 5.0, 6, 7).repeat_interleave(t(d, 2, 0, 3)),
     "repeat_interleave of counts": lambda d: torch.repeat_interleave(t(d, 2, 0, 3)),
-    "combinations": lambda d: torch.combinations(torch.arange(4, device=d)),
 }
 REFUSED = {
     "mask of another shape": lambda d: torch.eye(3, device=d)[t(d, True, False)],
@@ -133,6 +132,10 @@ OUTSIDE = {
         0, t(d, 4), torch.ones(1, device=d)
     ),
     "index_select": lambda d: torch.arange(4, device=d).index_select(0, t(d, -1)),
+    "index_fill": lambda d: torch.zeros(4, device=d).index_fill(0, t(d, -5), 1.0),
+    "index_fill_, a tensor": lambda d: torch.zeros(4, device=d).index_fill_(
+        0, t(d, 4), torch.ones((), device=d)
+    ),
     "index_add": lambda d: torch.zeros(4, device=d).index_add(0, t(d, 4), torch.ones(1, device=d)),
     "take": lambda d: torch.arange(4, device=d).take(t(d, -5)),
     "embedding": lambda d: torch.nn.functional.embedding(t(d, 3), torch.eye(3, device=d)),
@@ -141,6 +144,7 @@ WRAPS = {
     "x[tensor]": lambda d: torch.arange(4, device=d)[t(d, -1, 3)],
     "x[tensor] =": lambda d: put(d, t(d, -1), 7.0),
     "take": lambda d: torch.arange(4, device=d).take(t(d, -1)),
+    "index_fill": lambda d: torch.zeros(4, device=d).index_fill(0, t(d, -1), 1.0),
     "select": lambda d: torch.arange(4, device=d)[-2],
     "narrow": lambda d: torch.arange(4, device=d).narrow(0, -2, 2),
 }
@@ -163,6 +167,12 @@ def test_read_once_and_right(name):
     before = reads()
     both(READS[name])
     assert reads() > before or "nothing" in name or "no rows" in name
+
+
+@quiet
+def test_combinations():
+    """Read in some releases of torch, of static shape in others."""
+    both(lambda d: torch.combinations(torch.arange(4, device=d)))
 
 
 @quiet

@@ -278,7 +278,18 @@ def test_promotion(a: torch.dtype, b: torch.dtype) -> None:
 
 
 def test_promotion_to_complex() -> None:
-    check("aten.mul.Tensor", values(torch.bfloat16), 2j)
+    check("aten.mul.Tensor", values(torch.float32), 2j)
+
+
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
+def test_sixteen_bits_and_a_complex_number() -> None:
+    x = values(torch.bfloat16)
+    if torch.result_type(x, 2j) == torch.complex64:
+        check("aten.mul.Tensor", x, 2j)
+    else:
+        # torch 2.15 has a dtype for it, in which it cannot multiply on the CPU either.
+        with pytest.raises(TypeError, match=r"must have one of the dtypes .*; got torch\.bcomplex"):
+            (x.to("xla") * 2j).cpu()
 
 
 def test_sixteen_bits_round_once() -> None:
@@ -492,6 +503,7 @@ def test_to_copy(target: torch.dtype) -> None:
     check("aten._to_copy.default", values(torch.bfloat16), dtype=target)
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # torch's, on the CPU
 def test_to_copy_of_complex() -> None:
     check("aten._to_copy.default", torch.tensor([1.5, 2.0]), dtype=torch.complex64)
     check("aten._to_copy.default", torch.tensor([1j, 0j, 1 + 0j]), dtype=torch.bool)

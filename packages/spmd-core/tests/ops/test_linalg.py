@@ -12,7 +12,7 @@ from tiers import exhaustive
 
 import spmd_core as spmd
 from oracle import check, lower
-from spmd_core import metrics
+from spmd_core import metrics, releases
 from spmd_core.ops import factorizations, ldl, linalg, registry  # noqa: F401  (they register)
 
 REAL_AND_COMPLEX = [torch.float64, torch.complex128]
@@ -134,6 +134,7 @@ def test_inverse(dtype: torch.dtype) -> None:
 # ---- triangular ----------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
 def test_triangular(dtype: torch.dtype) -> None:
     a, b = positive(dtype, 2), values(dtype, 4, 4, seed=1)
@@ -398,14 +399,12 @@ SINGULAR = torch.eye(3).repeat(2, 1, 1)
 SINGULAR[1, 1, 1] = 0
 
 
-@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
 @pytest.mark.parametrize("is_matrix", [True, False])
 @pytest.mark.parametrize(
     "function",
     [
         torch.linalg.inv,
         torch.linalg.cholesky,
-        torch.cholesky,
         torch.cholesky_inverse,
         torch.linalg.lu_factor,
         lambda a: torch.linalg.solve(a, a),
@@ -426,6 +425,24 @@ def test_a_singular_matrix_raises_what_eager_torch_raises(
         function(a.to("xla"))
     assert str(got.value) == str(right.value)
     assert metrics.counter("host_reads_of_info") == reads + 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated")
+@pytest.mark.parametrize("upper", [True, False])
+def test_the_deprecated_cholesky(upper: bool) -> None:
+    """torch 2.15 has its name only, which says what to call instead."""
+    regular = SINGULAR[0] * 4
+    wrong = [SINGULAR, SINGULAR[1]]
+    if releases.overload("aten.cholesky.default") is None:
+        wrong.append(regular)
+    else:
+        close(torch.cholesky(regular.to("xla"), upper).cpu(), torch.cholesky(regular, upper))
+    for a in wrong:
+        with pytest.raises(RuntimeError) as right:
+            torch.cholesky(a, upper)
+        with pytest.raises(RuntimeError) as got:
+            torch.cholesky(a.to("xla"), upper)
+        assert str(got.value) == str(right.value)
 
 
 def test_geqrf_on_the_device() -> None:

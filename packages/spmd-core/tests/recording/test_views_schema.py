@@ -143,7 +143,13 @@ def overloads():
             )
 
 
-VIEWS = sorted(name for name, func in overloads() if schema.of(func).is_view)
+# Without views of named tensors, by strings: torch 2.13 no longer has them, and this device never
+# had.
+VIEWS = sorted(
+    name
+    for name, func in overloads()
+    if schema.of(func).is_view and not any("str" in str(a.type) for a in func._schema.arguments)
+)
 
 
 def test_every_view_has_a_sample():

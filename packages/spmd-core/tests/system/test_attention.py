@@ -189,7 +189,7 @@ def test_the_gradient_can_be_differentiated(dropout_p, masked):
 
 
 # torch's forward-mode decompositions raise this warning.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_forward_mode_goes_through_torchs_composition():
     q, k, v, t = (
         x.detach().to("xla")
@@ -201,6 +201,8 @@ def test_forward_mode_goes_through_torchs_composition():
     torch.testing.assert_close(tangent.cpu(), right)
 
 
+# torch 2.15's CPU kernel, from which the values to compare with come, has no batching rule.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_torch_func_transforms():
     q, k, v = (x.detach() for x in random((3, 2, 5, 4), (3, 2, 6, 4), (3, 2, 6, 4)))
 

@@ -36,6 +36,7 @@ _CALLED = re.compile(
     r"\b(?P<role>to_apply|calls|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)="
 )
+_BY_PARTITIONER = 'is_spmd_generated="true"'
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _IOTA = re.compile(r"\[(?P<dims>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\])?(?:T\((?P<order>[\d,]+)\))?")
 _MESH = re.compile(
@@ -210,15 +211,32 @@ def _collective(
 def _op_names(instruction: Instruction, computation: dict[str, Instruction]) -> Iterator[str]:
     """The first names with `::` among the instruction's, its readers' and its operands'.
 
-    A name without `::` belongs to an argument or to the compiler, and names no torch operation.
+    A name without `::` belongs to an argument or to the compiler, and names no torch operation. A
+    gather that the partitioner inserted bears the name of what it gathers in jaxlib 0.12, and that
+    of its reader in 0.10; so its readers come first.
     """
-    readers = [other for other in computation.values() if instruction.name in other.operands]
+    readers = list(_readers(instruction, computation))
     read = [computation[name] for name in instruction.operands if name in computation]
-    for candidates in ([instruction], readers, read):
+    order = [[instruction], readers, read]
+    if instruction.opcode.startswith("all-gather") and _BY_PARTITIONER in instruction.attributes:
+        order = [readers, [instruction], read]
+    for candidates in order:
         names = list(dict.fromkeys(c.op_name for c in candidates if "::" in c.op_name))
         if names:
             yield from names
             return
+
+
+def _readers(
+    instruction: Instruction, computation: dict[str, Instruction]
+) -> Iterator[Instruction]:
+    """What reads an instruction; for an asynchronous start, what reads its end."""
+    for other in computation.values():
+        if instruction.name in other.operands:
+            if other.opcode.endswith("-done"):
+                yield from _readers(other, computation)
+            else:
+                yield other
 
 
 def executions(

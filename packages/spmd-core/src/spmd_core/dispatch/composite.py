@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from spmd_core import releases
 from spmd_core.dispatch.router import out_handler
 from spmd_core.ops import registry
 from spmd_core.recording import random_stream
@@ -290,7 +291,7 @@ def install() -> torch.library.Library:
     library.impl("layer_norm", layer_norm, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
     library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
-    for overload in (aten.kron.out, aten.matmul.out):
+    for overload in releases.overloads({"aten.kron.out": None, "aten.matmul.out": None}):
         library.impl(
             f"{overload._schema.name.removeprefix('aten::')}.out",
             _out_kernel(overload),

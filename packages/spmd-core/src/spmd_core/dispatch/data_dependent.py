@@ -7,13 +7,13 @@ device, so gradients flow.
 """
 
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from spmd_core import metrics
+from spmd_core import metrics, releases
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
@@ -442,30 +442,38 @@ def bincount(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return weights.new_zeros((length,)).scatter_add(0, x.long(), weights)
 
 
-def repeat_interleave(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`repeat_interleave(repeats)`: without `output_size`, reads the sum of the repeats."""
-    repeats = args[0]
-    if kwargs.get("output_size") is None:
-        if repeats.dim() != 1:
-            raise RuntimeError(
-                "repeat_interleave only accept 1D vector as repeat; "
-                f"got shape {tuple(repeats.shape)}. Flatten it."
-            )
-        total = 0
-        if repeats.numel():
-            bounds = torch.stack([repeats.sum(), repeats.min().long()])
-            host = _read(
-                bounds,
-                "repeat_interleave",
-                "repeat_interleave(..., output_size=n) stays on the device.",
-            )
-            if int(host[1]) < 0:
+def repeat_interleave(func: torch._ops.OpOverload) -> Handler:
+    """A handler for `repeat_interleave(repeats)`: without `output_size`, reads the repeats' sum."""
+    lowering = registry.find(func)
+    assert lowering is not None
+    record = functional_handler(lowering)
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        repeats = args[0]
+        if kwargs.get("output_size") is None:
+            if repeats.dim() != 1:
                 raise RuntimeError(
-                    f"repeats can not be negative; got {int(host[1])}. Give counts of at least 0."
+                    "repeat_interleave only accept 1D vector as repeat; "
+                    f"got shape {tuple(repeats.shape)}. Flatten it."
                 )
-            total = int(host[0])
-        kwargs = {**kwargs, "output_size": total}
-    return _record_repeat_interleave(args, kwargs)
+            total = 0
+            if repeats.numel():
+                bounds = torch.stack([repeats.sum(), repeats.min().long()])
+                host = _read(
+                    bounds,
+                    "repeat_interleave",
+                    "repeat_interleave(..., output_size=n) stays on the device.",
+                )
+                if int(host[1]) < 0:
+                    raise RuntimeError(
+                        f"repeats can not be negative; got {int(host[1])}. "
+                        "Give counts of at least 0."
+                    )
+                total = int(host[0])
+            kwargs = {**kwargs, "output_size": total}
+        return record(args, kwargs)
+
+    return handler
 
 
 def equal(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -474,42 +482,46 @@ def equal(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
-_lowering = registry.find(aten.repeat_interleave.Tensor)
-assert _lowering is not None
-_record_repeat_interleave = functional_handler(_lowering)
-
-# torch raises a RuntimeError for an index outside its dim here, and an IndexError for `_AT_SLICES`.
-_AT_ELEMENTS = [
-    aten.gather.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter_.src,
-    aten.scatter_.value,
-]
-_AT_ELEMENTS += [aten.scatter_add.default, aten.scatter_add_.default]
-_AT_SLICES = [
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.index_copy.default,
-    aten.index_copy_.default,
-]
-
+_HANDLERS: dict[str, Handler] = {
+    "aten.nonzero.default": nonzero,
+    "aten.masked_select.default": masked_select,
+    "aten._unique2.default": unique2,
+    "aten._unique.default": unique,
+    "aten.unique_consecutive.default": unique_consecutive,
+    "aten.unique_dim.default": unique_dim,
+    "aten.unique_dim_consecutive.default": unique_dim_consecutive,
+    "aten.bincount.default": bincount,
+    "aten.equal.default": equal,
+}
+# torch raises a RuntimeError for an index outside its dim here, an IndexError where `in_range`
+# stands alone.
+_at_elements = partial(in_range, error=RuntimeError)
+_MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
+    "aten.index.Tensor": indexing,
+    "aten.index_put.default": indexing,
+    "aten.index_put_.default": indexing,
+    "aten.gather.default": _at_elements,
+    "aten.scatter.src": _at_elements,
+    "aten.scatter.value": _at_elements,
+    "aten.scatter_.src": _at_elements,
+    "aten.scatter_.value": _at_elements,
+    "aten.scatter_add.default": _at_elements,
+    "aten.scatter_add_.default": _at_elements,
+    "aten.index_select.default": in_range,
+    "aten.index_add.default": in_range,
+    "aten.index_add_.default": in_range,
+    "aten.index_fill.int_Scalar": partial(in_range, wraps=True),
+    "aten.index_fill.int_Tensor": partial(in_range, wraps=True),
+    # torch 2.15 writes a number at an index tensor by it.
+    "aten.index_fill_.int_Scalar": partial(in_range, wraps=True),
+    "aten.index_fill_.int_Tensor": partial(in_range, wraps=True),
+    "aten.index_copy.default": in_range,
+    "aten.index_copy_.default": in_range,
+    "aten.take.default": partial(in_range, wraps=True),
+    "aten.embedding.default": in_range,
+    "aten.repeat_interleave.Tensor": repeat_interleave,
+}
 HANDLERS: dict[torch._ops.OpOverload, Handler] = {
-    aten.nonzero.default: nonzero,
-    aten.masked_select.default: masked_select,
-    aten.index.Tensor: indexing(aten.index.Tensor),
-    aten.index_put.default: indexing(aten.index_put.default),
-    aten.index_put_.default: indexing(aten.index_put_.default),
-    **{func: in_range(func, error=RuntimeError) for func in _AT_ELEMENTS},
-    **{func: in_range(func) for func in (aten.index_select.default, *_AT_SLICES)},
-    aten.take.default: in_range(aten.take.default, wraps=True),
-    aten.embedding.default: in_range(aten.embedding.default),
-    aten._unique2.default: unique2,
-    aten._unique.default: unique,
-    aten.unique_consecutive.default: unique_consecutive,
-    aten.unique_dim.default: unique_dim,
-    aten.unique_dim_consecutive.default: unique_dim_consecutive,
-    aten.bincount.default: bincount,
-    aten.repeat_interleave.Tensor: repeat_interleave,
-    aten.equal.default: equal,
+    **releases.overloads(_HANDLERS),
+    **{func: make(func) for func, make in releases.overloads(_MADE).items()},
 }

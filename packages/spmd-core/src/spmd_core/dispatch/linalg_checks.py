@@ -5,12 +5,13 @@ A program cannot raise, so a factorization returns `info`. Where torch raises fo
 counted in the metrics as `host_reads_of_info`. The `_ex` functions do not read it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from spmd_core import metrics
+from spmd_core import metrics, releases
 from spmd_core.ops import registry
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import Handler, functional_handler
@@ -35,9 +36,8 @@ def _check_errors(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     check_info(args[0], args[1], is_matrix=kwargs["is_matrix"])
 
 
-def _ex(func: torch._ops.OpOverload, api_name: str, record: Handler | None = None) -> Handler:
+def _ex(record: Handler, api_name: str) -> Handler:
     """A factorization whose last result is `info`, which `check_errors` reads."""
-    record = record or _recorded(func)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         results = record(args, {name: a for name, a in kwargs.items() if name != "check_errors"})
@@ -230,28 +230,30 @@ def _write_rank(func: torch._ops.OpOverload) -> None:
     _library.impl(func, kernel, "AutogradXLA")
 
 
-for _name in aten.linalg_matrix_rank.overloads():
-    if schema.of(getattr(aten.linalg_matrix_rank, _name)).out_names:
-        _write_rank(getattr(aten.linalg_matrix_rank, _name))
+for _name in ("atol_rtol_tensor_out", "atol_rtol_float_out", "out", "out_tol_tensor"):
+    _func = releases.overload(f"aten.linalg_matrix_rank.{_name}")
+    if _func is not None:
+        _write_rank(_func)
 
 
+_HANDLERS: dict[str, Handler] = {
+    "aten._linalg_check_errors.default": _check_errors,
+    "aten._linalg_solve_ex.default": _ex(_solve, "torch.linalg.solve_ex"),
+    "aten.cholesky.default": _cholesky,
+    "aten._linalg_det.default": _det,
+    "aten._linalg_slogdet.default": _slogdet,
+    "aten.linalg_lstsq.default": _least_squares,
+}
+# From the handler that records the overload.
+_AROUND: dict[str, Callable[[Handler], Handler]] = {
+    "aten.linalg_cholesky_ex.default": partial(_ex, api_name="linalg.cholesky_ex"),
+    "aten.linalg_inv_ex.default": partial(_ex, api_name="linalg.inv_ex"),
+    "aten.linalg_lu_factor_ex.default": partial(_ex, api_name="torch.linalg.lu_factor_ex"),
+    "aten.linalg_ldl_factor_ex.default": partial(_ex, api_name="torch.linalg.ldl_factor_ex"),
+    "aten.cholesky_inverse.default": _cholesky_inverse,
+    "aten._linalg_svd.default": _svd,
+}
 HANDLERS: dict[torch._ops.OpOverload, Handler] = {
-    aten._linalg_check_errors.default: _check_errors,
-    aten.linalg_cholesky_ex.default: _ex(aten.linalg_cholesky_ex.default, "linalg.cholesky_ex"),
-    aten.linalg_inv_ex.default: _ex(aten.linalg_inv_ex.default, "linalg.inv_ex"),
-    aten.linalg_lu_factor_ex.default: _ex(
-        aten.linalg_lu_factor_ex.default, "torch.linalg.lu_factor_ex"
-    ),
-    aten.linalg_ldl_factor_ex.default: _ex(
-        aten.linalg_ldl_factor_ex.default, "torch.linalg.ldl_factor_ex"
-    ),
-    aten._linalg_solve_ex.default: _ex(
-        aten._linalg_solve_ex.default, "torch.linalg.solve_ex", _solve
-    ),
-    aten.cholesky.default: _cholesky,
-    aten.cholesky_inverse.default: _cholesky_inverse(_recorded(aten.cholesky_inverse.default)),
-    aten._linalg_svd.default: _svd(_recorded(aten._linalg_svd.default)),
-    aten._linalg_det.default: _det,
-    aten._linalg_slogdet.default: _slogdet,
-    aten.linalg_lstsq.default: _least_squares,
+    **releases.overloads(_HANDLERS),
+    **{func: around(_recorded(func)) for func, around in releases.overloads(_AROUND).items()},
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from spmd_core import source_lines
+from spmd_core import releases, source_lines
 from spmd_core.config import config
 from spmd_core.dispatch import (
     data_dependent,
@@ -257,38 +257,44 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
     return handler
 
 
-_SPECIAL: dict[torch._ops.OpOverload, Handler] = {
-    aten.detach.default: alias,
-    aten.alias.default: alias,
-    aten.lift_fresh.default: alias,
-    aten.copy_.default: copy_,
-    aten.as_strided.default: as_strided,
-    aten.split.Tensor: pieces_handler(aten.split.Tensor),
-    aten.split_with_sizes.default: pieces_handler(aten.split_with_sizes.default),
-    aten.unbind.int: pieces_handler(aten.unbind.int),
-    aten._local_scalar_dense.default: item,
-    **data_dependent.HANDLERS,
-    **linalg_checks.HANDLERS,
-    aten._index_put_impl_.default: lambda args, kwargs: route(
+_HANDLERS: dict[str, Handler] = {
+    "aten.detach.default": alias,
+    "aten.alias.default": alias,
+    "aten.lift_fresh.default": alias,
+    "aten.copy_.default": copy_,
+    "aten.as_strided.default": as_strided,
+    "aten._local_scalar_dense.default": item,
+    "aten._index_put_impl_.default": lambda args, kwargs: route(
         None, aten.index_put_.default, (), args[:4]
     ),
+    # TransformerEncoder asks whether it may use nested tensors, which this device does not have.
+    # The constant answer avoids a read of the mask.
+    "aten._nested_tensor_from_mask_left_aligned.default": lambda args, kwargs: False,
+    "aten.resize_as_.default": lambda args, kwargs: set_resize.resize_(
+        (args[0], args[1].shape), kwargs
+    ),
+    "aten.resize_.default": set_resize.resize_,
+    "aten.is_set_to.default": set_resize.is_set_to,
+    **{f"aten.set_.{name}": set_resize.set_to_storage for name in aten.set_.overloads()},
+    "aten.set_.default": set_resize.set_to_nothing,
+    "aten.set_.source_Tensor": set_resize.set_to_tensor,
+}
+_MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
+    "aten.split.Tensor": pieces_handler,
+    "aten.split_with_sizes.default": pieces_handler,
+    "aten.unbind.int": pieces_handler,
+    "aten.fill_.Scalar": partial(_check_number_fits, position=1),
+    "aten.fill.Scalar": partial(_check_number_fits, position=1),
+    "aten.full_like.default": partial(_check_number_fits, position=1),
+    "aten.masked_fill_.Scalar": partial(_check_number_fits, position=2),
+    "aten.masked_fill.Scalar": partial(_check_number_fits, position=2),
+}
+_SPECIAL: dict[torch._ops.OpOverload, Handler] = {
+    **data_dependent.HANDLERS,
+    **linalg_checks.HANDLERS,
     **special.HANDLERS,
     **process_groups.HANDLERS,
     **layouts.HANDLERS,
-    # TransformerEncoder asks whether it may use nested tensors, which this device does not have.
-    # The constant answer avoids a read of the mask.
-    aten._nested_tensor_from_mask_left_aligned.default: lambda args, kwargs: False,
-    aten.resize_as_.default: lambda args, kwargs: set_resize.resize_(
-        (args[0], args[1].shape), kwargs
-    ),
-    aten.fill_.Scalar: _check_number_fits(aten.fill_.Scalar, 1),
-    aten.fill.Scalar: _check_number_fits(aten.fill.Scalar, 1),
-    aten.full_like.default: _check_number_fits(aten.full_like.default, 1),
-    aten.masked_fill_.Scalar: _check_number_fits(aten.masked_fill_.Scalar, 2),
-    aten.masked_fill.Scalar: _check_number_fits(aten.masked_fill.Scalar, 2),
-    aten.resize_.default: set_resize.resize_,
-    aten.is_set_to.default: set_resize.is_set_to,
-    **{getattr(aten.set_, name): set_resize.set_to_storage for name in aten.set_.overloads()},
-    aten.set_.default: set_resize.set_to_nothing,
-    aten.set_.source_Tensor: set_resize.set_to_tensor,
+    **releases.overloads(_HANDLERS),
+    **{func: make(func) for func, make in releases.overloads(_MADE).items()},
 }

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from spmd_core import releases
 from spmd_core.dispatch import set_resize
 from spmd_core.dispatch.transfer import store
 from spmd_core.recording import schema
@@ -56,12 +57,13 @@ def _rrelu_with_noise(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-HANDLERS: dict[torch._ops.OpOverload, Handler] = {
-    aten.native_batch_norm.default: _native_batch_norm,
-    aten._native_batch_norm_legit.default: _native_batch_norm,
-    aten._native_batch_norm_legit.out: _native_batch_norm_out,
-    aten.rrelu_with_noise.default: _rrelu_with_noise,
-    aten.rrelu_with_noise_.default: lambda args, kwargs: store(
+_HANDLERS: dict[str, Handler] = {
+    "aten.native_batch_norm.default": _native_batch_norm,
+    "aten._native_batch_norm_legit.default": _native_batch_norm,
+    "aten._native_batch_norm_legit.out": _native_batch_norm_out,
+    "aten.rrelu_with_noise.default": _rrelu_with_noise,
+    "aten.rrelu_with_noise_.default": lambda args, kwargs: store(
         args[0], _rrelu_with_noise(args, kwargs)
     ),
 }
+HANDLERS = releases.overloads(_HANDLERS)

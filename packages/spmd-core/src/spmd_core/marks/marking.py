@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jax.experimental.shard_alike import shard_alike
 from torch.utils import _pytree as pytree
 
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, lock, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.ops.kernels.shard_alike import shard_alike
 from spmd_core.program import execution, leaves
 from spmd_core.recording.calls import known
 from spmd_core.recording.jax_calls import call_jax

@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd_core import releases
 from spmd_core.ops.kernels import flash
 from spmd_core.ops.kernels.precision import is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, lowering
+
+_core = releases.jax_module("jax.extend.core", "ClosedJaxpr", "jaxpr_as_fun")
+_partitioning = releases.jax_module("jax.experimental.custom_partitioning", "custom_partitioning")
 
 # The seed is a Scalar, so that it is an input of the program; the other options are static.
 _OPTIONS = "Scalar? seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa"
@@ -392,7 +394,9 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
 
     def body(*given: jax.Array) -> Any:
         constants, rest = given[:num_constants], given[num_constants:]
-        return jax.tree.unflatten(tree, jaxpr_as_fun(ClosedJaxpr(whole.jaxpr, constants))(*rest))
+        return jax.tree.unflatten(
+            tree, _core.jaxpr_as_fun(_core.ClosedJaxpr(whole.jaxpr, constants))(*rest)
+        )
 
     def on_shard(*given: jax.Array) -> Any:
         return call(*given[num_constants:])
@@ -426,7 +430,7 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
         produced = [dims(f"r{i}d", len(x.shape), "b", "h") for i, x in enumerate(results)]
         return f"{', '.join([*constants, *split])} -> {', '.join(produced)}"
 
-    wrapped = custom_partitioning(body)
+    wrapped = _partitioning.custom_partitioning(body)
     wrapped.def_partition(
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule
     )

@@ -58,6 +58,12 @@ def _sign(x: jax.Array) -> jax.Array:
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype)
 
 
+def _sinc(x: jax.Array) -> jax.Array:
+    # Not jnp.sinc, which gives 0 for infinity since jax 0.12; torch gives nan.
+    angle = np.pi * x
+    return jnp.where(x == 0, 1, jnp.sin(angle) / angle)
+
+
 _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "acos": jnp.arccos,
     "acosh": jnp.arccosh,
@@ -92,7 +98,7 @@ _UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "sigmoid": lambda x: jax.nn.sigmoid(x) if not jnp.iscomplexobj(x) else 1 / (1 + jnp.exp(-x)),
     "sign": _sign,
     "sin": jnp.sin,
-    "sinc": jnp.sinc,
+    "sinc": _sinc,
     "sinh": jnp.sinh,
     "special_entr": _entropy,
     "special_i0e": lax.bessel_i0e,

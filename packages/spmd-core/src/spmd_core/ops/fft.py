@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from spmd_core import releases
 from spmd_core.ops.registry import Context, lowering
+
+_layout = releases.jax_module("jax.experimental.layout", "Layout", "with_layout_constraint")
 
 # torch's `fft_norm_mode`, as the integer that its kernels receive.
 _NONE, _BY_ROOT_N, _BY_N = 0, 1, 2
@@ -28,7 +30,9 @@ def _row_major(ctx: Context, x: jax.Array) -> jax.Array:
     After a collective XLA's CPU backend does not convert the layout itself; this workaround ends
     when it does.
     """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if ctx.platform == "cpu" else x
+    if ctx.platform != "cpu":
+        return x
+    return _layout.with_layout_constraint(x, _layout.Layout(tuple(range(x.ndim))))
 
 
 def _transform_dim(

@@ -17,7 +17,7 @@ foreach forms are derived from the schema.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from spmd_core import dtypes
+from spmd_core import dtypes, releases
 
 
 @dataclass(frozen=True)
@@ -102,20 +102,19 @@ def resolve(name: str) -> torch._ops.OpOverload:
 
     Raises ValueError for a packet (a name without the overload part) and for an unknown name.
     """
-    parts = name.split(".")
-    if len(parts) != 3:
+    found = releases.overload(name)
+    if found is None:
+        packet = name.rpartition(".")[0]
         raise ValueError(
-            "a lowering is registered on one exact overload, namespace.op.overload; "
-            f"got {name!r}. Write for instance aten.add.Tensor."
+            f"an overload must exist to be called; got {name!r}, which torch {torch.__version__} "
+            f"lacks. List those that it has with torch.ops.{packet}.overloads()."
         )
-    namespace, op, overload = parts
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
-    except AttributeError:
-        raise ValueError(
-            f"this torch has no overload {name!r}; "
-            f"list them with torch.ops.{namespace}.{op}.overloads()."
-        ) from None
+    return found
+
+
+def _present(names: Sequence[str]) -> list[tuple[str, torch._ops.OpOverload]]:
+    found = [(name, releases.overload(name)) for name in names]
+    return [(name, overload) for name, overload in found if overload is not None]
 
 
 def lowering(
@@ -125,14 +124,13 @@ def lowering(
     host_when: Callable[[Any, Any, str], bool] | None = None,
     meta: Callable[..., Any] | None = None,
     numbers: tuple[str, ...] = (),
-    since: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated function for each overload in `names`.
+    """Registers the decorated function for each overload in `names` that this torch has.
 
     Raises ValueError where an overload already has a lowering.
 
     Args:
-        names: the overloads, as `resolve` takes them.
+        names: the overloads, as `resolve` takes them. `releases` lists those that are absent.
         static: the arguments of schema type `Scalar` that are plain Python numbers, part of the
             program's key, and not `Number`.
         random: whether the function needs `ctx.key`.
@@ -143,15 +141,10 @@ def lowering(
             or has one with requirements that only CUDA's kernel has.
         numbers: the keyword arguments of schema type `float` that arrive as `Number` too, because
             they change from call to call.
-        since: the torch version that added the overloads; under an older torch the function is not
-            registered. Empty where every supported version has them.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        if since and torch.torch_version.TorchVersion(torch.__version__) < since:
-            return function
-        for name in names:
-            overload = resolve(name)
+        for name, overload in _present(names):
             if overload in _LOWERINGS:
                 raise ValueError(
                     f"{name} already has a lowering, in "
@@ -173,8 +166,7 @@ def view_write(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            overload = resolve(name)
+        for name, overload in _present(names):
             if overload in _VIEW_WRITES:
                 raise ValueError(
                     f"{name} already has a view write, in "

@@ -197,9 +197,7 @@ def _filter_matrix(
     return (weights / np.where(total == 0, 1, total)).astype(dtype)
 
 
-def _register_antialiased(
-    op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int, *, since: str = ""
-) -> None:
+def _register_antialiased(op: str, kernel: Callable[[np.ndarray], np.ndarray], radius: int) -> None:
     def matrices(
         dtype: np.dtype, in_sizes: Sequence[int], out_sizes: Sequence[int], options: Sequence[Any]
     ) -> list[np.ndarray]:
@@ -213,7 +211,6 @@ def _register_antialiased(
     @lowering(
         f"aten.{op}.default",
         host_when=lambda args, kwargs, platform: not args[0].dtype.is_floating_point,
-        since=since,
     )
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any, **named: Any) -> jax.Array:
         dtype = opmath(x.dtype)
@@ -222,7 +219,7 @@ def _register_antialiased(
             "nchw,ih,jw->ncij", x.astype(dtype), rows, columns, precision=matmul_precision(dtype)
         ).astype(ctx.dtype)
 
-    @lowering(f"aten.{op}_backward.default", since=since)
+    @lowering(f"aten.{op}_backward.default")
     def backward(
         ctx: Context, grad: Any, output_size: Any, input_size: Any, *options: Any, **named: Any
     ) -> jax.Array:
@@ -235,4 +232,4 @@ def _register_antialiased(
 
 _register_antialiased("_upsample_bilinear2d_aa", _triangle, 1)
 _register_antialiased("_upsample_bicubic2d_aa", _keys_cubic, 2)
-_register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3, since="2.12")
+_register_antialiased("_upsample_lanczos2d_aa", _lanczos, 3)

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
 
-from spmd_core import dtypes, metrics, source_lines
+from spmd_core import dtypes, metrics, releases, source_lines
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
@@ -29,6 +28,8 @@ from spmd_core.runtime.jax_sharding import (
     replicated,
 )
 from spmd_core.sharding.sharding import Manual, Sharding
+
+_source_info = releases.jax_module("jax.extend.source_info_util", "current", "user_context")
 
 
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
@@ -354,7 +355,7 @@ def _named(node: Node, position: int) -> Iterator[None]:
     line = f"{Path(origin.file).name}:{origin.line}"
     scope = f"{origin.module}/{node.entry.name}#{position}/{line}".lstrip("/")
     with (
-        source_info_util.user_context(_traceback(origin.file, origin.line, origin.function)),
+        _source_info.user_context(_traceback(origin.file, origin.line, origin.function)),
         jax.named_scope(scope),
     ):
         yield
@@ -368,7 +369,7 @@ def _traceback(file: str, line: int, function: str) -> Any:
     """
     code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
     return eval(
-        code.replace(co_name=function, co_qualname=function), {"current": source_info_util.current}
+        code.replace(co_name=function, co_qualname=function), {"current": _source_info.current}
     )
 
 

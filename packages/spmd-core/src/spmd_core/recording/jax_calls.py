@@ -6,11 +6,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import torch
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 from torch.utils import _pytree as pytree
 
-from spmd_core import dtypes
+from spmd_core import dtypes, releases
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec
@@ -19,6 +18,7 @@ from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime.jax_sharding import default_device_ids, replicated
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wrap
 
+_core = releases.jax_module("jax.extend.core", "jaxpr_as_fun")
 _TENSOR = object()  # stands for a tensor among the bound arguments
 
 
@@ -191,7 +191,7 @@ def _entry(call: _Differentiable, specs: tuple[Spec, ...]) -> Entry:
         raise TypeError(
             f"a jax function returns arrays; {call.name} returned none. Return what it computes."
         )
-    run = jaxpr_as_fun(closed)
+    run = _core.jaxpr_as_fun(closed)
     return Entry(
         f"jax::{call.name}",
         lambda context, inputs, numbers: list(run(*inputs)),

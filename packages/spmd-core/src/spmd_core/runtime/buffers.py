@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 
-from spmd_core import dtypes, metrics
+from spmd_core import dtypes, metrics, releases
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
+
+_multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
 def upload(
@@ -102,7 +103,7 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     if array.is_fully_addressable or array.is_fully_replicated:
         host = np.asarray(array)
     else:
-        host = multihost_utils.process_allgather(array, tiled=True)
+        host = _multihost_utils.process_allgather(array, tiled=True)
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]
     return dtypes.tensor_view(np.array(host, copy=True, order="C"))

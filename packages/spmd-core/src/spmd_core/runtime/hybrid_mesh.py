@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.experimental import mesh_utils
 
+from spmd_core import releases
 from spmd_core.errors import MeshError
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
+
+_mesh_utils = releases.jax_module("jax.experimental.mesh_utils", "create_device_mesh")
 
 
 class HybridMesh(Mesh):
@@ -129,7 +131,7 @@ def arrange(
     blocks = np.empty(len(slices), dtype=object)
     for number, members in enumerate(slices):
         try:
-            grid = mesh_utils.create_device_mesh(ici, members, allow_split_physical_axes=True)
+            grid = _mesh_utils.create_device_mesh(ici, members, allow_split_physical_axes=True)
         except (ValueError, NotImplementedError, AssertionError) as error:
             raise MeshError(
                 "the devices of a slice must form a mesh of shape ici_mesh_shape; "

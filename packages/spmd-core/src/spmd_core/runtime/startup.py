@@ -4,13 +4,16 @@ import math
 import os
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
 from spmd_core.runtime import buffers, devices
 
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
+_jax_cache = releases.jax_module(
+    "jax.experimental.compilation_cache.compilation_cache", "reset_cache"
+)
 _DEFAULT_PORT = 12355
 _coordinator: str | None = None
 
@@ -156,4 +159,4 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
         # XLA's GPU compiler would write its autotuning results there, too.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     # jax may have compiled a small program of its own before, and fixed the folder then.
-    jax_cache.reset_cache()
+    _jax_cache.reset_cache()

@@ -8,13 +8,15 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 
+from spmd_core import releases
 from spmd_core.errors import SpmdError
 from spmd_core.marks.marking import apply_sharding, start_upload
 from spmd_core.runtime import processes
 from spmd_core.sharding.partition_spec import ShardingSpec
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
+
+_multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -135,7 +137,7 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
             error = raised
     if processes.process_count() > 1:
         # Also in a process that failed, as the others wait here.
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.array(error is not None)))
+        failed = np.flatnonzero(_multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:
             raise SpmdError(
                 "every process that writes must succeed; "

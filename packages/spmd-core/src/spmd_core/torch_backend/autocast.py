@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from spmd_core import releases
+
 # Excludes all autocast keys, `AutocastXLA` among them, so that a call reaches the operation itself.
 _below_autocast = torch._C._DisableAutocast
 
@@ -112,12 +114,9 @@ def _install() -> torch.library.Library:
 
     def register(names: tuple[str, ...], make: Callable[[Any], Callable[..., Any]]) -> None:
         for name in names:
-            packet, _, overload = name.partition(".")
-            library.impl(
-                name,
-                make(getattr(getattr(torch.ops.aten, packet), overload or "default")),
-                "AutocastXLA",
-            )
+            overload = releases.overload(f"aten.{name}" if "." in name else f"aten.{name}.default")
+            if overload is not None:
+                library.impl(name, make(overload), "AutocastXLA")
 
     register(
         _LOWER_PRECISION,

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 
 import spmd_core as spmd
-from spmd_core import debugging
+from spmd_core import debugging, releases
 from spmd_core.runtime import processes
 from spmd_core.steps import closures, loop, structures
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import random_state
 from torch_xla._upstream import refuse, refused
 from torch_xla.core import _replica_groups
+
+_multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 XLA_LIB = torch.library.Library("xla", "FRAGMENT")
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
@@ -476,10 +477,10 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     """Waits for the processes of all hosts; returns their payloads, in the order of processes."""
     if processes.process_count() == 1:
         return [payload]
-    lengths = multihost_utils.process_allgather(np.array([len(payload)]))
+    lengths = _multihost_utils.process_allgather(np.array([len(payload)]))
     padded = np.zeros(int(lengths.max()), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    gathered = multihost_utils.process_allgather(padded)
+    gathered = _multihost_utils.process_allgather(padded)
     return [
         bytes(row[: int(n)])
         for row, n in zip(gathered.reshape(len(lengths), -1), lengths.reshape(-1))
