@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.ops import registry
 from spmd_core.recording import random_stream
@@ -246,10 +247,14 @@ def ctc_loss(
     )
 
 
-def _out_kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..., Any]:
     """A kernel for an `out=` overload: computes the result, then copies it to `out`.
 
     torch's composition writes through reshaped results, which it takes for the memory of `out`.
+
+    Args:
+        overload: the overload.
+        counts: whether autograd counts the write to `out`, as for eager torch's composition.
     """
     handler = out_handler(overload)
 
@@ -262,7 +267,10 @@ def _out_kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
                 "arguments don't support automatic differentiation, "
                 "but one of the arguments requires grad."
             )
-        return handler(args, kwargs)
+        result = handler(args, kwargs)
+        if counts:
+            count_writes([kwargs["out"]])
+        return result
 
     return kernel
 
@@ -290,10 +298,10 @@ def install() -> torch.library.Library:
     library.impl("layer_norm", layer_norm, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
     library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
-    for overload in (aten.kron.out, aten.matmul.out):
+    for overload, counts in ((aten.kron.out, False), (aten.matmul.out, True)):
         library.impl(
             f"{overload._schema.name.removeprefix('aten::')}.out",
-            _out_kernel(overload),
+            _out_kernel(overload, counts=counts),
             "AutogradXLA",
         )
     library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")

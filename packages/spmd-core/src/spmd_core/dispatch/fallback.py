@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,14 +43,39 @@ def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Hand
 def composite_explicit(func: torch._ops.OpOverload) -> Handler:
     """A handler for torch's own C++ compositions, such as foreach forms.
 
-    The parts come back to the router.
+    The parts come back to the router. Autograd counts the parts' writes of eager torch, but not
+    those that are recorded below it: the tensors of a written list are counted here.
     """
-    return _composed(
+    lists = written_lists(func)
+    compose = _composed(
         func,
         partial(
             func.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
         ),
     )
+    if not lists:
+        return compose
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = compose(args, kwargs)
+        given = schema.of(func).by_name(args, kwargs)
+        count_writes(t for name in lists for t in given[name])
+        return result
+
+    return handler
+
+
+def written_lists(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The written arguments that are lists of tensors: `_foreach_add_(self!)`, `out!` of lists."""
+    written = schema.of(func).written
+    return tuple(
+        a.name for a in func._schema.arguments if a.name in written and "List" in str(a.type)
+    )
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts one write of each tensor, for autograd's check of what it saved for the backward."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:

@@ -22,7 +22,13 @@ from torch._decomp import decomposition_table
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.dispatch import data_dependent, linalg_checks, set_resize, special
-from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
+from spmd_core.dispatch.fallback import (
+    composite_explicit,
+    count_writes,
+    decomposition,
+    on_host,
+    written_lists,
+)
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
 from spmd_core.recording import calls, inference, schema
@@ -104,11 +110,7 @@ def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Hand
         form = schema.functional(func)
         if form is not None and torch.Tag.inplace_view in func.tags:
             return Route.IN_PLACE, partial(_in_place_view, form)
-        writes_lists = any(
-            "[]" in str(a.type) or "List" in str(a.type)
-            for a in func._schema.arguments
-            if a.name in facts.written
-        )
+        writes_lists = bool(written_lists(func))
         if form is not None and facts.out_names:
             return Route.OUT, partial(_derived_out, func, form)
         several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
@@ -176,6 +178,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     required = {
         a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()
     }
+    writes_lists = bool(written_lists(func))
     takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(
         a.name == "dtype" for a in func._schema.arguments
     )
@@ -206,6 +209,8 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
             if out.shape != result.shape:
                 set_resize.resize_((out, result.shape), NO_KWARGS)
             store(out, result)
+        if writes_lists:  # autograd counts the write of a tensor, not those of a list
+            count_writes(outs)
         if not func._schema.returns:
             return None
         return given[0] if len(given) == 1 else tuple(given)

@@ -78,8 +78,8 @@ def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
 
 @lowering("aten.nonzero_static.default")
 def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
-    if x.ndim == 0:
-        return jnp.zeros(ctx.shape, ctx.dtype)
+    if x.size == 0 or x.ndim == 0:  # numpy fills the positions in an empty array with zeros
+        return jnp.full(ctx.shape, fill_value, ctx.dtype)
     return (
         jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1)
         .astype(ctx.dtype)
