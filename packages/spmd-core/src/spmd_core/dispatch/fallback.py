@@ -12,7 +12,7 @@ from spmd_core import metrics
 from spmd_core.config import config
 from spmd_core.dispatch.transfer import copy_, resize, to_host
 from spmd_core.errors import HostFallbackError
-from spmd_core.recording import inference, schema
+from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, from_host
 from spmd_core.source_lines import user_frame, user_line
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -80,7 +80,13 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
     """A handler for an entry of torch's decomposition table; the host runs what it declines."""
-    return _composed(func, function)
+    compose = _composed(func, function)
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        cpu_kernels.refuse(func, args, kwargs)  # the parts may accept more
+        return compose(args, kwargs)
+
+    return handler
 
 
 def on_host(func: torch._ops.OpOverload) -> Handler:

@@ -31,7 +31,7 @@ from spmd_core.dispatch.fallback import (
 )
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
-from spmd_core.recording import calls, inference, schema
+from spmd_core.recording import calls, cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
 from spmd_core.recording.in_place import in_place_handler, several_written_handler
 from spmd_core.recording.views import alias, as_strided, pieces_handler, view_handler
@@ -186,10 +186,11 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in names]
         outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
-        # For torch's errors, and its warning if `out` gets another shape. Overloads without a meta
-        # kernel are checked in their parts.
+        # For torch's errors, its warning if `out` gets another shape, and the strides that it then
+        # gets. Overloads without a meta kernel are checked in their parts.
+        layouts = [None] * len(outs)
         with suppress(NotImplementedError):
-            inference.infer(func, args, kwargs, spec_of)
+            layouts = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
         if takes_dtype:
             rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
@@ -200,14 +201,15 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
                 f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. "
                 "Give one tensor for each result."
             )
-        for out, result in zip(outs, results):
+        for out, result, layout in zip(outs, results, layouts):
             if not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast "
                     f"to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
                 )
             if out.shape != result.shape:
-                set_resize.resize_((out, result.shape), NO_KWARGS)
+                fits = layout is not None and layout.shape == result.shape
+                set_resize.resize_out(out, layout if fits else result)
             store(out, result)
         if writes_lists:  # autograd counts the write of a tensor, not those of a list
             count_writes(outs)

@@ -44,3 +44,25 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
                 return False
             step *= n
     return True
+
+
+def dense_strides(
+    shape: tuple[int, ...], like_shape: tuple[int, ...], like_strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Strides that fill memory without gaps, in the order of another tensor's dims.
+
+    Args:
+        shape: of the tensor that gets the strides.
+        like_shape: of the other tensor; as many dims.
+        like_strides: its strides. Where one is 0, the result's is 0, too.
+    """
+    # Of dims with one stride, those of size 1 come first: the next one begins where they do.
+    order = sorted(
+        range(len(shape)), key=lambda d: (like_strides[d], like_shape[d] != 1, -d)
+    )
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        if like_strides[d]:
+            strides[d] = step
+            step *= max(shape[d], 1)
+    return tuple(strides)

@@ -1,18 +1,57 @@
 """Records in-place operations: the functional form, whose results are written to the tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from spmd_core.errors import DeviceMismatchError
-from spmd_core.graph.storage import Storage, View, lock
+from spmd_core.graph.storage import Storage, lock
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
-from spmd_core.recording import inference, random_stream, schema
+from spmd_core.recording import cpu_kernels, inference, random_stream, schema
 from spmd_core.recording.calls import Call, Handler, look_up, new_entry
-from spmd_core.recording.writes import refuse_partial_overlap, write
+from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+
+aten = torch.ops.aten
+# In-place operations that write one value wherever they write, each with the condition for that.
+_WRITES_ONE_VALUE: dict[Any, Callable[[Sequence[Any]], bool]] = {
+    **dict.fromkeys(
+        (
+            aten.fill_.Scalar,
+            aten.fill_.Tensor,
+            aten.zero_.default,
+            aten.masked_fill_.Scalar,
+            aten.masked_fill_.Tensor,
+            aten.index_fill_.int_Scalar,
+            aten.index_fill_.int_Tensor,
+        ),
+        lambda args: True,
+    ),
+    aten.index_put_.default: lambda args: args[2].numel() == 1 and not any(args[3:4]),
+}
+
+
+def refuse_overlap(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raises torch's error for an operation whose inputs share memory with what it writes.
+
+    Some operations accept an input that is the written tensor itself.
+    """
+    if cpu_kernels.refuse(func, args, kwargs):
+        return
+    target = args[0]._handle
+    for a in cpu_kernels.leaves_of(args[1:]):
+        if isinstance(a, XLAShardedTensor) and a._handle.storage is target.storage:
+            refuse_partial_overlap(target, a._handle)
+
+
+def _share(storage: Storage, given: Sequence[Any]) -> bool:
+    """Whether a tensor of a list is in this storage."""
+    return any(a.__class__ is XLAShardedTensor and a._handle.storage is storage for a in given)
 
 
 def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
@@ -30,6 +69,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
 
     call = Call(func, lowering.static, make)
     random = lowering.random
+    writes_one_value = _WRITES_ONE_VALUE.get(func)
     # Defaults of arguments that the functional form has no default for: `bernoulli_()` is
     # `bernoulli(p=0.5)`.
     given = {a.name: a for a in func._schema.arguments}
@@ -50,18 +90,17 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
         with lock:
             for a in args[1:]:
                 if a.__class__ is XLAShardedTensor:
-                    other = a._handle
-                    if (
-                        other is not handle
-                        and (other.__class__ is View or handle.__class__ is View)
-                        and other.storage is handle.storage
-                    ):
-                        refuse_partial_overlap(handle, other)
+                    if a._handle.storage is handle.storage:
+                        refuse_overlap(func, args, kwargs)
+                elif a.__class__ is list and _share(handle.storage, a):
+                    refuse_overlap(func, args, kwargs)
             entry, inputs, numbers = look_up(call, args, kwargs)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
             if handle.__class__ is Storage:
                 handle.write(Value(entry, inputs, numbers))
+            elif writes_one_value is not None and writes_one_value(args):
+                write_one_value(handle, Value(entry, inputs, numbers))
             else:
                 write(handle, Value(entry, inputs, numbers))
         return target
@@ -86,6 +125,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
         # torch has no meta kernels for these operations.
+        cpu_kernels.refuse(func, args, kwargs)
         lengths = {
             name: len(a)
             for name, a in facts.by_name(args, {}).items()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
-from spmd_core.graph.storage import Handle, Storage, address
+from spmd_core.graph.storage import Handle, Storage, View, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
@@ -263,8 +263,7 @@ class XLAShardedTensor(torch.Tensor):
                 "only tensors that the user created (graph leaves) can be deep-copied; "
                 "this one has a grad_fn. Use detach() or clone()."
             )
-        with torch.no_grad():
-            copied = self.detach().clone()
+        copied: torch.Tensor = wrap(_copy_of(self._handle, memo))
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, self.requires_grad)
         else:
@@ -279,9 +278,12 @@ class XLAShardedTensor(torch.Tensor):
 
         `torch.load(weights_only=True)` reads it.
         """
-        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
+        host = self.detach().cpu()
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
+            return _rebuild_parameter, (host, self.requires_grad)
+        if not host.is_contiguous():
+            return _rebuild_strided, (host, self.requires_grad)
+        arguments = (host, self.dtype, "xla", self.requires_grad)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
 
     # torch implements the following in C++, where the handle would not notice a change.
@@ -418,6 +420,20 @@ class DeviceStorage:
         )
 
 
+def _copy_of(handle: Handle, memo: dict[Any, Any]) -> Handle:
+    """A handle of the same form over a copy of the storage, the same copy for all its views."""
+    storage = handle.storage
+    key = ("spmd_core storage", id(storage))
+    if key not in memo:
+        with torch.no_grad():
+            memo[key] = wrap(storage).clone()._handle  # type: ignore[attr-defined]
+    copied: Handle = memo[key]
+    for view in handle.chain() if isinstance(handle, View) else ():
+        copied = View(copied, copied.storage, view.link, view.offset)
+        copied.sharding = view.sharding
+    return copied
+
+
 def device_tensor(
     t: Any, what: str, *, advice: str = "Move it first: t = t.to('xla')."
 ) -> XLAShardedTensor:
@@ -465,12 +481,18 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
+    return torch.nn.Parameter(_rebuild_strided(data, False), requires_grad)
 
 
-# A pickle names the public package, wherever this file lies. Set before torch lists the function.
-_rebuild_parameter.__module__ = "spmd_core"
-torch.serialization.add_safe_globals([_rebuild_parameter])
+def _rebuild_strided(data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """The CPU tensor on the device, in its own strides, which `.to("xla")` does not keep."""
+    made = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=XLA_DEVICE)
+    return made.copy_(data).requires_grad_(requires_grad)
+
+
+# A pickle names the public package, wherever this file lies. Set before torch lists the functions.
+_rebuild_parameter.__module__ = _rebuild_strided.__module__ = "spmd_core"
+torch.serialization.add_safe_globals([_rebuild_parameter, _rebuild_strided])
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

@@ -1,0 +1,441 @@
+"""Asks eager torch's CPU kernels what they refuse, and which strides their results have.
+
+torch's meta kernels give the shapes and dtypes of results. They check less than the real kernels
+do, in other words, and some give other strides. So a new call is carried out once on the CPU, over
+stand-ins: tensors of the same dtypes, in the same layouts, that share memory where the call's
+tensors do, with values that suit nearly every operation. Large tensors get smaller stand-ins.
+
+The answers are kept: a call of the same kind asks nothing again.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+
+from spmd_core.graph.strides import dense_strides, is_dense
+from spmd_core.graph.values import Spec
+from spmd_core.ops import registry
+from spmd_core.recording import schema
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+# Where results are stored concerns neither a lowering nor what is inferred and asked.
+PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking", "device")
+# A call of at most `_SMALL` elements, results included, is carried out in its own sizes. A larger
+# one is made smaller; if it has no smaller form, its own sizes are used up to `_LARGEST`.
+_SMALL, _LARGEST = 1 << 14, 1 << 22
+# Sizes up to this one stay: they are windows, heads or a few channels.
+_SMALL_SIZE = 8
+_NUMBERS = (bool, int, float, complex)
+# Why a CPU kernel is not asked, by the operation's name.
+_PIVOTS = "reads rows at pivots, and beyond its memory at those that are no factorization's"
+_SUMS = "wants a tensor of lengths with a given sum, which no stand-in has"
+NOT_ASKED: dict[str, str] = {
+    "repeat_interleave": _SUMS,
+    "segment_reduce": _SUMS,
+    "linalg_lu_solve": _PIVOTS,
+    "linalg_ldl_solve": _PIVOTS,
+    "lu_unpack": _PIVOTS,
+}
+# The CPU has no kernel of many operations for these, which other devices have. So a missing kernel
+# counts as a refusal if it is missing for the wider dtype, too.
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A tensor argument.
+
+    Attributes:
+        spec: its shape, strides and dtype.
+        memory: the number of the memory that it shares with another argument, or None.
+        offset: where it begins in that memory, in elements.
+    """
+
+    spec: Spec
+    memory: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Any other argument; with its type, as 1, 1.0 and True are equal."""
+
+    kind: type
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call over stand-ins: the positional arguments, and the others by name."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def map(self, function: Callable[[Any], Any]) -> "_Call":
+        """The call with `function` applied to each stand-in and each static argument."""
+        return _Call(
+            self.func,
+            tuple(map_leaves(a, function) for a in self.args),
+            tuple((name, map_leaves(a, function)) for name, a in self.kwargs),
+        )
+
+    def run(self, tensor: Callable[[_StandIn], torch.Tensor]) -> Any:
+        """What the overload returns, with `tensor` for each stand-in."""
+        given = lambda a: tensor(a) if isinstance(a, _StandIn) else a.value  # noqa: E731
+        args = [_as_lists(map_leaves(a, given)) for a in self.args]
+        return self.func(*args, **{n: _as_lists(map_leaves(a, given)) for n, a in self.kwargs})
+
+    def stand_ins(self) -> list[_StandIn]:
+        leaves = (*self.args, *(a for _, a in self.kwargs))
+        return [a for a in leaves_of(leaves) if isinstance(a, _StandIn)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What eager torch does with a call.
+
+    Attributes:
+        error: what it raises, or None.
+        results: the specs of its results, in torch's structure; None where it was not asked.
+        metas: if smaller stand-ins were used, the meta kernel's specs for these.
+    """
+
+    error: Exception | None = None
+    results: Any = None
+    metas: Any = None
+
+
+_UNKNOWN = Answer()
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """What lies in nested lists and tuples."""
+    if isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from leaves_of(x)
+    else:
+        yield tree
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` applied to what lies in nested lists and tuples, which become tuples."""
+    if isinstance(tree, (list, tuple)):
+        return tuple(map_leaves(x, function) for x in tree)
+    return function(tree)
+
+
+def _as_lists(tree: Any) -> Any:
+    return [_as_lists(x) for x in tree] if isinstance(tree, tuple) else tree
+
+
+def ask(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Answer:
+    """What eager torch does with this call.
+
+    Args:
+        func: the overload.
+        args: of the call; of its tensors only the specs and the shared memory count.
+        kwargs: of the call.
+        result: what the meta kernel returned, or None.
+    """
+    if not _can_be_asked(func):
+        return _UNKNOWN
+    facts, numbers = schema.of(func), _numbers(func)
+    memories: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
+    standard = count(1)
+
+    def describe(a: Any, is_number: bool) -> Any:
+        if isinstance(a, torch.Tensor):
+            tensors.append(a)
+            if not facts.written or not isinstance(a, XLAShardedTensor):
+                return _StandIn(spec_of(a))
+            memory = memories.setdefault(id(a._handle.storage), len(memories))
+            return _StandIn(a._handle.spec, memory, a._handle.offset)
+        # A number that is an input of the program changes from call to call. The stand-ins ascend,
+        # as bounds must.
+        is_input = is_number and isinstance(a, _NUMBERS)
+        return _Static(type(a), type(a)(next(standard)) if is_input else a)
+
+    call = _Call(
+        func,
+        tuple(
+            map_leaves(a, lambda x, n=name: describe(x, n in numbers))
+            for name, a in zip(facts.names, args)
+        ),
+        tuple(
+            (name, map_leaves(a, lambda x, n=name: describe(x, n in numbers)))
+            for name, a in kwargs.items()
+            if name not in PLACEMENT_KEYWORDS
+        ),
+    )
+    if memories:
+        users = Counter(a.memory for a in call.stand_ins())
+        call = call.map(
+            lambda a: _StandIn(a.spec) if isinstance(a, _StandIn) and users[a.memory] == 1 else a
+        )
+    size = sum(t.numel() for t in (*tensors, *leaves_of(result)) if isinstance(t, torch.Tensor))
+    return _answer(call, torch.get_default_dtype(), size <= _SMALL, size <= _LARGEST)
+
+
+def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Raises what eager torch raises for this call.
+
+    Returns:
+        Whether eager torch is known to accept the call.
+    """
+    answer = ask(func, args, kwargs, None)
+    if answer.error is not None:
+        raise again(answer.error)
+    return answer.results is not None
+
+
+def again(error: Exception) -> Exception:
+    """A kept error as a new one, so that it gathers no tracebacks."""
+    return type(error)(*error.args)
+
+
+@cache
+def _can_be_asked(func: torch._ops.OpOverload) -> bool:
+    """Whether the overload is torch's own, has a CPU kernel, and makes no view."""
+    name = func._schema.name.removeprefix("aten::")
+    return (
+        func.namespace == "aten"
+        and not schema.of(func).is_view
+        and name not in NOT_ASKED
+        and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU")
+    )
+
+
+@cache
+def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
+    """The arguments whose numbers are inputs of a program, not part of an entry's key."""
+    form = func if registry.find(func) is not None else schema.functional(func)
+    lowering = None if form is None else registry.find(form)
+    facts = schema.of(func, frozenset() if lowering is None else lowering.static)
+    return facts.number_names - facts.static_when_int
+
+
+@lru_cache(maxsize=8192)
+def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible: bool) -> Answer:
+    smaller = None if is_small else _smaller(call)
+    if smaller is not None:
+        metas = _meta_specs(smaller)
+        if metas is not None:
+            answer = _carry_out(smaller)
+            # Another error may come from the sizes.
+            if answer.error is None or _is_for_the_dtypes(smaller):
+                return Answer(answer.error, answer.results, metas)
+    return _carry_out(call) if is_small or is_feasible else _UNKNOWN
+
+
+def _carry_out(call: _Call) -> Answer:
+    """What the CPU kernel does: it refuses a call only if it refuses it for different values."""
+    first: Exception | None = None
+    with torch.no_grad(), _in_silence(call.func):
+        for fill in (_ones_and_zeros, _fractions_and_ones):
+            try:
+                return Answer(results=_specs(call.run(_memory(call, fill))))
+            except NotImplementedError as error:
+                wider = call.map(_widened)
+                if wider == call:
+                    return Answer(error)
+                answer = _carry_out(wider)
+                is_missing = isinstance(answer.error, NotImplementedError)
+                return Answer(error if is_missing else None, answer.results)
+            except torch.linalg.LinAlgError:  # a rule about values
+                return _UNKNOWN
+            except Exception as error:
+                first = first or error
+    return Answer(first)
+
+
+@contextmanager
+def _in_silence(func: torch._ops.OpOverload) -> Iterator[None]:
+    """Without warnings, which the call itself gives, and without an advance of torch's stream."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def _memory(
+    call: _Call, fill: Callable[[torch.Tensor], object]
+) -> Callable[[_StandIn], torch.Tensor]:
+    """A function that makes a call's stand-ins."""
+    shared: dict[int, torch.Tensor] = {}
+    for a in call.stand_ins():
+        if a.memory is not None:
+            reach = a.offset + 1 + sum((n - 1) * s for n, s in zip(a.spec.shape, a.spec.strides))
+            num_bytes = -(-max(reach, 1) * a.spec.dtype.itemsize // 16) * 16
+            if a.memory not in shared or shared[a.memory].numel() < num_bytes:
+                shared[a.memory] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def make(a: _StandIn) -> torch.Tensor:
+        spec = a.spec
+        if a.memory is None:
+            made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu")
+        else:
+            flat = shared[a.memory].view(spec.dtype)
+            made = flat.as_strided(spec.shape, spec.strides, a.offset)
+        fill(made)
+        return made
+
+    return make
+
+
+def _ones_and_zeros(t: torch.Tensor) -> None:
+    """Floats, which may be weights, and indices, each of which exists."""
+    t.fill_(1 if t.dtype.is_floating_point or t.dtype.is_complex else 0)
+
+
+def _fractions_and_ones(t: torch.Tensor) -> None:
+    """Invertible matrices of probabilities, and divisors."""
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        t.fill_(0.25)
+        if t.dim() > 1:
+            t.diagonal(0, -2, -1).fill_(0.75)
+    else:
+        t.fill_(1)
+
+
+def _widened(a: Any) -> Any:
+    if isinstance(a, _StandIn):
+        dtype = _WIDER.get(a.spec.dtype)
+        if dtype is None:
+            return a
+        return _StandIn(Spec.of(a.spec.shape, a.spec.strides, dtype), a.memory, a.offset)
+    if a.kind is torch.dtype:
+        return _Static(a.kind, _WIDER.get(a.value, a.value))
+    return a
+
+
+def _specs(result: Any) -> Any:
+    return map_leaves(
+        result, lambda x: Spec.from_tensor(x) if isinstance(x, torch.Tensor) else None
+    )
+
+
+# Smaller stand-ins for large tensors.
+
+
+def _smaller(call: _Call) -> _Call | None:
+    """The call with a smaller size for each size, the same one wherever it occurs.
+
+    None if another number among the arguments may be made from sizes, such as a product.
+    """
+    sizes = sorted({n for a in call.stand_ins() for n in a.spec.shape if n > _SMALL_SIZE})
+    new = {n: _SMALL_SIZE + 2 * i for i, n in enumerate(sizes, 1)}
+    if any(abs(a.value) > _SMALL_SIZE and a.value not in new for a in _ints(call)):
+        return None
+    if any(a.memory is not None for a in call.stand_ins()):
+        first: dict[int, _StandIn] = {}
+        for a in call.stand_ins():
+            if a.memory is not None and first.setdefault(a.memory, a) != a:
+                return None  # whether they overlap depends on the sizes
+
+    def shrink(a: Any) -> Any:
+        if isinstance(a, _StandIn):
+            shape = tuple(new.get(n, n) for n in a.spec.shape)
+            strides = dense_strides(shape, a.spec.shape, a.spec.strides)
+            return _StandIn(Spec.of(shape, strides, a.spec.dtype), a.memory)
+        return _Static(int, new.get(a.value, a.value)) if a.kind is int else a
+
+    return call.map(shrink)
+
+
+def _ints(call: _Call) -> Iterator[_Static]:
+    leaves = (*call.args, *(a for _, a in call.kwargs))
+    return (a for a in leaves_of(leaves) if isinstance(a, _Static) and a.kind is int)
+
+
+def _meta_specs(call: _Call) -> Any:
+    """The meta kernel's specs of the results, or None if it refuses the call."""
+    make = lambda a: torch.empty_strided(  # noqa: E731
+        a.spec.shape, a.spec.strides, dtype=a.spec.dtype, device="meta"
+    )
+    with torch.no_grad(), _in_silence(call.func):
+        try:
+            return _specs(call.run(make))
+        except Exception:  # the smaller sizes do not fit each other
+            return None
+
+
+def _is_for_the_dtypes(call: _Call) -> bool:
+    """Whether a refused call is accepted with other dtypes, so that its sizes are right."""
+    floats = {d: torch.float32 for d in (torch.float64, torch.float16, torch.bfloat16)}
+    narrow = {d: torch.int64 for d in (torch.int32, torch.int16, torch.int8, torch.uint8)}
+    every = dict.fromkeys((*floats, *narrow, torch.int64, torch.bool), torch.float32)
+    complexes = {torch.complex64: torch.float32, torch.complex128: torch.float32}
+    for table in ({**floats, **narrow, **_WIDER, **complexes}, {**every, **_WIDER, **complexes}):
+
+        def convert(a: Any, to: dict[torch.dtype, torch.dtype] = table) -> Any:
+            if isinstance(a, _StandIn):
+                spec = a.spec
+                dtype = to.get(spec.dtype, spec.dtype)
+                return _StandIn(Spec.of(spec.shape, spec.strides, dtype), a.memory, a.offset)
+            return _Static(a.kind, to.get(a.value, a.value)) if a.kind is torch.dtype else a
+
+        if _carry_out(call.map(convert)).error is None:
+            return True
+    return False
+
+
+# The strides of results.
+
+
+def restrided(result: Any, answer: Answer) -> Any:
+    """A meta kernel's result with the strides that eager torch gives it."""
+    if answer.results is None:
+        return result
+    if isinstance(result, torch.Tensor):
+        metas = result if answer.metas is None else answer.metas
+        return _restride(result, answer.results, metas)
+    if not isinstance(answer.results, tuple) or len(result) != len(answer.results):
+        return result
+    metas = result if answer.metas is None else answer.metas
+    new = [_restride(*each) for each in zip(result, answer.results, metas)]
+    return new if isinstance(result, list) else tuple(new)
+
+
+def _restride(meta: Any, right: Any, asked: Any) -> Any:
+    """One result.
+
+    Args:
+        meta: by the meta kernel.
+        right: the spec by the CPU kernel.
+        asked: the meta kernel's spec for the sizes that the CPU kernel was asked for, or `meta`.
+    """
+    if not isinstance(meta, torch.Tensor) or not isinstance(right, Spec):
+        return meta
+    if asked is meta:
+        if right.shape != meta.shape:
+            return meta
+        strides = right.strides
+    else:
+        if not isinstance(asked, Spec) or right.shape != asked.shape:
+            return meta
+        if right.strides == asked.strides or not is_dense(right.shape, right.strides):
+            return meta
+        strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
+    if strides == meta.stride():
+        return meta
+    return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device="meta")
