@@ -133,9 +133,7 @@ def copy_to(source: XLAShardedTensor, device: torch.device, kwargs: dict[str, An
         inference.meta_like(source._handle.spec), memory_format=kwargs.get("memory_format")
     ).stride()
     if strides != host.stride():
-        host = torch.empty_strided(
-            host.shape, strides, dtype=host.dtype, device="cpu"
-        ).copy_(host)
+        host = torch.empty_strided(host.shape, strides, dtype=host.dtype, device="cpu").copy_(host)
     return host.to(device=device, dtype=kwargs.get("dtype") or host.dtype)
 
 

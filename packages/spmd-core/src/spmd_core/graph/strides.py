@@ -57,9 +57,7 @@ def dense_strides(
         like_strides: its strides. Where one is 0, the result's is 0, too.
     """
     # Of dims with one stride, those of size 1 come first: the next one begins where they do.
-    order = sorted(
-        range(len(shape)), key=lambda d: (like_strides[d], like_shape[d] != 1, -d)
-    )
+    order = sorted(range(len(shape)), key=lambda d: (like_strides[d], like_shape[d] != 1, -d))
     strides, step = [0] * len(shape), 1
     for d in order:
         if like_strides[d]:

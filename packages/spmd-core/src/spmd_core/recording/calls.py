@@ -202,7 +202,8 @@ def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
     """
     dtypes.to_jax(tensor.dtype)
     spec = Spec.from_tensor(tensor)
-    return wrap(host_leaf(tensor, spec if is_dense(spec.shape, spec.strides) else None))
+    keeps = not tensor.numel() or is_dense(spec.shape, spec.strides)
+    return wrap(host_leaf(tensor, spec if keeps else None))
 
 
 def new_entry(

@@ -12,7 +12,6 @@ from spmd_core.graph.values import Spec
 from spmd_core.recording import cpu_kernels, schema
 
 
-
 def meta_like(spec: Spec) -> torch.Tensor:
     """A meta tensor of this spec, at the beginning of its storage."""
     return torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
@@ -110,11 +109,7 @@ def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a lowering receives: those that do not say where results go."""
-    return {
-        name: a
-        for name, a in kwargs.items()
-        if name not in cpu_kernels.PLACEMENT_KEYWORDS
-    }
+    return {name: a for name, a in kwargs.items() if name not in cpu_kernels.PLACEMENT_KEYWORDS}
 
 
 def flatten(result: Any) -> tuple[tuple[Spec, ...], tuple[int | None, ...] | None, bool]:
