@@ -10,6 +10,7 @@ from spmd_core.errors import (
     DeviceMemoryError,
     DeviceMismatchError,
     HostFallbackError,
+    IndexRangeError,
     MeshError,
     NotInSpmdModeError,
     PartitionSpecError,
@@ -102,18 +103,14 @@ from spmd_core.steps.closures import add_step_closure, wait_for_closures
 from spmd_core.steps.compile import allow_execution, compile, step
 from spmd_core.steps.loop import RateTracker, optimizer_step, unlazy, wait_device_ops
 from spmd_core.steps.structures import save, send_to_device, to_cpu
-from spmd_core.tensor.sharded_tensor import (
-    XLAShardedTensor,
-    _rebuild_parameter,
-    _rebuild_strided,
-)
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, _rebuild_parameter
 from spmd_core.tensor.shards import XLAShard
 from spmd_core.torch_backend import autocast
 from spmd_core.torch_backend.random_state import fork_rng, get_rng_state, manual_seed, set_rng_state
 from spmd_core.torch_backend.registration import device
 
 # A pickle finds here what it rebuilds: the file behind a name may move, the name may not.
-_PICKLED = (_rebuild_mesh, _rebuild_parameter, _rebuild_strided, _CheckpointedForward)
+_PICKLED = (_rebuild_mesh, _rebuild_parameter, _CheckpointedForward)
 
 # The public names, in the groups in which a user meets them.
 __all__ = [  # noqa: RUF022 - not by alphabet
@@ -246,6 +243,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "NotInSpmdModeError",
     "UnsupportedOpError",
     "HostFallbackError",
+    "IndexRangeError",
     "DeviceMemoryError",
     "ProgramError",
     "DataError",

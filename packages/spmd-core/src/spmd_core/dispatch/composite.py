@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from spmd_core.config import config
 from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.ops import registry
@@ -247,6 +248,14 @@ def ctc_loss(
     )
 
 
+def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`aten::one_hot`: torch compares with each class; a checked index is one of a scatter."""
+    encoded = aten.one_hot.default.decompose(x, num_classes)
+    if not config.check_indices or num_classes < 1 or x.__class__ is not XLAShardedTensor:
+        return encoded
+    return torch.zeros_like(encoded).scatter(-1, x.unsqueeze(-1), 1)
+
+
 def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..., Any]:
     """A kernel for an `out=` overload: computes the result, then copies it to `out`.
 
@@ -296,6 +305,7 @@ def install() -> torch.library.Library:
     """Registers the kernels, which live as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("layer_norm", layer_norm, "AutogradXLA")
+    library.impl("one_hot", one_hot, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
     library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
     for overload, counts in ((aten.kron.out, False), (aten.matmul.out, True)):

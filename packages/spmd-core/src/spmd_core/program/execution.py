@@ -15,7 +15,7 @@ from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage, lock, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, index_checks
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -64,6 +64,8 @@ def cut(*, wait: bool = False) -> None:
     Does not wait for the devices unless `wait` is true.
 
     Raises:
+        IndexRangeError: with `wait`, a program under `config.check_indices` found an index outside
+            its dim.
         DeviceMemoryError, ProgramError: the program could not be compiled or run. Every tensor that
             it would have updated in place has its value of the last cut again; the others stay
             pending, and reading one raises again.
@@ -85,6 +87,7 @@ def cut(*, wait: bool = False) -> None:
                 raise
     if wait:
         buffers.in_flight.wait_all()
+        index_checks.raise_if_found()
 
 
 def end_step(*, wait: bool = False) -> None:
@@ -198,6 +201,7 @@ class Plan:
             key.donated,
             key.device_ids,
             key.options,
+            key.checks_indices,
         )
 
     @property
@@ -254,6 +258,7 @@ def plan(live: list[Storage]) -> Plan:
         device_ids,
         _origins(nodes) if source_lines.is_used() else (),
         tuple(sorted(config.compiler_options.items())),
+        config.check_indices,
     )
     return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
 
@@ -388,12 +393,17 @@ def to_host(storage: Storage) -> torch.Tensor:
     """The storage's values, without padding, as a new CPU tensor.
 
     Cuts if they are pending, and waits for the device.
+
+    Raises:
+        IndexRangeError: a program under `config.check_indices` found an index outside its dim.
     """
     value = materialize(storage)
     if value.placement.jax_sharding is None:
         return value.data.clone()
     refuse_local(value)
-    return buffers.download(value.data, value.spec.shape)
+    host = buffers.download(value.data, value.spec.shape)
+    index_checks.raise_if_found()
+    return host
 
 
 def upload(storage: Storage) -> None:

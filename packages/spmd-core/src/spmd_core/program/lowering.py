@@ -17,6 +17,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
 from spmd_core.program import regions
+from spmd_core.program.index_checks import first_offender
 from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
@@ -74,6 +75,7 @@ class Traced:
             source=source_lines.user_line(),
         )
         self.out_placements: list[Any]
+        self._offenders: list[tuple[int, jax.Array]]  # for each check, the node and its outcome
         self._lower(name)
 
     @property
@@ -124,7 +126,10 @@ class Traced:
         def program(
             numbers: list[jax.Array], *leaves: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
-            return self._trace(numbers, leaves), jnp.zeros((), np.int32)
+            self._offenders = []
+            results = self._trace(numbers, leaves)
+            token = jnp.zeros((), np.int32)
+            return results, first_offender(self._offenders) if graph.checks_indices else token
 
         program.__name__ = name
         with jax.enable_x64(True):
@@ -228,6 +233,8 @@ class Traced:
             context = registry.Context(
                 outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims
             )
+            if graph.checks_indices:
+                context.index_checks = []
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
             with _named(node, position):
@@ -246,6 +253,7 @@ class Traced:
                 else:
                     results = entry.kernel(context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
+            self._offenders += [(position, bad) for bad in context.index_checks or ()]
             values.extend(results)
         returned = {id(x) for x in leaves}
         outputs = []

@@ -8,6 +8,7 @@ tensors do, with values that suit nearly every operation. Large tensors get smal
 The answers are kept: a call of the same kind asks nothing again.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +34,13 @@ _SMALL, _LARGEST = 1 << 14, 1 << 22
 # Sizes up to this one stay: they are windows, heads or a few channels.
 _SMALL_SIZE = 8
 _NUMBERS = (bool, int, float, complex)
-# Why a CPU kernel is not asked, by the operation's name.
-_PIVOTS = "reads rows at pivots, and beyond its memory at those that are no factorization's"
-_SUMS = "wants a tensor of lengths with a given sum, which no stand-in has"
-NOT_ASKED: dict[str, str] = {
-    "repeat_interleave": _SUMS,
-    "segment_reduce": _SUMS,
-    "linalg_lu_solve": _PIVOTS,
-    "linalg_ldl_solve": _PIVOTS,
-    "lu_unpack": _PIVOTS,
-}
+# These kernels read rows at pivots, and beyond their memory at pivots of no factorization.
+_NEVER_ASKED = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
+# These take lengths with a given sum, which no stand-in has. They are asked for words only, where
+# the meta kernel refuses a call.
+_REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
+# What torch says where only the CPU's libraries cannot compute a call.
+_OF_THE_CPU = re.compile(r"not implemented on the CPU|MKL FFT error")
 # The CPU has no kernel of many operations for these, which other devices have. So a missing kernel
 # counts as a refusal if it is missing for the wider dtype, too.
 _WIDER = {
@@ -145,7 +143,12 @@ def _as_lists(tree: Any) -> Any:
 
 
 def ask(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any = None,
+    *,
+    is_refused: bool = False,
 ) -> Answer:
     """What eager torch does with this call.
 
@@ -154,8 +157,9 @@ def ask(
         args: of the call; of its tensors only the specs and the shared memory count.
         kwargs: of the call.
         result: what the meta kernel returned, or None.
+        is_refused: whether the meta kernel refused the call.
     """
-    if not _can_be_asked(func):
+    if not _can_be_asked(func, is_refused):
         return _UNKNOWN
     facts, numbers = schema.of(func), _numbers(func)
     memories: dict[int, int] = {}
@@ -201,7 +205,7 @@ def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     Returns:
         Whether eager torch is known to accept the call.
     """
-    answer = ask(func, args, kwargs, None)
+    answer = ask(func, args, kwargs)
     if answer.error is not None:
         raise again(answer.error)
     return answer.results is not None
@@ -213,13 +217,14 @@ def again(error: Exception) -> Exception:
 
 
 @cache
-def _can_be_asked(func: torch._ops.OpOverload) -> bool:
+def _can_be_asked(func: torch._ops.OpOverload, is_refused: bool) -> bool:
     """Whether the overload is torch's own, has a CPU kernel, and makes no view."""
     name = func._schema.name.removeprefix("aten::")
     return (
         func.namespace == "aten"
         and not schema.of(func).is_view
-        and name not in NOT_ASKED
+        and name not in _NEVER_ASKED
+        and (is_refused or name not in _REFUSE_STAND_INS)
         and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU")
     )
 
@@ -263,6 +268,8 @@ def _carry_out(call: _Call) -> Answer:
             except torch.linalg.LinAlgError:  # a rule about values
                 return _UNKNOWN
             except Exception as error:
+                if _OF_THE_CPU.search(str(error)):
+                    return _UNKNOWN
                 first = first or error
     return Answer(first)
 

@@ -125,7 +125,6 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
 
     def make(args: Sequence[Any], kwargs: dict[str, Any], kinds: tuple[type, ...]) -> Entry:
         # torch has no meta kernels for these operations.
-        cpu_kernels.refuse(func, args, kwargs)
         lengths = {
             name: len(a)
             for name, a in facts.by_name(args, {}).items()
@@ -136,6 +135,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
                 f"{func} takes lists of one length, or empty ones; got {lengths}. "
                 "Give one tensor in each list for each parameter."
             )
+        cpu_kernels.refuse(func, args, kwargs)
         return new_entry(
             lowering,
             [inference.meta_like(spec_of(t)) for t in written(args, kwargs)],

@@ -68,10 +68,10 @@ def infer(
     except NotImplementedError:  # there is no meta kernel; the call may be right
         raise
     except Exception as error:
-        answer = cpu_kernels.ask(func, args, kwargs, None)
+        answer = cpu_kernels.ask(func, args, kwargs, is_refused=True)
         if answer.error is not None:
             raise cpu_kernels.again(answer.error) from None
-        if answer.results is None or answer.metas is not None:
+        if meta is not None or answer.results is None or answer.metas is not None:
             raise
         result = _as_metas(answer.results)  # some meta kernels refuse what the real ones accept
     answer = cpu_kernels.ask(func, args, kwargs, result)

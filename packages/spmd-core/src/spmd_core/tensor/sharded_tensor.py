@@ -278,12 +278,9 @@ class XLAShardedTensor(torch.Tensor):
 
         `torch.load(weights_only=True)` reads it.
         """
-        host = self.detach().cpu()
+        arguments = (self.detach().cpu(), self.dtype, "xla", self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            return _rebuild_parameter, (host, self.requires_grad)
-        if not host.is_contiguous():
-            return _rebuild_strided, (host, self.requires_grad)
-        arguments = (host, self.dtype, "xla", self.requires_grad)
+            return _rebuild_parameter, (self.detach().cpu(), self.requires_grad)
         return torch._utils._rebuild_device_tensor_from_cpu_tensor, arguments
 
     # torch implements the following in C++, where the handle would not notice a change.
@@ -481,18 +478,12 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(_rebuild_strided(data, False), requires_grad)
+    return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 
-def _rebuild_strided(data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """The CPU tensor on the device, in its own strides, which `.to("xla")` does not keep."""
-    made = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=XLA_DEVICE)
-    return made.copy_(data).requires_grad_(requires_grad)
-
-
-# A pickle names the public package, wherever this file lies. Set before torch lists the functions.
-_rebuild_parameter.__module__ = _rebuild_strided.__module__ = "spmd_core"
-torch.serialization.add_safe_globals([_rebuild_parameter, _rebuild_strided])
+# A pickle names the public package, wherever this file lies. Set before torch lists the function.
+_rebuild_parameter.__module__ = "spmd_core"
+torch.serialization.add_safe_globals([_rebuild_parameter])
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:
