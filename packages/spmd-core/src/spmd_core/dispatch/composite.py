@@ -250,7 +250,9 @@ def ctc_loss(
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`aten::one_hot`: torch compares with each class; a checked index is one of a scatter."""
-    encoded = aten.one_hot.default.decompose(x, num_classes)
+    encoded = aten.one_hot.default._op_dk(
+        torch._C.DispatchKey.CompositeImplicitAutograd, x, num_classes
+    )
     if not config.check_indices or num_classes < 1 or x.__class__ is not XLAShardedTensor:
         return encoded
     return torch.zeros_like(encoded).scatter(-1, x.unsqueeze(-1), 1)

@@ -206,7 +206,7 @@ def check_range(
         if handle.__class__ is not Storage or not isinstance(handle.value.data, torch.Tensor):
             return
         index = handle.value.data
-    if index.numel() == 0:
+    if index.numel() == 0 or index.is_floating_point() or index.is_complex():
         return
     low, high = (int(v) for v in torch.aminmax(index))
     least = -size if wraps else 0

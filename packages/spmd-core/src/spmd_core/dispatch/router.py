@@ -167,9 +167,15 @@ def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) 
     return handler
 
 
+# Reductions that convert to the dtype of `out` first, as if it were their `dtype`.
+_COMPUTE_IN_OUT_DTYPE = ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")
+
+
 def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
     """`op(..., out=x)`: computes, checks and resizes as torch does, then copies into place."""
-    names = schema.of(func).out_names
+    facts = schema.of(func)
+    names = facts.out_names
+    computes_in_out_dtype = form._schema.name.removeprefix("aten::") in _COMPUTE_IN_OUT_DTYPE
     # A form with a handler of its own, `linalg_inv_ex` for instance, is called through the router.
     lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
@@ -186,12 +192,15 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in names]
         outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
-        # For torch's errors, its warning if `out` gets another shape, and the strides that it then
-        # gets. Overloads without a meta kernel are checked in their parts.
+        is_accepted = cpu_kernels.refuse(func, args, kwargs)
+        # For torch's other errors, its warning if `out` gets another shape, and the strides that it
+        # then gets. Overloads without a meta kernel are checked in their parts.
         layouts = [None] * len(outs)
         with suppress(NotImplementedError):
             layouts = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
+        if computes_in_out_dtype and facts.by_name(args, kwargs).get("dtype") is None:
+            rest["dtype"] = outs[0].dtype
         if takes_dtype:
             rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
         results = compute(*args, **rest)
@@ -202,14 +211,14 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
                 "Give one tensor for each result."
             )
         for out, result, layout in zip(outs, results, layouts):
-            if not torch.can_cast(result.dtype, out.dtype):
+            if not is_accepted and not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast "
                     f"to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
                 )
             if out.shape != result.shape:
-                fits = layout is not None and layout.shape == result.shape
-                set_resize.resize_out(out, layout if fits else result)
+                is_known = layout is not None and layout.shape == result.shape
+                set_resize.resize_out(out, layout if is_known else result)
             store(out, result)
         if writes_lists:  # autograd counts the write of a tensor, not those of a list
             count_writes(outs)
@@ -243,12 +252,7 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            sample, mask = (
-                torch.zeros((), dtype=dtype),
-                [torch.zeros((), dtype=torch.bool)] if position == 2 else [],
-            )
-            # Raises what eager torch raises.
-            getattr(sample, "masked_fill_" if mask else "fill_")(*mask, args[position])
+            torch.zeros((), dtype=dtype).fill_(args[position])  # raises what eager torch raises
         return inner[0](args, kwargs)
 
     return handler
@@ -279,8 +283,13 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     aten.fill_.Scalar: _check_number_fits(aten.fill_.Scalar, 1),
     aten.fill.Scalar: _check_number_fits(aten.fill.Scalar, 1),
     aten.full_like.default: _check_number_fits(aten.full_like.default, 1),
+    aten.new_full.default: _check_number_fits(aten.new_full.default, 2),
     aten.masked_fill_.Scalar: _check_number_fits(aten.masked_fill_.Scalar, 2),
     aten.masked_fill.Scalar: _check_number_fits(aten.masked_fill.Scalar, 2),
+    aten.index_fill_.int_Scalar: _check_number_fits(aten.index_fill_.int_Scalar, 3),
+    aten.index_fill.int_Scalar: _check_number_fits(aten.index_fill.int_Scalar, 3),
+    aten.threshold.default: _check_number_fits(aten.threshold.default, 2),
+    aten.threshold_.default: _check_number_fits(aten.threshold_.default, 2),
     aten.resize_.default: set_resize.resize_,
     aten.is_set_to.default: set_resize.is_set_to,
     **{getattr(aten.set_, name): set_resize.refuse_storage for name in aten.set_.overloads()},

@@ -13,7 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import count
 from typing import Any
@@ -34,8 +34,8 @@ _SMALL, _LARGEST = 1 << 14, 1 << 22
 # Sizes up to this one stay: they are windows, heads or a few channels.
 _SMALL_SIZE = 8
 _NUMBERS = (bool, int, float, complex)
-# These kernels read rows at pivots, and beyond their memory at pivots of no factorization.
-_NEVER_ASKED = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
+# These kernels read rows at pivots, counted from 1: beyond their memory at pivots of 0.
+_COUNT_FROM_1 = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
 # These take lengths with a given sum, which no stand-in has. They are asked for words only, where
 # the meta kernel refuses a call.
 _REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
@@ -112,11 +112,13 @@ class Answer:
         error: what it raises, or None.
         results: the specs of its results, in torch's structure; None where it was not asked.
         metas: if smaller stand-ins were used, the meta kernel's specs for these.
+        has_dtypes: whether the results' dtypes are those of the call, not of a wider one.
     """
 
     error: Exception | None = None
     results: Any = None
     metas: Any = None
+    has_dtypes: bool = True
 
 
 _UNKNOWN = Answer()
@@ -175,7 +177,7 @@ def ask(
             return _StandIn(a._handle.spec, memory, a._handle.offset)
         # A number that is an input of the program changes from call to call. The stand-ins ascend,
         # as bounds must.
-        is_input = is_number and isinstance(a, _NUMBERS)
+        is_input = is_number and isinstance(a, _NUMBERS) and not is_refused
         return _Static(type(a), type(a)(next(standard)) if is_input else a)
 
     call = _Call(
@@ -223,7 +225,6 @@ def _can_be_asked(func: torch._ops.OpOverload, is_refused: bool) -> bool:
     return (
         func.namespace == "aten"
         and not schema.of(func).is_view
-        and name not in _NEVER_ASKED
         and (is_refused or name not in _REFUSE_STAND_INS)
         and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU")
     )
@@ -247,7 +248,7 @@ def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible
             answer = _carry_out(smaller)
             # Another error may come from the sizes.
             if answer.error is None or _is_for_the_dtypes(smaller):
-                return Answer(answer.error, answer.results, metas)
+                return replace(answer, metas=metas)
     return _carry_out(call) if is_small or is_feasible else _UNKNOWN
 
 
@@ -255,7 +256,9 @@ def _carry_out(call: _Call) -> Answer:
     """What the CPU kernel does: it refuses a call only if it refuses it for different values."""
     first: Exception | None = None
     with torch.no_grad(), _in_silence(call.func):
-        for fill in (_ones_and_zeros, _fractions_and_ones):
+        name = call.func._schema.name.removeprefix("aten::")
+        fills = (_ones_and_zeros, _fractions_and_ones)
+        for fill in fills[1:] if name in _COUNT_FROM_1 else fills:
             try:
                 return Answer(results=_specs(call.run(_memory(call, fill))))
             except NotImplementedError as error:
@@ -264,7 +267,7 @@ def _carry_out(call: _Call) -> Answer:
                     return Answer(error)
                 answer = _carry_out(wider)
                 is_missing = isinstance(answer.error, NotImplementedError)
-                return Answer(error if is_missing else None, answer.results)
+                return Answer(error if is_missing else None, answer.results, has_dtypes=False)
             except torch.linalg.LinAlgError:  # a rule about values
                 return _UNKNOWN
             except Exception as error:
@@ -406,43 +409,47 @@ def _is_for_the_dtypes(call: _Call) -> bool:
     return False
 
 
-# The strides of results.
+# The strides and dtypes of results.
+
+# Their CPU kernels round the saved statistics to 16 bits; the meta kernels, and the kernels of
+# other devices, keep float32.
+_ROUND_STATISTICS = ("native_batch_norm", "_native_batch_norm", "_batch_norm", "native_layer_norm")
+_ROUND_STATISTICS += ("native_group_norm",)
 
 
-def restrided(result: Any, answer: Answer) -> Any:
-    """A meta kernel's result with the strides that eager torch gives it."""
+def corrected(func: torch._ops.OpOverload, result: Any, answer: Answer) -> Any:
+    """A meta kernel's result with the strides and dtypes that eager torch gives it."""
     if answer.results is None:
         return result
+    metas = result if answer.metas is None else answer.metas
+    name = func._schema.name.removeprefix("aten::")
+    has_dtypes = answer.has_dtypes and not name.startswith(_ROUND_STATISTICS)
     if isinstance(result, torch.Tensor):
-        metas = result if answer.metas is None else answer.metas
-        return _restride(result, answer.results, metas)
+        return _corrected(result, answer.results, metas, has_dtypes)
     if not isinstance(answer.results, tuple) or len(result) != len(answer.results):
         return result
-    metas = result if answer.metas is None else answer.metas
-    new = [_restride(*each) for each in zip(result, answer.results, metas)]
+    new = [_corrected(*each, has_dtypes) for each in zip(result, answer.results, metas)]
     return new if isinstance(result, list) else tuple(new)
 
 
-def _restride(meta: Any, right: Any, asked: Any) -> Any:
+def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
     """One result.
 
     Args:
         meta: by the meta kernel.
         right: the spec by the CPU kernel.
         asked: the meta kernel's spec for the sizes that the CPU kernel was asked for, or `meta`.
+        has_dtypes: whether the CPU kernel's dtype counts.
     """
     if not isinstance(meta, torch.Tensor) or not isinstance(right, Spec):
         return meta
+    strides = meta.stride()
     if asked is meta:
-        if right.shape != meta.shape:
-            return meta
-        strides = right.strides
-    else:
-        if not isinstance(asked, Spec) or right.shape != asked.shape:
-            return meta
-        if right.strides == asked.strides or not is_dense(right.shape, right.strides):
-            return meta
-        strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
-    if strides == meta.stride():
+        strides = right.strides if right.shape == meta.shape else strides
+    elif isinstance(asked, Spec) and right.shape == asked.shape and right.strides != asked.strides:
+        if is_dense(right.shape, right.strides):
+            strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
+    dtype = right.dtype if has_dtypes else meta.dtype
+    if strides == meta.stride() and dtype is meta.dtype:
         return meta
-    return torch.empty_strided(meta.shape, strides, dtype=meta.dtype, device="meta")
+    return torch.empty_strided(meta.shape, strides, dtype=dtype, device="meta")

@@ -66,6 +66,7 @@ def infer(
         with torch.no_grad():
             result = (meta or func)(*meta_args, **meta_kwargs)
     except NotImplementedError:  # there is no meta kernel; the call may be right
+        cpu_kernels.refuse(func, args, kwargs)
         raise
     except Exception as error:
         answer = cpu_kernels.ask(func, args, kwargs, is_refused=True)
@@ -81,7 +82,7 @@ def infer(
     result = _corrected(func, result, given)
     facts = schema.of(func)
     writes_in_place = facts.written and not facts.out_names
-    return result if writes_in_place else cpu_kernels.restrided(result, answer)
+    return result if writes_in_place else cpu_kernels.corrected(func, result, answer)
 
 
 def _as_metas(specs: Any) -> Any:
