@@ -59,7 +59,30 @@ class Finding(StrEnum):
 
 
 # Known differences, by entry (a pattern) and finding, with the reason.
-KNOWN: dict[tuple[str, Finding], str] = {}
+_STATISTICS = (
+    "eager torch's CPU kernel rounds the saved statistics to 16 bits; its meta kernels and other "
+    "devices keep float32"
+)
+_LENGTHS = (
+    "the CPU kernel wants lengths with a given sum, which no stand-in has, so it is not asked; the "
+    "sums of integers are right here"
+)
+_CHUNKED = (
+    "torch's own code accumulates in float32 on a CPU, and multiplies what it is given on a device "
+    "it does not know"
+)
+KNOWN: dict[tuple[str, Finding], str] = {
+    ("native_batch_norm", Finding.RESULT): _STATISTICS,
+    ("_native_batch_norm_legit", Finding.RESULT): _STATISTICS,
+    ("_batch_norm_with_update", Finding.RESULT): _STATISTICS,
+    ("native_layer_norm", Finding.RESULT): _STATISTICS,
+    ("_segment_reduce_*", Finding.ACCEPTED): _LENGTHS,
+    ("nn_functional_linear_cross_entropy_chunked*", Finding.REFUSED): _CHUNKED,
+    ("_unsafe_masked_index", Finding.ACCEPTED): (
+        "a fill value that does not fit its integers: numbers are inputs of a program, and are "
+        "checked for the operations that users call"
+    ),
+}
 
 
 @dataclass(frozen=True)

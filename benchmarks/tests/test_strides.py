@@ -1,6 +1,7 @@
 """A slice of the comparison of strides agrees with eager torch; planted differences are found."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,17 +36,16 @@ def test_the_layouts_are_what_they_are_called() -> None:
     made = {name: function(x) for name, function in strides.LAYOUTS.items()}
     for name in set(made) - {"expanded"}:
         assert torch.equal(made[name], x)
-    assert made["transposed"].t_().is_contiguous() if x.dim() == 2 else True
     assert made["transposed"].stride() == (1, 1, 2, 6)
     assert made["channels_last"].is_contiguous(memory_format=torch.channels_last)
-    assert made["sliced"].stride() == (768 // 2, 96, 16, 2) or made["sliced"].stride(-1) == 2
-    assert made["expanded"].stride(0) == 0 or x.shape[0] == 1
+    assert made["sliced"].stride() == (384, 96, 16, 2)
+    assert torch.equal(made["expanded"], x) and strides.LAYOUTS["expanded"](x[0]).stride(0) == 0
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x.contiguous(), lambda x: x[:0]])
-def test_a_difference_is_found(wrong) -> None:
+def test_a_difference_is_found(wrong: Callable[[torch.Tensor], torch.Tensor]) -> None:
     op = copy.copy(ENTRIES["exp"])
-    op.op = lambda x, **k: (wrong(x) if x.device.type == "xla" else torch.exp(x, **k))
+    op.op = lambda x, **k: wrong(x) if x.device.type == "xla" else torch.exp(x, **k)
     op.supports_out = op.supports_autograd = False
     _, found = strides.examine(op)
     assert found and "instead of" in found[0].detail

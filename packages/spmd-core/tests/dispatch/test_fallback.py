@@ -80,7 +80,7 @@ def test_out_forms_count_their_writes(name: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_backward_after_an_optimizers_step_is_eager_torchs(kind: Any, fused: bool) -> None:
-    """With `foreach=True` torch refuses it, as the saved weights changed; fused steps count none."""
+    """With `foreach=True` torch refuses it: the saved weights changed. Fused steps count none."""
     options = {"fused": True} if fused else {"foreach": True}
     refused = []
     for device in ("cpu", "xla"):

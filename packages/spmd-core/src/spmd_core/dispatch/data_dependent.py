@@ -17,7 +17,7 @@ from spmd_core import metrics
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
-from spmd_core.recording import inference, schema
+from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import Handler, from_host, functional_handler
 from spmd_core.recording.in_place import in_place_handler
 from spmd_core.source_lines import user_frame
@@ -329,6 +329,7 @@ def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`unique_consecutive(x, return_inverse, return_counts, dim)`: one of each run of equals."""
+    cpu_kernels.refuse(aten.unique_consecutive.default, args, kwargs)
     x, inverse, counts, dim = _defaults(
         args, kwargs, return_inverse=False, return_counts=False, dim=None
     )

@@ -150,6 +150,8 @@ def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
         )
     elif not (a.is_floating_point() or a.is_complex()):
         rule = "expected a floating or complex dtype"
+    elif a.dtype.itemsize < 4:
+        rule = "This function doesn't handle types other than float and double"
     elif driver not in _DRIVERS:
         rule = f"parameter `driver` should be one of ({', '.join(_DRIVERS)}), but got {driver!r}"
     elif (

@@ -195,7 +195,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         is_accepted = cpu_kernels.refuse(func, args, kwargs)
         # For torch's other errors, its warning if `out` gets another shape, and the strides that it
         # then gets. Overloads without a meta kernel are checked in their parts.
-        layouts = [None] * len(outs)
+        layouts: list[Any] = [None] * len(outs)
         with suppress(NotImplementedError):
             layouts = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
@@ -252,7 +252,11 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            torch.zeros((), dtype=dtype).fill_(args[position])  # raises what eager torch raises
+            try:
+                torch.zeros((), dtype=dtype).fill_(args[position])
+            except RuntimeError:
+                cpu_kernels.refuse(func, args, kwargs)  # with two mistakes, the other one counts
+                raise
         return inner[0](args, kwargs)
 
     return handler

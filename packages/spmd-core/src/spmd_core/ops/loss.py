@@ -346,7 +346,7 @@ def _multilabel_margin(
 ) -> tuple[jax.Array, jax.Array]:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
-    ctx.check_index(labels, rows.shape[1])
+    ctx.check_index(_rows(target) + 1, rows.shape[1] + 1)  # -1 ends a list
     losses = jnp.sum(_multilabel_hinges(rows, labels, counts, present), axis=(1, 2)) / rows.shape[1]
     return _reduced_rows(ctx, losses, reduction), present.reshape(target.shape).astype(ctx.dtype)
 

@@ -168,7 +168,9 @@ def ask(
     tensors: list[torch.Tensor] = []
     standard = count(1)
 
-    def describe(a: Any, is_number: bool) -> Any:
+    def describe(name: str, a: Any) -> Any:
+        if isinstance(a, (list, tuple)):
+            return tuple(describe(name, x) for x in a)
         if isinstance(a, torch.Tensor):
             tensors.append(a)
             if not facts.written or not isinstance(a, XLAShardedTensor):
@@ -177,17 +179,14 @@ def ask(
             return _StandIn(a._handle.spec, memory, a._handle.offset)
         # A number that is an input of the program changes from call to call. The stand-ins ascend,
         # as bounds must.
-        is_input = is_number and isinstance(a, _NUMBERS) and not is_refused
+        is_input = name in numbers and isinstance(a, _NUMBERS) and not is_refused
         return _Static(type(a), type(a)(next(standard)) if is_input else a)
 
     call = _Call(
         func,
+        tuple(describe(name, a) for name, a in zip(facts.names, args)),
         tuple(
-            map_leaves(a, lambda x, n=name: describe(x, n in numbers))
-            for name, a in zip(facts.names, args)
-        ),
-        tuple(
-            (name, map_leaves(a, lambda x, n=name: describe(x, n in numbers)))
+            (name, describe(name, a))
             for name, a in kwargs.items()
             if name not in PLACEMENT_KEYWORDS
         ),
@@ -391,8 +390,8 @@ def _meta_specs(call: _Call) -> Any:
 
 def _is_for_the_dtypes(call: _Call) -> bool:
     """Whether a refused call is accepted with other dtypes, so that its sizes are right."""
-    floats = {d: torch.float32 for d in (torch.float64, torch.float16, torch.bfloat16)}
-    narrow = {d: torch.int64 for d in (torch.int32, torch.int16, torch.int8, torch.uint8)}
+    floats = dict.fromkeys((torch.float64, torch.float16, torch.bfloat16), torch.float32)
+    narrow = dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int64)
     every = dict.fromkeys((*floats, *narrow, torch.int64, torch.bool), torch.float32)
     complexes = {torch.complex64: torch.float32, torch.complex128: torch.float32}
     for table in ({**floats, **narrow, **_WIDER, **complexes}, {**every, **_WIDER, **complexes}):
@@ -414,7 +413,6 @@ def _is_for_the_dtypes(call: _Call) -> bool:
 # Their CPU kernels round the saved statistics to 16 bits; the meta kernels, and the kernels of
 # other devices, keep float32.
 _ROUND_STATISTICS = ("native_batch_norm", "_native_batch_norm", "_batch_norm", "native_layer_norm")
-_ROUND_STATISTICS += ("native_group_norm",)
 
 
 def corrected(func: torch._ops.OpOverload, result: Any, answer: Answer) -> Any:
@@ -446,9 +444,13 @@ def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
     strides = meta.stride()
     if asked is meta:
         strides = right.strides if right.shape == meta.shape else strides
-    elif isinstance(asked, Spec) and right.shape == asked.shape and right.strides != asked.strides:
-        if is_dense(right.shape, right.strides):
-            strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
+    elif (
+        isinstance(asked, Spec)
+        and right.shape == asked.shape
+        and right.strides != asked.strides
+        and is_dense(right.shape, right.strides)
+    ):
+        strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
     dtype = right.dtype if has_dtypes else meta.dtype
     if strides == meta.stride() and dtype is meta.dtype:
         return meta

@@ -14,7 +14,6 @@ from spmd_core.recording.calls import Call, Handler, look_up, new_entry
 from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
-
 aten = torch.ops.aten
 # In-place operations that write one value wherever they write, each with the condition for that.
 _WRITES_ONE_VALUE: dict[Any, Callable[[Sequence[Any]], bool]] = {

@@ -68,7 +68,7 @@ def infer(
     except NotImplementedError:  # there is no meta kernel; the call may be right
         cpu_kernels.refuse(func, args, kwargs)
         raise
-    except Exception as error:
+    except Exception:
         answer = cpu_kernels.ask(func, args, kwargs, is_refused=True)
         if answer.error is not None:
             raise cpu_kernels.again(answer.error) from None

@@ -56,23 +56,23 @@ def write(handle: Handle, value: Value) -> None:
     handle.value, handle.version = value, storage.version
 
 
-def write_one_value(view: View, value: Value) -> None:
+def write_one_value(handle: Handle, value: Value) -> None:
     """`write` for an operation that writes one and the same value wherever it writes.
 
     Then elements of the view may share memory, as those of `x.expand(3, 4)` do. A location gets the
     value if any of its elements got it.
     """
-    spec, offset = view.spec, view.offset
-    if not overlaps(spec.shape, spec.strides):
-        write(view, value)
+    spec, offset = handle.spec, handle.offset
+    if isinstance(handle, Storage) or not overlaps(spec.shape, spec.strides):
+        write(handle, value)
         return
-    length = view.storage.spec.num_bytes // spec.dtype.itemsize
-    memory = strided_view(view, (length,), (1,), 0)
+    length = handle.storage.spec.num_bytes // spec.dtype.itemsize
+    memory = strided_view(handle, (length,), (1,), 0)
     merge = known(
         ("merge", spec, offset, length),
         lambda: Entry("write.changed", partial(_set_changed, spec, offset), (memory.spec,)),
     )
-    write(memory, Value(merge, (memory.current(), view.current(), value), ()))
+    write(memory, Value(merge, (memory.current(), handle.current(), value), ()))
 
 
 def _set_changed(
