@@ -58,7 +58,26 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sliced": _sliced,
 }
 # Known differences, by entry (a pattern), with the reason.
-KNOWN: dict[str, str] = {}
+_BRANCH = "torch's formula of the gradient has another branch for devices other than the CPU"
+_OF_PARTS = "torch composes the gradient of operations whose strides it does not specify"
+_ONE_OPERATION = "recorded as one operation here, whose gradients are contiguous"
+KNOWN: dict[str, str] = {
+    **dict.fromkeys(
+        ("max_reduction_no_dim", "min_reduction_no_dim", "median", "nanmedian", "prod"), _BRANCH
+    ),
+    **dict.fromkeys(("masked_prod", "masked_select"), _BRANCH),
+    **dict.fromkeys(("linalg_householder_product", "ormqr", "linalg_pinv_singular"), _OF_PARTS),
+    **dict.fromkeys(
+        (
+            "nn_functional_linear*",
+            "nn_functional_multi_head_attention_forward",
+            "nn_functional_scaled_dot_product_attention",
+        ),
+        _ONE_OPERATION,
+    ),
+    "linalg_lstsq*": "LAPACK's solution of a wide system is a part of a longer buffer",
+    "nn_functional_embedding_bag": "the gradient is a sparse tensor, which the device has not",
+}
 
 
 @dataclass(frozen=True)
@@ -76,8 +95,14 @@ def known(entry: str) -> str | None:
 
 
 def _strides(tree: Any) -> list[Any]:
+    """The shapes and strides of tensors; None for a stride that no element depends on."""
     return [
-        (tuple(t.shape), t.stride()) if isinstance(t, torch.Tensor) else None
+        (
+            tuple(t.shape),
+            tuple(s if n > 1 and t.numel() else None for n, s in zip(t.shape, t.stride())),
+        )
+        if isinstance(t, torch.Tensor)
+        else None
         for t in pytree.tree_leaves(tree)
     ]
 

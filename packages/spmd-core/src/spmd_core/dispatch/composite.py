@@ -254,7 +254,7 @@ def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         torch._C.DispatchKey.CompositeImplicitAutograd, x, num_classes
     )
     if not config.check_indices or num_classes < 1 or x.__class__ is not XLAShardedTensor:
-        return encoded
+        return encoded.contiguous()
     return torch.zeros_like(encoded).scatter(-1, x.unsqueeze(-1), 1)
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,12 +82,32 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
     """A handler for an entry of torch's decomposition table; the host runs what it declines."""
     compose = _composed(func, function)
+    is_written = bool(schema.of(func).written)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        cpu_kernels.refuse(func, args, kwargs)  # the parts may accept more
-        return compose(args, kwargs)
+        answer = cpu_kernels.ask(func, args, kwargs)
+        if answer.error is not None:  # the parts may accept more
+            raise cpu_kernels.again(answer.error)
+        result = compose(args, kwargs)
+        return result if is_written or answer.results is None else _restrided(result, answer)
 
     return handler
+
+
+def _restrided(result: Any, answer: cpu_kernels.Answer) -> Any:
+    """New tensors with the strides that eager torch gives them; the parts may give others."""
+    if isinstance(result, torch.Tensor):
+        strides = cpu_kernels.strides_of(answer.results, tuple(result.shape))
+        if strides is None or all(
+            n == 1 or old == new for n, old, new in zip(result.shape, result.stride(), strides)
+        ):
+            return result
+        made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+        return copy_((made, result), NO_KWARGS)
+    if not isinstance(result, (list, tuple)) or not isinstance(answer.results, tuple):
+        return result
+    new = [_restrided(x, replace(answer, results=r)) for x, r in zip(result, answer.results)]
+    return type(result)(new) if type(result) in (list, tuple) else result
 
 
 def on_host(func: torch._ops.OpOverload) -> Handler:

@@ -197,6 +197,8 @@ def _least_squares(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.T
     if m > n and driver != "gelsy" and (driver == "gels" or bool((rank == n).all())):
         residuals = (a @ x - b).abs().square().sum(-2).broadcast_to(*batch, b.shape[-1])
         residuals = residuals.squeeze(-1) if is_vector else residuals
+    # LAPACK's results have their columns one after another.
+    x = x.mT.contiguous().mT
     return x.squeeze(-1) if is_vector else x, residuals, rank, values
 
 

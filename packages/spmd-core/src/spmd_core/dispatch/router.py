@@ -197,7 +197,8 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         # then gets. Overloads without a meta kernel are checked in their parts.
         layouts: list[Any] = [None] * len(outs)
         with suppress(NotImplementedError):
-            layouts = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
+            found = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
+            layouts = found if len(found) == len(outs) else layouts
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
         if computes_in_out_dtype and facts.by_name(args, kwargs).get("dtype") is None:
             rest["dtype"] = outs[0].dtype

@@ -9,6 +9,8 @@ import numpy as np
 @lru_cache(maxsize=8192)
 def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two elements share one memory location."""
+    if 0 in shape:
+        return False
     span, nested = 0, True
     for step, n in sorted(zip(strides, shape)):
         if n > 1:
@@ -18,11 +20,7 @@ def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             span += (n - 1) * step
     # No elements meet if each stride exceeds the span of the dims with smaller strides. Otherwise,
     # only the offsets themselves tell.
-    return (
-        not nested
-        and 0 not in shape
-        and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
-    )
+    return not nested and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
 
 
 def _offsets(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -71,10 +70,15 @@ class _StandIn:
 
 @dataclass(frozen=True)
 class _Static:
-    """Any other argument; with its type, as 1, 1.0 and True are equal."""
+    """Any other argument; with its type, as 1, 1.0 and True are equal.
+
+    A number that is an input of a program changes from call to call. It has the same value in every
+    such call, and another one in the second trial.
+    """
 
     kind: type
     value: Any
+    is_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,14 @@ class _Call:
             tuple((name, map_leaves(a, function)) for name, a in self.kwargs),
         )
 
-    def run(self, tensor: Callable[[_StandIn], torch.Tensor]) -> Any:
+    def run(self, tensor: Callable[[_StandIn], torch.Tensor], *, is_second: bool = False) -> Any:
         """What the overload returns, with `tensor` for each stand-in."""
-        given = lambda a: tensor(a) if isinstance(a, _StandIn) else a.value  # noqa: E731
+
+        def given(a: Any) -> Any:
+            if isinstance(a, _StandIn):
+                return tensor(a)
+            return a.kind(0) if a.is_input and is_second else a.value
+
         args = [_as_lists(map_leaves(a, given)) for a in self.args]
         return self.func(*args, **{n: _as_lists(map_leaves(a, given)) for n, a in self.kwargs})
 
@@ -166,7 +175,6 @@ def ask(
     facts, numbers = schema.of(func), _numbers(func)
     memories: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
-    standard = count(1)
 
     def describe(name: str, a: Any) -> Any:
         if isinstance(a, (list, tuple)):
@@ -177,10 +185,10 @@ def ask(
                 return _StandIn(spec_of(a))
             memory = memories.setdefault(id(a._handle.storage), len(memories))
             return _StandIn(a._handle.spec, memory, a._handle.offset)
-        # A number that is an input of the program changes from call to call. The stand-ins ascend,
-        # as bounds must.
-        is_input = name in numbers and isinstance(a, _NUMBERS) and not is_refused
-        return _Static(type(a), type(a)(next(standard)) if is_input else a)
+        if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
+            # They ascend in the order of the schema, as bounds must.
+            return _Static(type(a), type(a)(1 + facts.names.index(name)), is_input=True)
+        return _Static(type(a), a)
 
     call = _Call(
         func,
@@ -259,7 +267,8 @@ def _carry_out(call: _Call) -> Answer:
         fills = (_ones_and_zeros, _fractions_and_ones)
         for fill in fills[1:] if name in _COUNT_FROM_1 else fills:
             try:
-                return Answer(results=_specs(call.run(_memory(call, fill))))
+                is_second = fill is _fractions_and_ones
+                return Answer(results=_specs(call.run(_memory(call, fill), is_second=is_second)))
             except NotImplementedError as error:
                 wider = call.map(_widened)
                 if wider == call:
@@ -455,3 +464,16 @@ def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
     if strides == meta.stride() and dtype is meta.dtype:
         return meta
     return torch.empty_strided(meta.shape, strides, dtype=dtype, device="meta")
+
+
+def strides_of(right: Any, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a result of this shape, from a spec of `Answer.results`.
+
+    None where the spec does not tell them, or the CPU kernel's result has another rank.
+    """
+    if not isinstance(right, Spec) or len(right.shape) != len(shape):
+        return None
+    if right.shape == shape:
+        return right.strides
+    dense = is_dense(right.shape, right.strides)
+    return dense_strides(shape, right.shape, right.strides) if dense else None

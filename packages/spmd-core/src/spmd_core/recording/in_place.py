@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from spmd_core.errors import DeviceMismatchError
-from spmd_core.graph.storage import Storage, lock
+from spmd_core.graph.storage import Storage, View, lock
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
@@ -69,6 +69,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
     call = Call(func, lowering.static, make)
     random = lowering.random
     writes_one_value = _WRITES_ONE_VALUE.get(func)
+    accepted: set[Any] = set()  # entries with the places of inputs that are the written tensor
     # Defaults of arguments that the functional form has no default for: `bernoulli_()` is
     # `bernoulli(p=0.5)`.
     given = {a.name: a for a in func._schema.arguments}
@@ -87,13 +88,24 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
             )
         handle = target._handle
         with lock:
+            is_input = False
             for a in args[1:]:
                 if a.__class__ is XLAShardedTensor:
-                    if a._handle.storage is handle.storage:
+                    other = a._handle
+                    if other is handle:
+                        is_input = True
+                    elif (
+                        other.__class__ is View or handle.__class__ is View
+                    ) and other.storage is handle.storage:
                         refuse_overlap(func, args, kwargs)
                 elif a.__class__ is list and _share(handle.storage, a):
                     refuse_overlap(func, args, kwargs)
             entry, inputs, numbers = look_up(call, args, kwargs)
+            if is_input:
+                same = (entry, *[getattr(a, "_handle", None) is handle for a in args])
+                if same not in accepted:
+                    refuse_overlap(func, args, kwargs)
+                    accepted.add(same)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
             if handle.__class__ is Storage:
