@@ -147,7 +147,7 @@ def _pairs(sample: Sample, base: torch.dtype) -> Iterator[tuple[torch.dtype, ...
 
 def _calls(op: Any, limit: int) -> Iterator[_Call]:
     supported = op.supported_dtypes("cpu")
-    base = next((d for d in (torch.float32, torch.int64, *supported) if d in supported), None)
+    base = next((d for d in samples.DTYPES if d in supported), None)
     if base is None:
         return
     for sample in samples.samples(op, base, requires_grad=False, limit=limit):

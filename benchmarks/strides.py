@@ -75,6 +75,7 @@ KNOWN: dict[str, str] = {
         ),
         _ONE_OPERATION,
     ),
+    "nn_functional_embedding": "max_norm writes rows that share memory, one after another",
     "linalg_lstsq*": "LAPACK's solution of a wide system is a part of a longer buffer",
     "nn_functional_embedding_bag": "the gradient is a sparse tensor, which the device has not",
 }
@@ -184,7 +185,7 @@ def examine(op: Any, *, limit: int = 4) -> tuple[Counter[str], list[Difference]]
 
 def _cases(op: Any, limit: int) -> Iterator[tuple[Sample, str]]:
     supported = op.supported_dtypes("cpu")
-    dtype = next((d for d in (torch.float32, torch.int64, *supported) if d in supported), None)
+    dtype = next((d for d in samples.DTYPES if d in supported), None)
     if dtype is None or samples.excluded(op.formatted_name, dtype) is not None:
         return
     for sample in samples.samples(op, dtype, requires_grad=False, limit=limit):

@@ -1,6 +1,9 @@
 """Calls that eager torch refuses are refused in its words, whatever the sizes; its strides hold."""
 
+import contextlib
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +200,22 @@ def test_what_was_asked_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> N
             assert asked
             asked.clear()
     assert not asked
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.argsort])
+def test_asking_keeps_no_tensor(function: Callable[..., Any]) -> None:
+    """Neither the question nor an error does: what is kept is a result of the next program."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.ones(3, 5, 7, dtype=i64, device="xla")
+        with contextlib.suppress(NotImplementedError):
+            function(x, 0)
+        kept = weakref.ref(x._handle)
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_asking_draws_nothing_and_warns_of_nothing() -> None:

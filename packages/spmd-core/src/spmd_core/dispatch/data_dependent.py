@@ -300,7 +300,8 @@ def _distinct(
     starts, counts = _groups(first, what)
     chosen = starts if order is None else order.index_select(0, starts)
     inverse = first.long().cumsum(0) - 1 if order is None else _ranks(order, first)
-    return x.index_select(dim, chosen), inverse.reshape(shape), counts
+    values = x.movedim(dim, 0).index_select(0, chosen).movedim(0, dim)  # for torch's strides
+    return values, inverse.reshape(shape), counts
 
 
 def _requested(result: Any, *, inverse: bool, counts: bool) -> Any:

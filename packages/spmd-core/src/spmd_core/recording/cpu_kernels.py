@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -174,13 +174,10 @@ def ask(
         return _UNKNOWN
     facts, numbers = schema.of(func), _numbers(func)
     memories: dict[int, int] = {}
-    tensors: list[torch.Tensor] = []
 
+    # Not recursive: a function that refers to itself is a cycle, and keeps what it refers to.
     def describe(name: str, a: Any) -> Any:
-        if isinstance(a, (list, tuple)):
-            return tuple(describe(name, x) for x in a)
         if isinstance(a, torch.Tensor):
-            tensors.append(a)
             if not facts.written or not isinstance(a, XLAShardedTensor):
                 return _StandIn(spec_of(a))
             memory = memories.setdefault(id(a._handle.storage), len(memories))
@@ -188,15 +185,16 @@ def ask(
         if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
             # They ascend in the order of the schema, as bounds must.
             return _Static(type(a), type(a)(1 + facts.names.index(name)), is_input=True)
-        return _Static(type(a), a)
+        # Nothing that a user sees is drawn here.
+        return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
 
     call = _Call(
         func,
-        tuple(describe(name, a) for name, a in zip(facts.names, args)),
+        tuple(map_leaves(a, partial(describe, name)) for name, a in zip(facts.names, args)),
         tuple(
-            (name, describe(name, a))
-            for name, a in kwargs.items()
-            if name not in PLACEMENT_KEYWORDS
+            (name, map_leaves(a, partial(describe, name)))
+            for name, a in (*_left_out(func), *kwargs.items())
+            if name == "generator" or name not in PLACEMENT_KEYWORDS
         ),
     )
     if memories:
@@ -204,7 +202,8 @@ def ask(
         call = call.map(
             lambda a: _StandIn(a.spec) if isinstance(a, _StandIn) and users[a.memory] == 1 else a
         )
-    size = sum(t.numel() for t in (*tensors, *leaves_of(result)) if isinstance(t, torch.Tensor))
+    size = sum(a.spec.num_elements for a in call.stand_ins())
+    size += sum(t.numel() for t in leaves_of(result) if isinstance(t, torch.Tensor))
     return _answer(call, torch.get_default_dtype(), size <= _SMALL, size <= _LARGEST)
 
 
@@ -221,7 +220,7 @@ def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 
 def again(error: Exception) -> Exception:
-    """A kept error as a new one, so that it gathers no tracebacks."""
+    """The error as a new one: a traceback would keep its frames, and so the user's tensors."""
     return type(error)(*error.args)
 
 
@@ -234,6 +233,16 @@ def _can_be_asked(func: torch._ops.OpOverload, is_refused: bool) -> bool:
         and not schema.of(func).is_view
         and (is_refused or name not in _REFUSE_STAND_INS)
         and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU")
+    )
+
+
+@cache
+def _left_out(func: torch._ops.OpOverload) -> tuple[tuple[str, None], ...]:
+    """Keyword arguments without a default that torch omits where they are None."""
+    return tuple(
+        (a.name, None)
+        for a in func._schema.arguments
+        if a.kwarg_only and not a.has_default_value() and "Optional" in str(a.type)
     )
 
 
@@ -272,17 +281,18 @@ def _carry_out(call: _Call) -> Answer:
             except NotImplementedError as error:
                 wider = call.map(_widened)
                 if wider == call:
-                    return Answer(error)
+                    return Answer(again(error))
                 answer = _carry_out(wider)
                 is_missing = isinstance(answer.error, NotImplementedError)
-                return Answer(error if is_missing else None, answer.results, has_dtypes=False)
+                kept = again(error) if is_missing else None
+                return Answer(kept, answer.results, has_dtypes=False)
             except torch.linalg.LinAlgError:  # a rule about values
                 return _UNKNOWN
             except Exception as error:
                 if _OF_THE_CPU.search(str(error)):
                     return _UNKNOWN
                 first = first or error
-    return Answer(first)
+    return Answer(None if first is None else again(first))
 
 
 @contextmanager
