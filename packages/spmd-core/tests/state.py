@@ -11,7 +11,7 @@ import spmd_core as spmd
 from spmd_core import source_lines
 from spmd_core.dispatch import data_dependent
 from spmd_core.graph import storage
-from spmd_core.program import execution
+from spmd_core.program import execution, index_checks
 from spmd_core.steps import closures, compile
 
 _CONFIG = {
@@ -28,6 +28,7 @@ def reset() -> None:
     spmd.eager_mode(False)
     execution.cut_guard = None
     storage.take_failed()
+    index_checks.forget()
     closures._waiting.clear()
     compile._keys_of_name.clear()
     data_dependent._warned.clear()

@@ -17,6 +17,7 @@ TREE = {
     "DeviceMismatchError": (RuntimeError,),
     "NotInSpmdModeError": (RuntimeError,),
     "HostFallbackError": (RuntimeError,),
+    "IndexRangeError": (IndexError, RuntimeError),
     "DeviceMemoryError": (RuntimeError,),
     "ProgramError": (RuntimeError,),
     "UnsupportedOpError": (NotImplementedError,),

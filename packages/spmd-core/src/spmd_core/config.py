@@ -48,6 +48,10 @@ class Config:
     # by SPMD_SOURCE_LINES=1, and by `debugging.source_lines()` for a region. Read at each
     # operation.
     record_source_lines: bool = False
+    # Programs check the indices that the device computes. One outside its dim raises
+    # `IndexRangeError` at the next read; without the checks, such a read takes the nearest element
+    # and such a write is dropped. Read at each cut; makes another program.
+    check_indices: bool = False
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.

@@ -11,6 +11,7 @@
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
+    ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
 Each class also derives from the builtin exceptions in brackets, so that code without an import of
@@ -61,6 +62,10 @@ class DeviceMemoryError(SpmdError, RuntimeError):
 
 class ProgramError(SpmdError, RuntimeError):
     """A recorded program could not be lowered, compiled or executed."""
+
+
+class IndexRangeError(SpmdError, IndexError, RuntimeError):
+    """Under `config.check_indices`, an index computed on the device lay outside its dim."""
 
 
 class DataError(SpmdError, ValueError):

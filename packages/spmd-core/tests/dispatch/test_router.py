@@ -181,6 +181,45 @@ def test_an_out_tensor_of_another_shape_is_resized_as_in_eager_torch():
     assert out.tolist() == [[2.0] * 3] * 2
 
 
+def test_lists_of_out_tensors_are_resized_and_written():
+    results = []
+    for device in ("cpu", "xla"):
+        x = torch.arange(12.0, device=device).view(3, 4)
+        outs = [torch.empty(0, device=device) for _ in range(3)]
+        torch.unbind_copy(x, out=outs)
+        pieces = [torch.empty(0, device=device), torch.empty(0, device=device)]
+        torch.split_with_sizes_copy(x, [1, 2], out=pieces)
+        results.append([t.tolist() for t in (*outs, *pieces)])
+    assert results[1] == results[0]
+
+
+@pytest.mark.parametrize("name", ["sum", "nansum", "prod", "mean", "cumsum", "cumprod"])
+@pytest.mark.parametrize(
+    ("given", "out"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float32, torch.int64),
+        (torch.int8, torch.int8),
+    ],
+)
+def test_reductions_are_computed_in_the_dtype_of_out(name, given, out):
+    """As if it were their `dtype`: a sum of bfloat16 into float32 keeps what bfloat16 rounds."""
+    x = (torch.arange(300) % 7 * 0.37 + 0.9).to(given)[: 12 if "prod" in name else 300]
+    results = []
+    for device in ("cpu", "xla"):
+        try:
+            function = getattr(torch, name)
+            made = function(x.to(device), 0, out=torch.empty(0, dtype=out, device=device))
+            results.append(made.cpu())
+        except (RuntimeError, NotImplementedError) as error:
+            results.append((type(error), str(error)))
+    if isinstance(results[0], tuple):
+        assert results[1] == results[0]
+    else:
+        torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -206,6 +245,11 @@ def test_a_dtype_that_the_device_cannot_hold_is_refused(make):
             torch.ones(2, dtype=torch.bool, device=d), 300
         ),
         lambda d: torch.full((2,), 2**40, dtype=torch.int32, device=d),
+        lambda d: torch.zeros(2, device=d).new_full((2,), 300, dtype=torch.int8),
+        lambda d: torch.zeros(2, dtype=torch.uint8, device=d).index_fill_(
+            0, torch.tensor([1], device=d), 300
+        ),
+        lambda d: F.threshold(torch.zeros(2, dtype=torch.uint8, device=d), 1, 300),
     ],
 )
 def test_a_number_that_does_not_fit_its_integers_is_refused_as_on_the_cpu(write):

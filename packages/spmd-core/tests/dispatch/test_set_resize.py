@@ -90,8 +90,9 @@ def test_strides_with_gaps_or_shared_places():
         0,
         2,
     ]
-    with pytest.raises(RuntimeError, match="one memory location"):
-        torch.empty_strided((2, 3), (0, 1), device="xla").fill_(2)
+    assert torch.empty_strided((2, 3), (0, 1), device="xla").fill_(2).tolist() == [[2] * 3] * 2
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.empty_strided((2, 3), (0, 1), device="xla").add_(2)
 
 
 def test_storages_are_told_apart_as_by_address():

@@ -1,9 +1,64 @@
-"""Copies between the host and the device, and results that inherit a sharding."""
+"""Copies between host and device: their memory, their strides, and what inherits a sharding."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import spmd_core as spmd
+
+LAYOUTS: dict[str, Callable[[str], torch.Tensor]] = {
+    "contiguous": lambda d: torch.arange(12.0, device=d).view(3, 4),
+    "transposed": lambda d: torch.arange(12.0, device=d).view(3, 4).t(),
+    "channels last": lambda d: (
+        torch.arange(120.0, device=d).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    ),
+    "expanded": lambda d: torch.arange(3.0, device=d)[:, None].expand(3, 4),
+    "sliced": lambda d: torch.arange(24.0, device=d).view(4, 6)[::2, 1:5],
+    "permuted slice": lambda d: torch.arange(72.0, device=d).view(4, 6, 3)[::2].permute(1, 2, 0),
+    "empty": lambda d: torch.empty(0, 3, device=d),
+}
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to the host": lambda t: t.to("cpu", copy=True),
+    "to the host in another dtype": lambda t: t.to("cpu", torch.float64),
+    "to the host, contiguous": lambda t: t.to(
+        "cpu", copy=True, memory_format=torch.contiguous_format
+    ),
+    "clone": lambda t: t.clone(),
+    "in another dtype": lambda t: t.double(),
+    "deep": copy.deepcopy,
+    "positions": lambda t: (t > 2).nonzero(),
+    "positions by argwhere": torch.argwhere,
+    "into an empty tensor": lambda t: torch.add(t, 1, out=torch.empty(0, device=t.device)),
+    "into a longer tensor": lambda t: torch.add(t, 1, out=torch.empty(200, device=t.device)[:0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the shape of the result")
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_has_torchs_strides_and_values(layout: str, how: str) -> None:
+    right, got = COPIES[how](LAYOUTS[layout]("cpu")), COPIES[how](LAYOUTS[layout]("xla"))
+    assert got.shape == right.shape and got.dtype == right.dtype
+    assert got.stride() == right.stride()
+    assert torch.equal(got.cpu(), right)
+
+
+def test_deep_copies_share_a_storage_where_the_tensors_did() -> None:
+    """And are a copy: neither writes to the other."""
+    results: list[Any] = []
+    for device in ("cpu", "xla"):
+        base = torch.zeros(3, 4, device=device)
+        pair = {"whole": base, "row": base[1], "column": base.t()[2]}
+        copied = copy.deepcopy(pair)
+        copied["row"].add_(1)
+        copied["column"].mul_(5)
+        pair["row"].sub_(1)
+        results.append([t.tolist() for t in (*pair.values(), *copied.values())])
+        assert copied["column"].stride() == pair["column"].stride()
+    assert results[0] == results[1]
 
 
 def test_a_copy_from_the_host_does_not_share_its_memory():

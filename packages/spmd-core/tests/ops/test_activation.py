@@ -160,3 +160,13 @@ def test_glu(dim: int) -> None:
     x = values(torch.float32, 4, 6)
     check("aten.glu.default", x, dim)
     check("aten.glu_backward.default", torch.ops.aten.glu(x, dim) + 1, x, dim)
+
+
+def test_softshrink_refuses_each_negative_bound() -> None:
+    """Also after calls of the same form with another bound."""
+    x = torch.linspace(-1, 1, 5)
+    for bound in (0.5, 0.25):
+        got = torch.nn.functional.softshrink(x.to("xla"), bound)
+        torch.testing.assert_close(got.cpu(), torch.nn.functional.softshrink(x, bound))
+        with pytest.raises(RuntimeError, match="lambda must be in range"):
+            torch.nn.functional.softshrink(x.to("xla"), -bound)

@@ -119,6 +119,7 @@ def test_nonzero_static() -> None:
     check("aten.nonzero_static.default", x, size=2)
     check("aten.nonzero_static.default", x, size=6, fill_value=7)
     check("aten.nonzero_static.default", x[0] == 9, size=2)
+    check("aten.nonzero_static.default", x[:0], size=2, fill_value=7)
 
 
 def test_embedding() -> None:

@@ -387,6 +387,9 @@ class Difference:
         if old.options != new.options:
             what = f"config.compiler_options: {dict(old.options)} -> {dict(new.options)}"
             yield Change("options", what, "Set them once, before the first program.")
+        if old.checks_indices != new.checks_indices:
+            what = f"config.check_indices: {old.checks_indices} -> {new.checks_indices}"
+            yield Change("checks_indices", what, "Set it once, before the first program.")
         if bool(old.origins) != bool(new.origins):
             state = "on, and were off" if new.origins else "off, and were on"
             yield Change(

@@ -160,7 +160,8 @@ def _distance(a: Key, b: Key) -> tuple[int, int, int]:
     size = 0
     for name in Key._fields:
         ours, theirs = getattr(a, name), getattr(b, name)
-        size += abs(len(ours) - len(theirs)) + sum(x != y for x, y in zip(ours, theirs))
+        if isinstance(ours, tuple):
+            size += abs(len(ours) - len(theirs)) + sum(x != y for x, y in zip(ours, theirs))
     return _num_other_operations(a, b), len(compile_cache.changed(a, b)), size
 
 

@@ -7,6 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 from spmd_core import releases
+from spmd_core.config import config
+from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.ops import registry
 from spmd_core.recording import random_stream
@@ -247,10 +249,24 @@ def ctc_loss(
     )
 
 
-def _out_kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`aten::one_hot`: torch compares with each class; a checked index is one of a scatter."""
+    encoded = aten.one_hot.default._op_dk(
+        torch._C.DispatchKey.CompositeImplicitAutograd, x, num_classes
+    )
+    if not config.check_indices or num_classes < 1 or x.__class__ is not XLAShardedTensor:
+        return encoded.contiguous()
+    return torch.zeros_like(encoded).scatter(-1, x.unsqueeze(-1), 1)
+
+
+def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..., Any]:
     """A kernel for an `out=` overload: computes the result, then copies it to `out`.
 
     torch's composition writes through reshaped results, which it takes for the memory of `out`.
+
+    Args:
+        overload: the overload.
+        counts: whether autograd counts the write to `out`, as for eager torch's composition.
     """
     handler = out_handler(overload)
 
@@ -263,7 +279,10 @@ def _out_kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
                 "arguments don't support automatic differentiation, "
                 "but one of the arguments requires grad."
             )
-        return handler(args, kwargs)
+        result = handler(args, kwargs)
+        if counts:
+            count_writes([kwargs["out"]])
+        return result
 
     return kernel
 
@@ -289,12 +308,14 @@ def install() -> torch.library.Library:
     """Registers the kernels, which live as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("layer_norm", layer_norm, "AutogradXLA")
+    library.impl("one_hot", one_hot, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
     library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
-    for overload in releases.overloads({"aten.kron.out": None, "aten.matmul.out": None}):
+    counting = {"aten.kron.out": False, "aten.matmul.out": True}
+    for overload, counts in releases.overloads(counting).items():
         library.impl(
             f"{overload._schema.name.removeprefix('aten::')}.out",
-            _out_kernel(overload),
+            _out_kernel(overload, counts=counts),
             "AutogradXLA",
         )
     library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")

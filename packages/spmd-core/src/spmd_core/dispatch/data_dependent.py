@@ -17,7 +17,7 @@ from spmd_core import metrics, releases
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
-from spmd_core.recording import inference, schema
+from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import Handler, from_host, functional_handler
 from spmd_core.recording.in_place import in_place_handler
 from spmd_core.source_lines import user_frame
@@ -206,7 +206,7 @@ def check_range(
         if handle.__class__ is not Storage or not isinstance(handle.value.data, torch.Tensor):
             return
         index = handle.value.data
-    if index.numel() == 0:
+    if index.numel() == 0 or index.is_floating_point() or index.is_complex():
         return
     low, high = (int(v) for v in torch.aminmax(index))
     least = -size if wraps else 0
@@ -300,7 +300,8 @@ def _distinct(
     starts, counts = _groups(first, what)
     chosen = starts if order is None else order.index_select(0, starts)
     inverse = first.long().cumsum(0) - 1 if order is None else _ranks(order, first)
-    return x.index_select(dim, chosen), inverse.reshape(shape), counts
+    values = x.movedim(dim, 0).index_select(0, chosen).movedim(0, dim)  # for torch's strides
+    return values, inverse.reshape(shape), counts
 
 
 def _requested(result: Any, *, inverse: bool, counts: bool) -> Any:
@@ -329,6 +330,7 @@ def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`unique_consecutive(x, return_inverse, return_counts, dim)`: one of each run of equals."""
+    cpu_kernels.refuse(aten.unique_consecutive.default, args, kwargs)
     x, inverse, counts, dim = _defaults(
         args, kwargs, return_inverse=False, return_counts=False, dim=None
     )

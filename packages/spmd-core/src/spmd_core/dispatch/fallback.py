@@ -2,7 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from spmd_core import metrics
 from spmd_core.config import config
 from spmd_core.dispatch.transfer import copy_, resize, to_host
 from spmd_core.errors import HostFallbackError
-from spmd_core.recording import inference, schema
+from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, from_host
 from spmd_core.source_lines import user_frame, user_line
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -43,19 +44,70 @@ def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Hand
 def composite_explicit(func: torch._ops.OpOverload) -> Handler:
     """A handler for torch's own C++ compositions, such as foreach forms.
 
-    The parts come back to the router.
+    The parts come back to the router. Autograd counts the parts' writes of eager torch, but not
+    those that are recorded below it: the tensors of a written list are counted here.
     """
-    return _composed(
+    lists = written_lists(func)
+    compose = _composed(
         func,
         partial(
             func.redispatch, torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
         ),
     )
+    if not lists:
+        return compose
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = compose(args, kwargs)
+        given = schema.of(func).by_name(args, kwargs)
+        count_writes(t for name in lists for t in given[name])
+        return result
+
+    return handler
+
+
+def written_lists(func: torch._ops.OpOverload) -> tuple[str, ...]:
+    """The written arguments that are lists of tensors: `_foreach_add_(self!)`, `out!` of lists."""
+    written = schema.of(func).written
+    return tuple(
+        a.name for a in func._schema.arguments if a.name in written and "List" in str(a.type)
+    )
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Counts one write of each tensor, for autograd's check of what it saved for the backward."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
     """A handler for an entry of torch's decomposition table; the host runs what it declines."""
-    return _composed(func, function)
+    compose = _composed(func, function)
+    is_written = bool(schema.of(func).written)
+
+    def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        answer = cpu_kernels.ask(func, args, kwargs)
+        if answer.error is not None:  # the parts may accept more
+            raise cpu_kernels.again(answer.error)
+        result = compose(args, kwargs)
+        return result if is_written or answer.results is None else _restrided(result, answer)
+
+    return handler
+
+
+def _restrided(result: Any, answer: cpu_kernels.Answer) -> Any:
+    """New tensors with the strides that eager torch gives them; the parts may give others."""
+    if isinstance(result, torch.Tensor):
+        strides = cpu_kernels.strides_of(answer.results, tuple(result.shape))
+        if strides is None or all(
+            n == 1 or old == new for n, old, new in zip(result.shape, result.stride(), strides)
+        ):
+            return result
+        made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+        return copy_((made, result), NO_KWARGS)
+    if not isinstance(result, (list, tuple)) or not isinstance(answer.results, tuple):
+        return result
+    new = [_restrided(x, replace(answer, results=r)) for x, r in zip(result, answer.results)]
+    return type(result)(new) if type(result) in (list, tuple) else result
 
 
 def note_host_run(

@@ -150,6 +150,8 @@ def _check_least_squares(a: torch.Tensor, b: torch.Tensor, driver: str) -> bool:
         )
     elif not (a.is_floating_point() or a.is_complex()):
         rule = "expected a floating or complex dtype"
+    elif a.dtype.itemsize < 4:
+        rule = "This function doesn't handle types other than float and double"
     elif driver not in _DRIVERS:
         rule = f"parameter `driver` should be one of ({', '.join(_DRIVERS)}), but got {driver!r}"
     elif (
@@ -195,6 +197,8 @@ def _least_squares(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.T
     if m > n and driver != "gelsy" and (driver == "gels" or bool((rank == n).all())):
         residuals = (a @ x - b).abs().square().sum(-2).broadcast_to(*batch, b.shape[-1])
         residuals = residuals.squeeze(-1) if is_vector else residuals
+    # LAPACK's results have their columns one after another.
+    x = x.mT.contiguous().mT
     return x.squeeze(-1) if is_vector else x, residuals, rank, values
 
 

@@ -29,10 +29,16 @@ from spmd_core.dispatch import (
     set_resize,
     special,
 )
-from spmd_core.dispatch.fallback import composite_explicit, decomposition, on_host
+from spmd_core.dispatch.fallback import (
+    composite_explicit,
+    count_writes,
+    decomposition,
+    on_host,
+    written_lists,
+)
 from spmd_core.dispatch.transfer import copy_, item, like_handler, makes_like, store
 from spmd_core.ops import registry
-from spmd_core.recording import calls, inference, schema
+from spmd_core.recording import calls, cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
 from spmd_core.recording.in_place import in_place_handler, several_written_handler
 from spmd_core.recording.views import alias, as_strided, pieces_handler, view_handler
@@ -114,11 +120,7 @@ def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Hand
         form = schema.functional(func)
         if form is not None and torch.Tag.inplace_view in func.tags:
             return Route.IN_PLACE, partial(_in_place_view, form)
-        writes_lists = any(
-            "[]" in str(a.type) or "List" in str(a.type)
-            for a in func._schema.arguments
-            if a.name in facts.written
-        )
+        writes_lists = bool(written_lists(func))
         if form is not None and facts.out_names:
             return Route.OUT, partial(_derived_out, func, form)
         several = writes_lists or (len(facts.written) > 1 and not facts.out_names)
@@ -175,9 +177,15 @@ def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) 
     return handler
 
 
+# Reductions that convert to the dtype of `out` first, as if it were their `dtype`.
+_COMPUTE_IN_OUT_DTYPE = ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")
+
+
 def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Handler:
     """`op(..., out=x)`: computes, checks and resizes as torch does, then copies into place."""
-    names = schema.of(func).out_names
+    facts = schema.of(func)
+    names = facts.out_names
+    computes_in_out_dtype = form._schema.name.removeprefix("aten::") in _COMPUTE_IN_OUT_DTYPE
     # A form with a handler of its own, `linalg_inv_ex` for instance, is called through the router.
     lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
@@ -186,6 +194,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     required = {
         a.name: None for a in form._schema.arguments if a.kwarg_only and not a.has_default_value()
     }
+    writes_lists = bool(written_lists(func))
     takes_dtype = any(a.name == "dtype" for a in form._schema.arguments) and not any(
         a.name == "dtype" for a in func._schema.arguments
     )
@@ -193,11 +202,16 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = [kwargs[name] for name in names]
         outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
-        # For torch's errors, and its warning if `out` gets another shape. Overloads without a meta
-        # kernel are checked in their parts.
+        is_accepted = cpu_kernels.refuse(func, args, kwargs)
+        # For torch's other errors, its warning if `out` gets another shape, and the strides that it
+        # then gets. Overloads without a meta kernel are checked in their parts.
+        layouts: list[Any] = [None] * len(outs)
         with suppress(NotImplementedError):
-            inference.infer(func, args, kwargs, spec_of)
+            found = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
+            layouts = found if len(found) == len(outs) else layouts
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
+        if computes_in_out_dtype and facts.by_name(args, kwargs).get("dtype") is None:
+            rest["dtype"] = outs[0].dtype
         if takes_dtype:
             rest |= {"dtype": outs[0].dtype, "device": outs[0].device}
         results = compute(*args, **rest)
@@ -207,15 +221,18 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
                 f"{func} writes {len(results)} tensors; got {len(outs)} in `out`. "
                 "Give one tensor for each result."
             )
-        for out, result in zip(outs, results):
-            if not torch.can_cast(result.dtype, out.dtype):
+        for out, result, layout in zip(outs, results, layouts):
+            if not is_accepted and not torch.can_cast(result.dtype, out.dtype):
                 raise RuntimeError(
                     f"result type {result.dtype} can't be cast "
                     f"to the desired output type {out.dtype}. Give `out` the dtype {result.dtype}."
                 )
             if out.shape != result.shape:
-                set_resize.resize_((out, result.shape), NO_KWARGS)
+                is_known = layout is not None and layout.shape == result.shape
+                set_resize.resize_out(out, layout if is_known else result)
             store(out, result)
+        if writes_lists:  # autograd counts the write of a tensor, not those of a list
+            count_writes(outs)
         if not func._schema.returns:
             return None
         return given[0] if len(given) == 1 else tuple(given)
@@ -246,12 +263,11 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
             inner.append(_ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
-            sample, mask = (
-                torch.zeros((), dtype=dtype),
-                [torch.zeros((), dtype=torch.bool)] if position == 2 else [],
-            )
-            # Raises what eager torch raises.
-            getattr(sample, "masked_fill_" if mask else "fill_")(*mask, args[position])
+            try:
+                torch.zeros((), dtype=dtype).fill_(args[position])
+            except RuntimeError:
+                cpu_kernels.refuse(func, args, kwargs)  # with two mistakes, the other one counts
+                raise
         return inner[0](args, kwargs)
 
     return handler
@@ -288,6 +304,11 @@ _MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
     "aten.full_like.default": partial(_check_number_fits, position=1),
     "aten.masked_fill_.Scalar": partial(_check_number_fits, position=2),
     "aten.masked_fill.Scalar": partial(_check_number_fits, position=2),
+    "aten.new_full.default": partial(_check_number_fits, position=2),
+    "aten.index_fill_.int_Scalar": partial(_check_number_fits, position=3),
+    "aten.index_fill.int_Scalar": partial(_check_number_fits, position=3),
+    "aten.threshold.default": partial(_check_number_fits, position=2),
+    "aten.threshold_.default": partial(_check_number_fits, position=2),
 }
 _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     **data_dependent.HANDLERS,

@@ -153,6 +153,18 @@ def resize_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _replace_memory(target, longer)
 
 
+def resize_out(target: XLAShardedTensor, result: torch.Tensor) -> None:
+    """Gives an `out=` tensor the shape and the strides of a result, as torch does."""
+    shape, strides = tuple(result.shape), result.stride()
+    if target._handle.storage.spec.num_bytes == 0:
+        _replace_memory(target, new_storage(shape, target.dtype, strides))
+        return
+    resize_((target, shape), {})
+    handle = target._handle
+    if handle.spec.strides != strides:
+        _replace_memory(target, strided_view(handle, shape, strides, handle.offset))
+
+
 def _is_unshared(target: XLAShardedTensor) -> bool:
     """Whether no other tensor shares the storage of this one.
 

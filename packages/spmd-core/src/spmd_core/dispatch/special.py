@@ -8,7 +8,7 @@ import torch
 from spmd_core import releases
 from spmd_core.dispatch import set_resize
 from spmd_core.dispatch.transfer import store
-from spmd_core.recording import schema
+from spmd_core.recording import cpu_kernels, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler
 
 aten = torch.ops.aten
@@ -33,6 +33,7 @@ def _native_batch_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _native_batch_norm_out(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    cpu_kernels.refuse(aten._native_batch_norm_legit.out, args, kwargs)
     outs = [kwargs[name] for name in ("out", "save_mean", "save_invstd")]
     for out, result in zip(outs, _native_batch_norm(args, NO_KWARGS)):
         if out.shape != result.shape:

@@ -128,8 +128,13 @@ def _memory_on_host(
 
 
 def copy_to(source: XLAShardedTensor, device: torch.device, kwargs: dict[str, Any]) -> torch.Tensor:
-    """`tensor.to(another device)`: through the CPU."""
+    """`tensor.to(another device)`: through the CPU, in the layout that torch gives a copy."""
     host = to_host(source)
+    strides = torch.empty_like(
+        inference.meta_like(source._handle.spec), memory_format=kwargs.get("memory_format")
+    ).stride()
+    if strides != host.stride():
+        host = torch.empty_strided(host.shape, strides, dtype=host.dtype, device="cpu").copy_(host)
     return host.to(device=device, dtype=kwargs.get("dtype") or host.dtype)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 @lru_cache(maxsize=8192)
 def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether two elements share one memory location."""
+    if 0 in shape:
+        return False
     span, nested = 0, True
     for step, n in sorted(zip(strides, shape)):
         if n > 1:
@@ -18,11 +20,7 @@ def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             span += (n - 1) * step
     # No elements meet if each stride exceeds the span of the dims with smaller strides. Otherwise,
     # only the offsets themselves tell.
-    return (
-        not nested
-        and 0 not in shape
-        and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
-    )
+    return not nested and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
 
 
 def _offsets(shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
@@ -44,3 +42,23 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
                 return False
             step *= n
     return True
+
+
+def dense_strides(
+    shape: tuple[int, ...], like_shape: tuple[int, ...], like_strides: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Strides that fill memory without gaps, in the order of another tensor's dims.
+
+    Args:
+        shape: of the tensor that gets the strides.
+        like_shape: of the other tensor; as many dims.
+        like_strides: its strides. Where one is 0, the result's is 0, too.
+    """
+    # Of dims with one stride, those of size 1 come first: the next one begins where they do.
+    order = sorted(range(len(shape)), key=lambda d: (like_strides[d], like_shape[d] != 1, -d))
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        if like_strides[d]:
+            strides[d] = step
+            step *= max(shape[d], 1)
+    return tuple(strides)

@@ -283,7 +283,7 @@ def _hardswish_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
     )
 
 
-@lowering("aten.softshrink.default")
+@lowering("aten.softshrink.default", static=("lambd",))
 def _softshrink(ctx: Context, x: Any, lambd: Any = 0.5) -> jax.Array:
     return _rounded(
         ctx,

@@ -77,6 +77,7 @@ def _embedding_bag(
     bag = _bags(offsets, indices.shape[0], include_last_offset=include_last_offset)
     if padding_idx >= 0:
         bag = jnp.where(indices == padding_idx, num_bags, bag)
+    ctx.check_index(indices, weight.shape[0])
     rows = jnp.take(weight, indices, axis=0, mode="clip").astype(wide)
     sizes = jnp.zeros(num_bags, indices.dtype).at[bag].add(1, mode="drop")
     winners = jnp.zeros(ctx.outs[3].shape, indices.dtype)

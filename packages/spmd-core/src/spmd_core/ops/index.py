@@ -35,8 +35,14 @@ def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
+def _check_indices(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> None:
+    for dim, index in enumerate(indices):
+        ctx.check_index(index, x.shape[dim], wraps=True)
+
+
 @lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
+    _check_indices(ctx, x, indices)
     return x.at[_key(x, indices)].get(mode="clip").reshape(ctx.shape)
 
 
@@ -55,6 +61,7 @@ def _unsafe_masked_index(
 @lowering("aten.index_select.default")
 def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     axis = _axis(dim, x.ndim)
+    ctx.check_index(index, x.shape[axis] if x.ndim else 1)
     return jnp.take(jnp.atleast_1d(x), index.reshape(-1), axis=axis, mode="clip").reshape(ctx.shape)
 
 
@@ -66,6 +73,7 @@ def _gather(
     if index.size == 0:  # it may have any number of dims: torch does not check them then
         return jnp.zeros(ctx.shape, ctx.dtype)
     x, index = jnp.atleast_1d(x), jnp.atleast_1d(index)
+    ctx.check_index(index, x.shape[axis])
     # numpy would broadcast the other dims; torch reads only the index's extent of them.
     region = tuple(slice(None) if d == axis else slice(index.shape[d]) for d in range(x.ndim))
     return jnp.take_along_axis(x[region], index, axis=axis, mode="clip").reshape(ctx.shape)
@@ -73,13 +81,14 @@ def _gather(
 
 @lowering("aten.take.default")
 def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
+    ctx.check_index(index, x.size, wraps=True)
     return x.reshape(-1).at[index].get(mode="clip")
 
 
 @lowering("aten.nonzero_static.default")
 def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
-    if x.ndim == 0:
-        return jnp.zeros(ctx.shape, ctx.dtype)
+    if x.size == 0 or x.ndim == 0:  # numpy fills the positions in an empty array with zeros
+        return jnp.full(ctx.shape, fill_value, ctx.dtype)
     return (
         jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1)
         .astype(ctx.dtype)
@@ -96,6 +105,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
+    ctx.check_index(indices, weight.shape[0])
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 

@@ -187,6 +187,7 @@ def _nll_loss(
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
     weights = _class_weights(weight, target, ignore_index, dtype)
     used = target != ignore_index
+    ctx.check_index(target, x.shape[dim], skip=ignore_index)
     picked = jnp.take_along_axis(x, jnp.expand_dims(jnp.where(used, target, 0), dim), axis=dim)
     likelihood = lax.squeeze(picked, (dim,)).astype(dtype)
     # Not a product with a weight of 0: an ignored -inf must not become nan.
@@ -266,6 +267,7 @@ def _multi_margin(
     weight: Any = None,
     reduction: int = _MEAN,
 ) -> jax.Array:
+    ctx.check_index(target, x.shape[-1] if x.ndim else 1)
     return _reduced_rows(
         ctx,
         _multi_margin_losses(_rows(as_array(x, opmath(ctx.dtype))), target, p, margin, weight),
@@ -344,6 +346,7 @@ def _multilabel_margin(
 ) -> tuple[jax.Array, jax.Array]:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
+    ctx.check_index(_rows(target) + 1, rows.shape[1] + 1)  # -1 ends a list
     losses = jnp.sum(_multilabel_hinges(rows, labels, counts, present), axis=(1, 2)) / rows.shape[1]
     return _reduced_rows(ctx, losses, reduction), present.reshape(target.shape).astype(ctx.dtype)
 

@@ -64,6 +64,26 @@ class Context:
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
+    # under `config.check_indices`, receives for each check whether an index lies outside its dim
+    index_checks: list[jax.Array] | None = None
+
+    def check_index(self, index: Any, size: int, *, wraps: bool = False, skip: Any = None) -> None:
+        """Has the program check that indices lie in a dim, under `config.check_indices`.
+
+        Args:
+            index: an array of indices; None and masks are left out.
+            size: of the dim.
+            wraps: whether negative indices count from the end.
+            skip: an index that stands for none, such as a loss's `ignore_index`.
+        """
+        if self.index_checks is None or index is None or index.size == 0:
+            return
+        if index.dtype in (np.bool_, np.uint8):
+            return
+        outside = (index < (-size if wraps else 0)) | (index >= size)
+        if skip is not None:
+            outside &= index != skip
+        self.index_checks.append(outside.any())
 
     @property
     def shape(self) -> tuple[int, ...]:

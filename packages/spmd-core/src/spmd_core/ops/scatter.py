@@ -116,6 +116,7 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
 def _scatter_src(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, "set")
 
 
@@ -123,6 +124,7 @@ def _scatter_src(
 def _scatter_value(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number | float
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(
         x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), "set"
     )
@@ -135,6 +137,7 @@ _METHODS = {"add": "add", "multiply": "multiply"}
 def _scatter_reduce(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *, reduce: str
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, _METHODS[reduce])
 
 
@@ -142,6 +145,7 @@ def _scatter_reduce(
 def _scatter_value_reduce(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number, *, reduce: str
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(
         x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), _METHODS[reduce]
     )
@@ -151,6 +155,7 @@ def _scatter_value_reduce(
 def _scatter_add(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, "add")
 
 
@@ -165,6 +170,7 @@ def _scatter_reduce_two(
     *,
     include_self: bool = True,
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     if index.size == 0:
         return x
     src = lax.slice(jnp.atleast_1d(src), [0] * max(src.ndim, 1), jnp.atleast_1d(index).shape)
@@ -224,6 +230,7 @@ def _index_add(
     *,
     alpha: Number | int = 1,
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     _check_slices(x, dim, index, source)
     factor = as_array(alpha, source.dtype)
     scaled = source & factor if source.dtype == np.bool_ else source * factor
@@ -234,11 +241,13 @@ def _index_add(
 def _index_copy(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _slicing(dim, index, x.ndim)(x, source, "set")
 
 
 @lowering("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
 def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1, wraps=True)
     return _slicing(dim, index, x.ndim, wrap=True)(x, as_array(value, x.dtype), "set")
 
 
@@ -253,6 +262,7 @@ def _index_reduce(
     *,
     include_self: bool = True,
 ) -> jax.Array:
+    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     _check_slices(x, dim, index, source)
     if index.size == 0:
         return x
@@ -315,6 +325,8 @@ def _index_put(
             )
         leading, mask = masks[0]
         return _put_mask(x, leading, mask, values, accumulate=accumulate)
+    for dim, index in enumerate(indices):
+        ctx.check_index(index, x.shape[dim], wraps=True)
     key = tuple(slice(None) if index is None else index for index in indices)
     return _write(x, key, values, "add" if accumulate else "set", wrap=True)
 
@@ -335,6 +347,7 @@ def _unsafe_masked_index_put_accumulate(
 def _put(
     ctx: Context, x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False
 ) -> jax.Array:
+    ctx.check_index(index, x.size, wraps=True)
     flat = _write(
         x.reshape(-1),
         index.reshape(-1),

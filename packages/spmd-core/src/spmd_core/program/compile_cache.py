@@ -29,6 +29,7 @@ class Key(NamedTuple):
         origins: each node's origin, which the program's operations are named after; `()` where
             `config.record_source_lines` was off.
         options: `config.compiler_options`, sorted by name.
+        checks_indices: `config.check_indices`.
     """
 
     structure: tuple[Entry | int, ...]
@@ -38,6 +39,7 @@ class Key(NamedTuple):
     device_ids: tuple[int, ...]
     origins: tuple[Origin | None, ...] = ()
     options: tuple[tuple[str, CompilerOption], ...] = ()
+    checks_indices: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, index_checks
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -73,6 +73,8 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
 
     Raises:
         DeviceMemoryError, ProgramError: a program could not be compiled or run.
+        IndexRangeError: with `wait`, a program under `config.check_indices` found an index outside
+            its dim.
     """
     with lock:
         live = take_pending()
@@ -93,6 +95,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
                 raise
     if wait:
         buffers.in_flight.wait_all()
+        index_checks.raise_if_found()
 
 
 def roll_back() -> int:
@@ -283,6 +286,7 @@ class Plan:
             key.donated,
             key.device_ids,
             key.options,
+            key.checks_indices,
         )
 
     @property
@@ -339,6 +343,7 @@ def plan(live: list[Storage]) -> Plan:
         device_ids,
         _origins(nodes) if source_lines.is_used() else (),
         tuple(sorted(config.compiler_options.items())),
+        config.check_indices,
     )
     return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
 
@@ -473,12 +478,17 @@ def to_host(storage: Storage) -> torch.Tensor:
     """The storage's values, without padding, as a new CPU tensor.
 
     Cuts if they are pending, and waits for the device.
+
+    Raises:
+        IndexRangeError: a program under `config.check_indices` found an index outside its dim.
     """
     value = materialize(storage)
     if value.placement.jax_sharding is None:
         return value.data.clone()
     refuse_local(value)
-    return buffers.download(value.data, value.spec.shape)
+    host = buffers.download(value.data, value.spec.shape)
+    index_checks.raise_if_found()
+    return host
 
 
 def upload(storage: Storage) -> None:

@@ -18,6 +18,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.program import regions
+from spmd_core.program.index_checks import first_offender
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
@@ -85,6 +86,7 @@ class Traced:
             source=source_lines.user_line(),
         )
         self.out_placements: list[Any]
+        self._offenders: list[tuple[int, jax.Array]]  # for each check, the node and its outcome
         self._lower(name)
 
     @property
@@ -135,7 +137,10 @@ class Traced:
         def program(
             numbers: list[jax.Array], *leaves: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
-            return self._trace(numbers, leaves), jnp.zeros((), np.int32)
+            self._offenders = []
+            results = self._trace(numbers, leaves)
+            token = jnp.zeros((), np.int32)
+            return results, first_offender(self._offenders) if graph.checks_indices else token
 
         program.__name__ = name
         with jax.enable_x64(True):
@@ -255,6 +260,8 @@ class Traced:
             context = registry.Context(
                 outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims
             )
+            if graph.checks_indices:
+                context.index_checks = []
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
             with _named(node, position):
@@ -273,6 +280,7 @@ class Traced:
                 else:
                     results = self._run(node, context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
+            self._offenders += [(position, bad) for bad in context.index_checks or ()]
             values.extend(results)
         returned = {id(x) for x in leaves}
         outputs = []
@@ -301,18 +309,24 @@ class Traced:
         if len(self.device_ids) == 1 or node.entry in self._without_rules:
             return kernel(context, inputs, numbers)
         kinds = [number.kind for number in numbers]
+        num_results = len(node.entry.outs)
 
         def function(arguments: tuple[Any, Any, Any]) -> Sequence[jax.Array]:
             arrays, values, key = arguments
             typed = [registry.Number(x, kind) for x, kind in zip(values, kinds)]
-            return kernel(replace(context, key=key), arrays, typed)
+            inner = replace(context, key=key)
+            if context.index_checks is not None:
+                inner.index_checks = []
+            return [*kernel(inner, arrays, typed), *(inner.index_checks or ())]
 
         arguments = (inputs, [number.value for number in numbers], context.key)
         results = in_safe_forms(function, arguments, self._splits)
         if results is None:
             self._without_rules.add(node.entry)
             return kernel(context, inputs, numbers)
-        return results
+        if context.index_checks is not None:
+            context.index_checks.extend(results[num_results:])
+        return results[:num_results]
 
     def _run_local(
         self,

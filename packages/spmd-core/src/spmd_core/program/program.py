@@ -12,6 +12,7 @@ import numpy as np
 from spmd_core import metrics
 from spmd_core.errors import DeviceMemoryError, ProgramError
 from spmd_core.graph.placement import Placement
+from spmd_core.program import index_checks
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import buffers
@@ -142,6 +143,8 @@ class Program(Traced):
             raise _explain(error, self) from error
         self.record.executions += 1
         buffers.in_flight.add(token)
+        if self.graph.checks_indices:
+            index_checks.add(token, self.record.name, self.graph)
         return results
 
 

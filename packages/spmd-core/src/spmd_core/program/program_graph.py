@@ -65,6 +65,7 @@ class Graph:
         donated: the positions of the leaves whose buffers the results take over.
         device_ids: the program's devices.
         options: the compiler's options, by name.
+        checks_indices: whether the program's token tells of indices outside their dims.
     """
 
     leaves: tuple[Leaf, ...]
@@ -73,6 +74,7 @@ class Graph:
     donated: tuple[int, ...]
     device_ids: tuple[int, ...]
     options: tuple[tuple[str, CompilerOption], ...] = ()
+    checks_indices: bool = False
 
 
 def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from spmd_core import dtypes, metrics
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.program import leaves
@@ -195,9 +196,14 @@ def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
 
 
 def from_host(tensor: torch.Tensor) -> XLAShardedTensor:
-    """A CPU tensor's values as a tensor on the device, uploaded when a program first needs them."""
+    """A CPU tensor's values as a tensor on the device, uploaded when a program first needs them.
+
+    It has the strides of the CPU tensor, if these leave no gap.
+    """
     dtypes.to_jax(tensor.dtype)
-    return wrap(host_leaf(tensor))
+    spec = Spec.from_tensor(tensor)
+    keeps = not tensor.numel() or is_dense(spec.shape, spec.strides)
+    return wrap(host_leaf(tensor, spec if keeps else None))
 
 
 def new_entry(

@@ -1,6 +1,6 @@
 """Records in-place operations: the functional form, whose results are written to the tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +9,48 @@ from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.storage import Storage, View, lock
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
-from spmd_core.recording import inference, random_stream, schema
+from spmd_core.recording import cpu_kernels, inference, random_stream, schema
 from spmd_core.recording.calls import Call, Handler, look_up, new_entry
-from spmd_core.recording.writes import refuse_partial_overlap, write
+from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+aten = torch.ops.aten
+# In-place operations that write one value wherever they write, each with the condition for that.
+_WRITES_ONE_VALUE: dict[Any, Callable[[Sequence[Any]], bool]] = {
+    **dict.fromkeys(
+        (
+            aten.fill_.Scalar,
+            aten.fill_.Tensor,
+            aten.zero_.default,
+            aten.masked_fill_.Scalar,
+            aten.masked_fill_.Tensor,
+            aten.index_fill_.int_Scalar,
+            aten.index_fill_.int_Tensor,
+        ),
+        lambda args: True,
+    ),
+    aten.index_put_.default: lambda args: args[2].numel() == 1 and not any(args[3:4]),
+}
+
+
+def refuse_overlap(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Raises torch's error for an operation whose inputs share memory with what it writes.
+
+    Some operations accept an input that is the written tensor itself.
+    """
+    if cpu_kernels.refuse(func, args, kwargs):
+        return
+    target = args[0]._handle
+    for a in cpu_kernels.leaves_of(args[1:]):
+        if isinstance(a, XLAShardedTensor) and a._handle.storage is target.storage:
+            refuse_partial_overlap(target, a._handle)
+
+
+def _share(storage: Storage, given: Sequence[Any]) -> bool:
+    """Whether a tensor of a list is in this storage."""
+    return any(a.__class__ is XLAShardedTensor and a._handle.storage is storage for a in given)
 
 
 def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -> Handler:
@@ -30,6 +68,8 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
 
     call = Call(func, lowering.static, make)
     random = lowering.random
+    writes_one_value = _WRITES_ONE_VALUE.get(func)
+    accepted: set[Any] = set()  # entries with the places of inputs that are the written tensor
     # Defaults of arguments that the functional form has no default for: `bernoulli_()` is
     # `bernoulli(p=0.5)`.
     given = {a.name: a for a in func._schema.arguments}
@@ -48,20 +88,30 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
             )
         handle = target._handle
         with lock:
+            is_input = False
             for a in args[1:]:
                 if a.__class__ is XLAShardedTensor:
                     other = a._handle
-                    if (
-                        other is not handle
-                        and (other.__class__ is View or handle.__class__ is View)
-                        and other.storage is handle.storage
-                    ):
-                        refuse_partial_overlap(handle, other)
+                    if other is handle:
+                        is_input = True
+                    elif (
+                        other.__class__ is View or handle.__class__ is View
+                    ) and other.storage is handle.storage:
+                        refuse_overlap(func, args, kwargs)
+                elif a.__class__ is list and _share(handle.storage, a):
+                    refuse_overlap(func, args, kwargs)
             entry, inputs, numbers = look_up(call, args, kwargs)
+            if is_input:
+                same = (entry, *[getattr(a, "_handle", None) is handle for a in args])
+                if same not in accepted:
+                    refuse_overlap(func, args, kwargs)
+                    accepted.add(same)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
             if handle.__class__ is Storage:
                 handle.write(Value(entry, inputs, numbers))
+            elif writes_one_value is not None and writes_one_value(args):
+                write_one_value(handle, Value(entry, inputs, numbers))
             else:
                 write(handle, Value(entry, inputs, numbers))
         return target
@@ -96,6 +146,7 @@ def several_written_handler(func: torch._ops.OpOverload, lowering: registry.Lowe
                 f"{func} takes lists of one length, or empty ones; got {lengths}. "
                 "Give one tensor in each list for each parameter."
             )
+        cpu_kernels.refuse(func, args, kwargs)
         return new_entry(
             lowering,
             [inference.meta_like(spec_of(t)) for t in written(args, kwargs)],

@@ -3,17 +3,14 @@
 The caller memoises the results: this runs once for each distinct call.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from spmd_core.graph.values import Spec
+from spmd_core.recording import cpu_kernels, schema
 from spmd_core.recording.layouts import Layout, refusal
-
-# Where the results are stored concerns neither shape inference nor a lowering.
-_PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking")
 
 
 def meta_like(spec: Spec) -> torch.Tensor:
@@ -72,82 +69,30 @@ def infer(
         with torch.no_grad():
             result = (meta or func)(*meta_args, **meta_kwargs)
     except NotImplementedError:  # there is no meta kernel; the call may be right
+        cpu_kernels.refuse(func, args, kwargs)
         raise
-    except Exception as error:
-        raise (_eager_error(func, meta_args, meta_kwargs) or error) from None
-    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
-    suspicious = _UNCHECKED.get(func.name())
-    if suspicious is not None and suspicious(given):
-        missed = _eager_error(func, meta_args, meta_kwargs)
-        if missed is not None:
-            raise missed
-    return _corrected(func, result, given)
+    except Exception:
+        answer = cpu_kernels.ask(func, args, kwargs, is_refused=True)
+        if answer.error is not None:
+            raise cpu_kernels.again(answer.error) from None
+        if meta is not None or answer.results is None or answer.metas is not None:
+            raise
+        result = _as_metas(answer.results)  # some meta kernels refuse what the real ones accept
+    answer = cpu_kernels.ask(func, args, kwargs, result)
+    if answer.error is not None:
+        raise cpu_kernels.again(answer.error)
+    given = schema.of(func).by_name(args, kwargs)
+    result = _corrected(func, result, given)
+    facts = schema.of(func)
+    writes_in_place = facts.written and not facts.out_names
+    return result if writes_in_place else cpu_kernels.corrected(func, result, answer)
 
 
-def _always(given: dict[str, Any]) -> bool:
-    return True
-
-
-def _odd_window(given: dict[str, Any]) -> bool:
-    return min((*given["stride"], *given["dilation"], 1)) < 1 or min((*given["padding"], 0)) < 0
-
-
-# Overloads whose CPU kernels refuse calls that the meta kernels accept, each with the condition on
-# the arguments under which a call is tried on the CPU.
-_UNCHECKED: dict[str, Callable[[dict[str, Any]], bool]] = {
-    **dict.fromkeys(
-        (
-            "aten::aminmax.out", "aten::as_strided_scatter", "aten::bucketize.Scalar",
-            "aten::bucketize.Tensor", "aten::complex", "aten::complex.out", "aten::gather",
-            "aten::gather.out", "aten::index_add", "aten::index_add_", "aten::index_reduce",
-            "aten::index_reduce_", "aten::masked_scatter", "aten::masked_scatter_",
-            "aten::multinomial", "aten::multinomial.out", "aten::scatter.src",
-            "aten::scatter.value", "aten::scatter_add", "aten::uniform_",
-        ),
-        _always,
-    ),
-    "aten::convolution": _odd_window,
-}  # fmt: skip
-_MAX_STANDIN_BYTES = 256_000_000
-
-
-def _eager_error(
-    func: torch._ops.OpOverload, meta_args: Sequence[Any], meta_kwargs: dict[str, Any]
-) -> Exception | None:
-    """What eager torch raises for these shapes and dtypes, or None.
-
-    The CPU kernel is called on zeros, or on ones for floating-point tensors, which may be weights.
-    Meta kernels often check in another order and with other messages, but users and their tests
-    rely on the messages of the real kernels.
-    """
-    if func.namespace != "aten":  # not torch's: the meta kernel itself decides
-        return None
-    total = 0
-
-    def to_cpu(t: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += t.numel() * t.dtype.itemsize
-        if t.dtype.is_floating_point and total <= _MAX_STANDIN_BYTES:
-            return torch.ones_like(t, device="cpu")
-        return torch.zeros_like(t, device="cpu" if total <= _MAX_STANDIN_BYTES else "meta")
-
-    args = [map_tensors(a, to_cpu) for a in meta_args]
-    kwargs = {name: map_tensors(a, to_cpu) for name, a in meta_kwargs.items()}
-    if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("cpu")
-    if total > _MAX_STANDIN_BYTES:
-        return None
-    # The user's random stream must not advance.
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            func(*args, **kwargs)
-        except NotImplementedError:
-            # No CPU kernel for this operation or dtype; the device may support it all the same.
-            return None
-        except Exception as error:
-            return error
-    return None
+def _as_metas(specs: Any) -> Any:
+    """Meta tensors of nested specs; None stays."""
+    if isinstance(specs, tuple):
+        return tuple(_as_metas(spec) for spec in specs)
+    return None if specs is None else meta_like(specs)
 
 
 def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) -> Any:
@@ -168,11 +113,7 @@ def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that a lowering receives: those that do not say where results go."""
-    return {
-        name: a
-        for name, a in kwargs.items()
-        if name not in _PLACEMENT_KEYWORDS and name != "device"
-    }
+    return {name: a for name, a in kwargs.items() if name not in cpu_kernels.PLACEMENT_KEYWORDS}
 
 
 def flatten(result: Any) -> tuple[tuple[Spec, ...], tuple[int | None, ...] | None, bool]:

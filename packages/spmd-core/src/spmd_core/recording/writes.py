@@ -1,16 +1,20 @@
 """Writes a new value to a storage, back along the chain of views that it is written through."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
+from jax import lax
 
 from spmd_core.graph.storage import Handle, Link, Storage, View
 from spmd_core.graph.strides import is_dense, overlaps
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import registry
-from spmd_core.recording.views import lowering_of, strided_link
+from spmd_core.recording.calls import known
+from spmd_core.recording.views import lowering_of, strided_link, strided_view
 
 
 def write(handle: Handle, value: Value) -> None:
@@ -50,6 +54,50 @@ def write(handle: Handle, value: Value) -> None:
             view = base
     storage.write(written)
     handle.value, handle.version = value, storage.version
+
+
+def write_one_value(handle: Handle, value: Value) -> None:
+    """`write` for an operation that writes one and the same value wherever it writes.
+
+    Then elements of the view may share memory, as those of `x.expand(3, 4)` do. A location gets the
+    value if any of its elements got it.
+    """
+    spec, offset = handle.spec, handle.offset
+    if isinstance(handle, Storage) or not overlaps(spec.shape, spec.strides):
+        write(handle, value)
+        return
+    length = handle.storage.spec.num_bytes // spec.dtype.itemsize
+    memory = strided_view(handle, (length,), (1,), 0)
+    merge = known(
+        ("merge", spec, offset, length),
+        lambda: Entry("write.changed", partial(_set_changed, spec, offset), (memory.spec,)),
+    )
+    write(memory, Value(merge, (memory.current(), handle.current(), value), ()))
+
+
+def _set_changed(
+    spec: Spec, offset: int, context: registry.Context, inputs: list[Any], numbers: list[Any]
+) -> list[Any]:
+    """The memory under a view with the view's changed elements.
+
+    The inputs are the memory, and the view's old and new elements.
+    """
+    memory, old, new = inputs
+    positions = jnp.full(spec.shape, offset)
+    for dim, step in enumerate(spec.strides):
+        positions = positions + step * lax.broadcasted_iota(np.int64, spec.shape, dim)
+    positions = jnp.where(_differ(old, new), positions, memory.size)
+    return [memory.at[positions].set(new, mode="drop")]
+
+
+def _differ(a: Any, b: Any) -> Any:
+    """Whether elements differ in their bits; -0.0 differs from 0.0, and a NaN not from itself."""
+    if jnp.issubdtype(a.dtype, jnp.complexfloating):
+        return _differ(a.real, b.real) | _differ(a.imag, b.imag)
+    if jnp.issubdtype(a.dtype, jnp.floating):
+        bits = np.dtype(f"uint{8 * a.dtype.itemsize}")
+        a, b = (lax.bitcast_convert_type(x, bits) for x in (a, b))
+    return a != b
 
 
 def refuse_partial_overlap(target: Handle, source: Handle) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
-from spmd_core.graph.storage import Handle, Storage, address
+from spmd_core.graph.storage import Handle, Storage, View, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
@@ -285,8 +285,8 @@ class XLAShardedTensor(torch.Tensor):
                 "only tensors that the user created (graph leaves) can be deep-copied; "
                 "this one has a grad_fn. Use detach() or clone()."
             )
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            copied: torch.Tensor = self.detach().clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            copied: torch.Tensor = wrap(_copy_of(self._handle, memo))
             if isinstance(self, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, self.requires_grad)
             else:
@@ -455,6 +455,20 @@ class DeviceStorage:
             f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. "
             "Use the tensor itself, or tensor.cpu().untyped_storage()."
         )
+
+
+def _copy_of(handle: Handle, memo: dict[Any, Any]) -> Handle:
+    """A handle of the same form over a copy of the storage, the same copy for all its views."""
+    storage = handle.storage
+    key = ("spmd_core storage", id(storage))
+    if key not in memo:
+        with torch.no_grad():
+            memo[key] = wrap(storage).clone()._handle  # type: ignore[attr-defined]
+    copied: Handle = memo[key]
+    for view in handle.chain() if isinstance(handle, View) else ():
+        copied = View(copied, copied.storage, view.link, view.offset)
+        copied.sharding = view.sharding
+    return copied
 
 
 # The attributes of a tensor that are this project's or torch's.

@@ -1,0 +1,489 @@
+"""Asks eager torch's CPU kernels what they refuse, and which strides their results have.
+
+torch's meta kernels give the shapes and dtypes of results. They check less than the real kernels
+do, in other words, and some give other strides. So a new call is carried out once on the CPU, over
+stand-ins: tensors of the same dtypes, in the same layouts, that share memory where the call's
+tensors do, with values that suit nearly every operation. Large tensors get smaller stand-ins.
+
+The answers are kept: a call of the same kind asks nothing again.
+"""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Any
+
+import torch
+
+from spmd_core.graph.strides import dense_strides, is_dense
+from spmd_core.graph.values import Spec
+from spmd_core.ops import registry
+from spmd_core.recording import schema
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
+
+# Where results are stored concerns neither a lowering nor what is inferred and asked.
+PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking", "device")
+# A call of at most `_SMALL` elements, results included, is carried out in its own sizes. A larger
+# one is made smaller; if it has no smaller form, its own sizes are used up to `_LARGEST`.
+_SMALL, _LARGEST = 1 << 14, 1 << 22
+# Sizes up to this one stay: they are windows, heads or a few channels.
+_SMALL_SIZE = 8
+_NUMBERS = (bool, int, float, complex)
+# These kernels read rows at pivots, counted from 1: beyond their memory at pivots of 0.
+_COUNT_FROM_1 = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
+# These take lengths with a given sum, which no stand-in has. They are asked for words only, where
+# the meta kernel refuses a call.
+_REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
+# What torch says where only the CPU's libraries cannot compute a call.
+_OF_THE_CPU = re.compile(r"not implemented on the CPU|MKL FFT error")
+# The CPU has no kernel of many operations for these, which other devices have. So a missing kernel
+# counts as a refusal if it is missing for the wider dtype, too.
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.uint16: torch.int64,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    """A tensor argument.
+
+    Attributes:
+        spec: its shape, strides and dtype.
+        memory: the number of the memory that it shares with another argument, or None.
+        offset: where it begins in that memory, in elements.
+    """
+
+    spec: Spec
+    memory: int | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class _Static:
+    """Any other argument; with its type, as 1, 1.0 and True are equal.
+
+    A number that is an input of a program changes from call to call. It has the same value in every
+    such call, and another one in the second trial.
+    """
+
+    kind: type
+    value: Any
+    is_input: bool = False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call over stand-ins: the positional arguments, and the others by name."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def map(self, function: Callable[[Any], Any]) -> "_Call":
+        """The call with `function` applied to each stand-in and each static argument."""
+        return _Call(
+            self.func,
+            tuple(map_leaves(a, function) for a in self.args),
+            tuple((name, map_leaves(a, function)) for name, a in self.kwargs),
+        )
+
+    def run(self, tensor: Callable[[_StandIn], torch.Tensor], *, is_second: bool = False) -> Any:
+        """What the overload returns, with `tensor` for each stand-in."""
+
+        def given(a: Any) -> Any:
+            if isinstance(a, _StandIn):
+                return tensor(a)
+            return a.kind(0) if a.is_input and is_second else a.value
+
+        args = [_as_lists(map_leaves(a, given)) for a in self.args]
+        return self.func(*args, **{n: _as_lists(map_leaves(a, given)) for n, a in self.kwargs})
+
+    def stand_ins(self) -> list[_StandIn]:
+        leaves = (*self.args, *(a for _, a in self.kwargs))
+        return [a for a in leaves_of(leaves) if isinstance(a, _StandIn)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What eager torch does with a call.
+
+    Attributes:
+        error: what it raises, or None.
+        results: the specs of its results, in torch's structure; None where it was not asked.
+        metas: if smaller stand-ins were used, the meta kernel's specs for these.
+        has_dtypes: whether the results' dtypes are those of the call, not of a wider one.
+    """
+
+    error: Exception | None = None
+    results: Any = None
+    metas: Any = None
+    has_dtypes: bool = True
+
+
+_UNKNOWN = Answer()
+
+
+def leaves_of(tree: Any) -> Iterator[Any]:
+    """What lies in nested lists and tuples."""
+    if isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from leaves_of(x)
+    else:
+        yield tree
+
+
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` applied to what lies in nested lists and tuples, which become tuples."""
+    if isinstance(tree, (list, tuple)):
+        return tuple(map_leaves(x, function) for x in tree)
+    return function(tree)
+
+
+def _as_lists(tree: Any) -> Any:
+    return [_as_lists(x) for x in tree] if isinstance(tree, tuple) else tree
+
+
+def ask(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any = None,
+    *,
+    is_refused: bool = False,
+) -> Answer:
+    """What eager torch does with this call.
+
+    Args:
+        func: the overload.
+        args: of the call; of its tensors only the specs and the shared memory count.
+        kwargs: of the call.
+        result: what the meta kernel returned, or None.
+        is_refused: whether the meta kernel refused the call.
+    """
+    if not _can_be_asked(func, is_refused):
+        return _UNKNOWN
+    facts, numbers = schema.of(func), _numbers(func)
+    memories: dict[int, int] = {}
+
+    # Not recursive: a function that refers to itself is a cycle, and keeps what it refers to.
+    def describe(name: str, a: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            if not facts.written or not isinstance(a, XLAShardedTensor):
+                return _StandIn(spec_of(a))
+            memory = memories.setdefault(id(a._handle.storage), len(memories))
+            return _StandIn(a._handle.spec, memory, a._handle.offset)
+        if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
+            # They ascend in the order of the schema, as bounds must.
+            return _Static(type(a), type(a)(1 + facts.names.index(name)), is_input=True)
+        # Nothing that a user sees is drawn here.
+        return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
+
+    call = _Call(
+        func,
+        tuple(map_leaves(a, partial(describe, name)) for name, a in zip(facts.names, args)),
+        tuple(
+            (name, map_leaves(a, partial(describe, name)))
+            for name, a in (*_left_out(func), *kwargs.items())
+            if name == "generator" or name not in PLACEMENT_KEYWORDS
+        ),
+    )
+    if memories:
+        users = Counter(a.memory for a in call.stand_ins())
+        call = call.map(
+            lambda a: _StandIn(a.spec) if isinstance(a, _StandIn) and users[a.memory] == 1 else a
+        )
+    size = sum(a.spec.num_elements for a in call.stand_ins())
+    size += sum(t.numel() for t in leaves_of(result) if isinstance(t, torch.Tensor))
+    return _answer(call, torch.get_default_dtype(), size <= _SMALL, size <= _LARGEST)
+
+
+def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Raises what eager torch raises for this call.
+
+    Returns:
+        Whether eager torch is known to accept the call.
+    """
+    answer = ask(func, args, kwargs)
+    if answer.error is not None:
+        raise again(answer.error)
+    return answer.results is not None
+
+
+def again(error: Exception) -> Exception:
+    """The error as a new one: a traceback would keep its frames, and so the user's tensors."""
+    return type(error)(*error.args)
+
+
+@cache
+def _can_be_asked(func: torch._ops.OpOverload, is_refused: bool) -> bool:
+    """Whether the overload is torch's own, has a CPU kernel, and makes no view."""
+    name = func._schema.name.removeprefix("aten::")
+    return (
+        func.namespace == "aten"
+        and not schema.of(func).is_view
+        and (is_refused or name not in _REFUSE_STAND_INS)
+        and torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU")
+    )
+
+
+@cache
+def _left_out(func: torch._ops.OpOverload) -> tuple[tuple[str, None], ...]:
+    """Keyword arguments without a default that torch omits where they are None."""
+    return tuple(
+        (a.name, None)
+        for a in func._schema.arguments
+        if a.kwarg_only and not a.has_default_value() and "Optional" in str(a.type)
+    )
+
+
+@cache
+def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
+    """The arguments whose numbers are inputs of a program, not part of an entry's key."""
+    form = func if registry.find(func) is not None else schema.functional(func)
+    lowering = None if form is None else registry.find(form)
+    facts = schema.of(func, frozenset() if lowering is None else lowering.static)
+    return facts.number_names - facts.static_when_int
+
+
+@lru_cache(maxsize=8192)
+def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible: bool) -> Answer:
+    smaller = None if is_small else _smaller(call)
+    if smaller is not None:
+        metas = _meta_specs(smaller)
+        if metas is not None:
+            answer = _carry_out(smaller)
+            # Another error may come from the sizes.
+            if answer.error is None or _is_for_the_dtypes(smaller):
+                return replace(answer, metas=metas)
+    return _carry_out(call) if is_small or is_feasible else _UNKNOWN
+
+
+def _carry_out(call: _Call) -> Answer:
+    """What the CPU kernel does: it refuses a call only if it refuses it for different values."""
+    first: Exception | None = None
+    with torch.no_grad(), _in_silence(call.func):
+        name = call.func._schema.name.removeprefix("aten::")
+        fills = (_ones_and_zeros, _fractions_and_ones)
+        for fill in fills[1:] if name in _COUNT_FROM_1 else fills:
+            try:
+                is_second = fill is _fractions_and_ones
+                return Answer(results=_specs(call.run(_memory(call, fill), is_second=is_second)))
+            except NotImplementedError as error:
+                wider = call.map(_widened)
+                if wider == call:
+                    return Answer(again(error))
+                answer = _carry_out(wider)
+                is_missing = isinstance(answer.error, NotImplementedError)
+                kept = again(error) if is_missing else None
+                return Answer(kept, answer.results, has_dtypes=False)
+            except torch.linalg.LinAlgError:  # a rule about values
+                return _UNKNOWN
+            except Exception as error:
+                if _OF_THE_CPU.search(str(error)):
+                    return _UNKNOWN
+                first = first or error
+    return Answer(None if first is None else again(first))
+
+
+@contextmanager
+def _in_silence(func: torch._ops.OpOverload) -> Iterator[None]:
+    """Without warnings, which the call itself gives, and without an advance of torch's stream."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
+
+
+def _memory(
+    call: _Call, fill: Callable[[torch.Tensor], object]
+) -> Callable[[_StandIn], torch.Tensor]:
+    """A function that makes a call's stand-ins."""
+    shared: dict[int, torch.Tensor] = {}
+    for a in call.stand_ins():
+        if a.memory is not None:
+            reach = a.offset + 1 + sum((n - 1) * s for n, s in zip(a.spec.shape, a.spec.strides))
+            num_bytes = -(-max(reach, 1) * a.spec.dtype.itemsize // 16) * 16
+            if a.memory not in shared or shared[a.memory].numel() < num_bytes:
+                shared[a.memory] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def make(a: _StandIn) -> torch.Tensor:
+        spec = a.spec
+        if a.memory is None:
+            made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu")
+        else:
+            flat = shared[a.memory].view(spec.dtype)
+            made = flat.as_strided(spec.shape, spec.strides, a.offset)
+        fill(made)
+        return made
+
+    return make
+
+
+def _ones_and_zeros(t: torch.Tensor) -> None:
+    """Floats, which may be weights, and indices, each of which exists."""
+    t.fill_(1 if t.dtype.is_floating_point or t.dtype.is_complex else 0)
+
+
+def _fractions_and_ones(t: torch.Tensor) -> None:
+    """Invertible matrices of probabilities, and divisors."""
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        t.fill_(0.25)
+        if t.dim() > 1:
+            t.diagonal(0, -2, -1).fill_(0.75)
+    else:
+        t.fill_(1)
+
+
+def _widened(a: Any) -> Any:
+    if isinstance(a, _StandIn):
+        dtype = _WIDER.get(a.spec.dtype)
+        if dtype is None:
+            return a
+        return _StandIn(Spec.of(a.spec.shape, a.spec.strides, dtype), a.memory, a.offset)
+    if a.kind is torch.dtype:
+        return _Static(a.kind, _WIDER.get(a.value, a.value))
+    return a
+
+
+def _specs(result: Any) -> Any:
+    return map_leaves(
+        result, lambda x: Spec.from_tensor(x) if isinstance(x, torch.Tensor) else None
+    )
+
+
+# Smaller stand-ins for large tensors.
+
+
+def _smaller(call: _Call) -> _Call | None:
+    """The call with a smaller size for each size, the same one wherever it occurs.
+
+    None if another number among the arguments may be made from sizes, such as a product.
+    """
+    sizes = sorted({n for a in call.stand_ins() for n in a.spec.shape if n > _SMALL_SIZE})
+    new = {n: _SMALL_SIZE + 2 * i for i, n in enumerate(sizes, 1)}
+    if any(abs(a.value) > _SMALL_SIZE and a.value not in new for a in _ints(call)):
+        return None
+    if any(a.memory is not None for a in call.stand_ins()):
+        first: dict[int, _StandIn] = {}
+        for a in call.stand_ins():
+            if a.memory is not None and first.setdefault(a.memory, a) != a:
+                return None  # whether they overlap depends on the sizes
+
+    def shrink(a: Any) -> Any:
+        if isinstance(a, _StandIn):
+            shape = tuple(new.get(n, n) for n in a.spec.shape)
+            strides = dense_strides(shape, a.spec.shape, a.spec.strides)
+            return _StandIn(Spec.of(shape, strides, a.spec.dtype), a.memory)
+        return _Static(int, new.get(a.value, a.value)) if a.kind is int else a
+
+    return call.map(shrink)
+
+
+def _ints(call: _Call) -> Iterator[_Static]:
+    leaves = (*call.args, *(a for _, a in call.kwargs))
+    return (a for a in leaves_of(leaves) if isinstance(a, _Static) and a.kind is int)
+
+
+def _meta_specs(call: _Call) -> Any:
+    """The meta kernel's specs of the results, or None if it refuses the call."""
+    make = lambda a: torch.empty_strided(  # noqa: E731
+        a.spec.shape, a.spec.strides, dtype=a.spec.dtype, device="meta"
+    )
+    with torch.no_grad(), _in_silence(call.func):
+        try:
+            return _specs(call.run(make))
+        except Exception:  # the smaller sizes do not fit each other
+            return None
+
+
+def _is_for_the_dtypes(call: _Call) -> bool:
+    """Whether a refused call is accepted with other dtypes, so that its sizes are right."""
+    floats = dict.fromkeys((torch.float64, torch.float16, torch.bfloat16), torch.float32)
+    narrow = dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int64)
+    every = dict.fromkeys((*floats, *narrow, torch.int64, torch.bool), torch.float32)
+    complexes = {torch.complex64: torch.float32, torch.complex128: torch.float32}
+    for table in ({**floats, **narrow, **_WIDER, **complexes}, {**every, **_WIDER, **complexes}):
+
+        def convert(a: Any, to: dict[torch.dtype, torch.dtype] = table) -> Any:
+            if isinstance(a, _StandIn):
+                spec = a.spec
+                dtype = to.get(spec.dtype, spec.dtype)
+                return _StandIn(Spec.of(spec.shape, spec.strides, dtype), a.memory, a.offset)
+            return _Static(a.kind, to.get(a.value, a.value)) if a.kind is torch.dtype else a
+
+        if _carry_out(call.map(convert)).error is None:
+            return True
+    return False
+
+
+# The strides and dtypes of results.
+
+# Their CPU kernels round the saved statistics to 16 bits; the meta kernels, and the kernels of
+# other devices, keep float32.
+_ROUND_STATISTICS = ("native_batch_norm", "_native_batch_norm", "_batch_norm", "native_layer_norm")
+
+
+def corrected(func: torch._ops.OpOverload, result: Any, answer: Answer) -> Any:
+    """A meta kernel's result with the strides and dtypes that eager torch gives it."""
+    if answer.results is None:
+        return result
+    metas = result if answer.metas is None else answer.metas
+    name = func._schema.name.removeprefix("aten::")
+    has_dtypes = answer.has_dtypes and not name.startswith(_ROUND_STATISTICS)
+    if isinstance(result, torch.Tensor):
+        return _corrected(result, answer.results, metas, has_dtypes)
+    if not isinstance(answer.results, tuple) or len(result) != len(answer.results):
+        return result
+    new = [_corrected(*each, has_dtypes) for each in zip(result, answer.results, metas)]
+    return new if isinstance(result, list) else tuple(new)
+
+
+def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
+    """One result.
+
+    Args:
+        meta: by the meta kernel.
+        right: the spec by the CPU kernel.
+        asked: the meta kernel's spec for the sizes that the CPU kernel was asked for, or `meta`.
+        has_dtypes: whether the CPU kernel's dtype counts.
+    """
+    if not isinstance(meta, torch.Tensor) or not isinstance(right, Spec):
+        return meta
+    strides = meta.stride()
+    if asked is meta:
+        strides = right.strides if right.shape == meta.shape else strides
+    elif (
+        isinstance(asked, Spec)
+        and right.shape == asked.shape
+        and right.strides != asked.strides
+        and is_dense(right.shape, right.strides)
+    ):
+        strides = dense_strides(tuple(meta.shape), right.shape, right.strides)
+    dtype = right.dtype if has_dtypes else meta.dtype
+    if strides == meta.stride() and dtype is meta.dtype:
+        return meta
+    return torch.empty_strided(meta.shape, strides, dtype=dtype, device="meta")
+
+
+def strides_of(right: Any, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a result of this shape, from a spec of `Answer.results`.
+
+    None where the spec does not tell them, or the CPU kernel's result has another rank.
+    """
+    if not isinstance(right, Spec) or len(right.shape) != len(shape):
+        return None
+    if right.shape == shape:
+        return right.strides
+    dense = is_dense(right.shape, right.strides)
+    return dense_strides(shape, right.shape, right.strides) if dense else None
