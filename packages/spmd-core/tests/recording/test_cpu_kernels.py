@@ -229,6 +229,12 @@ def test_asking_draws_nothing_and_warns_of_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_autocast_of_the_cpu_is_not_that_of_the_device() -> None:
+    with torch.autocast("cpu", dtype=bf16):
+        assert (ones(3, 13, device="xla") @ ones(13, 5, device="xla")).dtype is f32
+        assert F.linear(ones(3, 13, device="xla"), ones(4, 13, device="xla")).dtype is f32
+
+
 def test_values_are_no_reason_to_refuse() -> None:
     """A singular matrix, a division by zero, an index of a tensor whose values are pending."""
     z = torch.zeros(3, 3, dtype=i64, device="xla")

@@ -38,6 +38,8 @@ _COUNT_FROM_1 = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
 # These take lengths with a given sum, which no stand-in has. They are asked for words only, where
 # the meta kernel refuses a call.
 _REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
+# Of integers, which other devices than the CPU have.
+_OF_INTEGERS_ELSEWHERE = ("histc",)
 # What torch says where only the CPU's libraries cannot compute a call.
 _OF_THE_CPU = re.compile(r"not implemented on the CPU|MKL FFT error")
 # The CPU has no kernel of many operations for these, which other devices have. So a missing kernel
@@ -279,6 +281,8 @@ def _carry_out(call: _Call) -> Answer:
                 is_second = fill is _fractions_and_ones
                 return Answer(results=_specs(call.run(_memory(call, fill), is_second=is_second)))
             except NotImplementedError as error:
+                if name in _OF_INTEGERS_ELSEWHERE:
+                    return _UNKNOWN
                 wider = call.map(_widened)
                 if wider == call:
                     return Answer(again(error))
