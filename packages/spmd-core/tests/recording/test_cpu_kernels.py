@@ -263,3 +263,23 @@ def test_strides_are_eager_torchs_whatever_the_size() -> None:
         for call in calls:
             right = call(torch.ones(shape)).stride()
             assert call(torch.ones(shape, device="xla")).stride() == right
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", ["layer", "group", "batch", "instance"])
+def test_the_gradient_of_a_norm_takes_the_statistics_that_the_device_saved(norm, dtype):
+    functions = {
+        "layer": lambda x, w: F.layer_norm(x, (8,), w),
+        "group": lambda x, w: F.group_norm(x, 2, w),
+        "batch": lambda x, w: F.batch_norm(x, None, None, w, training=True),
+        "instance": lambda x, w: F.instance_norm(x, None, None, w),
+    }
+    values = torch.randn(4, 8, 8)
+    gradients = []
+    for device in ("cpu", "xla"):
+        x = values.to(device).to(dtype).requires_grad_()
+        w = torch.ones(8).to(device).to(dtype).requires_grad_()
+        (functions[norm](x, w) * torch.linspace(0, 1, 8).to(device)).sum().backward()
+        gradients.append((x.grad.cpu(), w.grad.cpu()))
+    for expected, got in zip(*gradients):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

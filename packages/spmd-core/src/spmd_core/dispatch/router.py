@@ -260,7 +260,7 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not inner:
-            inner.append(_ordinary_handler(func))
+            inner.append(data_dependent.HANDLERS.get(func) or _ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
         if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
             try:
