@@ -1,10 +1,15 @@
 """The cache of compiled programs; its keys have named fields, so that a miss can be explained."""
 
+import functools
 import gc
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import jax
+import numpy as np
 
 from spmd_core import metrics
 from spmd_core.config import CompilerOption, config
@@ -59,6 +64,10 @@ _programs: OrderedDict[Key, Program] = OrderedDict()
 # Below this number of free memory maps, programs are dropped before the next one is compiled. It is
 # more than any program seen so far needs, and leaves room for what else the process maps.
 _MIN_FREE_MAPS = 20_000
+# Programs dropped since jax's caches were cleared, and the number at which they are, where jax
+# would keep the programs.
+_num_dropped = 0
+_MAX_DROPPED = 64
 
 
 def get(key: Key, build: Callable[[], Program]) -> Program:
@@ -73,9 +82,7 @@ def get(key: Key, build: Callable[[], Program]) -> Program:
         return program
     _make_room()
     program = _programs[key] = build()
-    while len(_programs) > config.max_programs:
-        _programs.popitem(last=False)
-        metrics.count("programs_dropped")
+    _drop(len(_programs) - config.max_programs)
     history.append(compiled := Compiled(key, program.graph, program.record))
     for observe in observers:
         observe(compiled)
@@ -92,10 +99,38 @@ def _make_room() -> None:
     free = devices.free_memory_maps()
     if free is None or free >= _MIN_FREE_MAPS:
         return
-    for _ in range(-(-len(_programs) // 2)):
+    _drop(-(-len(_programs) // 2), now=True)
+    gc.collect()  # a program and its traced function refer to each other
+
+
+def _drop(number: int, *, now: bool = False) -> None:
+    """Drops the least recently used programs; with `now`, their memory is wanted at once."""
+    global _num_dropped
+    for _ in range(number):
         _programs.popitem(last=False)
         metrics.count("programs_dropped")
-    gc.collect()  # a program and its traced function refer to each other
+        _num_dropped += 1
+    if (now or _num_dropped >= _MAX_DROPPED) and _jax_keeps_programs():
+        # All of jax's caches: there is no public way to one of them. Functions that the user
+        # compiled with jax.jit compile again, so this is done for several programs at once.
+        jax.clear_caches()
+        _num_dropped = 0
+
+
+@functools.cache
+def _jax_keeps_programs() -> bool:
+    """Whether jax keeps a program that nothing else refers to.
+
+    With `keep_unused=True`, a cache of jax 0.12 maps the traced function weakly to itself, so that
+    neither it nor its program is freed (`_dce_jaxpr`; jax 0.10 made a new object). Not needed any
+    more once no tested release of jax does this.
+    """
+    traced = jax.jit(lambda x: x, keep_unused=True).trace(jax.ShapeDtypeStruct((), np.float32))
+    traced.lower()
+    function = weakref.ref(traced.jaxpr)
+    del traced
+    gc.collect()
+    return function() is not None
 
 
 def changed(new: Key, old: Key) -> tuple[str, ...]:
@@ -120,5 +155,7 @@ def newest() -> Program | None:
 
 def clear() -> None:
     """Drops every compiled program from memory."""
+    global _num_dropped
+    _num_dropped += len(_programs)
     _programs.clear()
     history.clear()
