@@ -87,3 +87,11 @@ def test_one_length_for_each_sequence():
     with pytest.raises(RuntimeError, match="input_lengths must be of size batch_size"):
         torch.ops.aten._ctc_loss(x, targets, [9, 9, 9], [4, 4, 4, 4])
     torch.ops.aten._ctc_loss(x, targets, [9, 9, 9, 9], [4, 4, 4, 4])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_log_probabilities_are_floats(dtype):
+    x, targets = log_probs(torch.float32), TARGETS
+    for device, message in (("cpu", "not implemented"), ("xla", r"got torch.*result of log_soft")):
+        with pytest.raises(NotImplementedError, match=message):
+            F.ctc_loss(x.to(dtype).to(device), targets.to(device), (9, 7, 9, 8), (4, 2, 0, 4))

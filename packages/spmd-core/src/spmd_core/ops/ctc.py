@@ -37,6 +37,11 @@ def _meta(
     *rest: Any,
     **named: Any,
 ) -> tuple[torch.Tensor, ...]:
+    if not log_probs.is_floating_point():
+        raise NotImplementedError(
+            f"ctc_loss takes log-probabilities of a floating-point dtype; got {log_probs.dtype}. "
+            "Give the result of log_softmax."
+        )
     frames, batch, _ = log_probs.shape
     counts = [
         x.numel() if isinstance(x, torch.Tensor) else len(x)
