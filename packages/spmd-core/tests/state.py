@@ -9,7 +9,7 @@ import dataclasses
 
 import spmd_core as spmd
 from spmd_core import source_lines
-from spmd_core.dispatch import data_dependent
+from spmd_core.dispatch import automatic_cut, data_dependent
 from spmd_core.graph import storage
 from spmd_core.program import execution, index_checks
 from spmd_core.steps import closures, compile
@@ -27,6 +27,7 @@ def reset() -> None:
     spmd.set_global_mesh(None)
     spmd.eager_mode(False)
     execution.cut_guard = None
+    automatic_cut.reset()
     storage.take_failed()
     index_checks.forget()
     closures._waiting.clear()

@@ -9,6 +9,7 @@ _KNOWN = (
     "compiles",
     "cache_hits",
     "cuts",
+    "automatic_cuts",
     "cuts_run_apart",
     "steps",
     "executions",

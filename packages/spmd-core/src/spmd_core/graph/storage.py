@@ -12,6 +12,7 @@ A storage holds one value. A view is a chain of view operations over a storage. 
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ _failed: "weakref.WeakSet[Storage]" = weakref.WeakSet()
 _weak = weakref.ref
 _is_inference_mode = torch.is_inference_mode_enabled
 _next_address = 1 << 40
+# How many new pending storages are looked through at a time.
+PENDING_BLOCK = 1024
+# Called after so many: a loop that never cuts is noticed. Set by `dispatch.automatic_cut`.
+on_pending_block: Callable[[], None] | None = None
 
 
 class Storage:
@@ -69,7 +74,7 @@ class Storage:
         self.committed: Value | None = None
         self.inference = _is_inference_mode()
         _pending.append(_weak(self))
-        if not len(_pending) & 0x3FFF:
+        if not len(_pending) % PENDING_BLOCK:
             _prune()
 
     def write(self, value: Value) -> None:
@@ -110,11 +115,14 @@ class Storage:
 
 def take_pending() -> list[Storage]:
     """Empties `_pending` and returns the live storages in it, in the order of their addition."""
-    live = list(
-        dict.fromkeys(s for ref in _pending if (s := ref()) is not None and s.value.data is None)
-    )
+    live = pending()
     _pending.clear()
     return live
+
+
+def pending() -> list[Storage]:
+    """The live storages with a pending value, which stay pending; not those that failed."""
+    return list(dict.fromkeys(s for ref in _pending if (s := ref()) and s.value.data is None))
 
 
 def take_failed() -> list[Storage]:
@@ -127,6 +135,8 @@ def take_failed() -> list[Storage]:
 def _prune() -> None:
     """Forgets dead storages, so that a long loop without a cut does not grow the list."""
     _pending[:] = [ref for ref in _pending if ref() is not None]
+    if on_pending_block is not None:
+        on_pending_block()
 
 
 class Link:

@@ -242,6 +242,11 @@ class Part(Value):
         return f"{self.spec!r} part {self.index} of {self.parent.entry.name}"
 
 
+def take_serial() -> int:
+    """A serial that no operation has: all that are recorded later have a greater one."""
+    return next(_serial)
+
+
 def origin_of(value: Value) -> source_lines.Origin | None:
     """The line of the user's program that a value comes from; None if it was not recorded."""
     return getattr(value if value.parent is None else value.parent, "origin", None)

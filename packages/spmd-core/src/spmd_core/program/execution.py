@@ -1,6 +1,7 @@
 """The cut: computes everything that is pending and still held, in one program."""
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from spmd_core import metrics, source_lines
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache, index_checks
@@ -96,6 +98,55 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     if wait:
         buffers.in_flight.wait_all()
         index_checks.raise_if_found()
+
+
+def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], period: int) -> None:
+    """Computes the first operations that are pending, one program for each piece of a repetition.
+
+    The pieces do the same, so that they share a program. Does not wait.
+
+    Args:
+        live: what is pending.
+        nodes: all operations that it needs, in the order of recording.
+        positions: where each piece ends, ascending; what follows the last one stays pending.
+        period: after how many operations they repeat themselves.
+
+    Raises:
+        DeviceMemoryError, ProgramError: a program could not be compiled or run. All pieces that did
+            not run are still pending.
+    """
+    position_of = {node: i for i, node in enumerate(nodes)}
+    last_use: dict[Value, int] = {}
+    for i, node in enumerate(nodes):
+        for value in node.inputs:
+            last_use[value] = i
+    holder = {s.value: s for s in live}
+    # An intermediate state lies as the tensor whose last state is computed by the same operation.
+    alike: dict[tuple[int, int, Any], Storage] = {}
+    for s in live:
+        node, index = result_of(s.value)
+        alike[position_of[node] % period, index, node.entry] = s
+    passing: list[list[Storage]] = [[] for _ in positions]
+    for value in {**last_use, **dict.fromkeys(holder)}:
+        node, index = result_of(value)
+        made = position_of.get(node)
+        if made is None or made >= positions[-1]:
+            continue
+        piece = bisect_right(positions, made)
+        if value in holder:
+            passing[piece].append(holder[value])
+        elif last_use[value] >= positions[piece]:
+            state = Storage(value, value.spec)
+            like = alike.get((made % period, index, node.entry))
+            if like is not None:
+                state.sharding, state.committed = like.sharding, like.committed
+            passing[piece].append(state)
+    for storages in passing:
+        if storages:
+            metrics.count("cuts")
+            metrics.count("automatic_cuts")
+            _execute(sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]))
+            storages.clear()
 
 
 def roll_back() -> int:
@@ -228,7 +279,7 @@ def _groups(live: list[Storage]) -> list[list[Storage]]:
     group_of: dict[Value, list[Storage]] = {}
     groups: list[list[Storage]] = []
     for storage in live:
-        nodes, _ = _collect([storage])
+        nodes, _ = collect([storage])
         merged = [storage]
         for node in nodes:
             other = group_of.get(node)
@@ -302,7 +353,7 @@ class Plan:
 
 def plan(live: list[Storage]) -> Plan:
     """The program that computes these pending storages."""
-    nodes, leaves = _collect(live)
+    nodes, leaves = collect(live)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
     structure: list[Any] = []
     node_inputs: list[list[int]] = []
@@ -348,7 +399,7 @@ def plan(live: list[Storage]) -> Plan:
     return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
 
 
-def _collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
+def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
     """The pending nodes that the storages need, and the leaves that these read.
 
     Nodes are in the order of recording, leaves in the order of first use.

@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer
 from torch.utils import backend_registration
 
-from spmd_core.dispatch import composite, router, transfer
+from spmd_core.dispatch import automatic_cut, composite, router, transfer
 from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
@@ -162,6 +162,7 @@ def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., t
 
 def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
+    automatic_cut.install()
     _install_guard()
     torch._register_device_module("xla", _device_module())
     generators.install()

@@ -1,0 +1,113 @@
+"""Repetitions of a recorded graph: found whole, told from layers, and cut where little passes."""
+
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+from tiers import examples
+
+from spmd_core.graph import repetition
+from spmd_core.graph.repetition import Repetition
+from spmd_core.graph.values import Entry, Part, Spec, Value
+
+SPEC = Spec.contiguous((4,), torch.float32)
+BIG = Spec.contiguous((400,), torch.float32)
+ENTRIES = {name: Entry(name, lambda *_: [], (SPEC,)) for name in "abcdefgh"}
+ENTRIES |= {name.upper(): Entry(name, lambda *_: [], (BIG,)) for name in "abcdefgh"}
+
+
+def chain(names: str) -> list[Value]:
+    """Operations by the names of their entries, each of which reads the one before."""
+    nodes: list[Value] = []
+    for name in names:
+        nodes.append(Value(ENTRIES[name], tuple(nodes[-1:]), ()))
+    return nodes
+
+
+def test_a_run_is_found_with_what_is_around_it():
+    assert repetition.find(chain("gh" + "abc" * 8 + "e")) == Repetition(2, 26, 3)
+    assert repetition.find(chain("a" * 9)) == Repetition(0, 9, 1)
+
+
+def test_the_smallest_period_counts():
+    assert repetition.find(chain("aabaab" * 6)) == Repetition(0, 36, 3)
+
+
+def test_fewer_than_four_repetitions_are_none():
+    assert repetition.find(chain("abcdef" * 2)) is None
+    assert repetition.find(chain("abcdefgh")) is None
+    assert repetition.find([]) is None
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.text("abcd", max_size=3),
+    st.text("abcd", min_size=1, max_size=6),
+    st.integers(12, 16),
+    st.text("efgh", max_size=3),
+)
+def test_what_is_found_repeats_itself(before, body, times, after):
+    names = before + body * times + after
+    found = repetition.find(chain(names))
+    assert found is not None and len(body) % found.period == 0
+    run = names[found.start : found.end]
+    assert run[found.period :] == run[: -found.period]
+    assert found.start <= len(before) and found.end >= len(before + body * times)
+
+
+def steps(number: int, *, reads_state: bool) -> tuple[list[Value], Value]:
+    """Rounds of three operations; the last one updates a state from the round before."""
+    state = Value.leaf(SPEC, object(), None, None)
+    data = Value.leaf(SPEC, object(), None, None)
+    nodes = []
+    for _ in range(number):
+        loss = Value(ENTRIES["a"], (state, data) if reads_state else (data,), ())
+        gradient = Value(ENTRIES["b"], (loss,), ())
+        state = Value(ENTRIES["c"], (state, gradient), ())
+        nodes += [loss, gradient, state]
+    return nodes, state
+
+
+def test_steps_read_the_state_that_they_update():
+    nodes, state = steps(8, reads_state=True)
+    found = repetition.find(nodes)
+    assert found == Repetition(0, 24, 3) and repetition.has_steps(nodes, found, [state])
+
+
+def test_sums_over_microsteps_are_no_steps():
+    nodes, total = steps(8, reads_state=False)
+    found = repetition.find(nodes)
+    assert found is not None and not repetition.has_steps(nodes, found, [total])
+
+
+def test_layers_are_no_steps():
+    nodes = chain("abc" * 8)
+    found = repetition.find(nodes)
+    assert found is not None and not repetition.has_steps(nodes, found, [])
+    assert not repetition.has_steps(nodes, found, [nodes[0]])  # no earlier state in the run
+
+
+def test_a_run_is_cut_where_the_fewest_bytes_pass(monkeypatch):
+    monkeypatch.setattr(repetition, "MIN_PIECE", 1)
+    nodes = chain("ABc" * 8)  # only the result of `c` is small
+    found = repetition.find(nodes)
+    assert found == Repetition(0, 24, 3)
+    assert repetition.boundaries(nodes, found) == list(range(3, 25, 3))
+    assert repetition.serials_between(nodes, found) == 3
+
+
+def test_short_periods_are_cut_together():
+    nodes = chain("ab" * 100)
+    found = repetition.find(nodes)
+    positions = repetition.boundaries(nodes, found)
+    assert repetition.piece_length(found) == repetition.MIN_PIECE
+    assert {b - a for a, b in pairwise(positions)} == {repetition.MIN_PIECE}
+    assert repetition.serials_between(nodes, found) == repetition.MIN_PIECE
+
+
+def test_the_results_of_one_operation_are_told_apart():
+    both = Entry("both", lambda *_: [], (SPEC, SPEC), structure=(0, 1))
+    node = Value(both, (), ())
+    assert repetition.result_of(Part(node, 1)) == (node, 1)
+    assert repetition.result_of(node) == (node, 0)
