@@ -33,14 +33,15 @@ def test_strict_ends_when_the_block_raises():
 def test_the_environment_sets_defaults():
     code = (
         "from spmd_core.config import config as c; "
-        "print(c.cache_dir, c.strict, c.record_source_lines, c.explain_recompiles_after)"
+        "print(c.cache_dir, c.strict, c.record_source_lines, c.verify_programs, c.explain_recompiles_after)"
     )
     given = {
         "SPMD_CACHE_DIR": "here",
         "SPMD_STRICT": "1",
         "SPMD_SOURCE_LINES": "1",
+        "SPMD_VERIFY": "1",
         "SPMD_EXPLAIN_RECOMPILES": "3",
     }
     env = {**os.environ, "PYTHONPATH": str(SOURCE), **given}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert result.stdout.split() == ["here", "True", "True", "3"], result.stderr
+    assert result.stdout.split() == ["here", "True", "True", "True", "3"], result.stderr

@@ -20,6 +20,7 @@ TREE = {
     "IndexRangeError": (IndexError, RuntimeError),
     "DeviceMemoryError": (RuntimeError,),
     "ProgramError": (RuntimeError,),
+    "VerificationError": (RuntimeError,),
     "UnsupportedOpError": (NotImplementedError,),
 }
 

@@ -18,6 +18,7 @@ from spmd_core.errors import (
     ShardError,
     SpmdError,
     UnsupportedOpError,
+    VerificationError,
     WrapError,
 )
 from spmd_core.manual.collectives import (
@@ -60,7 +61,7 @@ from spmd_core.modules.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from spmd_core.program.execution import roll_back
+from spmd_core.program.execution import roll_back, verify
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.releases import Versions, versions
 from spmd_core.runtime.devices import (
@@ -232,6 +233,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "profiler",
     "visualize_sharding",
     "visualize_tensor_sharding",
+    "verify",
     "eager_mode",
     "eager_mode_context",
     "is_eager_mode",
@@ -253,5 +255,6 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "IndexRangeError",
     "DeviceMemoryError",
     "ProgramError",
+    "VerificationError",
     "DataError",
 ]

@@ -52,6 +52,10 @@ class Config:
     # `IndexRangeError` at the next read; without the checks, such a read takes the nearest element
     # and such a write is dropped. Read at each cut; makes another program.
     check_indices: bool = False
+    # Every program over several devices also runs on one device, and differing results raise
+    # `VerificationError`. Costs the memory of all tensors on one device, and twice the time. Also
+    # set by SPMD_VERIFY=1, and by `verify()` for a region. Read at each cut.
+    verify_programs: bool = False
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.
@@ -77,6 +81,7 @@ config = Config(
     cache_dir=_default_cache_dir(),
     strict=os.environ.get("SPMD_STRICT", "0") == "1",
     record_source_lines=os.environ.get("SPMD_SOURCE_LINES", "0") == "1",
+    verify_programs=os.environ.get("SPMD_VERIFY", "0") == "1",
     explain_recompiles_after=_number_of_programs(),
 )
 

@@ -11,6 +11,7 @@
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
+    ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
@@ -62,6 +63,10 @@ class DeviceMemoryError(SpmdError, RuntimeError):
 
 class ProgramError(SpmdError, RuntimeError):
     """A recorded program could not be lowered, compiled or executed."""
+
+
+class VerificationError(SpmdError, RuntimeError):
+    """Under `spmd.verify()`, a partitioned program's results differ from those on one device."""
 
 
 class IndexRangeError(SpmdError, IndexError, RuntimeError):

@@ -69,33 +69,70 @@ def _cubic_taps(
     return taps
 
 
-def _take(x: jax.Array, index: np.ndarray, dim: int) -> jax.Array:
-    """`x` at the indices of the only tap.
+def _factor(taps: list[Tap], num_in: int) -> int | None:
+    """The number of times that each source element is repeated, where that is all that is done."""
+    index, weights = taps[0]
+    factor = len(index) // max(num_in, 1)
+    is_repeated = np.array_equal(index, np.repeat(np.arange(num_in), factor))
+    return factor if len(taps) == 1 and weights is None and is_repeated else None
 
-    For an integer scale factor a broadcast, whose transpose is a sum; a gather's is a scatter.
-    """
-    num_in = x.shape[dim]
-    factor = len(index) // num_in
-    if np.array_equal(index, np.repeat(np.arange(num_in), factor)):
-        shape = (*x.shape[:dim], num_in, factor, *x.shape[dim + 1 :])
-        return jnp.broadcast_to(jnp.expand_dims(x, dim + 1), shape).reshape(
-            *x.shape[:dim], len(index), *x.shape[dim + 1 :]
-        )
-    return jnp.take(x, index, axis=dim)
+
+def _combined(x: jax.Array, taps: list[Tap], dim: int) -> jax.Array:
+    """The sum over the taps along a dim, with one gather."""
+    if len(taps) == 1:
+        return jnp.take(x, taps[0][0], axis=dim)
+    index = np.stack([index for index, _ in taps])
+    weights = np.stack([weight for _, weight in taps if weight is not None])
+    weights = weights.reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
+    return jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
 
 
 def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
     for dim, taps in enumerate(taps_by_dim, start=x.ndim - len(taps_by_dim)):
-        if len(taps) == 1:
-            x = _take(x, taps[0][0], dim)
-            continue
-        # One gather for all taps, so that the transpose has one scatter.
-        index = np.stack([index for index, _ in taps])
-        weights = np.stack([weight for _, weight in taps if weight is not None]).reshape(
-            *index.shape, *(1,) * (x.ndim - dim - 1)
-        )
-        x = jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
+        factor = _factor(taps, x.shape[dim])
+        x = _combined(x, taps, dim) if factor is None else jnp.repeat(x, factor, axis=dim)
     return x
+
+
+def _transposed(taps: list[Tap], num_in: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The taps from the other side: the result elements that each source element goes to.
+
+    A gather along them takes the place of a scatter, which is slow.
+
+    Returns:
+        For each tap and source element the result element, the weight, and whether there is one.
+    """
+    num_out = len(taps[0][0])
+    source = np.concatenate([index for index, _ in taps])
+    result = np.tile(np.arange(num_out), len(taps))
+    ones = np.ones(num_out)
+    weight = np.concatenate([ones if weight is None else weight for _, weight in taps])
+    order = np.argsort(source, kind="stable")
+    source, result, weight = source[order], result[order], weight[order]
+    number = np.arange(len(source)) - np.searchsorted(source, source)  # among those of its source
+    shape = (int(number.max(initial=0)) + 1, num_in)
+    index, weights, exists = np.zeros(shape, np.int64), np.zeros(shape), np.zeros(shape, np.bool_)
+    index[number, source], weights[number, source], exists[number, source] = result, weight, True
+    return index, weights, exists
+
+
+def _resampled_gradient(
+    grad: jax.Array, taps_by_dim: Sequence[list[Tap]], in_sizes: Sequence[int]
+) -> jax.Array:
+    first = grad.ndim - len(in_sizes)
+    for dim, (taps, num_in) in enumerate(zip(taps_by_dim, in_sizes), start=first):
+        factor = _factor(taps, num_in)
+        if factor is not None:
+            split = (*grad.shape[:dim], num_in, factor, *grad.shape[dim + 1 :])
+            grad = grad.reshape(split).sum(dim + 1)
+            continue
+        index, weights, exists = _transposed(taps, num_in)
+        shape = (*index.shape, *(1,) * (grad.ndim - dim - 1))
+        weighted = jnp.take(grad, index, axis=dim) * weights.reshape(shape).astype(grad.dtype)
+        if not exists.all():  # not a product with 0, which would keep infinite gradients
+            weighted = jnp.where(exists.reshape(shape), weighted, 0)
+        grad = weighted.sum(dim)
+    return grad
 
 
 def _register(
@@ -128,10 +165,8 @@ def _register(
     ) -> jax.Array:
         dtype = opmath(grad.dtype)
         chosen = taps(dtype, input_size[2:], output_size, options)
-        transpose = jax.linear_transpose(
-            lambda x: _resampled(x, chosen), jax.ShapeDtypeStruct(tuple(input_size), dtype)
-        )
-        return transpose(grad.astype(dtype))[0].astype(ctx.dtype)
+        result = _resampled_gradient(grad.astype(dtype), chosen, input_size[2:])
+        return result.astype(ctx.dtype)
 
 
 for _num_dims in (1, 2, 3):

@@ -2,8 +2,8 @@
 
 import operator
 from bisect import bisect_right
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
-from spmd_core.program import compile_cache, index_checks
+from spmd_core.program import compile_cache, index_checks, verification
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -219,6 +219,8 @@ def _execute(live: list[Storage]) -> None:
     complexes = [x for x in numbers if x.__class__ is complex]
     results = program.run(floats, ints, complexes, arrays)
     metrics.count("executions")
+    if config.verify_programs and len(planned.key.device_ids) > 1:
+        verification.verify(program, (floats, ints, complexes), arrays, results)
     if donated:
         metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
@@ -379,7 +381,8 @@ def plan(live: list[Storage]) -> Plan:
     targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
 
     out_placements = [_output_placement(s, device_ids) for s in live]
-    donated = _donated(live, leaves, targets, out_placements)
+    # What is verified runs twice from the same leaves.
+    donated = {} if config.verify_programs else _donated(live, leaves, targets, out_placements)
     # jax assigns the donated buffers, in order, to the results of equal shape and dtype, in order.
     # If a buffer went to another result than the one that replaces its value, it would be
     # overwritten while it is still read, and XLA would copy it first.
@@ -567,3 +570,33 @@ def place(storage: Storage) -> jax.Array:
             convert(value, device_placement(value.placement.sharding))
     refuse_local(value)
     return value.data
+
+
+@contextmanager
+def verify() -> Iterator[None]:
+    """Inside the block, every program over several devices is compared with itself on one device.
+
+    A difference beyond rounding raises `VerificationError`, which names the first operation that
+    differs, its layouts and its line. The tensors stay pending, as after any program that failed.
+    Indices are checked, too (`config.check_indices`). What is pending at the end of the block is
+    computed. For a program that is suspected to be wrong,
+    and for tests: it takes the memory of all tensors on one device, a second compilation, and waits
+    for each program. A program with a manual region is left out, with a warning.
+
+    Example:
+        >>> import torch, spmd_core as spmd
+        >>> with spmd.verify():
+        ...     total = torch.ones(3, device="xla").sum().item()
+        >>> total
+        3.0
+    """
+    names = ("verify_programs", "check_indices", "record_source_lines")
+    before = {name: getattr(config, name) for name in names}
+    for name in names:
+        setattr(config, name, True)
+    try:
+        yield
+        cut(wait=True)
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)

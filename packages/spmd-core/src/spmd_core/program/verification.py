@@ -1,0 +1,277 @@
+"""`spmd.verify()`: compares each partitioned program with itself on one device.
+
+A program's results do not depend on how it is partitioned. Where they do, both forms run again with
+the results of all operations, and the first operation that differs, from inputs that do not, is
+named.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from spmd_core import metrics
+from spmd_core.errors import ProgramError, VerificationError
+from spmd_core.graph.placement import Placement
+from spmd_core.graph.values import Entry, Spec
+from spmd_core.program.program import Program
+from spmd_core.program.program_graph import Graph, Leaf, Node, Output
+from spmd_core.runtime import buffers, devices
+from spmd_core.runtime.jax_sharding import replicated
+
+# By dtype, the difference that rounding may make, as devices add in another order: relative to the
+# element, and to the largest element of the tensor. A misplaced element differs by far more.
+_ROUNDING = {
+    torch.float16: (2e-2, 5e-3),
+    torch.bfloat16: (5e-2, 2e-2),
+    torch.float32: (1e-3, 1e-5),
+    torch.float64: (1e-7, 1e-10),
+}
+# Other dtypes have 8 bits or fewer.
+_COARSE = (0.1, 0.1)
+Numbers = tuple[list[float], list[int], list[complex]]
+# The graph's numbers and leaves, as `Program.run` takes them.
+Inputs = tuple[Numbers, Sequence[jax.Array]]
+
+
+def verify(program: Program, numbers: Numbers, leaves: Sequence[jax.Array], results: Any) -> None:
+    """Compares a program's results with those of the same graph on one device. Waits for both.
+
+    A program with a manual region, whose operations are about the devices, is left out: it warns.
+
+    Args:
+        program: has run, without donating a leaf.
+        numbers: the floats, ints and complex numbers that it got.
+        leaves: the arrays that it got.
+        results: the arrays that it returned.
+
+    Raises:
+        VerificationError: a result differs by more than rounding.
+    """
+    graph = program.graph
+    try:
+        alone = _on_one_device(graph, program.record.name)
+    except _NotOnOneDeviceError as error:
+        metrics.count("programs_not_verified")
+        warnings.warn(
+            f"verify() compares with one device; {program.record.name} {error}, and was not "
+            "verified.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    metrics.count("programs_verified")
+    inputs = (numbers, _first_device_leaves(graph, leaves))
+    ours = _on_host(results, graph.outputs)
+    expected = _on_host(alone.run(*numbers, list(inputs[1])), graph.outputs)
+    wrong = [i for i, pair in enumerate(zip(ours, expected)) if difference(*pair)]
+    if not wrong:
+        return
+    everything = _with_all_results(program)
+    alone = _on_one_device(everything, program.record.name)
+    right = _on_host(alone.run(*numbers, list(inputs[1])), everything.outputs)
+    found = _first_difference(program, (numbers, leaves), right)
+    if found is None and not _vanishes(program, (numbers, leaves), expected):
+        return  # every operation is right: rounding grew on the way
+    raise VerificationError(found or _describe_results(program, wrong, ours, expected))
+
+
+class _NotOnOneDeviceError(Exception):
+    """Why a graph has no form on one device."""
+
+
+def _on_one_device(graph: Graph, name: str) -> Program:
+    """The graph as a program of this process's first device."""
+    if any(node.entry.border for node in graph.nodes) or any(
+        leaf.placement.manual for leaf in graph.leaves
+    ):
+        raise _NotOnOneDeviceError("has a manual region")
+    device = (devices.first_local_device(),)
+    whole = Placement.of(replicated(device), None)
+    without_marks = Graph(
+        tuple(Leaf(leaf.spec, whole, leaf.origin) for leaf in graph.leaves),
+        tuple(_without_mark(node) for node in graph.nodes),
+        tuple(Output(output.value, output.spec, None) for output in graph.outputs),
+        (),
+        device,
+        graph.options,
+    )
+    try:
+        return Program(without_marks, f"{name}_on_one_device")
+    except (ProgramError, ValueError) as error:  # jax's ValueError: a user's own shard_map
+        raise _NotOnOneDeviceError(f"cannot run there ({error})") from error
+
+
+def _without_mark(node: Node) -> Node:
+    if node.entry.sharding is None:
+        return node
+    return dataclasses.replace(
+        node, entry=Entry(node.entry.name, lambda ctx, inputs, numbers: inputs, node.entry.outs)
+    )
+
+
+def _first_device_leaves(graph: Graph, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    target = replicated((devices.first_local_device(),))
+    return [
+        buffers.upload(buffers.download(array, leaf.spec.shape), target, leaf.spec.shape)
+        for leaf, array in zip(graph.leaves, leaves)
+    ]
+
+
+def _on_host(arrays: Sequence[jax.Array], outputs: Sequence[Output]) -> list[torch.Tensor]:
+    return [buffers.download(x, output.spec.shape) for x, output in zip(arrays, outputs)]
+
+
+def difference(ours: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """What differs by more than rounding, such as `3 of 16 elements, first [2]: 5.0, not 70.0`."""
+    if ours.numel() == 0:
+        return None
+    if not (ours.is_floating_point() or ours.is_complex()):
+        wrong = ours != expected
+    else:
+        of_element, of_largest = _ROUNDING.get(ours.dtype.to_real(), _COARSE)
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        a, b = ours.to(wide), expected.to(wide)
+        size = b.abs()
+        scale = size[size.isfinite()].max() if bool(size.isfinite().any()) else torch.tensor(1.0)
+        distance = (a - b).abs()
+        same = (a == b) | (a.isnan() & b.isnan())
+        wrong = ~(same | (distance <= of_element * size + of_largest * scale) & b.isfinite())
+    count = int(wrong.sum())
+    if not count:
+        return None
+    place = [int(i) for i in wrong.nonzero()[0]]
+    position = tuple(place)
+    return (
+        f"{count:,} of {ours.numel():,} elements, first {place}: {ours[position].item()}, "
+        f"not {expected[position].item()}"
+    )
+
+
+def _with_all_results(program: Program) -> Graph:
+    """The graph with the results of all operations, none of them with a prescribed placement."""
+    graph = program.graph
+    specs = [spec for node in graph.nodes for spec in node.entry.outs]
+    outputs = tuple(Output(value, spec, None) for value, spec in enumerate(specs))
+    return dataclasses.replace(graph, outputs=outputs, donated=(), checks_indices=False)
+
+
+def _first_difference(program: Program, inputs: Inputs, expected: Any) -> str | None:
+    """The first operation that errs on the values that it reads; None if there is none.
+
+    Args:
+        program: the program.
+        inputs: what it got.
+        expected: the results of all operations on one device, to look at few of them more closely.
+    """
+    graph = _with_all_results(program)
+    parted = Program(graph, f"{program.record.name}_with_all_results")
+    ours = _on_host(parted.run(*inputs[0], list(inputs[1])), graph.outputs)
+    leaves = _on_host(inputs[1], [Output(0, leaf.spec, None) for leaf in graph.leaves])
+    numbers = [iter(kind) for kind in inputs[0]]
+    value = 0
+    for position, node in enumerate(graph.nodes):
+        own = _numbers_of(node, numbers)
+        results = range(value, value + len(node.entry.outs))
+        value = results.stop
+        if any(difference(ours[n], expected[n]) for n in results):
+            # Its inputs may differ, by rounding or by an earlier error: it runs on those it had.
+            read = [ours[i] if i >= 0 else leaves[-i - 1] for i in node.inputs]
+            right = _run_alone(graph, node, own, read)
+            differs = next(
+                (d for n, x in zip(results, right) if (d := difference(ours[n], x))), None
+            )
+            if differs:
+                return _describe_operation(parted, position, results[0], differs)
+    return None
+
+
+def _numbers_of(node: Node, numbers: Sequence[Iterator[Any]]) -> Numbers:
+    """The next numbers of each kind, as many as the operation has."""
+    own: Numbers = ([], [], [])
+    for kind in node.entry.number_kinds:
+        place = (float, int, complex).index(int if kind is bool else kind)
+        own[place].append(next(numbers[place]))
+    return own
+
+
+def _run_alone(
+    graph: Graph, node: Node, numbers: Numbers, read: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """One operation's results on one device, from the given inputs."""
+    target = replicated((devices.first_local_device(),))
+    specs = [Spec.contiguous(tuple(x.shape), x.dtype) for x in read]
+    leaves = tuple(Leaf(spec, Placement.of(target, None)) for spec in specs)
+    inputs = tuple(-i - 1 for i in range(len(read)))
+    outputs = tuple(Output(i, spec, None) for i, spec in enumerate(node.entry.outs))
+    single = dataclasses.replace(
+        graph,
+        leaves=leaves,
+        nodes=(dataclasses.replace(node, inputs=inputs),),
+        outputs=outputs,
+    )
+    alone = _on_one_device(single, f"{node.entry.name}_alone")
+    arrays = [buffers.upload(x, target, spec.shape) for x, spec in zip(read, specs)]
+    return _on_host(alone.run(*numbers, arrays), outputs)
+
+
+def _vanishes(program: Program, inputs: Inputs, expected: Sequence[torch.Tensor]) -> bool:
+    """Whether the results are right in the program that returns the results of all operations."""
+    graph = _with_all_results(program)
+    results = Program(graph, program.record.name).run(*inputs[0], list(inputs[1]))
+    for output, right in zip(program.graph.outputs, expected):
+        if output.value >= 0:
+            ours = buffers.download(results[output.value], output.spec.shape)
+            if difference(ours, right):
+                return False
+    return True
+
+
+def _describe_operation(program: Program, position: int, value: int, differs: str) -> str:
+    graph = program.graph
+    node = graph.nodes[position]
+    where = "" if node.origin is None else f", recorded at {node.origin},"
+    inputs = ", ".join(_layout(program, i) for i in node.inputs) or "no tensors"
+    return (
+        f"{_RULE} operation {position} of {program.record.name}, {node.entry!r}{where} does on "
+        f"{len(graph.device_ids)} devices: {differs}. It reads {inputs}, and its result is "
+        f"{_layout(program, value)}. {_ADVICE}"
+    )
+
+
+def _describe_results(
+    program: Program,
+    wrong: Sequence[int],
+    ours: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+) -> str:
+    results = "; ".join(
+        f"result {program.graph.outputs[i].spec!r}: {difference(ours[i], expected[i])}"
+        for i in wrong[:4]
+    )
+    names = ", ".join(dict.fromkeys(node.entry.name for node in program.graph.nodes))
+    return (
+        f"{_RULE} those of {program.record.name} do on {len(program.graph.device_ids)} devices: "
+        f"{results}. They are right when the results of all operations are kept, so no single "
+        f"operation can be named; it has {names}. {_ADVICE}"
+    )
+
+
+_RULE = "a program's results do not depend on its partitioning;"
+_ADVICE = (
+    "Nothing was changed. Mark the inputs otherwise, or call spmd.sync() before the operation, "
+    "and report the program: XLA's partitioner errs, or a lowering of this package."
+)
+
+
+def _layout(program: Program, value: int) -> str:
+    """A value's spec and partition spec."""
+    if value >= 0:
+        spec, placement = program.graph.outputs[value].spec, program.out_placements[value]
+    else:
+        leaf = program.graph.leaves[-value - 1]
+        spec, placement = leaf.spec, leaf.placement
+    return f"{spec!r} split {tuple(placement.device_sharding.spec)}"
