@@ -33,7 +33,8 @@ def test_strict_ends_when_the_block_raises():
 def test_the_environment_sets_defaults():
     code = (
         "from spmd_core.config import config as c; "
-        "print(c.cache_dir, c.strict, c.record_source_lines, c.verify_programs, c.explain_recompiles_after)"
+        "print(c.cache_dir, c.strict, c.record_source_lines, c.verify_programs, "
+        "c.explain_recompiles_after)"
     )
     given = {
         "SPMD_CACHE_DIR": "here",

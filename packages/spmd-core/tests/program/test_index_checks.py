@@ -140,6 +140,21 @@ def test_the_operands_may_be_split(mesh_1d: spmd.Mesh, num_devices: int) -> None
     assert x[i // 2].sum().item() == 0
 
 
+def test_the_indices_of_one_device_in_a_manual_region(mesh_1d: spmd.Mesh, num_devices: int) -> None:
+    def look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return table[index + 0] * 2
+
+    specs = {"in_specs": (("x", None), ("x",)), "out_specs": ("x", None)}
+    x = torch.ones(2 * num_devices, 3).to("xla")
+    inside = torch.tensor([1, 0] * num_devices).to("xla")
+    rows = spmd.shard_map(look_up, mesh_1d, **specs)(x, inside)
+    assert rows.tolist() == [[2.0] * 3] * (2 * num_devices)
+    outside = torch.tensor([1, 0] * (num_devices - 1) + [0, 2]).to("xla")  # on the last device
+    rows = spmd.shard_map(look_up, mesh_1d, **specs)(x, outside)
+    with pytest.raises(spmd.IndexRangeError, match=r"aten::index.*float32\[2, 3\] got one"):
+        rows.cpu()
+
+
 def test_without_the_checks_nothing_is_returned_for_them() -> None:
     """The setting is part of a program's key; without it the program is what it was."""
 

@@ -346,13 +346,16 @@ class Traced:
                 spec = jax_partition_spec(entry.sharding)
                 return [jax.lax.with_sharding_constraint(blocks[0], spec)]
             # Every device runs the kernel by itself: the context has one device and no split dims.
-            results: list[jax.Array] = entry.kernel(
-                registry.Context(context.outs, context.platform, key), blocks, numbers
-            )
-            return results
+            inner = registry.Context(context.outs, context.platform, key)
+            if context.index_checks is not None:
+                inner.index_checks = []
+            return [*entry.kernel(inner, blocks, numbers), *(inner.index_checks or ())]
 
         local = [self._manual(i) is not None for i in node.inputs]
-        return regions.run(manual, kernel, inputs, local, numbers, context.key)
+        results = regions.run(manual, kernel, inputs, local, numbers, context.key)
+        if context.index_checks is not None:  # each check has an outcome for each device
+            context.index_checks.extend(bad.any() for bad in results[len(entry.outs) :])
+        return results[: len(entry.outs)]
 
 
 @contextmanager
