@@ -1,5 +1,6 @@
 """Upsampling over 1 to 3 spatial dims, nearest, linear, cubic and antialiased, with gradients."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from spmd_core.ops.registry import Context, lowering
 # The result along a dim is a sum over taps. A tap is the source index and the weight of each result
 # element (weights None: all are 1).
 Tap = tuple[np.ndarray, np.ndarray | None]
+# Up to so many taps have a gather each: XLA's CPU backend fuses their sum, not a reduce.
+_FEW_TAPS = 16
 
 
 def _step(num_in: int, num_out: int, scale: float | None, dtype: np.dtype) -> np.floating:
@@ -78,13 +81,13 @@ def _factor(taps: list[Tap], num_in: int) -> int | None:
 
 
 def _combined(x: jax.Array, taps: list[Tap], dim: int) -> jax.Array:
-    """The sum over the taps along a dim, with one gather."""
-    if len(taps) == 1:
-        return jnp.take(x, taps[0][0], axis=dim)
-    index = np.stack([index for index, _ in taps])
-    weights = np.stack([weight for _, weight in taps if weight is not None])
-    weights = weights.reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
-    return jnp.sum(jnp.take(x, index, axis=dim) * weights, axis=dim)
+    """The sum over the taps along a dim."""
+    shape = (-1, *(1,) * (x.ndim - dim - 1))
+    taken = (
+        jnp.take(x, index, axis=dim) * (1 if weight is None else weight.reshape(shape))
+        for index, weight in taps
+    )
+    return functools.reduce(jnp.add, taken)
 
 
 def _resampled(x: jax.Array, taps_by_dim: Sequence[list[Tap]]) -> jax.Array:
@@ -116,6 +119,15 @@ def _transposed(taps: list[Tap], num_in: int) -> tuple[np.ndarray, np.ndarray, n
     return index, weights, exists
 
 
+def _weighted(
+    grad: jax.Array, dim: int, index: np.ndarray, weight: np.ndarray, exists: np.ndarray
+) -> jax.Array:
+    shape = (*index.shape, *(1,) * (grad.ndim - dim - 1))
+    weighted = jnp.take(grad, index, axis=dim) * weight.reshape(shape).astype(grad.dtype)
+    # Not a product with 0, which would keep infinite gradients.
+    return weighted if exists.all() else jnp.where(exists.reshape(shape), weighted, 0)
+
+
 def _resampled_gradient(
     grad: jax.Array, taps_by_dim: Sequence[list[Tap]], in_sizes: Sequence[int]
 ) -> jax.Array:
@@ -127,11 +139,11 @@ def _resampled_gradient(
             grad = grad.reshape(split).sum(dim + 1)
             continue
         index, weights, exists = _transposed(taps, num_in)
-        shape = (*index.shape, *(1,) * (grad.ndim - dim - 1))
-        weighted = jnp.take(grad, index, axis=dim) * weights.reshape(shape).astype(grad.dtype)
-        if not exists.all():  # not a product with 0, which would keep infinite gradients
-            weighted = jnp.where(exists.reshape(shape), weighted, 0)
-        grad = weighted.sum(dim)
+        if len(index) <= _FEW_TAPS:
+            terms = (_weighted(grad, dim, *tap) for tap in zip(index, weights, exists))
+            grad = functools.reduce(jnp.add, terms)
+        else:
+            grad = _weighted(grad, dim, index, weights, exists).sum(dim)
     return grad
 
 
