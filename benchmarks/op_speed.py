@@ -1,10 +1,10 @@
 """How long does each operation take, forward and with its gradient, against eager CPU torch?
 
 Every entry of torch's operator database, on samples that are enlarged to some hundred thousand
-elements, and further calls at the sizes of real models, for operations whose samples have fixed
-sizes. Eager torch and one program on one device run in turns, with the same number of threads; the
-program is compiled before, and the time to start and await an empty program is taken off. Calls
-that take both less than half a millisecond are counted only.
+elements, and further calls at the sizes of real models. Eager torch and one program on one device
+run in turns, with the same number of threads; the program is compiled before, and the time to start
+and await an empty program is taken off. Calls that take both less than half a millisecond are
+counted only.
 
 Run: python -m benchmarks.op_speed                       all entries (about an hour)
      python -m benchmarks.op_speed --ops 'fft*' --show   some entries, and no files
@@ -20,9 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.opinfo import core
-from torch.testing._internal.opinfo.definitions import _masked, linalg, special
 from torch.utils import _pytree as pytree
 
 import spmd_core as spmd
@@ -31,9 +28,8 @@ from benchmarks.opinfo import samples
 from benchmarks.opinfo.samples import Sample, moved
 from benchmarks.report import Table, argument_parser, publish
 
-# torch's sizes of samples are 5, 10 and 20.
-SIZES = {"XS": 16, "S": 48, "M": 96, "L": 192}
-MAX_ELEMENTS = 8_000_000
+# Of the largest tensor of a sample.
+ELEMENTS = 250_000
 MAX_RATIO = 3.0
 MIN_S = 0.5e-3
 # A call that takes longer is not repeated.
@@ -129,7 +125,9 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         lambda: (_randn(4, 21, 64, 64), _index(21, 4, 64, 64)),
     ),
     "ctc_loss": (
-        lambda x, t: F.ctc_loss(x.log_softmax(-1), t, (100,) * 16, (20,) * 16),
+        lambda x, t: F.ctc_loss(
+            x.log_softmax(-1), t, torch.full((16,), 100), torch.full((16,), 20)
+        ),
         lambda: (_randn(100, 16, 64), _index(63, 16, 20) + 1),
     ),
     "attention": (
@@ -201,32 +199,42 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "repeat_interleave": (lambda x: x.repeat_interleave(4, 0), lambda: (_randn(512, 256),)),
 }
 
-_LAPACK = "XLA calls the same LAPACK, on one thread"
 # Why an entry takes more than `MAX_RATIO` times eager torch's time, by pattern.
 KNOWN: dict[str, str] = {}
 
 
-def enlarge() -> None:
-    """Has torch's database make larger samples."""
-    for module in (common_methods_invocations, core, _masked, linalg, special):
-        for name, size in SIZES.items():
-            if hasattr(module, name):
-                setattr(module, name, size)
+def _scaled(sample: Sample) -> Sample:
+    """The sample with each dim of each tensor repeated alike, to about `ELEMENTS` elements."""
+    largest = max(sample.tensors(), key=lambda t: t.numel(), default=None)
+    if largest is None or not 0 < largest.numel() < ELEMENTS or not largest.dim():
+        return sample
+    factor = max(1, int((ELEMENTS / largest.numel()) ** (1 / largest.dim())))
+
+    def repeat(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.detach().repeat((factor,) * x.dim()).requires_grad_(x.requires_grad)
+
+    args = pytree.tree_map(repeat, (sample.input, sample.args, sample.kwargs))
+    return Sample(args[0], args[1], args[2], sample.process, sample.moves_args)
 
 
-def _largest(op: Any, *, requires_grad: bool) -> Sample | None:
-    """The entry's float32 sample with the most elements, up to the limit."""
-    found, most = None, -1
-    dtype = torch.float32 if torch.float32 in op.supported_dtypes("cpu") else torch.int64
-    if dtype not in op.supported_dtypes("cpu") or samples.excluded(op.formatted_name, dtype):
+def _largest(op: Any, variant: str) -> Sample | None:
+    """The entry's float32 sample with the most elements, scaled where eager torch takes it so."""
+    supported = op.supported_dtypes("cpu")
+    dtype = torch.float32 if torch.float32 in supported else torch.int64
+    if dtype not in supported or samples.excluded(op.formatted_name, dtype):
         return None
-    torch.manual_seed(0)
-    for sample in op.sample_inputs("cpu", dtype, requires_grad):
-        own = Sample(sample.input, tuple(sample.args), dict(sample.kwargs), lambda x: x)
-        elements = sum(t.numel() for t in own.tensors())
-        if most < elements <= MAX_ELEMENTS and all(samples.is_plain(t) for t in own.tensors()):
-            found, most = own, elements
-    return found
+    known = samples.samples(op, dtype, requires_grad=variant == "gradient", limit=0)
+    if not known:
+        return None
+    largest = max(known, key=lambda s: sum(t.numel() for t in s.tensors()))
+    scaled = _scaled(largest)
+    try:
+        _run(op, scaled, variant)
+    except Exception:  # its other arguments, such as shapes, do not fit any more
+        return largest
+    return scaled
 
 
 def _call(name: str, variant: str) -> tuple[Callable[..., Any], Sample | None]:
@@ -239,7 +247,7 @@ def _call(name: str, variant: str) -> tuple[Callable[..., Any], Sample | None]:
                 x.requires_grad_(x.is_floating_point())
         return function, Sample(args[0], tuple(args[1:]), {}, lambda x: x)
     op = next(op for op in samples.entries() if op.formatted_name == name)
-    return op, _largest(op, requires_grad=variant == "gradient")
+    return op, _largest(op, variant)
 
 
 def _run(function: Callable[..., Any], sample: Sample, variant: str) -> Any:
@@ -332,7 +340,6 @@ def _table(found: list[dict[str, Any]]) -> Table:
 
 def _serve(rounds: int) -> None:
     spmd.simulate(1)
-    enlarge()
     workers.serve(lambda task: measure(task["entry"], task["variant"], rounds))
 
 

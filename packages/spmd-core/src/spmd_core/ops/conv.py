@@ -95,6 +95,8 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) 
         )
     elif _is_depthwise_on_cpu(ctx, x, weight, options):
         out = _convolve_depthwise(x, weight, options)
+    elif ctx.platform == "cpu" and num_dims == 3 and 0 not in x.shape:
+        out = _convolve_by_depth(x, weight, options)
     else:
         out = _lax_convolution(
             x,
@@ -137,6 +139,32 @@ def _convolve_depthwise(x: jax.Array, weight: jax.Array, options: _Options) -> j
         factor = by_channel[(..., *tap)].reshape(1, *by_channel.shape[:2], *(1,) * num_dims)
         total = total + seen[:, :, None] * factor
     return total.reshape(x.shape[0], weight.shape[0], *sizes)
+
+
+def _convolve_by_depth(x: jax.Array, weight: jax.Array, options: _Options) -> jax.Array:
+    """A convolution over three dims as the sum of one over two dims for each depth of the kernel.
+
+    XLA's CPU backend has a fast one for two dims, and takes ten times as long for three.
+    """
+    (stride, *strides), (dilation, *dilations) = options.stride, options.dilation
+    pad = options.padding[0]
+    padded = jnp.pad(x, [(0, 0), (0, 0), (pad, pad), (0, 0), (0, 0)])
+    num_depths = (padded.shape[2] - dilation * (weight.shape[2] - 1) - 1) // stride + 1
+    total: Any = 0
+    for depth in range(weight.shape[2]):
+        start = depth * dilation
+        seen = lax.slice_in_dim(padded, start, start + (num_depths - 1) * stride + 1, stride, 2)
+        frames = jnp.swapaxes(seen, 1, 2)
+        total = total + _lax_convolution(
+            frames.reshape(-1, *frames.shape[2:]),
+            weight[:, :, depth],
+            options.groups,
+            [(p, p) for p in options.padding[1:]],
+            stride=strides,
+            dilation=dilations,
+        )
+    by_frame = total.reshape(x.shape[0], num_depths, *total.shape[1:])
+    return jnp.swapaxes(by_frame, 1, 2)
 
 
 def _is_split(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) -> bool:
