@@ -230,3 +230,165 @@ def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_ind
         result = (out * 1).cpu()
     torch.testing.assert_close(result, rows.flip(0))
     assert spmd.metrics.counter("programs_with_whole_indices") == 1
+
+
+def two_axes(shape: tuple[int, int] = (4, 2)) -> spmd.Mesh:
+    """A mesh of two axes over eight devices."""
+    if spmd.global_runtime_device_count() < 8:
+        pytest.skip("needs 8 devices")
+    return spmd.Mesh(range(8), shape, ("x", "y"))
+
+
+@pytest.mark.parametrize("reduce", ["sum", exhaustive("prod"), "amax", exhaustive("mean")])
+@pytest.mark.parametrize(
+    ("operand", "updates", "index"),
+    [
+        ((None, "x"), ("x", "y"), None),
+        ((None, ("x", "y")), ("y", "x"), None),
+        ((None, ("y", "x")), ("x", "y"), None),
+        (("x", None), ("y", "x"), ("y", "x")),
+        (("x", "y"), ("x", "y"), ("x", "y")),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (10, 5, 3)])
+def test_a_scatter_in_batches_over_two_axes(operand, updates, index, reduce, sizes):
+    batch, size, number = sizes
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(batch, size, generator=generator) + 0.5
+    source = torch.rand(batch, number, generator=generator) + 0.5
+    at = torch.randint(0, size, (batch, number), generator=generator)
+    tensors = [t.to("xla") for t in (x, at, source)]
+    for t, spec in zip(tensors, (operand, index, updates)):
+        if spec is not None:
+            spmd.mark_sharding(t, two_axes(), spec)
+    result = tensors[0].scatter_reduce(1, tensors[1], tensors[2], reduce)
+    torch.testing.assert_close(result.cpu(), x.scatter_reduce(1, at, source, reduce))
+
+
+# Function, shapes of input, weight and bias, and options; all in groups but the last one.
+CONVOLUTIONS = {
+    "1d": (F.conv1d, (2, 4, 8), (2, 2, 3), {"stride": 3, "padding": 1, "dilation": 2, "groups": 2}),
+    "1d transposed": (
+        F.conv_transpose1d,
+        (2, 2, 4),
+        (2, 2, 4),
+        {"stride": 3, "padding": 1, "output_padding": 2, "groups": 2, "dilation": 4},
+    ),
+    "2d transposed": (F.conv_transpose2d, (2, 4, 4, 4), (4, 1, 3, 3), {"groups": 4}),
+    "2d, many channels": (F.conv2d, (8, 16, 6, 6), (16, 4, 3, 3), {"padding": 1, "groups": 4}),
+    "3d": (F.conv3d, (9, 3, 1, 9, 9), (3, 1, 1, 3, 3), {"stride": 2, "groups": 3}),
+    "3d transposed, one group": (
+        F.conv_transpose3d,
+        (1, 1, 4, 3, 4),
+        (1, 2, 3, 4, 5),
+        {"stride": 2, "padding": 1, "output_padding": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 4), exhaustive((4, 2)), (8, 1)])
+@pytest.mark.parametrize("split", ["bias", "batch", "outputs", "kernel"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_in_groups(name, split, mesh_shape):
+    function, x_shape, weight_shape, options = CONVOLUTIONS[name]
+    num_out = (
+        weight_shape[1] * options.get("groups", 1) if "transposed" in name else weight_shape[0]
+    )
+    generator = torch.Generator().manual_seed(0)
+    eager = [
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in (x_shape, weight_shape, (num_out,))
+    ]
+    ours = [t.to("xla") for t in eager]
+    mesh, ndim = two_axes(mesh_shape), len(x_shape)
+    if split == "bias":
+        spmd.mark_sharding(ours[2], mesh, (("x", "y"),))
+    elif split == "batch":
+        spmd.mark_sharding(ours[0], mesh, ("x",) + (None,) * (ndim - 1))
+    elif split == "outputs":
+        spmd.mark_sharding(ours[1], mesh, ("x", "y") + (None,) * (ndim - 2))
+    else:
+        spmd.mark_sharding(ours[1], mesh, (None,) * (ndim - 1) + ("x",))
+
+    def computed(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        result = function(*leaves, **options)
+        return [result, *torch.autograd.grad((result * result).sum(), leaves)]
+
+    for mine, expected in zip(computed(ours), computed(eager)):
+        torch.testing.assert_close(mine.detach().cpu(), expected.detach())
+
+
+@pytest.mark.parametrize("function", [F.conv1d, F.conv2d, F.conv3d])
+def test_the_weight_of_a_convolution_whose_input_and_result_are_split_otherwise(function):
+    mesh = two_axes()
+    num_dims = int(function.__name__[4])
+    x = torch.randn(2, 4, *(8,) * num_dims, dtype=torch.float64)
+    weight = torch.randn(3, 4, *(2,) * num_dims, dtype=torch.float64)
+
+    def gradient(x: torch.Tensor, weight: torch.Tensor, *, marks: bool) -> torch.Tensor:
+        weight = weight.detach().requires_grad_()
+        y = function(x, weight, padding=1)
+        if marks:
+            spmd.mark_sharding(y, mesh, ("y", *(None,) * num_dims, "x"))
+        return torch.autograd.grad((y * y).sum(), weight)[0]
+
+    ours = x.to("xla")
+    spmd.mark_sharding(ours, mesh, (None, "y", *(None,) * (num_dims - 1), "x"))
+    expected = gradient(x, weight, marks=False)
+    torch.testing.assert_close(gradient(ours, weight.to("xla"), marks=True).cpu(), expected)
+
+
+# Of (batch, height, width, channel).
+SPLITS = [("x", "y"), ("y", None, "x"), (None, "x", "y"), (("x", "y"),), ("x",), (None, "y")]
+
+
+@pytest.mark.parametrize("of_input", SPLITS)
+@pytest.mark.parametrize(
+    "of_result", [split if i < 3 else exhaustive(split) for i, split in enumerate(SPLITS)]
+)
+@pytest.mark.parametrize("sizes", [(2, 4, 8), exhaustive((3, 5, 2))])
+def test_a_product_that_contracts_three_dims(of_input, of_result, sizes):
+    mesh = two_axes((2, 4))
+    x = torch.randn(*sizes, 6, dtype=torch.float64)
+    weight = torch.randn(4, 6, dtype=torch.float64)
+
+    def gradient(x: torch.Tensor, weight: torch.Tensor, *, marks: bool) -> torch.Tensor:
+        weight = weight.detach().requires_grad_()
+        y = F.linear(x, weight)
+        if marks:
+            spmd.mark_sharding(y, mesh, of_result)
+        return torch.autograd.grad((y * y).sum(), weight)[0]
+
+    ours = x.to("xla")
+    spmd.mark_sharding(ours, mesh, of_input)
+    expected = gradient(x, weight, marks=False)
+    torch.testing.assert_close(gradient(ours, weight.to("xla"), marks=True).cpu(), expected)
+
+
+@pytest.mark.parametrize("of_left", [(None, "x", "y"), ("y", "x"), ("x", None, "y")])
+@pytest.mark.parametrize("of_right", [("x", None, "y"), ("y", None, None), (None, "y", "x")])
+def test_a_product_of_a_users_jax_function(of_left, of_right):
+    mesh = two_axes((2, 4))
+    left, right = torch.randn(2, 4, 8, 2), torch.randn(2, 4, 8, 3)
+    a, b = left.to("xla"), right.to("xla")
+    spmd.mark_sharding(a, mesh, of_left)
+    spmd.mark_sharding(b, mesh, of_right)
+    result = spmd.call_jax(
+        lambda a, b: jnp.einsum("ijka,ijkb->ab", a, b, precision="highest"), a, b
+    )
+    expected = torch.einsum("ijka,ijkb->ab", left, right)
+    torch.testing.assert_close(result.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weight_of_a_spatially_split_convolution_with_another_result():
+    two_axes()
+    mesh = spmd.Mesh([0, 2, 4, 6], (2, 2), ("x", "y"))
+    x = torch.randn(1, 3, 3, 64, dtype=torch.float64)
+    weight = torch.randn(1, 1, 1, 1, 1, dtype=torch.float64).to("xla").requires_grad_()
+    ours = x.to("xla")
+    spmd.mark_sharding(ours, mesh, (None, "y", None, "x"))
+    y = F.conv3d(ours, weight)
+    spmd.mark_sharding(y, mesh, ("y", None, "x"))
+    (found,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    torch.testing.assert_close(found.cpu(), x.sum().reshape(1, 1, 1, 1, 1))

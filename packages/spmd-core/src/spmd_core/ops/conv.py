@@ -70,12 +70,18 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) 
     Neither it nor its transposes dilate an array whose spatial dims may be split (see `windows`).
     """
     num_dims = x.ndim - 2
+    # XLA's partitioner splits a kernel's own dims, and groups of channels, wrongly.
+    weight = ctx.keep_whole(weight, weight.ndim if options.groups > 1 else num_dims)
+    if options.groups > 1:
+        x = _with_whole_channels(ctx, x)
     if _is_split(ctx, x, weight, options):
-        return (
+        out = (
             _convolve_transposed_split(ctx, x, weight, options)
             if options.transposed
             else _convolve_split(ctx, x, weight, options)
         )
+        return _with_whole_channels(ctx, out) if options.groups > 1 else out
+    num_whole = num_dims + (options.groups > 1)
     x = ctx.keep_whole(x, num_dims)
     if options.transposed:
         # The gradient of a convolution with this stride: a dilated input, over which the window
@@ -106,7 +112,11 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) 
             stride=options.stride,
             dilation=options.dilation,
         )
-    return ctx.keep_whole(out, num_dims)
+    return ctx.keep_whole(out, num_whole)
+
+
+def _with_whole_channels(ctx: Context, x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(ctx.keep_whole(jnp.moveaxis(x, 1, -1), 1), -1, 1)
 
 
 def _is_depthwise_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) -> bool:
@@ -260,11 +270,18 @@ _LARGE_KERNEL = 64
 def _weight_gradient(
     ctx: Context, grad: jax.Array, x: jax.Array, weight: jax.Array, options: _Options
 ) -> jax.Array:
-    num_dims, kernel = x.ndim - 2, weight.shape[2:]
-    if not _is_split(ctx, x, weight, options) or math.prod(kernel) > _LARGE_KERNEL:
+    kernel = weight.shape[2:]
+    # Of groups whose batch is split over one of several axes, XLA's partitioner counts each sum as
+    # often as there are positions along the others.
+    is_grouped = options.groups > 1 and ctx.num_devices > 1
+    by_tap = is_grouped or _is_split(ctx, x, weight, options)
+    if not by_tap or math.prod(kernel) > _LARGE_KERNEL:
+        # Ungrouped, only the batch may be split: where one axis splits different dims of the two,
+        # the sums are wrong.
+        num_whole = x.ndim - (not is_grouped)
         x, grad, ctx = (
-            ctx.keep_whole(x, num_dims),
-            ctx.keep_whole(grad, num_dims),
+            ctx.keep_whole(x, num_whole),
+            ctx.keep_whole(grad, num_whole),
             replace(ctx, split_dims=frozenset()),
         )
         return jax.linear_transpose(lambda weight: _convolve(ctx, x, weight, options), weight)(

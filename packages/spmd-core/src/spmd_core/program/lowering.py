@@ -213,15 +213,20 @@ class Traced:
 
     def _find_splits(self) -> Splits:
         """The numbers of shards that do not divide the dim that they split."""
-        uneven = set()
+        uneven, axes_used = set(), set()
         for spec, sharding in self._find_shardings():
             for size, axes in zip(spec.shape, sharding.spec):
                 names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+                axes_used |= {*names}
                 count = math.prod(sharding.mesh.shape[name] for name in names)
                 if size % count:
                     uneven.add(count)
-        keep_whole = self._with_whole_dims if self._whole_indices else None
-        return Splits(frozenset(uneven), keep_whole)
+        whole = self._with_whole_dims
+        return Splits(
+            frozenset(uneven),
+            whole if self._whole_indices else None,
+            whole if len(axes_used) > 1 else None,
+        )
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""

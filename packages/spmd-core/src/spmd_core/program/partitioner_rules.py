@@ -30,10 +30,12 @@ class Splits:
         uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
         keep_whole: `Context.keep_whole` where the indices of gathers and scatters are to be whole
             on each device, else None.
+        keep_some_whole: `Context.keep_whole` in a program that splits over several axes, else None.
     """
 
     uneven: frozenset[int] = frozenset()
     keep_whole: Callable[[jax.Array, int], jax.Array] | None = None
+    keep_some_whole: Callable[[jax.Array, int], jax.Array] | None = None
 
     def even_size(self, size: int) -> int:
         """The next size that each of the numbers of shards divides."""
@@ -106,6 +108,8 @@ def _evaluate(
 
 
 def _is_ruled(eqn: JaxprEqn) -> bool:
+    if eqn.primitive is primitives.dot_general_p:  # very common, and seldom with a rule
+        return _num_contracted(eqn) > 2
     return eqn.primitive in _RULES or any(_has_rule(inner.jaxpr) for inner in _inner(eqn))
 
 
@@ -162,6 +166,10 @@ def _scatter(
     dims = params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     free = [d for d in range(indices.ndim - 1) if d not in batching]
+    if splits.keep_some_whole is not None and batching:
+        indices, updates = _with_whole_scattered_dims(
+            splits.keep_some_whole, dims, indices, updates
+        )
     if params["mode"] == lax.GatherScatterMode.CLIP:
         return [eqn.primitive.bind(operand, indices, updates, **params)]
     if not free:
@@ -183,6 +191,53 @@ def _scatter(
         indices = _appended(indices, d, more, outside)
         updates = _appended(updates, scattered[d], more, np.zeros((), updates.dtype))
     return [eqn.primitive.bind(operand, indices, updates, **{**params, "dimension_numbers": dims})]
+
+
+def _with_whole_scattered_dims(
+    keep_whole: Callable[[jax.Array, int], jax.Array],
+    dims: lax.ScatterDimensionNumbers,
+    indices: jax.Array,
+    updates: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Indices and updates of which only batching dims and window dims may be split.
+
+    Where one axis splits the batching dim of the updates and also the operand's scattered dim, and
+    another one the updates' scattered dim, the partitioner counts some updates for wrong elements.
+    """
+    batching = dims.scatter_indices_batching_dims
+    of_indices = [d for d in range(indices.ndim) if d not in batching]
+    scattered = [d for d in range(updates.ndim) if d not in dims.update_window_dims]
+    of_updates = [d for d, i in zip(scattered, range(indices.ndim)) if i not in batching]
+    return _whole(keep_whole, indices, of_indices), _whole(keep_whole, updates, of_updates)
+
+
+def _whole(
+    keep_whole: Callable[[jax.Array, int], jax.Array], x: jax.Array, dims: Sequence[int]
+) -> jax.Array:
+    """`x` with some dims whole on each device."""
+    order = [*(d for d in range(x.ndim) if d not in dims), *dims]
+    back = [order.index(d) for d in range(x.ndim)]
+    return jnp.transpose(keep_whole(jnp.transpose(x, order), len(dims)), back)
+
+
+def _num_contracted(eqn: JaxprEqn) -> int:
+    return len(eqn.params["dimension_numbers"][0][0])
+
+
+def _dot_general(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """At most two contracted dims that may be split, in a program that uses several axes.
+
+    With three, of which the operands split different ones, some products are left out.
+    """
+    if splits.keep_some_whole is None or _num_contracted(eqn) < 3:
+        return None
+    (of_left, of_right), _ = eqn.params["dimension_numbers"]
+    left, right = inputs
+    left = _whole(splits.keep_some_whole, left, of_left[2:])
+    right = _whole(splits.keep_some_whole, right, of_right[2:])
+    return [eqn.primitive.bind(left, right, **eqn.params)]
 
 
 def _gather(
@@ -233,5 +288,6 @@ _RULES: dict[Any, Rule] = {
     primitives.scatter_min_p: _scatter,
     primitives.scatter_max_p: _scatter,
     primitives.gather_p: _gather,
+    primitives.dot_general_p: _dot_general,
     primitives.slice_p: _slice,
 }
