@@ -5,8 +5,8 @@ tier's, so the default tier runs only where the fast tier let a fault through.
 
 A test that never runs a fault's lines mostly cannot catch it. So the default tier runs once under
 `coverage`, which notes the test functions that reach each line. For a fault, these tests run first:
-those of its own file, of its own folder, then the others. The other tests of the default tier, such
-as those that start interpreters, run where none of these failed.
+those of its own file, of its own folder, then the others. Where none of these fails, all tests of
+its folder run, then the whole tier.
 """
 
 import argparse
@@ -136,11 +136,16 @@ def tests_that_reach(fault: Fault) -> list[str]:
     contexts = data.contexts_by_lineno(measured)
     functions = {name for line in lines for name in contexts.get(line, ()) if name}
     found = {path for name in functions if (path := _node(name))}
-    package, *inner = fault.file.split("/")
-    folder = f"{SOURCES[package]}/tests/" + (f"{inner[0]}/" if len(inner) > 1 else "")
+    folder = _folder(fault)
     mirror = f"{folder}test_{Path(fault.file).stem}.py"
     rank = lambda test: (not test.startswith(mirror), not test.startswith(folder), test)  # noqa: E731
     return sorted(found, key=rank)[:MOST]
+
+
+def _folder(fault: Fault) -> str:
+    """The tests of the fault's folder."""
+    package, *inner = fault.file.split("/")
+    return f"{SOURCES[package]}/tests/" + (f"{inner[0]}/" if len(inner) > 1 else "")
 
 
 def _node(context: str) -> str | None:
@@ -177,10 +182,12 @@ def outcome_of(fault: Fault, copy: Path, *, tier: str, reached_only: bool) -> Ou
             outcome.fast = first_failure(copy, "fast", reached)
             if outcome.fast is None and tier == "default":
                 outcome.default = first_failure(copy, "default", ["-m", "slow", *reached])
-        if outcome.fast is None and outcome.default is None and not reached_only:
-            outcome.fast = first_failure(copy, "fast", [])
-            if outcome.fast is None and tier == "default":
-                outcome.default = first_failure(copy, "default", ["-m", "slow"])
+        # `coverage` notes no test that starts an interpreter, and misses some others.
+        for rest in ([_folder(fault)],) if reached_only else ([_folder(fault)], []):
+            if outcome.fast is None and outcome.default is None:
+                outcome.fast = first_failure(copy, "fast", rest)
+                if outcome.fast is None and tier == "default":
+                    outcome.default = first_failure(copy, "default", ["-m", "slow", *rest])
     finally:
         path.write_text(before)
     outcome.seconds = time.monotonic() - start
@@ -208,10 +215,29 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def known_outcomes(text: str) -> dict[Fault, Outcome]:
+    """The outcomes of the faults in a table that an earlier run wrote."""
+    by_name = {(fault.file, fault.what): fault for fault in FAULTS}
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if len(cells) == 4 and (fault := by_name.get((cells[0], cells[1]))):
+            test = cells[3].strip("`") or None
+            outcome = Outcome(
+                fault, **({cells[2]: test} if cells[2] in ("fast", "default") else {})
+            )
+            found[fault] = outcome
+    return found
+
+
 def main() -> None:
     """Runs the faults and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="faults whose file or description has this text")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only faults whose file or description has this text; the table's other rows stay",
+    )
     parser.add_argument(
         "--tier",
         choices=["fast", "default"],
@@ -221,7 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--reached-only",
         action="store_true",
-        help="stop after the tests that reach the fault's lines, in this process",
+        help="stop after the tests that reach the fault's lines and those of its folder",
     )
     parser.add_argument(
         "--anew", action="store_true", help="note anew which tests reach which lines"
@@ -252,18 +278,19 @@ def main() -> None:
             finally:
                 copies.put(copy)
 
-        outcomes = []
+        # With --only, the other rows stay.
+        outcomes = known_outcomes(options.out.read_text()) if options.out.exists() else {}
         with ThreadPoolExecutor(options.jobs) as pool:
             running = [pool.submit(run, fault) for fault in chosen]
             for future in tqdm(as_completed(running), total=len(chosen), unit="fault"):
-                outcomes.append(outcome := future.result())
+                outcome = future.result()
+                outcomes[outcome.fault] = outcome
                 tier = "fast" if outcome.fast else "default" if outcome.default else "NONE"
                 test = outcome.fast or outcome.default or ""
                 tqdm.write(f"{tier:8}{outcome.seconds:6.0f} s  {outcome.fault.what}  {test}")
                 # Written after each, so that an interruption loses nothing.
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                ordered = sorted(outcomes, key=lambda o: chosen.index(o.fault))
-                options.out.write_text(table(ordered))
+                options.out.write_text(table([outcomes[f] for f in FAULTS if f in outcomes]))
     print(f"written: {options.out}")
 
 
