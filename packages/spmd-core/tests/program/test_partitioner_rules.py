@@ -392,3 +392,35 @@ def test_the_weight_of_a_spatially_split_convolution_with_another_result():
     spmd.mark_sharding(y, mesh, ("y", None, "x"))
     (found,) = torch.autograd.grad(y, weight, torch.ones_like(y))
     torch.testing.assert_close(found.cpu(), x.sum().reshape(1, 1, 1, 1, 1))
+
+
+WINDOWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max_pool1d": lambda x: F.max_pool1d(x, 3, stride=2, dilation=2),
+    "max_pool1d padded": lambda x: F.max_pool1d(x, 3, stride=2, padding=1),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 3, stride=2, padding=1),
+    "lp_pool1d": lambda x: F.lp_pool1d(x, 2.0, 3, stride=2),
+    "adaptive_max_pool1d": lambda x: F.adaptive_max_pool1d(x, 3),
+    "conv1d": lambda x: F.conv1d(x, torch.ones_like(x[:, :3])[None], stride=2, dilation=2),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x, torch.ones_like(x[:, None, :3]), stride=2),
+}
+
+
+@pytest.mark.parametrize("size", [8, exhaustive(7), exhaustive(12)])
+@pytest.mark.parametrize("count", [2, exhaustive(4)])
+@pytest.mark.parametrize("marks_result", [False, True])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_over_a_tensor_without_a_batch(name, marks_result, count, size):
+    mesh = axis(count)
+    x = torch.randn(2, size, dtype=torch.float64)
+
+    def computed(x: torch.Tensor, *, marks: bool) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        if marks:
+            spmd.mark_sharding(x, mesh, (None, "a"))
+        y = WINDOWS[name](x)
+        if marks and marks_result:
+            spmd.mark_sharding(y, mesh, (None, "a"))
+        return [y.detach(), *torch.autograd.grad((y * y).sum(), x)]
+
+    for mine, expected in zip(computed(x.to("xla"), marks=True), computed(x, marks=False)):
+        torch.testing.assert_close(mine.cpu(), expected)

@@ -48,13 +48,6 @@ def examples():
     }
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_parameter_in_an_older_file_is_trainable_or_not(requires_grad):
-    parameter = spmd._rebuild_parameter(WEIGHT, requires_grad)
-    assert isinstance(parameter, nn.Parameter) and parameter.device.type == "xla"
-    assert parameter.requires_grad is requires_grad and torch.equal(parameter.cpu(), WEIGHT)
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("name", examples())
 def test_a_pickle_names_no_private_module(name, protocol):

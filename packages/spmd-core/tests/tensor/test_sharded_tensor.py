@@ -13,6 +13,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.sharding.sharding import ShardingType
+from spmd_core.tensor.sharded_tensor import _rebuild_parameter
 
 pytestmark = pytest.mark.one_device
 
@@ -272,3 +273,11 @@ def test_shards_of_an_uneven_tensor_show_their_padding(mesh_1d, num_devices):
     assert all(s.indices is ... for s in whole) and [s.replica_id for s in whole] == list(
         range(num_devices)
     )
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_in_an_older_file_is_trainable_or_not(requires_grad):
+    weight = torch.arange(8.0).reshape(4, 2)
+    parameter = _rebuild_parameter(weight, requires_grad)
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.device.type == "xla"
+    assert parameter.requires_grad is requires_grad and torch.equal(parameter.cpu(), weight)

@@ -110,6 +110,10 @@ def _max_pool(
             candidates.append((window[:-1], window[-1]))
         best, best_position = _best_of(candidates)
         fields = [best[0], best_position, *best[1:]]
+    fields = [
+        windows.keep_whole_unless_halo_fits(ctx, f, sizes, kernel, dilation, num_dims=num_dims)
+        for f in fields
+    ]
     return fields[0], _flat_position(fields[1:], x.shape[x.ndim - num_dims :])
 
 
@@ -170,7 +174,9 @@ def _gradient_per_tap(
         total += crop_or_pad(
             windows.dilate(ctx, jnp.where(won, grad, jnp.zeros_like(grad)), stride), edges
         )
-    return total
+    return windows.keep_whole_unless_halo_fits(
+        ctx, total, out_sizes, kernel, dilation, num_dims=num_dims
+    )
 
 
 # For kernels with more elements a scatter costs less than `_gradient_per_tap`, whose program grows
@@ -336,7 +342,7 @@ def _window_sums(
         (*x.shape[:lead], *(num_in + min(h, 0) for num_in, h in zip(x.shape[lead:], high))),
     )
     pads = [(0, 0)] * lead + [(p, max(h, 0)) for p, h in zip(padding, high)]
-    return lax.reduce_window(
+    sums = lax.reduce_window(
         x,
         np.zeros((), x.dtype),
         lax.add,
@@ -344,6 +350,7 @@ def _window_sums(
         (1,) * lead + tuple(stride),
         pads,
     )
+    return sums if is_split else ctx.keep_whole(sums, len(kernel))
 
 
 def _window_counts(

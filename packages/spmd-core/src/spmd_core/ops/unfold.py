@@ -47,6 +47,7 @@ def _im2col(
         out = jnp.stack(slices, axis=axis)
     # (..., window height, positions down, window width, positions across)
     out = jnp.swapaxes(out, -3, -2)
+    out = keep_whole_unless_halo_fits(ctx, out, num_positions, forms[0], forms[1], num_dims=4)
     return out.reshape(ctx.shape)
 
 
@@ -78,4 +79,5 @@ def _col2im(
             dilated = dilate(ctx, at, [hop, *(1 for _ in edges)])
             total = total + crop_or_pad(dilated, [(k * step, whole - k * step - span), *edges])
         out = lax.slice_in_dim(total, pad, pad + size, axis=axis)
+    out = keep_whole_unless_halo_fits(ctx, out, positions, kernels, _pair(dilation), num_dims=2)
     return (out != 0).astype(ctx.dtype) if ctx.dtype == np.bool_ else out.astype(ctx.dtype)

@@ -147,6 +147,9 @@ def _resampled_gradient(
     return grad
 
 
+# Spatial dims are whole on each device: the partitioner would gather a split dim by a sum over the
+# devices of arrays of the result's size, and makes some of these programs invalid (jaxlib 0.10, x
+# split over two axes of three, the result over all).
 def _register(
     op: str, num_dims: int, make_taps: Any, has_align_corners: bool, **fixed: bool
 ) -> None:
@@ -167,9 +170,9 @@ def _register(
     @lowering(f"aten.{op}.default", host_when=rounds)
     def forward(ctx: Context, x: Any, output_size: Any, *options: Any) -> jax.Array:
         dtype = opmath(x.dtype)
-        return _resampled(x.astype(dtype), taps(dtype, x.shape[2:], output_size, options)).astype(
-            ctx.dtype
-        )
+        whole = ctx.keep_whole(x.astype(dtype), num_dims)
+        result = _resampled(whole, taps(dtype, x.shape[2:], output_size, options))
+        return ctx.keep_whole(result, num_dims).astype(ctx.dtype)
 
     @lowering(f"aten.{op}_backward.default")
     def backward(
@@ -177,8 +180,9 @@ def _register(
     ) -> jax.Array:
         dtype = opmath(grad.dtype)
         chosen = taps(dtype, input_size[2:], output_size, options)
-        result = _resampled_gradient(grad.astype(dtype), chosen, input_size[2:])
-        return result.astype(ctx.dtype)
+        whole = ctx.keep_whole(grad.astype(dtype), num_dims)
+        result = _resampled_gradient(whole, chosen, input_size[2:])
+        return ctx.keep_whole(result, num_dims).astype(ctx.dtype)
 
 
 for _num_dims in (1, 2, 3):

@@ -61,7 +61,8 @@ def keep_whole_unless_halo_fits(
     """Keeps the last `num_dims` dims of `x` whole on each device, unless its windows can be split.
 
     They can where `last_dims_may_be_split` and `halo_fits_shard`; `x` is then returned unchanged.
-    `sizes`, `kernel` and `dilation` describe the windows, one number per spatial dim.
+    `sizes`, `kernel` and `dilation` describe the windows, one number per spatial dim. For what the
+    windows read and also for their results: a mark of a result would split the steps before it.
     """
     can_be_split = last_dims_may_be_split(ctx, len(sizes)) and halo_fits_shard(
         ctx, sizes, kernel, dilation
@@ -81,11 +82,9 @@ def dilate(ctx: Context, x: jax.Array, steps: Sequence[int]) -> jax.Array:
         sizes = [max((n - 1) * step + 1, 0) for n, step in zip(x.shape[lead:], steps)]
         return jnp.zeros((*x.shape[:lead], *sizes), x.dtype)
     if not last_dims_may_be_split(ctx, len(steps)):
-        return lax.pad(
-            ctx.keep_whole(x, len(steps)),
-            np.zeros((), x.dtype),
-            [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps],
-        )
+        edges = [(0, 0, 0)] * lead + [(0, 0, step - 1) for step in steps]
+        wide = lax.pad(ctx.keep_whole(x, len(steps)), np.zeros((), x.dtype), edges)
+        return ctx.keep_whole(wide, len(steps))
     for dim, step in enumerate(steps, lead):
         size = x.shape[dim]
         wide = jnp.pad(
