@@ -43,6 +43,13 @@ READERS = ("nothing", "product", "row", "sum", "flipped")
 VARIANTS = ("forward", "gradient", "in place")
 LARGEST = 4096  # elements of a sample's tensors: larger ones only take longer
 
+# Factors of a matrix are determined up to signs: only the samples' own functions may read them.
+NOT_UNIQUE = frozenset(
+    {"svd", "svd_lowrank", "pca_lowrank", "linalg_svd", "linalg_eig", "linalg_eigh"}
+)
+# Eager torch resizes the tensor that it is to write; refused here.
+NOT_IN_PLACE = frozenset({"addbmm"})
+
 Spec = tuple[Any, ...]
 
 
@@ -148,7 +155,7 @@ class Entry:
             torch.complex64,
         )
         self.has_gradient = applies(op, "gradient", dtype)
-        self._in_place = applies(op, "in_place", dtype)
+        self._in_place = applies(op, "in_place", dtype) and self.name not in NOT_IN_PLACE
         self.samples: list[Sample] = []
         if excluded(self.name, dtype) is None and dtype in op.supported_dtypes("cpu"):
             self.samples = [
@@ -176,7 +183,7 @@ class Entry:
             number,
             tuple(specs),
             tuple("host" if rng.random() < 0.4 else rng.choice(SOURCES) for _ in tensors),
-            rng.choice(READERS),
+            "nothing" if self.name in NOT_UNIQUE else rng.choice(READERS),
             _draw_spec(rng, 3, names) if rng.random() < 0.3 else None,
         )
 

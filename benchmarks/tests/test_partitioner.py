@@ -1,0 +1,80 @@
+"""A slice of the random programs under random layouts, with those that were once wrong."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiers import exhaustive
+
+import spmd_core as spmd
+from benchmarks.opinfo import samples
+from benchmarks.partitioner import programs
+from benchmarks.partitioner.programs import MESHES, Entry, examine
+
+pytestmark = pytest.mark.skipif(
+    spmd.global_runtime_device_count() < 8, reason="the meshes are over 8 devices"
+)
+ENTRIES = {op.formatted_name: op for op in samples.entries()}
+# Entry, mesh and number of programs whose values were wrong, or which XLA refused, or which ended
+# the process, before a rule or a lowering was changed.
+ONCE_WRONG = [
+    ("nn_functional_conv3d", 0, 1000),
+    ("nn_functional_conv3d", 6, 5012),
+    ("nn_functional_conv1d", 2, 5009),
+    ("nn_functional_conv1d", 5, 5008),
+    ("nn_functional_conv_transpose1d", 6, 1001),
+    ("nn_functional_conv_transpose2d", 2, 5008),
+    ("nn_functional_conv_transpose3d", 0, 1001),
+    ("nn_functional_conv_transpose3d", 6, 1000),
+    ("nn_functional_max_pool1d", 1, 2000),
+    ("nn_functional_max_pool1d", 1, 2002),
+    ("nn_functional_upsample_nearest", 5, 2001),
+    ("scatter_reduce_prod", 1, 1000),
+    ("nn_functional_unfold", 1, 5),
+]
+# Every 40th entry on one mesh after the other, and every fourth for the last tier.
+SPREAD = [
+    (name, number // 4 % len(MESHES), 1)
+    if number % 40 == 0
+    else exhaustive(name, number // 4 % len(MESHES), 1, id=f"{name}-{number // 4 % len(MESHES)}-1")
+    for number, name in enumerate(ENTRIES)
+    if number % 4 == 0
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "seed"), [*ONCE_WRONG, *SPREAD])
+def test_the_values_are_eager_torchs(name: str, mesh: int, seed: int) -> None:
+    entry = Entry(ENTRIES[name])
+    answer = examine(entry, mesh, [seed] if entry.samples else [])
+    assert answer.failures == []
+
+
+@pytest.mark.filterwarnings("ignore:`nn.functional.upsample_nearest` is deprecated")
+def test_what_was_once_wrong_is_still_drawn() -> None:
+    for name, mesh, seed in ONCE_WRONG:
+        entry = Entry(ENTRIES[name])
+        assert programs._expected(entry, entry.draw(mesh, seed)) is not None, name
+
+
+def test_a_wrong_value_is_found_and_reduced() -> None:
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.exp(x) + (x.device.type == "xla")
+
+    op = copy.copy(ENTRIES["exp"])
+    op.op = wrong
+    found = examine(Entry(op), 0, list(range(12))).failures
+    wrong_forward = [f for f in found if f.kind == "wrong"]
+    assert wrong_forward and "read by nothing" in wrong_forward[0].layout
+
+
+def test_an_error_is_found() -> None:
+    def failing(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.device.type == "xla":
+            raise RuntimeError("does not compute")
+        return torch.exp(x)
+
+    op = copy.copy(ENTRIES["exp"])
+    op.op = op.inplace_variant = failing
+    found = examine(Entry(op), 0, [1]).failures
+    assert found and found[0].kind == "error" and "does not compute" in found[0].detail
