@@ -178,11 +178,11 @@ def test_a_failed_piece_loses_nothing(monkeypatch):
     monkeypatch.setattr(automatic_cut, "MIN_STATELESS", 128)
     run, failures = execution._execute, []
 
-    def fails_once(live):
+    def fails_once(live, **options):
         if len(failures) < 1 and counter("automatic_cuts") > 5:
             failures.append(len(live))
             raise ProgramError("no memory for this piece")
-        return run(live)
+        return run(live, **options)
 
     monkeypatch.setattr(execution, "_execute", fails_once)
     expected = torch.linspace(0, 1, 5, dtype=torch.float64)
@@ -199,6 +199,26 @@ def test_a_failed_piece_loses_nothing(monkeypatch):
         state.div_(2)
     assert failures
     torch.testing.assert_close(state.cpu(), expected)
+
+
+@pytest.mark.filterwarnings("ignore:a step ends with")
+def test_a_leaf_that_several_pieces_read_and_that_is_overwritten_later(monkeypatch):
+    monkeypatch.setattr(automatic_cut, "MIN_STATELESS", 128)
+
+    def run(device):
+        weight = torch.linspace(0.5, 1, 9, dtype=torch.float64).reshape(3, 3).to(device)
+        x = torch.ones(3, 3, dtype=torch.float64).to(device)
+        spmd.sync()
+        for _ in range(58):
+            x.copy_((x @ weight).tanh())
+        weight.mul_(2)  # all that is pending still reads its old value
+        for _ in range(30):
+            x.copy_((x @ weight).tanh())
+        return x, weight
+
+    for ours, theirs in zip(run("xla"), run("cpu")):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert counter("automatic_cuts") > 1
 
 
 def test_a_compiled_region_is_left_alone():

@@ -445,10 +445,10 @@ def test_an_interruption_while_groups_run_apart_loses_nothing(broken, monkeypatc
     second.mul_(7)
     original = execution._execute
 
-    def execute(live):
+    def execute(live, **options):
         if len(live) == 1 and live[0] is second._handle:
             raise KeyboardInterrupt
-        original(live)
+        original(live, **options)
 
     monkeypatch.setattr(execution, "_execute", execute)
     with pytest.raises(KeyboardInterrupt):
@@ -456,6 +456,19 @@ def test_an_interruption_while_groups_run_apart_loses_nothing(broken, monkeypatc
     monkeypatch.setattr(execution, "_execute", original)
     spmd.sync()
     assert second._handle.value.data is not None and second.tolist() == [7.0] * 3
+
+
+def test_groups_that_run_apart_may_read_the_same_leaf(broken):
+    w, twice, other = torch.ones(4).to("xla"), torch.zeros(4).to("xla"), torch.ones(3).to("xla")
+    spmd.sync()
+    product = w * 2  # of the value before the write
+    w.add_(1)
+    twice.copy_(product)
+    del product
+    other.sin_()  # fails, so that the others run apart
+    with pytest.raises(spmd.ProgramError):
+        spmd.sync()
+    assert w.tolist() == [2.0] * 4 and twice.tolist() == [2.0] * 4
 
 
 def test_roll_back_gives_up_the_writes_that_failed(broken):

@@ -145,7 +145,10 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
         if storages:
             metrics.count("cuts")
             metrics.count("automatic_cuts")
-            _execute(sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]))
+            # A later piece may read the same leaves.
+            _execute(
+                sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]), donates=False
+            )
             storages.clear()
 
 
@@ -190,9 +193,15 @@ def end_step(*, wait: bool = False) -> None:
         cut(wait=wait)
 
 
-def _execute(live: list[Storage]) -> None:
-    """Starts the program that computes these storages, and stores its results."""
-    planned = plan(live)
+def _execute(live: list[Storage], *, donates: bool = True) -> None:
+    """Starts the program that computes these storages, and stores its results.
+
+    Args:
+        live: the storages.
+        donates: whether no other pending operation reads the same leaves, so that this program may
+            take over their buffers.
+    """
+    planned = plan(live, donates=donates)
     live = planned.live
     leaves, targets, numbers, donated = (
         planned.leaves,
@@ -259,7 +268,7 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
     try:
         for group in groups:
             try:
-                _execute(group)
+                _execute(group, donates=False)  # the others may read the same leaves
             except Exception as again:
                 for storage in group:
                     storage.fail()
@@ -353,8 +362,8 @@ class Plan:
         return compile_cache.get(self.key, lambda: Program(self.graph(), self.name))
 
 
-def plan(live: list[Storage]) -> Plan:
-    """The program that computes these pending storages."""
+def plan(live: list[Storage], *, donates: bool = True) -> Plan:
+    """The program that computes these pending storages; see `_execute` for `donates`."""
     nodes, leaves = collect(live)
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
     structure: list[Any] = []
@@ -382,7 +391,11 @@ def plan(live: list[Storage]) -> Plan:
 
     out_placements = [_output_placement(s, device_ids) for s in live]
     # What is verified runs twice from the same leaves.
-    donated = {} if config.verify_programs else _donated(live, leaves, targets, out_placements)
+    donated = (
+        _donated(live, leaves, targets, out_placements)
+        if donates and not config.verify_programs
+        else {}
+    )
     # jax assigns the donated buffers, in order, to the results of equal shape and dtype, in order.
     # If a buffer went to another result than the one that replaces its value, it would be
     # overwritten while it is still read, and XLA would copy it first.
@@ -579,9 +592,9 @@ def verify() -> Iterator[None]:
     A difference beyond rounding raises `VerificationError`, which names the first operation that
     differs, its layouts and its line. The tensors stay pending, as after any program that failed.
     Indices are checked, too (`config.check_indices`). What is pending at the end of the block is
-    computed. For a program that is suspected to be wrong,
-    and for tests: it takes the memory of all tensors on one device, a second compilation, and waits
-    for each program. A program with a manual region is left out, with a warning.
+    computed. For a program that is suspected to be wrong, and for tests: it takes the memory of all
+    tensors on one device, a second compilation, and waits for each program. A program with a manual
+    region is left out, with a warning.
 
     Example:
         >>> import torch, spmd_core as spmd
