@@ -11,7 +11,7 @@ import spmd_core as spmd
 from spmd_core import source_lines
 from spmd_core.dispatch import automatic_cut, data_dependent
 from spmd_core.graph import storage
-from spmd_core.program import execution, index_checks
+from spmd_core.program import execution, growing_sizes, index_checks
 from spmd_core.steps import closures, compile
 
 _CONFIG = {
@@ -28,6 +28,7 @@ def reset() -> None:
     spmd.eager_mode(False)
     execution.cut_guard = None
     automatic_cut.reset()
+    growing_sizes.clear()
     storage.take_failed()
     index_checks.forget()
     closures._waiting.clear()

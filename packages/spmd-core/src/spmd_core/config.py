@@ -56,6 +56,9 @@ class Config:
     # `VerificationError`. Costs the memory of all tensors on one device, and twice the time. Also
     # set by SPMD_VERIFY=1, and by `verify()` for a region. Read at each cut.
     verify_programs: bool = False
+    # Cuts that differ in one growing size alone, such as a decoder's length, share a program whose
+    # arrays have room for the next power of two; else each size compiles. Read at each cut.
+    bound_growing_sizes: bool = True
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.

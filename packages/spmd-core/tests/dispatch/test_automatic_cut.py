@@ -82,6 +82,18 @@ def test_a_loop_that_ends_its_steps_is_left_alone():
     assert counter("automatic_cuts") == 0 and not watches()
 
 
+def test_a_long_step_that_ends_itself_is_looked_at_once(monkeypatch):
+    looks = []
+    look = automatic_cut._look
+    monkeypatch.setattr(automatic_cut, "_look", lambda *given: (looks.append(1), look(*given)))
+    x, counts = torch.ones(3).to("xla"), []
+    for _ in range(4):
+        results = [x * i for i in range(600)]
+        spmd.sync()
+        counts.append(len(looks))
+    assert results and counts[0] > 0 and counts[-1] == counts[0]
+
+
 @pytest.mark.filterwarnings("ignore:a step ends with")
 def test_a_sync_brings_the_router_back():
     _, model = train("xla", 20)

@@ -19,7 +19,7 @@ def nothing_compiled():
 
 
 def run(size):
-    """Compiles a program of its own for each size."""
+    """Compiles a program of its own for each size, unless it is one more than that before."""
     x = torch.arange(float(size)).to("xla")
     torch.testing.assert_close((x * 3).cumsum(0).cpu(), (torch.arange(float(size)) * 3).cumsum(0))
 
@@ -35,14 +35,14 @@ def test_dropped_programs_are_freed(monkeypatch):
     monkeypatch.setattr(compile_cache, "_MAX_DROPPED", 2)
     before = num_loaded()
     for i in range(6):
-        run(1001 + i)
+        run(1001 + 2 * i)
     assert num_loaded() - before == 2
 
 
 def test_dropped_programs_are_freed_at_once_where_memory_is_short(monkeypatch):
     before = num_loaded()
     for i in range(4):
-        run(2001 + i)
+        run(2001 + 2 * i)
     assert num_loaded() - before == 4
     monkeypatch.setattr(compile_cache.devices, "free_memory_maps", lambda: 100)
     run(2010)
@@ -58,10 +58,10 @@ def test_jax_s_caches_are_cleared_only_where_they_keep_programs(monkeypatch, kee
     monkeypatch.setattr(compile_cache, "_MAX_DROPPED", 2)
     monkeypatch.setattr(spmd.config, "max_programs", 1)
     for i in range(5):  # the first is not dropped
-        run(3001 + i)
+        run(3001 + 2 * i)
     assert len(cleared) == (2 if keeps else 0)
     hits = spmd.metrics.counter("cache_hits")
-    run(3005)  # is in use: it runs on
+    run(3009)  # is in use: it runs on
     assert spmd.metrics.counter("cache_hits") == hits + 1
 
 

@@ -551,7 +551,7 @@ def test_a_miss_says_which_ingredient_changed():
     a = torch.ones(3).to("xla")
     (a * 2).tolist()
     first = compile_cache.keys()[-1]
-    b = torch.ones(4).to("xla")
+    b = torch.ones(5).to("xla")
     (b * 2).tolist()
     assert set(compile_cache.changed(compile_cache.keys()[-1], first)) == {
         "structure",
@@ -591,12 +591,12 @@ def test_programs_are_dropped_before_memory_maps_run_out(monkeypatch):
     def run(n: int) -> list[float]:
         return (torch.arange(float(n)).to("xla") * 3 + n).tolist()
 
-    for n in range(20, 26):
+    for n in range(20, 32, 2):
         run(n)
     assert devices.free_memory_maps() is None or devices.free_memory_maps() > 0
     before, dropped = len(compile_cache.keys()), spmd.metrics.counter("programs_dropped")
     monkeypatch.setattr(devices, "free_memory_maps", lambda: 100)
-    assert run(26) == [3.0 * i + 26 for i in range(26)]
+    assert run(40) == [3.0 * i + 40 for i in range(40)]
     assert len(compile_cache.keys()) == before // 2 + 1
     assert spmd.metrics.counter("programs_dropped") - dropped == before - before // 2
     assert run(20) == [3.0 * i + 20 for i in range(20)]  # compiled again

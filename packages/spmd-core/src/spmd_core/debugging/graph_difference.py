@@ -205,7 +205,7 @@ class Difference:
                     f"{what}: {old.spec!r} -> {new.spec!r}",
                     "" if j in self.new.key.donated else _ADVICE_SHAPE,
                 )
-            elif old.placement is not new.placement:
+            elif old.placement.with_room(None) is not new.placement.with_room(None):
                 was, now = placement_text(old.placement), placement_text(new.placement)
                 is_settling = old.placement.sharding is None and new.placement.sharding is None
                 yield Change(
@@ -390,6 +390,9 @@ class Difference:
         if old.checks_indices != new.checks_indices:
             what = f"config.check_indices: {old.checks_indices} -> {new.checks_indices}"
             yield Change("checks_indices", what, "Set it once, before the first program.")
+        if old.bound is not None and new.bound is not None and old.bound != new.bound:
+            what = f"the growing size may be up to {new.bound}, not {old.bound}"
+            yield Change("bound", what)
         if bool(old.origins) != bool(new.origins):
             state = "on, and were off" if new.origins else "off, and were on"
             yield Change(

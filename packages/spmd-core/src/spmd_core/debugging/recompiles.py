@@ -167,6 +167,11 @@ def _distance(a: Key, b: Key) -> tuple[int, int, int]:
 
 def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
     """The text for the common differences between a first step and the second; else empty."""
+    if new.key.bound is not None:
+        return (
+            f"The program holds for a growing size up to {new.key.bound}, "
+            "and does not compile again until then."
+        )
     if old.record.executions > 1:
         return ""
     made = [name for name in difference.operations_gone if name.startswith(_STATE_MAKERS)]

@@ -38,6 +38,7 @@ class _Watch:
     Attributes:
         cuts: the counter of cuts at the last look; another value means that the program cut.
         blocks: how often `storage.PENDING_BLOCK` new storages were pending since that cut.
+        usual_blocks: how many of them a step has that the program ends itself.
         due: the serial after which the next cut comes; None before a loop is found.
         period: how many serials lie between two cuts.
         calls: calls of `_watch_and_cut`, each of which takes a serial.
@@ -47,6 +48,7 @@ class _Watch:
 
     cuts: float = 0.0
     blocks: int = 0
+    usual_blocks: int = 0
     due: int | None = None
     period: int = 0
     calls: int = 0
@@ -78,10 +80,16 @@ def _on_pending_block() -> None:
     """Has the pending operations looked at by the next call, at doubling distances."""
     cuts = metrics.counter("cuts")
     if cuts != _watch.cuts:
+        _watch.usual_blocks = max(_watch.usual_blocks, _watch.blocks)
         _watch.cuts, _watch.blocks = cuts, 0
     _watch.blocks += 1
     is_power_of_two = not _watch.blocks & (_watch.blocks - 1)
-    if is_power_of_two and _installed() is router.route and execution.cut_guard is None:
+    if (
+        is_power_of_two
+        and _watch.blocks > _watch.usual_blocks
+        and _installed() is router.route
+        and execution.cut_guard is None
+    ):
         # In the middle of an operation nothing may be cut: some of its values have no tensor yet.
         XLAShardedTensor.__torch_dispatch__ = classmethod(_watch_and_cut)  # type: ignore[assignment, method-assign]
 
@@ -159,7 +167,7 @@ def _look(live: list[storage.Storage], nodes: list[Value]) -> None:
         except BaseException:
             _stop()
             raise
-        _watch.period, _watch.cuts = period, metrics.counter("cuts")
+        _watch.period, _watch.cuts, _watch.blocks = period, metrics.counter("cuts"), 0
         # The calls since the last piece have taken serials, too.
         _watch.due, _watch.calls = end + period + _watch.calls, 0
         return

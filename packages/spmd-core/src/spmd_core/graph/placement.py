@@ -1,6 +1,6 @@
 """Where the data of a value lies: on which devices, under which mark."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jax.sharding import NamedSharding
 
@@ -17,29 +17,41 @@ class Placement:
         manual: for a tensor that is local to a manual region, the region's axes; else None. The
             array then has one value for each position along those axes, stacked along an additional
             first dim.
+        room: the shape of an array that has room for more elements than the tensor has (see
+            `program.growing_sizes`); else None. The tensor is its first elements in each dim.
     """
 
-    __slots__ = ("jax_sharding", "manual", "sharding")
-    _known: ClassVar[
-        dict[tuple[NamedSharding | None, Sharding | None, Manual | None], "Placement"]
-    ] = {}
+    __slots__ = ("jax_sharding", "manual", "room", "sharding")
+    _known: ClassVar[dict[tuple[Any, ...], "Placement"]] = {}
 
     def __init__(
-        self, jax_sharding: NamedSharding | None, sharding: Sharding | None, manual: Manual | None
+        self,
+        jax_sharding: NamedSharding | None,
+        sharding: Sharding | None,
+        manual: Manual | None,
+        room: tuple[int, ...] | None,
     ) -> None:
         self.jax_sharding, self.sharding, self.manual = jax_sharding, sharding, manual
+        self.room = room
 
     @staticmethod
     def of(
         jax_sharding: NamedSharding | None,
         sharding: Sharding | None,
         manual: Manual | None = None,
+        room: tuple[int, ...] | None = None,
     ) -> "Placement":
-        key = (jax_sharding, sharding, manual)
+        key = (jax_sharding, sharding, manual, room)
         found = Placement._known.get(key)
         if found is None:
-            found = Placement._known.setdefault(key, Placement(jax_sharding, sharding, manual))
+            found = Placement._known.setdefault(key, Placement(*key))
         return found
+
+    def with_room(self, room: tuple[int, ...] | None) -> "Placement":
+        """The placement with another room; None for none."""
+        if room == self.room:
+            return self
+        return Placement.of(self.jax_sharding, self.sharding, self.manual, room)
 
     @property
     def device_sharding(self) -> NamedSharding:

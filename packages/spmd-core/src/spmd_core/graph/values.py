@@ -102,13 +102,18 @@ class Entry:
             that is an input of the program, else the value itself. None if the operation is not one
             of torch's.
         view_write: for a view, the operation that writes a changed view back into its base.
+        key: what the entry was made from: entries of equal keys do the same. None if it was not
+            kept.
+        form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
     """
 
     __slots__ = (
         "arguments",
         "as_list",
         "border",
+        "form",
         "kernel",
+        "key",
         "name",
         "number_kinds",
         "outs",
@@ -145,6 +150,8 @@ class Entry:
         self.border = border
         self.arguments = arguments
         self.view_write: Entry | None = None
+        self.key: Any = None
+        self.form: tuple[int, tuple[int, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} -> {', '.join(map(repr, self.outs))}"

@@ -35,6 +35,8 @@ class Key(NamedTuple):
             `config.record_source_lines` was off.
         options: `config.compiler_options`, sorted by name.
         checks_indices: `config.check_indices`.
+        bound: the greatest size of a program for growing sizes; the other fields are then those of
+            one size. None for any other program.
     """
 
     structure: tuple[Entry | int, ...]
@@ -45,6 +47,7 @@ class Key(NamedTuple):
     origins: tuple[Origin | None, ...] = ()
     options: tuple[tuple[str, CompilerOption], ...] = ()
     checks_indices: bool = False
+    bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ def _jax_keeps_programs() -> bool:
     del traced
     gc.collect()
     return function() is not None
+
+
+def holds(key: Key) -> bool:
+    """Whether the key's program is in the cache."""
+    return key in _programs
 
 
 def changed(new: Key, old: Key) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Part, Value, origin_of
-from spmd_core.program import compile_cache, index_checks, verification
+from spmd_core.program import compile_cache, growing_sizes, index_checks, verification
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -218,14 +218,22 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             )
     if cut_guard is not None:
         cut_guard.before_program(planned.key)
-    program = planned.program()
+    floats = [x for x in numbers if x.__class__ is float]
+    ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
+    complexes = [x for x in numbers if x.__class__ is complex]
+    bounded = planned.bounded()
+    if bounded is None:
+        program = planned.program()
+    else:
+        program = compile_cache.get(
+            bounded.key, lambda: Program(bounded.graph, f"{planned.name}_{bounded.key.bound}")
+        )
+        targets = bounded.targets
+        ints.append(bounded.number)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    floats = [x for x in numbers if x.__class__ is float]
-    ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
-    complexes = [x for x in numbers if x.__class__ is complex]
     results = program.run(floats, ints, complexes, arrays)
     metrics.count("executions")
     if config.verify_programs and len(planned.key.device_ids) > 1:
@@ -244,7 +252,7 @@ def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
     if (
         sharding is not None
         and placement.manual is None
-        and placement is not marked_placement(sharding)
+        and placement.with_room(None) is not marked_placement(sharding)
     ):
         move(value, marked_placement(sharding))
     storage.write(value)
@@ -356,6 +364,18 @@ class Plan:
         """The program's name."""
         label = "spmd" if cut_guard is None else cut_guard.label
         return f"{label}_{len(self.nodes)}ops_{len(self.leaves)}in"
+
+    def bounded(self) -> growing_sizes.Bounded | None:
+        """The program for many sizes that computes this cut; None if it needs one of its own."""
+        if (
+            cut_guard is not None
+            or not config.bound_growing_sizes
+            or config.verify_programs
+            or config.check_indices
+            or compile_cache.holds(self.key)
+        ):
+            return None
+        return growing_sizes.find(self.key, self.graph)
 
     def program(self) -> Program:
         """The program, from the cache or newly compiled."""
@@ -582,6 +602,9 @@ def place(storage: Storage) -> jax.Array:
         with lock:
             convert(value, device_placement(value.placement.sharding))
     refuse_local(value)
+    if value.placement.room is not None:
+        with lock:
+            move(value, value.placement.with_room(None))
     return value.data
 
 

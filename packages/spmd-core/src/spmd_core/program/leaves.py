@@ -8,7 +8,7 @@ from spmd_core.errors import SpmdError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
-from spmd_core.program.program_graph import padded_shape
+from spmd_core.program.program_graph import stored_shape
 from spmd_core.runtime import buffers
 from spmd_core.runtime.jax_sharding import (
     default_device_ids,
@@ -47,7 +47,7 @@ def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Place
     if sharding is not None:
         return Placement.of(named_sharding(sharding, device_ids), sharding)
     if own is not None and device_ids_of(own) == device_ids:
-        return placement
+        return placement.with_room(None)
     return Placement.of(replicated(device_ids), None)
 
 
@@ -98,10 +98,7 @@ def set_sharding(storage: Storage, sharding: Sharding | None) -> None:
 def move(value: Value, target: Placement) -> None:
     """Reshards a leaf that is in device memory. Does not wait."""
     value.data = buffers.reshard(
-        value.data,
-        target.device_sharding,
-        value.spec.shape,
-        padded_shape(value.spec, target.sharding),
+        value.data, target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
     )
     value.placement = target
 
@@ -116,7 +113,7 @@ def convert(value: Value, target: Placement) -> jax.Array:
     if placement.jax_sharding is None:
         uploaded = target if placement.sharding is None else marked_placement(placement.sharding)
         value.data = buffers.upload(
-            value.data, uploaded.device_sharding, padded_shape(value.spec, uploaded.sharding)
+            value.data, uploaded.device_sharding, stored_shape(value.spec, uploaded)
         )
         value.placement = placement = uploaded
     if placement is target:
@@ -125,8 +122,5 @@ def convert(value: Value, target: Placement) -> jax.Array:
         move(value, target)
         return value.data
     return buffers.reshard(
-        value.data,
-        target.device_sharding,
-        value.spec.shape,
-        padded_shape(value.spec, target.sharding),
+        value.data, target.device_sharding, value.spec.shape, stored_shape(value.spec, target)
     )

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from spmd_core import dtypes, metrics, releases, source_lines
 from spmd_core.graph.placement import Placement
@@ -20,7 +21,7 @@ from spmd_core.ops import registry
 from spmd_core.program import regions
 from spmd_core.program.index_checks import first_offender
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
-from spmd_core.program.program_graph import Graph, Node, Output, padded_shape, stored_shape
+from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
     CommonMesh,
@@ -47,14 +48,12 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
 
 
-class Traced:
-    """A graph as StableHLO with shardings, not compiled.
+class Function:
+    """A graph as a jax function with shardings.
 
     Attributes:
-        lowered: jax's stage before compilation. Its StableHLO names each operation as torch does,
-            `aten::mm`. Where the graph has origins, the name is
-            `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
-            the user's line.
+        jitted: the function of the packed numbers and the leaves.
+        arguments: the shapes, dtypes and shardings of these.
 
     Args:
         graph: what to lower.
@@ -87,14 +86,14 @@ class Traced:
         )
         self.out_placements: list[Any]
         self._offenders: list[tuple[int, jax.Array]]  # for each check, the node and its outcome
-        self._lower(name)
+        self._make(name)
 
-    @property
-    def lowered_text(self) -> Callable[[], str]:
-        """A function that returns the StableHLO as text."""
-        return self.lowered.as_text
+    def jaxpr(self) -> ClosedJaxpr:
+        """The function, traced."""
+        with jax.enable_x64(True):
+            return self.jitted.trace(*self.arguments).jaxpr
 
-    def _lower(self, name: str) -> None:
+    def _make(self, name: str) -> None:
         graph = self.graph
         self._find_local_values()
         marks = [
@@ -116,7 +115,7 @@ class Traced:
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in (
                 (self._num_floats, np.float64),
-                (self._num_ints, np.int64),
+                (self._num_ints + (graph.growth is not None), np.int64),
                 (self._num_complex, np.complex128),
             )
             if count
@@ -138,21 +137,32 @@ class Traced:
             numbers: list[jax.Array], *leaves: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
             self._offenders = []
-            results = self._trace(numbers, leaves)
+            results = (
+                self._trace(numbers, leaves)
+                if graph.growth is None
+                else self._grow(graph.growth, numbers, leaves)
+            )
             token = jnp.zeros((), np.int32)
             return results, first_offender(self._offenders) if graph.checks_indices else token
 
         program.__name__ = name
-        with jax.enable_x64(True):
-            start = time.perf_counter()
-            jitted = jax.jit(
-                program,
-                out_shardings=(out_shardings, everywhere),
-                donate_argnums=tuple(i + 1 for i in graph.donated),
-                keep_unused=True,
-            )
-            self.lowered = jitted.lower(numbers, *leaves)
-        self.record.trace_s = time.perf_counter() - start
+        self.jitted = jax.jit(
+            program,
+            out_shardings=(out_shardings, everywhere),
+            donate_argnums=tuple(i + 1 for i in graph.donated),
+            keep_unused=True,
+        )
+        self.arguments = (numbers, *leaves)
+
+    def _grow(
+        self, growth: Growth, packed: list[jax.Array], leaves: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The results for the number that comes last among the ints."""
+        position = int(self._num_floats > 0)
+        ints = packed[position]
+        rest = [ints[:-1]] if self._num_ints else []
+        numbers = [*packed[:position], *rest, *packed[position + 1 :]]
+        return growth.evaluate(ints[-1], [*numbers, *leaves], self._with_whole)
 
     def _find_local_values(self) -> None:
         """Sets for each value the axes of the manual region that it is local to, else None."""
@@ -230,10 +240,14 @@ class Traced:
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
+        return self._with_whole(x, range(x.ndim - num, x.ndim))
+
+    def _with_whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
+        """`x` with those dims whole on each device; the partitioner chooses the others."""
         if len(self.device_ids) == 1:
             return x
-        free = jax.sharding.PartitionSpec.UNCONSTRAINED
-        spec = jax.sharding.PartitionSpec(*(free,) * (x.ndim - num), *(None,) * num)
+        free, whole = jax.sharding.PartitionSpec.UNCONSTRAINED, {*dims}
+        spec = jax.sharding.PartitionSpec(*(None if d in whole else free for d in range(x.ndim)))
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
 
     def _trace(self, packed: list[jax.Array], leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -361,6 +375,29 @@ class Traced:
         if context.index_checks is not None:  # each check has an outcome for each device
             context.index_checks.extend(bad.any() for bad in results[len(entry.outs) :])
         return results[: len(entry.outs)]
+
+
+class Traced(Function):
+    """A graph as StableHLO with shardings, not compiled.
+
+    Attributes:
+        lowered: jax's stage before compilation. Its StableHLO names each operation as torch does,
+            `aten::mm`. Where the graph has origins, the name is
+            `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
+            the user's line.
+    """
+
+    def __init__(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
+        super().__init__(graph, name, whole_indices=whole_indices)
+        start = time.perf_counter()
+        with jax.enable_x64(True):
+            self.lowered = self.jitted.lower(*self.arguments)
+        self.record.trace_s = time.perf_counter() - start
+
+    @property
+    def lowered_text(self) -> Callable[[], str]:
+        """A function that returns the StableHLO as text."""
+        return self.lowered.as_text
 
 
 @contextmanager

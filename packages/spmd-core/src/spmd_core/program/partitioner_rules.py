@@ -73,10 +73,16 @@ _CALLS = {
 }
 
 
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The function that an equation is a mere call of; None for any other equation."""
+    name = _CALLS.get(eqn.primitive)
+    return None if name is None else eqn.params[name]
+
+
 def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The functions that an equation calls."""
-    if eqn.primitive in _CALLS:
-        return [eqn.params[_CALLS[eqn.primitive]]]
+    if (inner := called(eqn)) is not None:
+        return [inner]
     if eqn.primitive is primitives.scan_p:
         return [eqn.params["jaxpr"]]
     if eqn.primitive is primitives.while_p:
@@ -133,8 +139,8 @@ def _ruled(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax
 
 def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
     """The results of an equation that calls functions, with the rules applied inside of them."""
-    if eqn.primitive in _CALLS:
-        return _evaluate(eqn.params[_CALLS[eqn.primitive]], inputs, splits)
+    if (inner := called(eqn)) is not None:
+        return _evaluate(inner, inputs, splits)
     params = dict(eqn.params)
 
     def rebuilt(inner: ClosedJaxpr) -> ClosedJaxpr:

@@ -68,7 +68,7 @@ class Program(Traced):
         for i, (output, chosen) in enumerate(zip(self.graph.outputs, self.out_placements)):
             if output.placement is None and chosen.manual is None:
                 try:
-                    chosen.device_sharding.shard_shape(output.spec.shape)
+                    chosen.device_sharding.shard_shape(chosen.room or output.spec.shape)
                 except ValueError:
                     found.add(i)
         return found
@@ -82,9 +82,13 @@ class Program(Traced):
         with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
             self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start
+        growth = self.graph.growth
+        rooms = (None,) * len(self.out_placements) if growth is None else growth.rooms
         self.out_placements = [
-            Placement.of(chosen, None) if placement is None else placement
-            for placement, chosen in zip(self.out_placements, self.compiled.output_shardings[0])
+            (Placement.of(chosen, None) if placement is None else placement).with_room(room)
+            for placement, chosen, room in zip(
+                self.out_placements, self.compiled.output_shardings[0], rooms
+            )
         ]
         self._analyse()
 
@@ -186,11 +190,17 @@ def _explain(error: Exception, program: Traced) -> Exception:
     largest = "\n".join(
         f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8]
     )
+    advice = "Shard more, lower the batch, or checkpoint activations. "
+    if graph.growth is not None:
+        advice += (
+            f"Its arrays have room for a growing size up to {graph.growth.bound}; "
+            "spmd_core.config.bound_growing_sizes = False compiles each size without. "
+        )
     return DeviceMemoryError(
         f"a program and its arguments must fit the device's memory; {record.name} "
         f"({record.num_ops} ops on {record.num_devices} devices, "
         f"{record.argument_bytes / 1e6:.1f} MB of arguments and "
         f"{record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
-        "Shard more, lower the batch, or checkpoint activations. "
+        f"{advice}"
         f"Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
     )

@@ -1,6 +1,10 @@
 """`Graph`: the immutable description of one cut, from which a program is lowered."""
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import jax
 
 from spmd_core.config import CompilerOption
 from spmd_core.graph.placement import Placement
@@ -54,6 +58,37 @@ class Output:
         return None if self.placement is None else self.placement.sharding
 
 
+# (x, dims) -> x with those dims whole on each device; the partitioner chooses the others
+KeepWhole = Callable[[jax.Array, Iterable[int]], jax.Array]
+
+
+class Growth(Protocol):
+    """How a program holds for many sizes.
+
+    Attributes:
+        bound: the greatest size that it holds for, which names the program among others.
+        rooms: for each result that grows, the shape of its array; else None.
+    """
+
+    @property
+    def bound(self) -> int: ...
+
+    @property
+    def rooms(self) -> tuple[tuple[int, ...] | None, ...]: ...
+
+    def evaluate(
+        self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
+    ) -> list[jax.Array]:
+        """The results of the program's function at this number.
+
+        Args:
+            number: 0-dim int64.
+            inputs: the packed numbers, then the leaves with their room.
+            keep_whole: gives an array of which no device splits some dims.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Graph:
     """Everything that a program depends on.
@@ -66,6 +101,8 @@ class Graph:
         device_ids: the program's devices.
         options: the compiler's options, by name.
         checks_indices: whether the program's token tells of indices outside their dims.
+        growth: for a program that holds for many sizes, how it does; the specs of the graph are
+            then those of one size.
     """
 
     leaves: tuple[Leaf, ...]
@@ -75,6 +112,7 @@ class Graph:
     device_ids: tuple[int, ...]
     options: tuple[tuple[str, CompilerOption], ...] = ()
     checks_indices: bool = False
+    growth: "Growth | None" = None
 
 
 def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
@@ -84,6 +122,8 @@ def padded_shape(spec: Spec, sharding: Sharding | None) -> tuple[int, ...]:
 
 def stored_shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
     """The shape of a leaf's array; for a local value, with the first dim for the manual axes."""
+    if placement.room is not None:
+        return placement.room
     return (
         padded_shape(spec, placement.sharding)
         if placement.manual is None

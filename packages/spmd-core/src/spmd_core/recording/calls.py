@@ -164,6 +164,8 @@ def remember(key: Any, entry: Any) -> None:
         for old in oldest:
             del entries[old]
         metrics.count("op_entries_dropped", len(oldest))
+    if entry.__class__ is Entry:
+        entry.key = key
     entries[key] = entry
 
 

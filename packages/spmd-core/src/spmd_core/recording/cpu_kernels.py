@@ -269,13 +269,22 @@ def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
 def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible: bool) -> Answer:
     smaller = None if is_small else _smaller(call)
     if smaller is not None:
-        metas = _meta_specs(smaller)
-        if metas is not None:
-            answer = _carry_out(smaller)
-            # Another error may come from the sizes.
-            if answer.error is None or _is_for_the_dtypes(smaller):
-                return replace(answer, metas=metas)
+        answer = _answer_for_any_size(smaller, default_dtype)
+        if answer is not None:
+            return answer
     return _carry_out(call) if is_small or is_feasible else _UNKNOWN
+
+
+@lru_cache(maxsize=8192)
+def _answer_for_any_size(smaller: _Call, default_dtype: torch.dtype) -> Answer | None:
+    """The answer for all calls that become this one; None where their own sizes may count."""
+    metas = _meta_specs(smaller)
+    if metas is None:
+        return None
+    answer = _carry_out(smaller)
+    # Another error may come from the sizes.
+    is_right = answer.error is None or _is_for_the_dtypes(smaller)
+    return replace(answer, metas=metas) if is_right else None
 
 
 def _carry_out(call: _Call) -> Answer:

@@ -54,6 +54,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
         if link is None:
             entry = new_entry(lowering, result, args, kwargs, ())
             entry.arguments = _without_base(entry)
+            entry.key = (token, *key)
             link = Link(entry, call, offset, base=base)
         remember((token, *key), link)
         if len(links) >= config.max_op_entries:
@@ -166,6 +167,7 @@ def _moving_link(
         arguments = {"dim": dim, "start": int, "length": length}
         entry = Entry(name, kernel, (spec,), number_kinds=(int,), arguments=arguments)
         entry.view_write = Entry(f"write.{name}", write_back, (base,), number_kinds=(int,))
+        entry.view_write.key = ("write", *family)
         return entry
 
     entry = known((*family, "entry"), make)
@@ -292,6 +294,7 @@ def strided_link(
 
     def make() -> Link:
         entry = _strided_entry(base, changes, Spec.of(size, strides, dtype), offset)
+        entry.key = key
         return Link(entry, call, offset, base=base)
 
     return known(key, make)

@@ -139,6 +139,8 @@ def _view_write_entry(link: Link, base: Spec) -> Entry:
             return [place(inputs[0], inputs[1], *args, **kwargs)]
 
         found = link.entry.view_write = Entry(f"write.{link.entry.name}", kernel, (base,))
+        if link.entry.key is not None:
+            found.key = ("write", link.entry.key)
     return found
 
 

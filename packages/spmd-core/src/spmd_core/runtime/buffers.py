@@ -1,5 +1,6 @@
 """Moves data between host and device memory, and limits the number of programs in flight."""
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -88,12 +89,23 @@ def reshard(
             )
         if array.shape == padded_shape:
             return jax.device_put(array, jax_sharding)
+        if array.sharding.is_equivalent_to(jax_sharding, array.ndim):
+            # Only dims that are not split differ: more or less room behind their elements.
+            return _resized(array, padded_shape, jax_sharding)
         whole = jax.device_put(array, replicated(device_ids_of(array.sharding)))[
             tuple(slice(n) for n in shape)
         ]
         return jax.device_put(
             jax.numpy.pad(whole, [(0, p - n) for n, p in zip(shape, padded_shape)]), jax_sharding
         )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resized(array: jax.Array, shape: tuple[int, ...], jax_sharding: Any) -> jax.Array:
+    kept = tuple(min(n, p) for n, p in zip(array.shape, shape))
+    array = jax.lax.slice(array, (0,) * array.ndim, kept)
+    array = jax.numpy.pad(array, [(0, p - n) for n, p in zip(kept, shape)])
+    return jax.lax.with_sharding_constraint(array, jax_sharding)
 
 
 def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:

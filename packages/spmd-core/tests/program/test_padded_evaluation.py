@@ -1,0 +1,245 @@
+"""Functions of growing arrays, evaluated with padding: equal to jax without any, or refused.
+
+The padding holds NaN and large integers, so that an element which depends on it shows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from tiers import examples
+
+from spmd_core.program.affine_sizes import Affine, Fit, Form, GrowthRefusedError
+from spmd_core.program.padded_evaluation import Evaluation
+
+FIRST, SECOND, BOUND = 5, 6, 32
+Function = Callable[..., Any]
+
+
+def arrays(shapes: Sequence[tuple[Any, ...]], number: int) -> list[np.ndarray]:
+    """Seeded arrays; "n" stands for the number, and a first "i" or "b" for the dtype."""
+    made = []
+    for position, shape in enumerate(shapes):
+        kind = shape[0] if shape and shape[0] in ("i", "b") else "f"
+        dims = [number if d == "n" else d for d in shape if d not in ("i", "b")]
+        random = np.random.default_rng(position)
+        largest = [64 if d == "n" else d for d in shape if d not in ("i", "b")]
+        whole = random.standard_normal(largest)  # the same elements for each number
+        whole = whole[tuple(slice(d) for d in dims)]
+        if kind == "i":
+            made.append((np.abs(whole) * 100).astype(np.int64) % 5)
+        else:
+            made.append(whole > 0 if kind == "b" else whole.astype(np.float32))
+    return made
+
+
+def padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    garbage = np.nan if x.dtype.kind == "f" else (1 << 40 if x.dtype.kind == "i" else True)
+    wide = np.full(shape, garbage, x.dtype)
+    wide[tuple(slice(n) for n in x.shape)] = x
+    return wide
+
+
+def traced(function: Function, shapes: Sequence[Any], number: int) -> Any:
+    with jax.enable_x64(True):
+        inputs = arrays(shapes, number)
+        return jax.make_jaxpr(lambda *xs: function(number, *xs))(*inputs)
+
+
+def evaluate(
+    function: Function, shapes: Sequence[Any], number: int, shrinking: frozenset[Affine]
+) -> list[np.ndarray]:
+    first, second = (traced(function, shapes, n) for n in (FIRST, SECOND))
+    if not Form.of(first).agrees(Form.of(second)):
+        raise GrowthRefusedError("its operations differ")
+    with jax.enable_x64(True):
+        wide = [padded(x, y.shape) for x, y in zip(arrays(shapes, number), arrays(shapes, BOUND))]
+
+        def run(n: Any, inputs: Any) -> list[Any]:
+            evaluation = Evaluation(Fit(FIRST, SECOND, shrinking), BOUND, n)
+            return [x.array for x in evaluation.run(first, second, inputs)]
+
+        return [np.asarray(x) for x in jax.jit(run)(np.int64(number), wide)]
+
+
+def check(
+    function: Function,
+    shapes: Sequence[Any],
+    number: int,
+    shrinking: frozenset[Affine] = frozenset(),
+) -> None:
+    found = evaluate(function, shapes, number, shrinking)
+    with jax.enable_x64(True):
+        expected = function(number, *map(jnp.asarray, arrays(shapes, number)))
+    for ours, right in zip(found, jax.tree.leaves(expected), strict=True):
+        right = np.asarray(right)
+        cut = ours[tuple(slice(n) for n in right.shape)]
+        np.testing.assert_allclose(cut, right, rtol=1e-4, atol=1e-5)
+
+
+def attention(n, q, k, v, w):
+    scores = jnp.einsum("bqd,bnd->bqn", q, k) / 2
+    out = jax.nn.softmax(scores, axis=-1) @ v
+    return jnp.concatenate([k, out @ w], axis=1), out
+
+
+CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
+    "elementwise": (lambda n, x, y: jnp.sin(x) * y + n, [("n", 3), ("n", 3)]),
+    "where": (lambda n, m, x: jnp.where(m, x, -1.0), [("b", "n"), ("n",)]),
+    "sum": (lambda n, x: x.sum(0), [("n", 3)]),
+    "mean": (lambda n, x: x.mean(1), [(2, "n")]),
+    "prod": (lambda n, x: jnp.prod(x, 0), [("n", 3)]),
+    "max": (lambda n, x: x.max(0), [("n", 3)]),
+    "min": (lambda n, x: x.min(), [("n", 3)]),
+    "max of ints": (lambda n, x: (x.max(), x.min(), x.sum()), [("i", "n", 2)]),
+    "any and all": (lambda n, m: (m.any(0), m.all(0)), [("b", "n", 3)]),
+    "argmax": (lambda n, x: (x.argmax(0), x.argmin(0)), [("n", 3)]),
+    "softmax": (lambda n, x: jax.nn.softmax(x, axis=-1), [(3, "n")]),
+    "logsumexp": (lambda n, x: jax.nn.logsumexp(x, axis=-1), [(3, "n")]),
+    "layer norm": (lambda n, x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+                   [("n", 4)]),
+    "variance of rows": (lambda n, x: x.var(0), [("n", 4)]),
+    "cumsum": (lambda n, x: jnp.cumsum(x, 0), [("n", 3)]),
+    "cumsum from the end": (lambda n, x: lax.cumsum(x, 0, reverse=True), [("n", 3)]),
+    "cummax from the end": (lambda n, x: lax.cummax(x, 0, reverse=True), [("n", 3)]),
+    "product over rows": (lambda n, x, y: x.T @ y, [("n", 3), ("n", 2)]),
+    "product of rows": (lambda n, x, w: x @ w, [("n", 3), (3, 2)]),
+    "outer product": (lambda n, x, y: x @ y.T, [("n", 3), ("n", 3)]),
+    "products in batches": (lambda n, x, y: jnp.einsum("nij,njk->nik", x, y),
+                            [("n", 2, 3), ("n", 3, 2)]),
+    "attention": (attention, [(2, 1, 4), (2, "n", 4), (2, "n", 4), (4, 4)]),
+    "concatenate behind": (lambda n, x, y: jnp.concatenate([x, y], 0), [("n", 3), (2, 3)]),
+    "concatenate in front": (lambda n, x, y: jnp.concatenate([y, x], 0), [("n", 3), (2, 3)]),
+    "concatenate two": (lambda n, x, y: jnp.concatenate([x, y, x], 1), [(2, "n"), (2, 3)]),
+    "concatenate others": (lambda n, x, y: jnp.concatenate([x, y], 0), [(2, "n"), (3, "n")]),
+    "last row": (lambda n, x: x[n - 1 :], [("n", 3)]),
+    "row before the last": (lambda n, x: x[-2], [("n", 3)]),
+    "all but the first": (lambda n, x: x[1:] * 2, [("n", 3)]),
+    "all but the last": (lambda n, x: x[:-1] - x[1:], [("n", 3)]),
+    "first rows": (lambda n, x: x[:3], [("n", 3)]),
+    "middle": (lambda n, x: x[n - 4 : n - 1, 1:], [("n", 3)]),
+    "every second column": (lambda n, x: x[:, ::2], [("n", 4)]),
+    "row at the number": (lambda n, x: lax.dynamic_slice(x, (n, 0), (1, 3)), [(40, 3)]),
+    "slice at an index": (lambda n, x, i: lax.dynamic_slice(x, (i[0] + n, 0), (2, 3)),
+                          [("n", 3), ("i", 1)]),
+    "write the last row": (lambda n, x, y: x.at[n - 1].set(y), [("n", 3), (3,)]),
+    "write beyond": (lambda n, x, y: lax.dynamic_update_slice(x, y, (n, 0)), [("n", 3), (2, 3)]),
+    "write ever more": (lambda n, x, y: lax.dynamic_update_slice(x, y, (2, 0)),
+                        [(40, 3), ("n", 3)]),
+    "rows of a table": (lambda n, t, i: t[i], [(5, 3), ("i", "n")]),
+    "rows of a growing table": (lambda n, t, i: t[i], [("n", 3), ("i", 4)]),
+    "rows beyond the table": (lambda n, t, i: jnp.take(t, i + n - 2, axis=0, mode="fill"),
+                              [("n", 3), ("i", 4)]),
+    "rows at the table's end": (lambda n, t, i: jnp.take(t, i + n - 2, axis=0, mode="clip"),
+                                [("n", 3), ("i", 4)]),
+    "elements along rows": (lambda n, x, i: jnp.take_along_axis(x, i, axis=0),
+                            [("n", 3), ("i", "n", 3)]),
+    "add rows at indices": (lambda n, i, y: jnp.zeros((5, 3)).at[i].add(y),
+                            [("i", "n"), ("n", 3)]),
+    "add to growing rows": (lambda n, x, i, y: x.at[i].add(y), [("n", 3), ("i", 4), (4, 3)]),
+    "clipped writes": (lambda n, x, i, y: x.at[i + n].set(y[0], mode="clip"),
+                       [("n", 3), ("i", 4), (4, 3)]),
+    "dropped writes": (lambda n, x, i, y: x.at[i + n - 2].add(y, mode="drop"),
+                       [("n", 3), ("i", 4), (4, 3)]),
+    "writes of columns": (lambda n, x, y: x.at[:, 1].set(y), [("n", 3), ("n",)]),
+    "iota": (lambda n, x: x + jnp.arange(n), [("n",)]),
+    "triangle": (lambda n, x: jnp.tril(x), [("n", "n")]),
+    "padding": (lambda n, x: jnp.pad(x, [(1, 2), (0, 0)], constant_values=7).sum(0), [("n", 3)]),
+    "flatten": (lambda n, x: x.reshape(1, -1).sum(1), [("n", 3)]),
+    "split heads": (lambda n, x: x.reshape(1, n, 2, 2).transpose(0, 2, 1, 3), [(1, "n", 4)]),
+    "sort other dims": (lambda n, x: jnp.sort(x, axis=1), [("n", 3)]),
+    "reverse other dims": (lambda n, x: x[:, ::-1], [("n", 3)]),
+    "greatest": (lambda n, x: lax.top_k(x, 2), [(2, "n")]),
+    "repeat": (lambda n, x: jnp.broadcast_to(x[:, None], (3, 2, n)).reshape(6, n), [(3, "n")]),
+    "inner function": (lambda n, x: jax.jit(lambda y: y.sum(0) + n)(x), [("n", 3)]),
+    "a loop of fixed size": (lambda n, x, y: lax.fori_loop(0, 3, lambda i, z: z * 2, y) + x.sum(0),
+                             [("n", 3), (3,)]),
+    "one over the number": (lambda n, x: x.sum() * (1 / n), [("n",)]),
+}  # fmt: skip
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("name", CASES)
+def test_the_elements_are_those_without_padding(name):
+    function, shapes = CASES[name]
+    for number in (SECOND, 17, BOUND):
+        check(function, shapes, number)
+
+
+def test_a_fixed_room_is_filled_to_its_end():
+    shrinking = frozenset({Affine(-1, 40)})
+    for number in (7, 23, BOUND):
+        check(lambda n, x: jnp.pad(x, (0, 40 - n)), [("n",)], number, shrinking)
+
+
+REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
+    "merge": (lambda n, x: x.reshape(-1), [(2, "n")]),
+    "square": (lambda n, x: x.reshape(-1), [("n", "n")]),
+    "sort": (lambda n, x: jnp.sort(x), [("n",)]),
+    "reverse": (lambda n, x: x[::-1], [("n",)]),
+    "every second row": (lambda n, x: x[::2], [("n",)]),
+    "pad to a multiple": (lambda n, x: jnp.pad(x, (0, -n % 8)), [("n",)]),
+    "pad in front": (lambda n, x: jnp.pad(x, (n, 0)), [("n",)]),
+    "convolution": (lambda n, x: jnp.convolve(x, np.ones(3, np.float32)), [("n",)]),
+    "loop to the number": (lambda n, x: lax.fori_loop(0, n, lambda i, y: y * 2, x), [(3,)]),
+    "table of the size": (lambda n, x: x + np.linspace(0, 1, n), [("n",)]),
+    "square root of the number": (lambda n, x: x * np.sqrt(n), [("n",)]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused(name):
+    function, shapes = REFUSED[name]
+    with pytest.raises(GrowthRefusedError):
+        evaluate(function, shapes, 9, frozenset())
+
+
+def test_forms_of_three_sizes_tell_whether_the_first_two_predict_the_third():
+    def forms(function, shapes, numbers):
+        return [Form.of(traced(function, shapes, n)) for n in numbers]
+
+    fit = Fit(5, 6)
+    a, b, c = forms(lambda n, x: x.mean(), [("n",)], (5, 6, 19))
+    assert a.agrees(b) and a.predicts(b, fit, c, 19) and not a.predicts(b, fit, c, 18)
+    a, b, c = forms(lambda n, x: x[: n * n // 16], [(64,)], (5, 6, 19))
+    assert not a.predicts(b, fit, c, 19)
+    a, b = forms(lambda n, x: x * 2 if n < 6 else x + 2, [("n",)], (5, 6))
+    assert not a.agrees(b)
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(st.data())
+def test_random_chains(data):
+    """Chains of the steps below, each on what the one before returned."""
+    steps = [
+        lambda n, x, y: jnp.tanh(x),
+        lambda n, x, y: jnp.concatenate([x, y], 1),
+        lambda n, x, y: jnp.concatenate([y, x], 1),
+        lambda n, x, y: x[:, 1:],
+        lambda n, x, y: x[:, -3:],
+        lambda n, x, y: x - x.mean(1, keepdims=True),
+        lambda n, x, y: jax.nn.softmax(x, axis=1),
+        lambda n, x, y: jnp.cumsum(x, 1),
+        lambda n, x, y: jnp.where(jnp.arange(x.shape[1])[:, None] < 3, x, y),
+        lambda n, x, y: jnp.einsum("bnd,bmd->bnm", x, y) @ y,
+        lambda n, x, y: jnp.pad(x, [(0, 0), (1, 1), (0, 0)], constant_values=0.5),
+        lambda n, x, y: x.at[:, x.shape[1] // x.shape[1]].add(1.0),
+    ]
+    chosen = data.draw(st.lists(st.sampled_from(steps), min_size=1, max_size=6))
+    number = data.draw(st.integers(SECOND, BOUND))
+
+    def function(n, x, y):
+        for step in chosen:
+            x = step(n, x, y)
+        return x, x.sum(1)
+
+    try:
+        check(function, [(2, "n", 3), (2, 1, 3)], number)
+    except GrowthRefusedError:
+        event("refused")
