@@ -6,7 +6,7 @@ They run unchanged on stock torch and jaxlib.
 from importlib import metadata as _metadata
 
 from spmd_core import source_lines
-from torch_xla import _absent
+from torch_xla import _absent, _losses
 from torch_xla._environment import apply as _apply_environment
 
 # The PyTorch/XLA version whose names this package provides: programs read it to find out which
@@ -23,6 +23,7 @@ if any(_metadata.distributions(name="torch_xla")):
 _apply_environment()
 source_lines.hide_package_of(__file__)
 _absent.install()
+_losses.accept_float_targets()
 
 from torch_xla import _XLAC as _XLAC  # noqa: E402
 from torch_xla import _internal as _internal  # noqa: E402

@@ -90,6 +90,12 @@ def forget() -> None:
     calls.forget()
 
 
+def wrap(func: torch._ops.OpOverload, wrapper: Callable[[Handler], Handler]) -> None:
+    """Has calls of an overload go to `wrapper(handler)`, for packages on top of this one."""
+    _SPECIAL[func] = wrapper(_make_handler(func))
+    _handlers.pop(id(func), None)
+
+
 def _make_handler(func: torch._ops.OpOverload) -> Handler:
     special_handler = _SPECIAL.get(func)
     return _ordinary_handler(func) if special_handler is None else special_handler
