@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 import torch_xla  # noqa: F401
 
 
