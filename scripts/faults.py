@@ -218,7 +218,7 @@ FAULTS = (
         "donate_argnums=()",
     ),
     Fault(
-        "spmd_core/program/execution.py",
+        "spmd_core/program/planning.py",
         "the cache's key lacks the donated inputs: it frees held buffers",
         "return compile_cache.get(self.key, lambda",
         "return compile_cache.get(self.key._replace(donated=()), lambda",

@@ -11,7 +11,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.graph import storage
-from spmd_core.program import compile_cache, execution
+from spmd_core.program import compile_cache, execution, planning
 from spmd_core.runtime import devices
 
 pytestmark = pytest.mark.one_device
@@ -249,7 +249,7 @@ def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
         optimizer.step()
         optimizer.zero_grad()
         pending = storage.take_pending()
-        planned = execution.plan(pending)
+        planned = planning.plan(pending)
         for s in pending:
             s.request()
         replaced = [s.committed for s in planned.live]

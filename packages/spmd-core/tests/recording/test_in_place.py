@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from spmd_core.program import execution
+from spmd_core.program import planning
 
 
 @pytest.fixture
@@ -35,6 +35,6 @@ def test_threads_that_update_one_tensor_lose_no_update(through_a_view, eager_swi
     for thread in threads:
         thread.join()
     # Every update reads the one before: the graph holds all of them, or one was lost.
-    nodes, _ = execution.collect([x._handle])
+    nodes, _ = planning.collect([x._handle])
     assert sum(node.entry.name == "aten::add.Tensor" for node in nodes) == 800
     x.zero_()  # the updates need not run

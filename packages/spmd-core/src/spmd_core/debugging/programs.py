@@ -14,7 +14,7 @@ from spmd_core.debugging.communication import Collectives as Collectives
 from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock, read, take_pending
 from spmd_core.graph.values import Spec
-from spmd_core.program import compile_cache, execution
+from spmd_core.program import compile_cache, planning
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program import Program
 from spmd_core.tensor.sharded_tensor import device_tensor
@@ -170,10 +170,10 @@ def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:
     return Traced(planned.graph(), planned.name)
 
 
-def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
+def _planned(tensors: Sequence[torch.Tensor], what: str) -> planning.Plan:
     """The program that a `sync()` of these tensors would run."""
     if tensors:
-        return execution.plan([_pending(t, what) for t in tensors])
+        return planning.plan([_pending(t, what) for t in tensors])
     live = take_pending()
     for storage in live:
         storage.request()
@@ -182,7 +182,7 @@ def _planned(tensors: Sequence[torch.Tensor], what: str) -> execution.Plan:
             f"{what} shows the program of what is pending; nothing is. "
             f"Call it before sync(), or give it a program: {what}(program=...)."
         )
-    return execution.plan(live)
+    return planning.plan(live)
 
 
 def _pending(t: torch.Tensor, what: str) -> Storage:

@@ -19,7 +19,7 @@ from spmd_core import metrics
 from spmd_core.dispatch import router
 from spmd_core.graph import repetition, storage
 from spmd_core.graph.values import Entry, Value, take_serial
-from spmd_core.program import execution
+from spmd_core.program import execution, planning
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 # A graph of fewer operations stays whole, whatever it repeats.
@@ -133,7 +133,7 @@ def _cut_if_due() -> None:
     if (_watch.due is not None and recorded < _watch.due) or _is_inside_an_operation():
         return
     live = storage.pending()
-    nodes, _ = execution.collect(live)
+    nodes, _ = planning.collect(live)
     if _watch.due is None:
         _look(live, nodes)
     else:

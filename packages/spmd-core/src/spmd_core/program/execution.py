@@ -1,23 +1,21 @@
 """The cut: computes everything that is pending and still held, in one program."""
 
-import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
 import torch
 
-from spmd_core import metrics, source_lines
+from spmd_core import metrics
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
-from spmd_core.graph.values import Part, Value, origin_of
+from spmd_core.graph.values import Value
 from spmd_core.program import compile_cache, growing_sizes, index_checks, verification
 from spmd_core.program.leaves import (
     convert,
@@ -25,16 +23,11 @@ from spmd_core.program.leaves import (
     marked_placement,
     move,
     refuse_local,
-    target_placement,
 )
+from spmd_core.program.planning import Plan, collect, plan
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph, Leaf, Node, Output, padded_shape
+from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers
-from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of
-from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.sharding import Sharding
-
-_by_serial = operator.attrgetter("serial")
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
 # that this one must not import registers here to take part in every step.
@@ -201,7 +194,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         donates: whether no other pending operation reads the same leaves, so that this program may
             take over their buffers.
     """
-    planned = plan(live, donates=donates)
+    planned = plan(live, label=program_label(), donates=donates)
     live = planned.live
     leaves, targets, numbers, donated = (
         planned.leaves,
@@ -221,7 +214,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
     complexes = [x for x in numbers if x.__class__ is complex]
-    bounded = planned.bounded()
+    bounded = _bounded(planned)
     if bounded is None:
         program = planned.program()
     else:
@@ -242,6 +235,24 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
         _commit(storage, array, placement)
+
+
+def program_label() -> str:
+    """The beginning of the names of programs."""
+    return "spmd" if cut_guard is None else cut_guard.label
+
+
+def _bounded(planned: Plan) -> growing_sizes.Bounded | None:
+    """The program for many sizes that computes a cut; None if it needs one of its own."""
+    if (
+        cut_guard is not None
+        or not config.bound_growing_sizes
+        or config.verify_programs
+        or config.check_indices
+        or compile_cache.holds(planned.key)
+    ):
+        return None
+    return growing_sizes.find(planned.key, planned.graph)
 
 
 def _commit(storage: Storage, array: jax.Array, placement: Placement) -> None:
@@ -312,244 +323,6 @@ def _groups(live: list[Storage]) -> list[list[Storage]]:
             group_of[node] = merged
         groups = [*(g for g in groups if g is not merged), merged]
     return groups
-
-
-@dataclass
-class Plan:
-    """What a cut is about to run. Making a plan changes nothing: `debugging` shows plans unrun.
-
-    Attributes:
-        key: the program's key.
-        live: the storages that receive the results, in the order of the results.
-        nodes: the recorded operations, in the order of recording.
-        node_inputs: for each node, the value numbers of its inputs (see `program_graph.Node`).
-        leaves: the program's inputs.
-        targets: how each leaf must lie on the program's devices.
-        numbers: the Python numbers that are inputs of the program, in the order of the nodes.
-    """
-
-    key: compile_cache.Key
-    live: list[Storage]
-    nodes: list[Value]
-    node_inputs: list[list[int]]
-    leaves: list[Value]
-    targets: tuple[Placement, ...]
-    numbers: list[Any]
-
-    def graph(self) -> Graph:
-        """The graph to lower; only needed if the program is not in the cache."""
-        key = self.key
-        origins = key.origins or (None,) * len(self.nodes)
-        return Graph(
-            tuple(
-                Leaf(leaf.spec, target, origin_of(leaf))
-                for leaf, target in zip(self.leaves, self.targets)
-            ),
-            tuple(
-                Node(node.entry, tuple(inputs), origin)
-                for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)
-            ),
-            tuple(
-                Output(number, s.spec, placement)
-                for s, (number, _, placement) in zip(self.live, key.outputs)
-            ),
-            key.donated,
-            key.device_ids,
-            key.options,
-            key.checks_indices,
-        )
-
-    @property
-    def name(self) -> str:
-        """The program's name."""
-        label = "spmd" if cut_guard is None else cut_guard.label
-        return f"{label}_{len(self.nodes)}ops_{len(self.leaves)}in"
-
-    def bounded(self) -> growing_sizes.Bounded | None:
-        """The program for many sizes that computes this cut; None if it needs one of its own."""
-        if (
-            cut_guard is not None
-            or not config.bound_growing_sizes
-            or config.verify_programs
-            or config.check_indices
-            or compile_cache.holds(self.key)
-        ):
-            return None
-        return growing_sizes.find(self.key, self.graph)
-
-    def program(self) -> Program:
-        """The program, from the cache or newly compiled."""
-        return compile_cache.get(self.key, lambda: Program(self.graph(), self.name))
-
-
-def plan(live: list[Storage], *, donates: bool = True) -> Plan:
-    """The program that computes these pending storages; see `_execute` for `donates`."""
-    nodes, leaves = collect(live)
-    number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
-    structure: list[Any] = []
-    node_inputs: list[list[int]] = []
-    numbers: list[Any] = []
-    marks: set[Sharding] = {s.sharding for s in live if s.sharding is not None}
-    marks |= {p.sharding for p in {leaf.placement for leaf in leaves} if p.sharding is not None}
-    count = 0
-    for node in nodes:
-        entry = node.entry
-        inputs = [number_of[x] if x.parent is None else _number(x, number_of) for x in node.inputs]
-        number_of[node] = count
-        count += len(entry.outs)
-        structure.append(entry)
-        structure.extend(inputs)
-        node_inputs.append(inputs)
-        if node.numbers:
-            numbers.extend(node.numbers)
-        if entry.sharding is not None:
-            marks.add(entry.sharding)
-        if entry.border is not None:
-            marks.add(entry.border.sharding)
-    device_ids = _program_devices(marks, leaves)
-    targets = tuple(target_placement(leaf.placement, device_ids) for leaf in leaves)
-
-    out_placements = [_output_placement(s, device_ids) for s in live]
-    # What is verified runs twice from the same leaves.
-    donated = (
-        _donated(live, leaves, targets, out_placements)
-        if donates and not config.verify_programs
-        else {}
-    )
-    # jax assigns the donated buffers, in order, to the results of equal shape and dtype, in order.
-    # If a buffer went to another result than the one that replaces its value, it would be
-    # overwritten while it is still read, and XLA would copy it first.
-    order = list(dict.fromkeys([*donated.values(), *range(len(live))]))
-    live, out_placements = [live[i] for i in order], [out_placements[i] for i in order]
-    out_numbers = [_number(s.value, number_of) for s in live]
-    key = compile_cache.Key(
-        tuple(structure),
-        tuple((leaf.spec.logical, target) for leaf, target in zip(leaves, targets)),
-        tuple(zip(out_numbers, (s.spec.logical for s in live), out_placements)),
-        tuple(donated),
-        device_ids,
-        _origins(nodes) if source_lines.is_used() else (),
-        tuple(sorted(config.compiler_options.items())),
-        config.check_indices,
-    )
-    return Plan(key, live, nodes, node_inputs, leaves, targets, numbers)
-
-
-def collect(live: list[Storage]) -> tuple[list[Value], list[Value]]:
-    """The pending nodes that the storages need, and the leaves that these read.
-
-    Nodes are in the order of recording, leaves in the order of first use.
-    """
-    nodes: list[Value] = []
-    seen: set[Value] = set()
-    stack = [s.value for s in live]
-    while stack:
-        value = stack.pop()
-        if value in seen or value.data is not None:
-            continue
-        seen.add(value)
-        if value.parent is not None:
-            stack.append(value.parent)
-        else:
-            nodes.append(value)
-            stack.extend(value.inputs)
-    nodes.sort(key=_by_serial)
-    leaves = list(dict.fromkeys(x for node in nodes for x in node.inputs if x.data is not None))
-    return nodes, leaves
-
-
-def _origins(nodes: list[Value]) -> tuple[source_lines.Origin | None, ...]:
-    origins = tuple(origin_of(node) for node in nodes)
-    return origins if any(origins) else ()
-
-
-def _number(value: Value, number_of: dict[Value, int]) -> int:
-    """The value's number, from those of the leaves and nodes (see `program_graph.Node`)."""
-    return (
-        number_of[value]
-        if not isinstance(value, Part) or value.parent is None
-        else number_of[value.parent] + value.index
-    )
-
-
-def _program_devices(shardings: set[Sharding], leaves: list[Value]) -> tuple[int, ...]:
-    """The devices of a program: those of every mesh in it, else those that its leaves are on."""
-    meshes = frozenset(s.mesh for s in shardings)
-    if meshes:
-        return _union(meshes)
-    leaf_devices = {
-        device_ids_of(p.jax_sharding)
-        for p in {v.placement for v in leaves}
-        if p.jax_sharding is not None
-    }
-    return leaf_devices.pop() if len(leaf_devices) == 1 else default_device_ids()
-
-
-@lru_cache(maxsize=1024)
-def _union(meshes: frozenset[Mesh]) -> tuple[int, ...]:
-    """The devices of all meshes: in the order of a mesh that has them all, else ascending."""
-    orders = {mesh.ids for mesh in meshes}
-    union = {i for ids in orders for i in ids}
-    whole = sorted(ids for ids in orders if len(ids) == len(union))
-    return whole[0] if whole else tuple(sorted(union))
-
-
-def _output_placement(storage: Storage, device_ids: tuple[int, ...]) -> Placement | None:
-    """Where a program puts the storage's new value; None where the partitioner chooses."""
-    if storage.sharding is not None:
-        return target_placement(marked_placement(storage.sharding), device_ids)
-    before = storage.committed
-    if before is not None:
-        # An unmarked tensor that is updated in place stays where it is: then the next step needs
-        # the same program, and can donate the buffer.
-        return (
-            target_placement(before.placement, device_ids)
-            if before.placement.sharding is None
-            else None
-        )
-    return None
-
-
-def _donated(
-    live: list[Storage],
-    leaves: list[Value],
-    targets: tuple[Placement, ...],
-    out_placements: list[Placement | None],
-) -> dict[int, int]:
-    """The leaves whose last reader is this program, each with the result that gets its buffer.
-
-    That result is the one that replaces the leaf's value, else another one of the same shape, dtype
-    and placement.
-
-    Returns:
-        The position of the result by the position of the leaf.
-    """
-    free = {
-        s: (s.spec.shape, s.spec.dtype, placement)
-        for s, placement in zip(live, out_placements)
-        if placement is not None
-    }
-    number = {s: i for i, s in enumerate(live)}
-    donated: dict[int, int] = {}
-    others: list[tuple[int, Any]] = []
-    for position, (leaf, target) in enumerate(zip(leaves, targets)):
-        owner = leaf.owner() if leaf.owner is not None else None
-        if owner is not None and owner.value is leaf:
-            continue
-        layout = (leaf.spec.shape, leaf.spec.dtype, target)
-        if owner is not None and free.get(owner) == layout:
-            donated[position] = number[owner]
-            del free[owner]
-        else:
-            others.append((position, layout))
-    if others and free:
-        by_layout: dict[Any, list[int]] = {}
-        for s, layout in free.items():
-            by_layout.setdefault(layout, []).append(number[s])
-        for position, layout in others:
-            if by_layout.get(layout):
-                donated[position] = by_layout[layout].pop(0)
-    return dict(sorted(donated.items()))
 
 
 def materialize(storage: Storage) -> Value:
