@@ -73,15 +73,22 @@ _num_dropped = 0
 _MAX_DROPPED = 64
 
 
+def find(key: Key) -> Program | None:
+    """The key's program; None if it is not in the cache."""
+    program = _programs.get(key)
+    if program is not None:
+        _programs.move_to_end(key)
+        metrics.count("cache_hits")
+    return program
+
+
 def get(key: Key, build: Callable[[], Program]) -> Program:
     """The key's program, compiled by `build` on a miss.
 
     Beyond `config.max_programs`, the least recently used program is dropped.
     """
-    program = _programs.get(key)
+    program = find(key)
     if program is not None:
-        _programs.move_to_end(key)
-        metrics.count("cache_hits")
         return program
     _make_room()
     program = _programs[key] = build()
@@ -134,11 +141,6 @@ def _jax_keeps_programs() -> bool:
     del traced
     gc.collect()
     return function() is not None
-
-
-def holds(key: Key) -> bool:
-    """Whether the key's program is in the cache."""
-    return key in _programs
 
 
 def changed(new: Key, old: Key) -> tuple[str, ...]:

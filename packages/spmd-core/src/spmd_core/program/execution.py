@@ -214,15 +214,16 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
     complexes = [x for x in numbers if x.__class__ is complex]
-    bounded = _bounded(planned)
-    if bounded is None:
-        program = planned.program()
-    else:
-        program = compile_cache.get(
-            bounded.key, lambda: Program(bounded.graph, f"{planned.name}_{bounded.key.bound}")
-        )
-        targets = bounded.targets
-        ints.append(bounded.number)
+    program = compile_cache.find(planned.key)
+    if program is None:
+        bounded = _bounded(planned)
+        if bounded is None:
+            program = planned.program()
+        else:
+            name = f"{planned.name}_{bounded.key.bound}"
+            program = compile_cache.get(bounded.key, lambda: Program(bounded.graph, name))
+            targets = bounded.targets
+            ints.append(bounded.number)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
@@ -249,7 +250,6 @@ def _bounded(planned: Plan) -> growing_sizes.Bounded | None:
         or not config.bound_growing_sizes
         or config.verify_programs
         or config.check_indices
-        or compile_cache.holds(planned.key)
     ):
         return None
     return growing_sizes.find(planned.key, planned.graph)
