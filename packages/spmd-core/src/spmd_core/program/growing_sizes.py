@@ -10,7 +10,6 @@ them as they are.
 What cannot be evaluated so compiles for each size, as any other program.
 """
 
-import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,7 +26,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd_core import metrics
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.program.affine_sizes import Affine, Fit, Form, GrowthRefusedError, Sizes, shape_of
+from spmd_core.program.affine_sizes import (
+    Affine,
+    Fit,
+    Form,
+    GrowthRefusedError,
+    Size,
+    Sizes,
+    shape_of,
+)
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.lowering import Function
 from spmd_core.program.padded_evaluation import Evaluation
@@ -214,7 +222,8 @@ class Growing:
         sample: the cut at the second value.
         fit: the two values, which are sizes of a dim.
         position: of that dim among all dims of leaves and results.
-        ints: the integers of the key.
+        slopes: of the integers of the key.
+        offsets: of the same; both int64.
         first: the function at the first value.
         second: the function at the second value.
         forms: of the two functions.
@@ -227,7 +236,8 @@ class Growing:
     sample: Sample
     fit: Fit
     position: int
-    ints: Sizes
+    slopes: np.ndarray
+    offsets: np.ndarray
     first: ClosedJaxpr
     second: ClosedJaxpr
     forms: tuple[Form, Form]
@@ -257,7 +267,10 @@ class Growing:
             Affine(b - a, a - (b - a) * first) for a, b in zip(before.ints, now.ints) if b < a
         )
         fit = Fit(first, second, shrinking)
-        ints = fit.sizes(before.ints, now.ints)
+        ints = [
+            s if isinstance(s, Affine) else Affine(0, s) for s in fit.sizes(before.ints, now.ints)
+        ]
+        slopes, offsets = (np.array([getattr(s, n) for s in ints]) for n in ("slope", "offset"))
         dims = list(zip(_dims(before.key), _dims(now.key)))
         leaves = [
             fit.sizes(*(stored_shape(leaf.spec, leaf.placement) for leaf in pair))
@@ -275,13 +288,14 @@ class Growing:
         if not forms[0].agrees(forms[1]):
             raise GrowthRefusedError("its operations differ")
         position = dims.index((first, second))
-        return Growing(now, fit, position, ints, a, b, forms, leaves, outs, placements)
+        return Growing(now, fit, position, slopes, offsets, a, b, forms, leaves, outs, placements)
 
     def has(self, key: Key, ints: tuple[int, ...]) -> bool:
         """Whether these integers of a cut's key are those for some value of the number."""
         number = _dims(key)[self.position]
-        expected = (s.at(number) if isinstance(s, Affine) else s for s in self.ints)
-        return number >= self.fit.first and all(map(operator.eq, expected, ints))
+        return number >= self.fit.first and np.array_equal(
+            self.slopes * number + self.offsets, np.array(ints)
+        )
 
     def bounded(self, key: Key, make_graph: Callable[[], Graph]) -> Bounded:
         """The program for a cut of which `has` is true; the arguments are those of `find`.
@@ -351,16 +365,25 @@ def _placements(
     placements: Sequence[Placement], leaf_sizes: Sequence[Sizes]
 ) -> tuple[Placement, ...]:
     """The placements of leaves, with the growing dims of unmarked ones whole."""
-    found = []
-    for placement, sizes in zip(placements, leaf_sizes):
-        if placement.sharding is None and placement.manual is None:
-            placement = _with_whole_dims(placement, sizes)
-        _refuse_split(sizes, placement)
-        found.append(placement)
-    return tuple(found)
+    return tuple(
+        _with_whole_dims(placement, sizes) if any(map(_is_growing, sizes)) else placement
+        for placement, sizes in zip(placements, leaf_sizes)
+    )
+
+
+def _is_growing(size: Size) -> bool:
+    return size.__class__ is Affine
 
 
 def _with_whole_dims(placement: Placement, sizes: Sizes) -> Placement:
+    """The placement, or for an unmarked leaf one that splits no growing dim.
+
+    Raises:
+        GrowthRefusedError: a mark splits a growing dim.
+    """
+    if placement.sharding is not None:
+        _refuse_split(sizes, placement)
+        return placement
     own = placement.device_sharding
     axes = tuple(
         None if isinstance(size, Affine) else split for size, split in zip_longest(sizes, own.spec)
