@@ -330,12 +330,3 @@ def test_eager_mode_with_a_sharded_loader():
             [torch.ones(8, 4)] * 2, "xla", input_sharding=xs.ShardingSpec(mesh, ("data", None))
         ):
             torch.testing.assert_close(layer(x).detach().cpu(), right, **TOLERANCE)
-
-
-def test_a_target_of_class_indices_that_is_float_is_refused_as_in_eager_torch():
-    logits, target = torch.randn(2, 3), torch.tensor([0.0, 1.0])
-    with pytest.raises(RuntimeError) as eager:
-        nn.functional.cross_entropy(logits, target)
-    with pytest.raises(RuntimeError) as found:
-        nn.functional.cross_entropy(logits.to("xla"), target.to("xla"))
-    assert str(found.value) == str(eager.value)

@@ -16,6 +16,7 @@ counter = spmd.metrics.counter
 def few_elements_of_room(monkeypatch):
     """Room for 8 elements at least, so that few steps pass several bounds; nothing compiled."""
     monkeypatch.setattr(growing_sizes, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 0)
     compile_cache.clear()
 
 

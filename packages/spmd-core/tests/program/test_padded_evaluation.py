@@ -55,14 +55,16 @@ def traced(function: Function, shapes: Sequence[Any], number: int) -> Any:
 def evaluate(
     function: Function, shapes: Sequence[Any], number: int, shrinking: frozenset[Affine]
 ) -> list[np.ndarray]:
-    first, second = (traced(function, shapes, n) for n in (FIRST, SECOND))
-    if not Form.of(first).agrees(Form.of(second)):
+    first, second, third = (traced(function, shapes, n) for n in (FIRST, SECOND, number))
+    fit = Fit(FIRST, SECOND, shrinking)
+    forms = [Form.of(x) for x in (first, second, third)]
+    if not forms[0].agrees(forms[1]) or not forms[0].predicts(forms[1], fit, forms[2], number):
         raise GrowthRefusedError("its operations differ")
     with jax.enable_x64(True):
         wide = [padded(x, y.shape) for x, y in zip(arrays(shapes, number), arrays(shapes, BOUND))]
 
         def run(n: Any, inputs: Any) -> list[Any]:
-            evaluation = Evaluation(Fit(FIRST, SECOND, shrinking), BOUND, n)
+            evaluation = Evaluation(fit, BOUND, n)
             return [x.array for x in evaluation.run(first, second, inputs)]
 
         return [np.asarray(x) for x in jax.jit(run)(np.int64(number), wide)]

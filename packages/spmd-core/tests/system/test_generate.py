@@ -35,6 +35,7 @@ def gpt2():
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
     monkeypatch.setattr(growing_sizes, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 0)
     compile_cache.clear()
 
 
@@ -67,7 +68,7 @@ def test_a_dynamic_cache_takes_a_program_for_each_power_of_two(make):
 
 
 def test_a_static_cache_takes_three_programs(monkeypatch):
-    monkeypatch.setattr(growing_sizes, "_LEAST_ROOM", 32)
+    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 1 << 20)
     check(llama, cache_implementation="static")
     # The prompt, the first token, and all others.
     assert model_programs() <= 3

@@ -49,6 +49,8 @@ aten = torch.ops.aten
 # By identity: an overload is one object, and torch hashes it in Python, which costs as much as the
 # whole lookup.
 _handlers: dict[int, Handler] = {}
+# What packages on top of this one put around a handler.
+_wrappers: dict[torch._ops.OpOverload, Callable[[Handler], Handler]] = {}
 
 
 class Route(StrEnum):
@@ -92,13 +94,14 @@ def forget() -> None:
 
 def wrap(func: torch._ops.OpOverload, wrapper: Callable[[Handler], Handler]) -> None:
     """Has calls of an overload go to `wrapper(handler)`, for packages on top of this one."""
-    _SPECIAL[func] = wrapper(_make_handler(func))
+    _wrappers[func] = wrapper
     _handlers.pop(id(func), None)
 
 
 def _make_handler(func: torch._ops.OpOverload) -> Handler:
-    special_handler = _SPECIAL.get(func)
-    return _ordinary_handler(func) if special_handler is None else special_handler
+    handler = _SPECIAL.get(func) or _ordinary_handler(func)
+    wrapper = _wrappers.get(func)
+    return handler if wrapper is None else wrapper(handler)
 
 
 def route_of(func: torch._ops.OpOverload) -> Route:

@@ -5,7 +5,7 @@ alone: sizes, positions, literals. Each is taken for slope * number + offset (`A
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,28 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable of a jaxpr."""
     shape: tuple[int, ...] = atom.aval.shape
     return shape
+
+
+def growing_arrays(
+    fit: Fit, first: ClosedJaxpr, second: ClosedJaxpr
+) -> Iterator[tuple[Sizes, int]]:
+    """The sizes of all growing arrays in a function, with the bytes of an element.
+
+    Args:
+        fit: how integers depend on the number.
+        first: the function at the first value of the number.
+        second: the same at the second value.
+    """
+    pairs = list(zip(first.jaxpr.invars, second.jaxpr.invars, strict=True))
+    for e, f in zip(first.jaxpr.eqns, second.jaxpr.eqns, strict=True):
+        inner, other = called(e), called(f)
+        if inner is not None and other is not None:
+            yield from growing_arrays(fit, inner, other)
+        pairs += zip(e.outvars, f.outvars, strict=True)
+    for v, w in pairs:
+        sizes = fit.sizes(shape_of(v), shape_of(w))
+        if any(isinstance(size, Affine) for size in sizes):
+            yield sizes, v.aval.dtype.itemsize
 
 
 @dataclass

@@ -10,6 +10,7 @@ them as they are.
 What cannot be evaluated so compiles for each size, as any other program.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from spmd_core.program.affine_sizes import (
     GrowthRefusedError,
     Size,
     Sizes,
+    growing_arrays,
     shape_of,
 )
 from spmd_core.program.compile_cache import Key
@@ -40,8 +42,10 @@ from spmd_core.program.lowering import Function
 from spmd_core.program.padded_evaluation import Evaluation
 from spmd_core.program.program_graph import Graph, KeepWhole, stored_shape
 
-# Arrays have room for at least so many elements along a growing dim.
+# Arrays have room for at least so many elements along a growing dim, and for more as long as all
+# growing arrays of the function together stay below so many bytes.
 _LEAST_ROOM = 32
+_CHEAP_BYTES = 1 << 20
 # The traces of so many further sizes are compared with what the first two lead to expect.
 _NUM_COMPARED = 2
 _MAX_FAMILIES = 256
@@ -229,6 +233,7 @@ class Growing:
         forms: of the two functions.
         leaf_sizes: of each leaf's array.
         out_sizes: of each result's array.
+        rooms: how much room there is.
         placements: of the leaves, for which the functions were traced.
         num_compared: of the sizes whose traces were compared.
     """
@@ -243,6 +248,7 @@ class Growing:
     forms: tuple[Form, Form]
     leaf_sizes: list[Sizes]
     out_sizes: list[Sizes]
+    rooms: "_Rooms"
     placements: tuple[Placement, ...]
     num_compared: int = 0
     _graphs: dict[Key, Graph] = field(default_factory=dict)
@@ -288,7 +294,10 @@ class Growing:
         if not forms[0].agrees(forms[1]):
             raise GrowthRefusedError("its operations differ")
         position = dims.index((first, second))
-        return Growing(now, fit, position, slopes, offsets, a, b, forms, leaves, outs, placements)
+        rooms = _Rooms([*leaves, *outs], list(growing_arrays(fit, a, b)), second)
+        return Growing(
+            now, fit, position, slopes, offsets, a, b, forms, leaves, outs, rooms, placements
+        )
 
     def has(self, key: Key, ints: tuple[int, ...]) -> bool:
         """Whether these integers of a cut's key are those for some value of the number."""
@@ -305,7 +314,7 @@ class Growing:
                 room for this size.
         """
         number = _dims(key)[self.position]
-        bound = self._bound(number)
+        bound = self.rooms.bound(number)
         placements = _placements([placement for _, placement in key.leaves], self.leaf_sizes)
         specs = (spec for spec, _ in self.sample.key.leaves)
         key = self.sample.key._replace(leaves=tuple(zip(specs, placements)), bound=bound)
@@ -318,18 +327,6 @@ class Growing:
             self._graphs[key] = _traceable(self._graph(bound, placements))
         graph = self._graphs[key]
         return Bounded(key, graph, tuple(leaf.placement for leaf in graph.leaves), number)
-
-    def _bound(self, number: int) -> int:
-        """The greatest number at which all dims have the room that they have at this one."""
-        growing = {
-            size
-            for sizes in (*self.leaf_sizes, *self.out_sizes)
-            for size in sizes
-            if isinstance(size, Affine)
-        }
-        largest = max(growing, key=lambda size: size.at(number))
-        room = _room_for(largest.at(number))
-        return (room - largest.offset) // largest.slope
 
     def _compare(self, graph: Graph, number: int) -> None:
         form = Form.of(_trace(_placed(graph, self.placements)))
@@ -391,6 +388,44 @@ def _with_whole_dims(placement: Placement, sizes: Sizes) -> Placement:
     if all(a == b for a, b in zip(axes, own.spec)):
         return placement
     return Placement.of(NamedSharding(own.mesh, PartitionSpec(*axes)), None)
+
+
+class _Rooms:
+    """How much room the arrays of a family have.
+
+    Args:
+        stored: the sizes of all leaves and results.
+        arrays: the sizes and the bytes of an element of all growing arrays of the function.
+        number: one number that they grow with.
+    """
+
+    def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
+        self._arrays = arrays
+        self._growing = {s for sizes in stored for s in sizes if isinstance(s, Affine)}
+        shrinking = {s for sizes, _ in arrays for s in sizes if isinstance(s, Affine)}
+        # Beyond this number, an array would have fewer elements than none.
+        self._limit = min((s.offset // -s.slope for s in shrinking if s.slope < 0), default=None)
+        self._least = _LEAST_ROOM
+        while self._is_cheap(self._bound_for(2 * self._least, number)):
+            self._least *= 2
+
+    def bound(self, number: int) -> int:
+        """The greatest number for which the arrays have the room that they have for this one."""
+        return self._bound_for(self._least, number)
+
+    def _bound_for(self, least: int, number: int) -> int:
+        largest = max(self._growing, key=lambda size: size.at(number))
+        room = max(least, _room_for(largest.at(number)))
+        bound = (room - largest.offset) // largest.slope
+        return bound if self._limit is None else min(bound, self._limit)
+
+    def _is_cheap(self, bound: int) -> bool:
+        """Whether all growing arrays together take little memory."""
+        num_bytes = sum(
+            itemsize * math.prod(s.at(bound) if isinstance(s, Affine) else s for s in sizes)
+            for sizes, itemsize in self._arrays
+        )
+        return bound != self._limit and num_bytes <= _CHEAP_BYTES
 
 
 @dataclass(frozen=True)
