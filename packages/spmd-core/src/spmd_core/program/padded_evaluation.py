@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
 from spmd_core.program.affine_sizes import (
     Affine,
@@ -232,7 +233,10 @@ def _constraint(eqn: Equation) -> Sequence[Any]:
     """A sharding constraint, on dims that do not grow."""
     params = eqn.first.params
     spec = getattr(params.get("sharding", params.get("dst_sharding")), "spec", None)
-    if spec is None or any(dim < len(spec) and spec[dim] for dim in eqn.read[0].growing):
+    whole = (None, (), PartitionSpec.UNCONSTRAINED)
+    if spec is None or any(
+        dim < len(spec) and spec[dim] not in whole for dim in eqn.read[0].growing
+    ):
         raise GrowthRefusedError("a dim that grows is split")
     return eqn.bind(*eqn.arrays)
 
@@ -240,6 +244,8 @@ def _constraint(eqn: Equation) -> Sequence[Any]:
 def _reshape(eqn: Equation) -> Sequence[Any]:
     """Elements keep their order: a growing dim may only be merged with, or split into, dims of
     size 1 before it and fixed dims behind it."""
+    if 0 in eqn.read[0].sizes:
+        raise GrowthRefusedError("a reshape of no elements")
     for before, after in _groups(eqn.read[0].sizes, eqn.outs[0]):
         for sizes in (before, after):
             wide = [size for size in sizes if size != 1]
@@ -287,13 +293,17 @@ def _at_large(size: Size) -> int:
 def _least(dtype: np.dtype) -> Any:
     if dtype == np.bool_:
         return False
-    return -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -np.inf if dtype.itemsize > 1 else jnp.finfo(dtype).min
+    return jnp.iinfo(dtype).min
 
 
 def _greatest(dtype: np.dtype) -> Any:
     if dtype == np.bool_:
         return True
-    return np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.inf if dtype.itemsize > 1 else jnp.finfo(dtype).max
+    return jnp.iinfo(dtype).max
 
 
 _NEUTRAL: dict[str, Callable[[np.dtype], Any]] = {
@@ -301,7 +311,7 @@ _NEUTRAL: dict[str, Callable[[np.dtype], Any]] = {
     "prod": lambda dtype: 1,
     "max": _least,
     "min": _greatest,
-    "and": lambda dtype: True if dtype == np.bool_ else -1,
+    "and": lambda dtype: _greatest(dtype) if dtype.kind in "bu" else -1,
     "or": lambda dtype: 0,
     "xor": lambda dtype: 0,
     "logsumexp": _least,
@@ -446,7 +456,8 @@ def _gather(eqn: Equation) -> Sequence[Any]:
         raise GrowthRefusedError("a gather indexes ever more dims")
     dims = numbers.start_index_map
     window = [sizes[dim] for dim in dims]
-    return eqn.bind(x.array, _bounded(eqn.run, x, indices.array, dims, window, mode))
+    bounded = _bounded(eqn.run, x, indices.array, dims, window, mode)
+    return eqn.bind(x.array, bounded, indices_are_sorted=False)
 
 
 def _scatter(eqn: Equation) -> Sequence[Any]:
@@ -479,7 +490,8 @@ def _scatter(eqn: Equation) -> Sequence[Any]:
         inside = run.is_element(bounded.shape, indices.sizes, indices.growing)
         beyond = jnp.iinfo(bounded.dtype).max
         bounded = jnp.where(inside, bounded, jnp.asarray(beyond, bounded.dtype))
-    return eqn.bind(x.array, bounded, updates.array, mode=_FILL)
+    hints = {"indices_are_sorted": False, "unique_indices": False}
+    return eqn.bind(x.array, bounded, updates.array, mode=_FILL, **hints)
 
 
 def _pad(eqn: Equation) -> Sequence[Any]:
