@@ -161,6 +161,17 @@ def test_operations_along_a_dim_that_grows(name):
             torch.testing.assert_close(ours.cpu(), right, rtol=1e-4, atol=1e-5)
 
 
+def test_a_dim_that_shrinks_while_another_one_grows():
+    torch.manual_seed(0)
+    for n in (2, 3, 4):
+        x = torch.randn(n, 6 - n)
+        found = torch.cov(x.to("xla"), aweights=torch.ones(6 - n).to("xla")) * 1
+        torch.testing.assert_close(found.cpu(), torch.cov(x, aweights=torch.ones(6 - n)))
+        y = x.to("xla")
+        torch.testing.assert_close((y @ y.T).cpu(), x @ x.T)
+    assert "an array shrinks" in growing_sizes.refusals()
+
+
 def test_most_of_them_share_programs():
     def programs(name):
         before = counter("compiles")

@@ -192,6 +192,8 @@ REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
     "reverse": (lambda n, x: x[::-1], [("n",)]),
     "every second row": (lambda n, x: x[::2], [("n",)]),
     "pad to a multiple": (lambda n, x: jnp.pad(x, (0, -n % 8)), [("n",)]),
+    "a rest": (lambda n, x: jnp.concatenate([x, jnp.zeros(40 - n)]), [("n",)]),
+    "all but ever more": (lambda n, x: x[n - 5 :], [(40,)]),
     "pad in front": (lambda n, x: jnp.pad(x, (n, 0)), [("n",)]),
     "convolution": (lambda n, x: jnp.convolve(x, np.ones(3)), [("n",)]),
     "loop to the number": (lambda n, x: lax.fori_loop(0, n, lambda i, y: y * 2, x), [(3,)]),
@@ -204,7 +206,7 @@ REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
 def test_what_has_no_rule_is_refused(name):
     function, shapes = REFUSED[name]
     with pytest.raises(GrowthRefusedError):
-        evaluate(function, shapes, 9, frozenset())
+        evaluate(function, shapes, 9, frozenset({Affine(-1, 40), Affine(-1, 45)}))
 
 
 def test_forms_of_three_sizes_tell_whether_the_first_two_predict_the_third():

@@ -73,7 +73,14 @@ class Fit:
         raise GrowthRefusedError(f"a number is {first} at {self.first}, {second} at {self.second}")
 
     def sizes(self, first: Sequence[int], second: Sequence[int]) -> Sizes:
-        return tuple(self.size(a, b) for a, b in zip(first, second, strict=True))
+        """The sizes of an array that has one of two shapes.
+
+        One that shrinks is refused: for the bound it has fewer elements than for the number.
+        """
+        found = tuple(self.size(a, b) for a, b in zip(first, second, strict=True))
+        if any(isinstance(size, Affine) and size.slope < 0 for size in found):
+            raise GrowthRefusedError("an array shrinks")
+        return found
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -273,10 +273,9 @@ class Growing:
             Affine(b - a, a - (b - a) * first) for a, b in zip(before.ints, now.ints) if b < a
         )
         fit = Fit(first, second, shrinking)
-        ints = [
-            s if isinstance(s, Affine) else Affine(0, s) for s in fit.sizes(before.ints, now.ints)
-        ]
-        slopes, offsets = (np.array([getattr(s, n) for s in ints]) for n in ("slope", "offset"))
+        ints = [fit.size(a, b) for a, b in zip(before.ints, now.ints)]
+        slopes = np.array([s.slope if isinstance(s, Affine) else 0 for s in ints])
+        offsets = np.array([s.offset if isinstance(s, Affine) else s for s in ints])
         dims = list(zip(_dims(before.key), _dims(now.key)))
         leaves = [
             fit.sizes(*(stored_shape(leaf.spec, leaf.placement) for leaf in pair))
@@ -402,9 +401,6 @@ class _Rooms:
     def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
         self._arrays = arrays
         self._growing = {s for sizes in stored for s in sizes if isinstance(s, Affine)}
-        shrinking = {s for sizes, _ in arrays for s in sizes if isinstance(s, Affine)}
-        # Beyond this number, an array would have fewer elements than none.
-        self._limit = min((s.offset // -s.slope for s in shrinking if s.slope < 0), default=None)
         self._least = _LEAST_ROOM
         while self._is_cheap(self._bound_for(2 * self._least, number)):
             self._least *= 2
@@ -416,8 +412,7 @@ class _Rooms:
     def _bound_for(self, least: int, number: int) -> int:
         largest = max(self._growing, key=lambda size: size.at(number))
         room = max(least, _room_for(largest.at(number)))
-        bound = (room - largest.offset) // largest.slope
-        return bound if self._limit is None else min(bound, self._limit)
+        return (room - largest.offset) // largest.slope
 
     def _is_cheap(self, bound: int) -> bool:
         """Whether all growing arrays together take little memory."""
@@ -425,7 +420,7 @@ class _Rooms:
             itemsize * math.prod(s.at(bound) if isinstance(s, Affine) else s for s in sizes)
             for sizes, itemsize in self._arrays
         )
-        return bound != self._limit and num_bytes <= _CHEAP_BYTES
+        return num_bytes <= _CHEAP_BYTES
 
 
 @dataclass(frozen=True)
@@ -484,13 +479,9 @@ def _room(sizes: Sizes, bound: int) -> tuple[int, ...] | None:
 
 
 def _refuse_split(sizes: Sizes, placement: Placement | None) -> None:
-    """Raises where a dim that grows is split, or shrinks."""
-    for dim, size in enumerate(sizes):
-        if not isinstance(size, Affine):
-            continue
-        if size.slope < 0:
-            raise GrowthRefusedError("a leaf or a result shrinks")
-        if placement is not None and placement.jax_sharding is not None:
-            spec = placement.jax_sharding.spec
-            if dim < len(spec) and spec[dim]:
-                raise GrowthRefusedError("a dim that grows is split over devices")
+    """Raises where a dim that grows is split."""
+    if placement is None or placement.jax_sharding is None:
+        return
+    spec = placement.jax_sharding.spec
+    if any(_is_growing(size) and split for size, split in zip(sizes, spec)):
+        raise GrowthRefusedError("a dim that grows is split over devices")
