@@ -150,6 +150,12 @@ CASES: dict[str, Case] = {
         _gradient(F.linear, of=1, result=("x", "y")),
     ),
     "a step that keeps one row": Case((8,), ((5, 4096),), (("x",),), _plain(lambda x: x[4::5] * 2)),
+    "rows shifted by one": Case(
+        (8,),
+        ((64, 4096),),
+        (None,),
+        lambda tensors, mark: mark(F.pad(tensors[0], (0, 0, 1, -1)), ("x",)),
+    ),
     "every second row": Case(
         (8,), ((64, 4096),), (("x",),), _plain(lambda x: x[::2] * 2), is_cheap=True
     ),

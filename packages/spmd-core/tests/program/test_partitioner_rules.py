@@ -232,6 +232,40 @@ def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_ind
     assert spmd.metrics.counter("programs_with_whole_indices") == 1
 
 
+def test_a_program_that_stays_invalid_is_compiled_whole():
+    mesh = axis(5)
+    x = spmd.mark_sharding(torch.arange(6.0).to("xla"), mesh, ("a",))
+    halves = [spmd.mark_sharding(half, mesh, (None,)) for half in x.roll(1).roll(-1).split(3)]
+    squares = [half * half for half in halves]
+    with pytest.warns(RuntimeWarning, match=r"(?s)made program .* invalid.*all its tensors whole"):
+        spmd.sync()
+    assert [s.tolist() for s in squares] == [[0, 1, 4], [9, 16, 25]]
+    assert spmd.metrics.counter("programs_with_whole_everything") == 1
+
+
+@pytest.mark.parametrize("marks", ["input", "result", "both"])
+@pytest.mark.parametrize("size", [4, 5, 8])
+@pytest.mark.parametrize("count", [2, exhaustive(4), 8])
+def test_a_padding_that_cuts_elements_off(count, size, marks):
+    mesh = axis(count)
+    x = torch.arange(1.0, size + 1)
+    found, expected = [], []
+    for low, high in itertools.product((-3, -1, 0, 2), repeat=2):
+        if size + low + high < 1:
+            continue
+        ours = x.to("xla")
+        if marks != "result":
+            spmd.mark_sharding(ours, mesh, ("a",))
+        y = F.pad(ours, (low, high), value=0.5)
+        if marks != "input":
+            spmd.mark_sharding(y, mesh, ("a",))
+        found.append(y)
+        expected.append(F.pad(x, (low, high), value=0.5))
+    spmd.sync()
+    for mine, right in zip(found, expected):
+        torch.testing.assert_close(mine.cpu(), right)
+
+
 def two_axes(shape: tuple[int, int] = (4, 2)) -> spmd.Mesh:
     """A mesh of two axes over eight devices."""
     if spmd.global_runtime_device_count() < 8:

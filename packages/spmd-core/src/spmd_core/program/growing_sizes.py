@@ -401,6 +401,8 @@ class _Rooms:
     def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
         self._arrays = arrays
         self._growing = {s for sizes in stored for s in sizes if isinstance(s, Affine)}
+        if not self._growing:  # padding to a multiple of the shards hides the growth
+            raise GrowthRefusedError("a dim that grows is split over devices")
         self._least = _LEAST_ROOM
         while self._is_cheap(self._bound_for(2 * self._least, number)):
             self._least *= 2

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
 
 
+class Whole(Enum):
+    """What is whole on each device in a program that the partitioner makes invalid otherwise."""
+
+    NOTHING = "nothing"
+    INDICES = "the indices of its gathers and scatters"
+    EVERYTHING = "all its tensors"
+
+
 class Function:
     """A graph as a jax function with shardings.
 
@@ -58,12 +67,12 @@ class Function:
     Args:
         graph: what to lower.
         name: the program's.
-        whole_indices: whether the indices of gathers and scatters are whole on each device.
+        whole: what is whole on each device, whatever the marks say.
     """
 
-    def __init__(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
+    def __init__(self, graph: Graph, name: str, *, whole: Whole = Whole.NOTHING) -> None:
         self.graph = graph
-        self._whole_indices = whole_indices
+        self._whole = whole
         self._without_rules: set[Entry] = set()
         self.device_ids = graph.device_ids
         self._num_floats = sum(
@@ -234,13 +243,16 @@ class Function:
         whole = self._with_whole_dims
         return Splits(
             frozenset(uneven),
-            whole if self._whole_indices else None,
+            whole if self._whole is Whole.INDICES else None,
             whole if len(axes_used) > 1 else None,
         )
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
         return self._with_whole(x, range(x.ndim - num, x.ndim))
+
+    def _keep_whole(self, x: jax.Array) -> jax.Array:
+        return self._with_whole(x, range(x.ndim))
 
     def _with_whole(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
         """`x` with those dims whole on each device; the partitioner chooses the others."""
@@ -265,6 +277,11 @@ class Function:
             else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
             for leaf, array in zip(graph.leaves, leaves)
         ]
+        keep = self._keep_whole if self._whole is Whole.EVERYTHING else lambda x: x
+        logical = [
+            keep(x) if leaf.placement.manual is None else x
+            for leaf, x in zip(graph.leaves, logical)
+        ]
         values: list[jax.Array] = []
         for position, node in enumerate(graph.nodes):
             entry = node.entry
@@ -288,6 +305,8 @@ class Function:
                     results: Sequence[jax.Array] = [regions.cross(entry.border, inputs[0])]
                 elif manual is not None:
                     results = self._run_local(manual, node, context, inputs, numbers)
+                elif entry.sharding is not None and self._whole is Whole.EVERYTHING:
+                    results = inputs
                 elif entry.sharding is not None:
                     results = [
                         constrain(
@@ -300,7 +319,7 @@ class Function:
                     results = self._run(node, context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
             self._offenders += [(position, bad) for bad in context.index_checks or ()]
-            values.extend(results)
+            values.extend(results if manual is not None else map(keep, results))
         returned = {id(x) for x in leaves}
         outputs = []
         for output in graph.outputs:
@@ -387,8 +406,8 @@ class Traced(Function):
             the user's line.
     """
 
-    def __init__(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
-        super().__init__(graph, name, whole_indices=whole_indices)
+    def __init__(self, graph: Graph, name: str, *, whole: Whole = Whole.NOTHING) -> None:
+        super().__init__(graph, name, whole=whole)
         start = time.perf_counter()
         with jax.enable_x64(True):
             self.lowered = self.jitted.lower(*self.arguments)

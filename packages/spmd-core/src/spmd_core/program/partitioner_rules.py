@@ -287,6 +287,18 @@ def _slice(
     return [lax.slice(inputs[0], starts, limits, strides)]
 
 
+def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
+    """A padding that cuts off elements is a padding and a slice."""
+    config = eqn.params["padding_config"]
+    if all(low >= 0 and high >= 0 for low, high, _ in config):
+        return None
+    x, value = inputs
+    wide = lax.pad(x, value, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
+    starts = [max(-low, 0) for low, _, _ in config]
+    limits = [size - max(-high, 0) for size, (_, high, _) in zip(wide.shape, config)]
+    return [lax.slice(wide, starts, limits)]
+
+
 _RULES: dict[Any, Rule] = {
     primitives.scatter_p: _scatter,
     primitives.scatter_add_p: _scatter,
@@ -296,4 +308,5 @@ _RULES: dict[Any, Rule] = {
     primitives.gather_p: _gather,
     primitives.dot_general_p: _dot_general,
     primitives.slice_p: _slice,
+    primitives.pad_p: _pad,
 }

@@ -13,54 +13,68 @@ from spmd_core import metrics
 from spmd_core.errors import DeviceMemoryError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
-from spmd_core.program.lowering import Traced
+from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import buffers
 from spmd_core.runtime.jax_sharding import replicated
+
+_COSTS = {
+    Whole.INDICES: "may move more bytes. Give a table and what is looked up in it marks that split "
+    "their last dim over the same axes.",
+    Whole.EVERYTHING: "takes the memory and the time of one device. Mark its tensors otherwise, or "
+    "call spmd.sync() between its operations to find the one.",
+}
 
 
 class Program(Traced):
     """A compiled graph. `run` starts it and returns without waiting."""
 
     def __init__(self, graph: Graph, name: str) -> None:
-        try:
-            self._build(graph, name)
-        except jax.errors.JaxRuntimeError as error:
-            if "[hlo verifier]" not in str(error) or len(graph.device_ids) == 1:
-                raise _explain(error, self) from error
-            self._build_with_whole_indices(graph, name, error)
+        whole = self._build(graph, name)
         uneven = self._uneven_results()
         if uneven:
             # jax does not read an array of uneven shards, which the partitioner may choose.
-            whole = Placement.of(replicated(graph.device_ids), None)
+            placement = Placement.of(replicated(graph.device_ids), None)
             outputs = tuple(
-                dataclasses.replace(output, placement=whole) if i in uneven else output
+                dataclasses.replace(output, placement=placement) if i in uneven else output
                 for i, output in enumerate(graph.outputs)
             )
-            self._build(dataclasses.replace(graph, outputs=outputs), name)
+            whole = self._build(dataclasses.replace(graph, outputs=outputs), name, whole)
+        if whole is not Whole.NOTHING:
+            metrics.count(f"programs_with_whole_{whole.name.lower()}")
+            warnings.warn(
+                f"XLA's partitioner made program {name} ({len(graph.nodes)} ops on "
+                f"{len(graph.device_ids)} devices) invalid. It was compiled with {whole.value} "
+                f"whole on each device, which {_COSTS[whole]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         metrics.record_program(self.record)
 
-    def _build(self, graph: Graph, name: str, *, whole_indices: bool = False) -> None:
-        super().__init__(graph, name, whole_indices=whole_indices)
-        self._compile()
+    def _build(self, graph: Graph, name: str, whole: Whole = Whole.NOTHING) -> Whole:
+        """Lowers and compiles; a program that the partitioner makes invalid with more kept whole.
 
-    def _build_with_whole_indices(
-        self, graph: Graph, name: str, refusal: jax.errors.JaxRuntimeError
-    ) -> None:
-        """Builds a program again that the partitioner made invalid, which XLA then refused."""
-        try:
-            self._build(graph, name, whole_indices=True)
-        except jax.errors.JaxRuntimeError:
-            raise _explain(refusal, self) from refusal
-        metrics.count("programs_with_whole_indices")
-        warnings.warn(
-            f"XLA's partitioner made program {name} ({len(graph.nodes)} ops on "
-            f"{len(graph.device_ids)} devices) invalid. It was compiled with the indices of its "
-            "gathers and scatters whole on each device, which may move more bytes. Give a table "
-            "and what is looked up in it marks that split their last dim over the same axes.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        Args:
+            graph: what to build.
+            name: the program's.
+            whole: what is whole on each device at least.
+
+        Returns:
+            What is whole on each device.
+        """
+        levels = list(Whole)
+        refusal = None
+        for level in levels[levels.index(whole) :]:
+            try:
+                Traced.__init__(self, graph, name, whole=level)
+                self._compile()
+                return level
+            except jax.errors.JaxRuntimeError as error:
+                refusal = refusal or error
+                if "[hlo verifier]" not in str(error) or len(graph.device_ids) == 1:
+                    break
+        assert refusal is not None
+        raise _explain(refusal, self) from refusal
 
     def _uneven_results(self) -> set[int]:
         """The results for which the partitioner chose a sharding that does not divide them."""
