@@ -243,6 +243,21 @@ def test_a_program_that_stays_invalid_is_compiled_whole():
     assert spmd.metrics.counter("programs_with_whole_everything") == 1
 
 
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("of_result", [None, ("y", "x"), (None, "x")])
+def test_a_reshape_beside_a_split_dim_of_one_element(of_result, computed):
+    """Over two axes; the partitioner crashed where one of them split the dim of one element."""
+    mesh = two_axes((2, 4))
+    x = torch.arange(36.0).reshape(1, 1, 6, 6)
+    ours = x.to("xla") * 1 if computed else x.to("xla")
+    spmd.mark_sharding(ours, mesh, (None, "x", None, "y"))
+    y = F.pixel_unshuffle(ours, 3)
+    if of_result is not None:
+        spmd.mark_sharding(y, mesh, of_result)
+    torch.testing.assert_close((y * y).cpu(), F.pixel_unshuffle(x, 3).square())
+    assert ours.partition_spec == (None, "x", None, "y") and torch.equal(ours.cpu(), x)
+
+
 @pytest.mark.parametrize("marks", ["input", "result", "both"])
 @pytest.mark.parametrize("size", [4, 5, 8])
 @pytest.mark.parametrize("count", [2, exhaustive(4), 8])

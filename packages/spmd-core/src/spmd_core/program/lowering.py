@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     """A sharding constraint that also holds for dims that their number of shards does not divide.
 
     jax ignores the constraint on such dims without a message, so `x` is padded, constrained and cut
-    back to its shape.
+    back to its shape. A dim of one element is left out: there is nothing to split, and the partitioner
+    crashes on some reshapes of such dims.
     """
-    padded = sharding.padded_shape(x.shape)
+    if 1 in x.shape:
+        axes = [None if n == 1 else axis for n, axis in zip_longest(x.shape, named.spec)]
+        named = jax.sharding.NamedSharding(named.mesh, jax.sharding.PartitionSpec(*axes))
+    padded = tuple(1 if n == 1 else p for n, p in zip(x.shape, sharding.padded_shape(x.shape)))
     if padded == x.shape:
         return jax.lax.with_sharding_constraint(x, named)
     wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
@@ -251,6 +256,18 @@ class Function:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
         return self._with_whole(x, range(x.ndim - num, x.ndim))
 
+    def _without_padding(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The leaf without the padding of uneven shards; a dim of one element is whole."""
+        single = [d for d, n in enumerate(shape) if n == 1 and x.shape[d] > 1]
+        x = jax.lax.slice(x, (0,) * x.ndim, shape)
+        return self._with_whole(x, single) if single else x
+
+    def _with_padding(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A result with the padding of uneven shards; before, a dim of one element is whole."""
+        single = [d for d, n in enumerate(x.shape) if n == 1 and shape[d] > 1]
+        x = self._with_whole(x, single) if single else x
+        return jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, shape)])
+
     def _keep_whole(self, x: jax.Array) -> jax.Array:
         return self._with_whole(x, range(x.ndim))
 
@@ -274,7 +291,7 @@ class Function:
         logical = [
             array
             if leaf.placement.manual is not None or array.shape == leaf.spec.shape
-            else jax.lax.slice(array, (0,) * array.ndim, leaf.spec.shape)
+            else self._without_padding(array, leaf.spec.shape)
             for leaf, array in zip(graph.leaves, leaves)
         ]
         keep = self._keep_whole if self._whole is Whole.EVERYTHING else lambda x: x
@@ -326,7 +343,7 @@ class Function:
             x = values[output.value]
             target = padded_shape(output.spec, output.sharding)
             if target != x.shape and self._manual(output.value) is None:
-                x = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, target)])
+                x = self._with_padding(x, target)
             if id(x) in returned:
                 # jit would return one buffer twice; donating one result later would then destroy
                 # the other.
