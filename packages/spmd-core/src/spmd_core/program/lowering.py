@@ -40,8 +40,8 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     """A sharding constraint that also holds for dims that their number of shards does not divide.
 
     jax ignores the constraint on such dims without a message, so `x` is padded, constrained and cut
-    back to its shape. A dim of one element is left out: there is nothing to split, and the partitioner
-    crashes on some reshapes of such dims.
+    back to its shape. A dim of one element is left out: there is nothing to split, and the
+    partitioner crashes on some reshapes of such dims.
     """
     if 1 in x.shape:
         axes = [None if n == 1 else axis for n, axis in zip_longest(x.shape, named.spec)]
