@@ -236,6 +236,14 @@ def test_the_program_goes_on_from_where_it_was():
     assert counter("compiles") == compiled
 
 
+def test_arrays_without_elements_grow(monkeypatch):
+    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 1 << 20)
+    for n in (3, 4, 5, 6):
+        x = torch.ones(n, 0, 2).to("xla")
+        assert torch.cat([x, x], 2).cpu().shape == (n, 0, 4)
+        assert x.sum((0, 1)).tolist() == [0.0, 0.0]
+
+
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(spmd.config, "bound_growing_sizes", False)
     assert right(grow(6))

@@ -43,9 +43,10 @@ from spmd_core.program.padded_evaluation import Evaluation
 from spmd_core.program.program_graph import Graph, KeepWhole, stored_shape
 
 # Arrays have room for at least so many elements along a growing dim, and for more as long as all
-# growing arrays of the function together stay below so many bytes.
+# growing arrays of the function together stay below so many bytes, up to a limit: some have none.
 _LEAST_ROOM = 32
 _CHEAP_BYTES = 1 << 20
+_CHEAP_ROOM = 1 << 14
 # The traces of so many further sizes are compared with what the first two lead to expect.
 _NUM_COMPARED = 2
 _MAX_FAMILIES = 256
@@ -404,7 +405,9 @@ class _Rooms:
         if not self._growing:  # padding to a multiple of the shards hides the growth
             raise GrowthRefusedError("a dim that grows is split over devices")
         self._least = _LEAST_ROOM
-        while self._is_cheap(self._bound_for(2 * self._least, number)):
+        while self._least < _CHEAP_ROOM and self._is_cheap(
+            self._bound_for(2 * self._least, number)
+        ):
             self._least *= 2
 
     def bound(self, number: int) -> int:
