@@ -475,7 +475,7 @@ def _floats(results: list[Any]) -> bool:
 
 
 def _largest(t: Any) -> float:
-    if not isinstance(t, torch.Tensor) or not t.numel():
+    if not isinstance(t, torch.Tensor) or not t.numel() or not _floats([t]):
         return 0.0
     sizes = t.abs().to(torch.float64)
     finite = sizes[sizes.isfinite()]
