@@ -368,6 +368,7 @@ def broken(monkeypatch):
             raise spmd.ProgramError("the device failed")
         return original(key, build)
 
+    monkeypatch.setattr(compile_cache, "find", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", get)
     return Broken
 
@@ -506,6 +507,7 @@ def test_an_interrupted_cut_loses_nothing(monkeypatch):
     def interrupt(key, build):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(compile_cache, "find", lambda key: None)
     monkeypatch.setattr(compile_cache, "get", interrupt)
     with pytest.raises(KeyboardInterrupt):
         spmd.sync()

@@ -311,7 +311,7 @@ _NEUTRAL: dict[str, Callable[[np.dtype], Any]] = {
     "prod": lambda dtype: 1,
     "max": _least,
     "min": _greatest,
-    "and": lambda dtype: _greatest(dtype) if dtype.kind in "bu" else -1,
+    "and": lambda dtype: _greatest(dtype) if dtype.kind in ("b", "u") else -1,
     "or": lambda dtype: 0,
     "xor": lambda dtype: 0,
     "logsumexp": _least,
