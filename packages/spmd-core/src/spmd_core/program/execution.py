@@ -194,7 +194,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         donates: whether no other pending operation reads the same leaves, so that this program may
             take over their buffers.
     """
-    planned = plan(live, label=program_label(), donates=donates)
+    planned = plan(live, label=_program_label(), donates=donates)
     live = planned.live
     leaves, targets, numbers, donated = (
         planned.leaves,
@@ -238,7 +238,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         _commit(storage, array, placement)
 
 
-def program_label() -> str:
+def _program_label() -> str:
     """The beginning of the names of programs."""
     return "spmd" if cut_guard is None else cut_guard.label
 

@@ -203,10 +203,12 @@ def _growth(family: Family, now: Sample) -> "Growing | None":
     A dim of a leaf or a result must have grown by one.
     """
     before = family.sample
-    grown = next((ab for ab in zip(_dims(before.key), _dims(now.key)) if ab[0] != ab[1]), None)
+    dims = list(zip(_dims(before.key), _dims(now.key)))
+    grown = next((ab for ab in dims if ab[0] != ab[1]), None)
     if grown is None or grown[1] != grown[0] + 1 or len(family.refusals) >= _MAX_REFUSALS:
         return None
-    if family.growths and family.growths[-1].sample is before:
+    last = family.growths[-1] if family.growths else None
+    if last is not None and last.sample is before and last.position == dims.index(grown):
         raise GrowthRefusedError("its sizes do not grow by equal steps")
     growing = Growing.of(before, now, *grown)
     family.growths = [*family.growths[-_MAX_GROWTHS + 1 :], growing]
