@@ -472,6 +472,20 @@ def test_groups_that_run_apart_may_read_the_same_leaf(broken):
     assert w.tolist() == [2.0] * 4 and twice.tolist() == [2.0] * 4
 
 
+def test_a_later_program_takes_no_buffer_that_a_failed_one_reads(broken):
+    w = torch.ones(4).to("xla")
+    spmd.sync()
+    w.mul_(2)
+    spmd.sync()
+    failing = w.sin()
+    with pytest.raises(spmd.ProgramError):
+        spmd.sync()
+    w.add_(1)
+    spmd.sync()
+    broken.on = False
+    assert failing.tolist() == pytest.approx([math.sin(2)] * 4) and w.tolist() == [3.0] * 4
+
+
 def test_roll_back_gives_up_the_writes_that_failed(broken):
     w, other = torch.ones(4).to("xla"), torch.ones(3).to("xla")
     spmd.sync()

@@ -125,9 +125,14 @@ def pending() -> list[Storage]:
     return list(dict.fromkeys(s for ref in _pending if (s := ref()) and s.value.data is None))
 
 
+def failed() -> list[Storage]:
+    """The live storages whose pending value's program failed, which stay so."""
+    return [storage for storage in _failed if storage.failed]
+
+
 def take_failed() -> list[Storage]:
     """Empties `_failed` and returns the live storages whose pending value's program failed."""
-    found = [storage for storage in _failed if storage.failed]
+    found = failed()
     _failed.clear()
     return found
 

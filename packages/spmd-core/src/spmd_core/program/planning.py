@@ -8,7 +8,7 @@ from typing import Any
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.storage import Storage
+from spmd_core.graph.storage import Storage, failed
 from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache
 from spmd_core.program.leaves import marked_placement, target_placement
@@ -233,11 +233,14 @@ def _donated(
         if placement is not None
     }
     number = {s: i for i, s in enumerate(live)}
+    # A tensor whose program failed tries again when it is read.
+    failing = failed()
+    kept = set(collect(failing)[1]) if failing else ()
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):
         owner = leaf.owner() if leaf.owner is not None else None
-        if owner is not None and owner.value is leaf:
+        if (owner is not None and owner.value is leaf) or leaf in kept:
             continue
         layout = (leaf.spec.shape, leaf.spec.dtype, target)
         if owner is not None and free.get(owner) == layout:
