@@ -18,6 +18,7 @@ import spmd_core as spmd
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 MAX_RECORD_S, MAX_LOWER_S = 3.0, 5.0
+LATER_STEPS = 10
 
 
 def main() -> int:
@@ -61,7 +62,11 @@ def main() -> int:
     spmd.sync()
     model.transformer.ln_f.bias.cpu()  # waits for the step
     program = spmd.metrics.programs()[-1]
-    second = step()
+    later = []
+    for _ in range(LATER_STEPS):
+        later.append(step())
+        spmd.sync()
+        model.transformer.ln_f.bias.cpu()
     rows = [
         [
             "recording, first step",
@@ -75,7 +80,7 @@ def main() -> int:
             f"{MAX_LOWER_S:.0f} s",
             verdict(program.trace_s <= MAX_LOWER_S),
         ],
-        ["recording, second step", f"{second:.3f} s", "", ""],
+        [f"recording, best of {LATER_STEPS} later steps", f"{min(later):.3f} s", "", ""],
     ]
     notes = [
         f"{program.num_ops:,} operations, {args.layers} layers, {args.devices} devices; "
@@ -87,7 +92,7 @@ def main() -> int:
     data = {
         "record_s": first,
         "lower_s": program.trace_s,
-        "second_record_s": second,
+        "later_record_s": later,
         "num_ops": program.num_ops,
     }
     publish("first_trace", table, data, folder=args.out)

@@ -271,6 +271,14 @@ def test_the_explanation_of_a_compile_names_the_room():
     assert "holds for a growing size up to" in text
 
 
+def test_the_explanation_of_a_compile_names_what_has_no_rule():
+    for n in (5, 6, 7):
+        torch.ones(n, 4).to("xla").sort(0)[0].cpu()
+    assert spmd.debugging.explain_recompile().note == (
+        "Each size has a program of its own: sort along a dim that grows."
+    )
+
+
 def test_out_of_memory_says_how_to_have_no_room():
     grow(3)
     program = compile_cache.newest()

@@ -9,7 +9,7 @@ from spmd_core import metrics
 from spmd_core.config import config
 from spmd_core.debugging.graph_difference import Change, Difference
 from spmd_core.errors import SpmdError
-from spmd_core.program import compile_cache
+from spmd_core.program import compile_cache, growing_sizes
 from spmd_core.program.compile_cache import Compiled, Key
 
 _MAX_CHANGES = 12
@@ -172,6 +172,9 @@ def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
             f"The program holds for a growing size up to {new.key.bound}, "
             "and does not compile again until then."
         )
+    refusal = growing_sizes.refusal_of(new.key)
+    if refusal is not None:
+        return f"Each size has a program of its own: {refusal}."
     if old.record.executions > 1:
         return ""
     made = [name for name in difference.operations_gone if name.startswith(_STATE_MAKERS)]

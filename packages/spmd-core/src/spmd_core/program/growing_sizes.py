@@ -100,6 +100,12 @@ def refusals() -> list[str]:
     return [refusal for family in _families.values() for refusal in family.refusals]
 
 
+def refusal_of(key: Key) -> str | None:
+    """Why the cuts of this family have a program for each size; None if they do not, or unknown."""
+    family = _families.get(_split_key(key)[0])
+    return family.refusals[-1] if family is not None and family.refusals else None
+
+
 @dataclass(frozen=True)
 class Bounded:
     """A program for many sizes, and how the cut at hand is one of them.
