@@ -159,6 +159,28 @@ CASES: dict[str, Case] = {
     "every second row": Case(
         (8,), ((64, 4096),), (("x",),), _plain(lambda x: x[::2] * 2), is_cheap=True
     ),
+    "gradient of every third row, split": Case(
+        (8,), ((3072, 64),), (("x", None),), _gradient(lambda x: x[::3], of=0), is_cheap=True
+    ),
+    "gradient of every third row, whole rows": Case(
+        (8,),
+        ((3072, 64),),
+        (("x", None),),
+        _gradient(lambda x: x[::3], of=0, result=(None, None)),
+    ),
+    "gradient of average pooling, rows of images split": Case(
+        (8,),
+        ((4, 16, 64, 64),),
+        ((None, None, "x"),),
+        _gradient(lambda x: F.avg_pool2d(x, 2), of=0),
+        is_cheap=True,
+    ),
+    "gradient of overlapping average pooling, rows of images split": Case(
+        (8,),
+        ((4, 16, 64, 64),),
+        ((None, None, "x"),),
+        _gradient(lambda x: F.avg_pool2d(x, 3, 2, 1), of=0),
+    ),
     "rows of a table, split by rows of the indices": Case(
         (8,),
         ((4096, 128), (INDICES + 4096, 1024)),

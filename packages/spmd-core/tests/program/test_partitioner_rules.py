@@ -281,6 +281,37 @@ def test_a_padding_that_cuts_elements_off(count, size, marks):
         torch.testing.assert_close(mine.cpu(), right)
 
 
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize(("start", "step"), [(0, 2), (1, 2), (4, 3), (0, 5)])
+@pytest.mark.parametrize("size", [6, 8, exhaustive(12), 13])
+@pytest.mark.parametrize("count", [2, exhaustive(4), 6, 8])
+def test_a_padding_between_elements(count, size, start, step, reduced):
+    """The gradient of a slice with a step, whole on each device, for a split tensor."""
+    mesh = axis(count)
+    grad = torch.arange(1.0, len(range(start, size, step)) + 1).repeat(3, 1)
+
+    def padded(grad):
+        return torch.ops.aten.slice_backward(grad, [3, size], 1, start, size, step)
+
+    y = spmd.mark_sharding(padded(grad.to("xla")), mesh, (None, "a"))
+    right = padded(grad)
+    torch.testing.assert_close(
+        (y.sum(1) if reduced else y + 1).cpu(), right.sum(1) if reduced else right + 1
+    )
+
+
+@pytest.mark.parametrize("marks", [(None, None, "x", "y"), ("x", None, ("y",))])
+@pytest.mark.parametrize("stride", [2, exhaustive(3)])
+def test_the_gradient_of_average_pooling_of_a_split_image(stride, marks):
+    mesh = two_axes()
+    x = torch.randn(4, 2, 9, 8)
+    ours = spmd.mark_sharding(x.to("xla"), mesh, marks).requires_grad_()
+    right = x.requires_grad_()
+    (found,) = torch.autograd.grad(F.avg_pool2d(ours, 3, stride).square().sum(), ours)
+    (expected,) = torch.autograd.grad(F.avg_pool2d(right, 3, stride).square().sum(), right)
+    torch.testing.assert_close(found.cpu(), expected)
+
+
 def two_axes(shape: tuple[int, int] = (4, 2)) -> spmd.Mesh:
     """A mesh of two axes over eight devices."""
     if spmd.global_runtime_device_count() < 8:

@@ -288,15 +288,30 @@ def _slice(
 
 
 def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
-    """A padding that cuts off elements is a padding and a slice."""
+    """Padding between the elements and padding that cuts off elements are operations of their own.
+
+    The partitioner leaves out or repeats elements where the result of a padding between elements is
+    split and the operand is not; and it errs where a padding is negative.
+    """
     config = eqn.params["padding_config"]
-    if all(low >= 0 and high >= 0 for low, high, _ in config):
+    if all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
         return None
     x, value = inputs
-    wide = lax.pad(x, value, [(max(low, 0), max(high, 0), inner) for low, high, inner in config])
+    for dim, (_, _, inner) in enumerate(config):
+        if inner and x.shape[dim] > 1:
+            x = _spread(x, value, dim, inner)
+    wide = lax.pad(x, value, [(max(low, 0), max(high, 0), 0) for low, high, _ in config])
     starts = [max(-low, 0) for low, _, _ in config]
     limits = [size - max(-high, 0) for size, (_, high, _) in zip(wide.shape, config)]
     return [lax.slice(wide, starts, limits)]
+
+
+def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
+    """`x` with so many times the value between two elements along a dim: rows of a new dim."""
+    edges = [(0, count if d == dim + 1 else 0, 0) for d in range(x.ndim + 1)]
+    rows = lax.pad(jnp.expand_dims(x, dim + 1), value, edges)
+    wide = rows.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return lax.slice_in_dim(wide, 0, wide.shape[dim] - count, axis=dim)
 
 
 _RULES: dict[Any, Rule] = {
