@@ -1,18 +1,22 @@
 """Does XLA's partitioner keep the values of random small programs under random layouts?
 
 Each program is one operation of torch's database between other operations, its tensors split over a
-mesh in a random way; `benchmarks/partitioner/programs.py` says what is drawn. Worker processes run
-them, several in one compilation, and compare with eager torch. A program that fails is reduced to
-the smallest one that still fails.
+mesh in a random way (`programs.py` in `benchmarks/partitioner` says what is drawn), or a chain of
+several operations with marks anywhere (`chains.py`). Worker processes run them, several in one
+compilation, and compare with eager torch. A program that fails is reduced to the smallest one that
+still fails.
 
 Run: python -m benchmarks.partitioner
          every operation on every mesh (about an hour on two cores)
      python -m benchmarks.partitioner --ops 'index_*,scatter*' --programs 64 --show
          some operations, more programs of each
+     python -m benchmarks.partitioner --ops chain --chains 1000 --show
+         chains alone, more of them
 """
 
 import argparse
 import fnmatch
+import itertools
 import os
 import sys
 from collections import Counter
@@ -24,8 +28,11 @@ import torch
 import spmd_core as spmd
 from benchmarks import workers
 from benchmarks.opinfo import samples
+from benchmarks.partitioner.chains import Chains
 from benchmarks.partitioner.programs import MESHES, Entry, examine
 from benchmarks.report import Table, argument_parser, publish
+
+CHAINS_AT_ONCE = 5
 
 
 def _serve() -> None:
@@ -44,6 +51,8 @@ def _serve() -> None:
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         name = task["entry"]
+        if name == Chains.name:
+            return asdict(examine(Chains(), task["mesh"], task["seeds"]))
         if name not in entries:
             entries.clear()
             entries[name] = Entry(ops[name])
@@ -104,6 +113,7 @@ def main() -> int:
         default=12,
         help="programs of each entry on each mesh (default 12)",
     )
+    parser.add_argument("--chains", type=int, default=240, help="chains on each mesh (default 240)")
     parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
     parser.add_argument(
         "--meshes", default=",".join(map(str, range(len(MESHES)))), help="numbers (default: all)"
@@ -120,21 +130,20 @@ def main() -> int:
         _serve()
         return 0
     names = [
-        op.formatted_name
-        for op in samples.entries()
-        if any(fnmatch.fnmatch(op.formatted_name, p) for p in args.ops.split(","))
+        name
+        for name in (*(op.formatted_name for op in samples.entries()), Chains.name)
+        if any(fnmatch.fnmatch(name, p) for p in args.ops.split(","))
     ]
     if not names:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
-    tasks = [
-        {
-            "entry": name,
-            "mesh": int(mesh),
-            "seeds": list(range(args.first, args.first + args.programs)),
-        }
-        for name in names
-        for mesh in args.meshes.split(",")
-    ]
+    tasks = []
+    for name, mesh in itertools.product(names, map(int, args.meshes.split(","))):
+        is_chain = name == Chains.name
+        last = args.first + (args.chains if is_chain else args.programs)
+        size = CHAINS_AT_ONCE if is_chain else args.programs
+        for first in range(args.first, last, size):
+            seeds = list(range(first, min(first + size, last)))
+            tasks.append({"entry": name, "mesh": mesh, "seeds": seeds})
     journal = args.out / "partitioner.journal"
     answers = workers.run(
         tasks,

@@ -15,9 +15,9 @@ Many programs are recorded before one cut, so that XLA compiles them as one.
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -114,7 +114,7 @@ class Failure:
     """A program whose values are wrong, or that raised.
 
     Attributes:
-        entry: the operation's name in the database.
+        entry: the operation's name in the database, or "chain".
         mesh: the number of the mesh in `MESHES`.
         seed: the number from which the program was drawn.
         kind: "wrong" or "error".
@@ -228,8 +228,29 @@ class Entry:
             raise Skip
         read = _read(outs, layout, mesh)
         return list(
-            torch.autograd.grad(read, wanted, [_weights(t) for t in read], allow_unused=True)
+            torch.autograd.grad(read, wanted, [weights(t) for t in read], allow_unused=True)
         )
+
+    def is_as_good(self, layout: Layout, got: list[Any], expected: list[Any]) -> bool:
+        """Whether results that differ from eager torch's are right, too.
+
+        They are where a function of them is the same, as for a matrix's factors, and where their
+        error against float64 is at most twice eager torch's.
+        """
+        process = self.samples[layout.sample].process
+        try:
+            if close(down(process(got)), down(process(expected)), rtol=2e-4, atol=2e-5) is None:
+                return True
+        except Exception:  # the function takes the operation's results, not what is read of them
+            pass
+
+        def run(sample: Sample) -> Any:
+            changed = copy.copy(self)
+            changed.samples = [*self.samples]
+            changed.samples[layout.sample] = sample
+            return changed.run(layout, None)
+
+        return as_good_as_eager(run, self.samples[layout.sample], got, expected)
 
 
 class Skip(Exception):
@@ -320,22 +341,35 @@ def _read(results: list[torch.Tensor], layout: Layout, mesh: spmd.Mesh | None) -
     return [*read, *(t for t in results if layout.variant == "in place")]
 
 
-def _weights(t: torch.Tensor) -> torch.Tensor:
+def weights(t: torch.Tensor) -> torch.Tensor:
     """A cotangent that is not constant: a constant one would hide errors that cancel."""
     ramp = torch.linspace(0.5, 1.5, max(t.numel(), 1), dtype=torch.float64)[: t.numel()]
     return ramp.reshape(t.shape).to(t.dtype).to(t.device)
 
 
+class Source(Protocol):
+    """What draws programs, and runs them; see `Entry`. A layout has `simpler`, and a text."""
+
+    @property
+    def name(self) -> str: ...
+
+    def draw(self, mesh: int, seed: int) -> Any: ...
+
+    def run(self, layout: Any, mesh: spmd.Mesh | None) -> list[Any]: ...
+
+    def is_as_good(self, layout: Any, got: list[Any], expected: list[Any]) -> bool: ...
+
+
 @dataclass
 class _Program:
     seed: int
-    layout: Layout
+    layout: Any
     expected: list[Any]
     got: list[Any] | None = None
     error: str = ""
 
 
-def examine(entry: Entry, mesh_number: int, seeds: list[int]) -> Answer:
+def examine(source: Source, mesh_number: int, seeds: list[int]) -> Answer:
     """Runs the programs with these numbers as one, compares each, and reduces those that fail."""
     answer = Answer()
     mesh = mesh_of(mesh_number)
@@ -343,27 +377,27 @@ def examine(entry: Entry, mesh_number: int, seeds: list[int]) -> Answer:
         warnings.simplefilter("ignore")
         programs = []
         for seed in seeds:
-            layout = entry.draw(mesh_number, seed)
-            expected = _expected(entry, layout)
+            layout = source.draw(mesh_number, seed)
+            expected = _expected(source, layout)
             if expected is not None:
                 programs.append(_Program(seed, layout, expected))
         answer.num_programs = len(programs)
-        _run_together(entry, programs, mesh)
+        _run_together(source, programs, mesh)
         for program in programs:
-            kind, detail = _verdict(entry, program)
+            kind, detail = _verdict(source, program)
             if kind:
-                layout, detail = _reduced(entry, program.layout, mesh, kind, detail)
+                layout, detail = _reduced(source, program.layout, mesh, kind, detail)
                 answer.failures.append(
-                    Failure(entry.name, mesh_number, program.seed, kind, str(layout), detail)
+                    Failure(source.name, mesh_number, program.seed, kind, str(layout), detail)
                 )
     return answer
 
 
-def _expected(entry: Entry, layout: Layout) -> list[Any] | None:
+def _expected(source: Source, layout: Any) -> list[Any] | None:
     """Eager torch's results; None where it refuses the program, or draws random numbers."""
     try:
-        first = down(entry.run(layout, None))
-        if "rand" in entry.name or "drop" in entry.name or entry.name in RANDOM:
+        first = down(source.run(layout, None))
+        if "rand" in source.name or "drop" in source.name or source.name in RANDOM:
             return None
         return first
     except Exception:  # no reference
@@ -391,12 +425,12 @@ RANDOM = {
 }
 
 
-def _run_together(entry: Entry, programs: list[_Program], mesh: spmd.Mesh) -> None:
+def _run_together(source: Source, programs: list[_Program], mesh: spmd.Mesh) -> None:
     """Fills in the results: by one cut, or by one for each program where that one fails."""
     recorded = []
     for program in programs:
         try:
-            program.got = entry.run(program.layout, mesh)
+            program.got = source.run(program.layout, mesh)
             recorded.append(program)
         except Exception as error:
             program.error = _first_line(error)
@@ -411,7 +445,7 @@ def _run_together(entry: Entry, programs: list[_Program], mesh: spmd.Mesh) -> No
         for program in recorded:
             program.got = None
         for program in recorded:
-            _run_alone(entry, program, mesh)
+            _run_alone(source, program, mesh)
 
 
 def _num_whole() -> float:
@@ -419,16 +453,16 @@ def _num_whole() -> float:
     return spmd.metrics.counter("programs_with_whole_everything")
 
 
-def _run_alone(entry: Entry, program: _Program, mesh: spmd.Mesh) -> None:
+def _run_alone(source: Source, program: _Program, mesh: spmd.Mesh) -> None:
     try:
-        got = entry.run(program.layout, mesh)
+        got = source.run(program.layout, mesh)
         spmd.sync()
         program.got = down(got)
     except Exception as error:
         program.error = _first_line(error)
 
 
-def _verdict(entry: Entry, program: _Program) -> tuple[str, str]:
+def _verdict(source: Source, program: _Program) -> tuple[str, str]:
     """The kind of failure and how; an empty kind for the right values."""
     if program.got is None:
         return "error", program.error
@@ -444,28 +478,9 @@ def _verdict(entry: Entry, program: _Program) -> tuple[str, str]:
         )
     if difference is None:
         return "", ""
-    process = entry.samples[program.layout.sample].process
-    try:  # results that are not unique, such as a matrix's factors
-        if close(down(process(got)), down(process(expected)), rtol=2e-4, atol=2e-5) is None:
-            return "", ""
-    except Exception:
-        pass
-    wide = replace(program.layout)
-    if _as_good(entry, wide, got, expected):
+    if source.is_as_good(program.layout, got, expected):
         return "", ""
     return "wrong", difference[:240]
-
-
-def _as_good(entry: Entry, layout: Layout, got: list[Any], expected: list[Any]) -> bool:
-    """Whether the error against float64 is at most twice eager torch's, for float32 samples."""
-
-    def run(sample: Sample) -> Any:
-        changed = copy.copy(entry)
-        changed.samples = [*entry.samples]
-        changed.samples[layout.sample] = sample
-        return changed.run(layout, None)
-
-    return as_good_as_eager(run, entry.samples[layout.sample], got, expected)
 
 
 def _floats(results: list[Any]) -> bool:
@@ -483,17 +498,17 @@ def _largest(t: Any) -> float:
 
 
 def _reduced(
-    entry: Entry, layout: Layout, mesh: spmd.Mesh, kind: str, detail: str
-) -> tuple[Layout, str]:
+    source: Source, layout: Any, mesh: spmd.Mesh, kind: str, detail: str
+) -> tuple[Any, str]:
     """The smallest layout found that fails in the same way."""
     for _ in range(40):
         for simpler in layout.simpler():
-            expected = _expected(entry, simpler)
+            expected = _expected(source, simpler)
             if expected is None:
                 continue
             program = _Program(0, simpler, expected)
-            _run_alone(entry, program, mesh)
-            found, what = _verdict(entry, program)
+            _run_alone(source, program, mesh)
+            found, what = _verdict(source, program)
             if found == kind:
                 layout, detail = simpler, what
                 break
@@ -505,6 +520,3 @@ def _reduced(
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
-
-
-Examine = Callable[[Entry, int, list[int]], Answer]

@@ -10,6 +10,8 @@ from tiers import exhaustive
 import spmd_core as spmd
 from benchmarks.opinfo import samples
 from benchmarks.partitioner import programs
+from benchmarks.partitioner.chain_steps import MAKERS, Step
+from benchmarks.partitioner.chains import Chain, Chains
 from benchmarks.partitioner.programs import MESHES, Entry, examine
 
 pytestmark = pytest.mark.skipif(
@@ -33,6 +35,8 @@ ONCE_WRONG = [
     ("scatter_reduce_prod", 1, 1000),
     ("nn_functional_unfold", 1, 5),
 ]
+# The same for chains: mesh and number.
+CHAINS_ONCE_WRONG: list[tuple[int, int]] = []
 # Every 40th entry on one mesh after the other, and every fourth for the last tier.
 SPREAD = [
     (name, number // 4 % len(MESHES), 1)
@@ -78,3 +82,47 @@ def test_an_error_is_found() -> None:
     op.op = op.inplace_variant = failing
     found = examine(Entry(op), 0, [1]).failures
     assert found and found[0].kind == "error" and "does not compute" in found[0].detail
+
+
+@pytest.mark.parametrize(("mesh", "seed"), [*CHAINS_ONCE_WRONG, *((m, 9000) for m in (1, 3, 6))])
+def test_the_values_of_chains_are_eager_torchs(mesh: int, seed: int) -> None:
+    answer = examine(Chains(), mesh, [seed])
+    assert answer.num_programs == 1 and answer.failures == []
+
+
+def test_chains_have_every_kind_of_step_and_marks_anywhere() -> None:
+    chains = [Chains().draw(seed % len(MESHES), seed) for seed in range(120)]
+    assert {step.name for chain in chains for step in chain.steps} == set(MAKERS)
+    assert {len(chain.steps) for chain in chains} >= {3, 7, 12}
+    marked = [number < len(chain.leaves) for chain in chains for number, _ in chain.marks]
+    assert 0.2 < sum(marked) / len(marked) < 0.8
+
+
+class _WrongAtOneStep(Chains):
+    """Four steps; the second one is wrong on the device."""
+
+    def draw(self, mesh: int, seed: int) -> Chain:
+        def wrong(x: torch.Tensor) -> torch.Tensor:
+            return x * (2 + (x.device.type == "xla"))
+
+        steps = [
+            Step(name, (number,), compute, (4, 4))
+            for number, (name, compute) in enumerate(
+                {"sin": torch.sin, "twice": wrong, "cos": torch.cos, "neg": torch.neg}.items()
+            )
+        ]
+        marks = ((0, ("x",)), (1, (None, "x")), (4, ("x", None)))
+        return Chain(seed, ((4, 4),), tuple(steps), marks, (2, 3, 4))
+
+
+def test_a_wrong_chain_is_found_and_reduced() -> None:
+    (found,) = examine(_WrongAtOneStep(), 0, [1]).failures
+    assert found.entry == "chain" and found.kind == "wrong"
+    assert found.layout == "0: leaf (4, 4); 1: sin of 0, (4, 4); 2: twice of 1, (4, 4); (2,)"
+
+
+def test_chains_without_gradients_are_read_as_they_are() -> None:
+    step = Step("argmax", (0,), lambda x: x.argmax(0).to(torch.float64), (3,))
+    chain = Chain(0, ((4, 3),), (step,), (), (1,))
+    with pytest.raises(programs.Skip):
+        Chains().run(chain, None)
