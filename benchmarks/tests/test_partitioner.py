@@ -105,11 +105,15 @@ class _WrongAtOneStep(Chains):
         def wrong(x: torch.Tensor) -> torch.Tensor:
             return x * (2 + (x.device.type == "xla"))
 
+        computes: dict[str, Any] = {
+            "sin": torch.sin,
+            "twice": wrong,
+            "cos": torch.cos,
+            "neg": torch.neg,
+        }
         steps = [
             Step(name, (number,), compute, (4, 4))
-            for number, (name, compute) in enumerate(
-                {"sin": torch.sin, "twice": wrong, "cos": torch.cos, "neg": torch.neg}.items()
-            )
+            for number, (name, compute) in enumerate(computes.items())
         ]
         marks = ((0, ("x",)), (1, (None, "x")), (4, ("x", None)))
         return Chain(seed, ((4, 4),), tuple(steps), marks, (2, 3, 4))
