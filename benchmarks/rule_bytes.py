@@ -149,6 +149,25 @@ CASES: dict[str, Case] = {
         (("y", None, "x"), None),
         _gradient(F.linear, of=1, result=("x", "y")),
     ),
+    "attention's scores, batch and heads split": Case(
+        (4, 2),
+        ((8, 8, 256, 64), (8, 8, 256, 64)),
+        (("x", "y"), ("x", "y")),
+        _plain(lambda q, k: q @ k.mT),
+        is_cheap=True,
+    ),
+    "attention's values, batch and keys split": Case(
+        (4, 2),
+        ((8, 8, 256, 256), (8, 8, 256, 64)),
+        (("x", None, None, "y"), ("x", None, "y")),
+        _plain(lambda p, v: p @ v),
+    ),
+    "attention's scores, heads and head dim split": Case(
+        (4, 2),
+        ((8, 8, 256, 64), (8, 8, 256, 64)),
+        ((None, "x", None, "y"), (None, "x", None, "y")),
+        lambda tensors, mark: mark(tensors[0] @ tensors[1].mT, (None, "y", "x")) * 1,
+    ),
     "a step that keeps one row": Case((8,), ((5, 4096),), (("x",),), _plain(lambda x: x[4::5] * 2)),
     "rows shifted by one": Case(
         (8,),

@@ -319,6 +319,33 @@ def two_axes(shape: tuple[int, int] = (4, 2)) -> spmd.Mesh:
     return spmd.Mesh(range(8), shape, ("x", "y"))
 
 
+@pytest.mark.parametrize("shape", [(4, 2), exhaustive((2, 4))])
+@pytest.mark.parametrize("size", [3, 4, exhaustive(12)])
+@pytest.mark.parametrize("of_result", [("y", "x", None), ("y", None, "x"), ("x", None, None)])
+def test_products_in_batches_whose_result_is_split_otherwise(of_result, size, shape):
+    mesh = two_axes(shape)
+    x, y = torch.randn(size, size, size), torch.randn(size, size, size)
+    left, right = (spmd.mark_sharding(t.to("xla") * 1, mesh, ("x", None, "y")) for t in (x, y))
+    product = spmd.mark_sharding(left @ right.mT, mesh, of_result)
+    torch.testing.assert_close((product * 1).cpu(), x @ y.mT)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), exhaustive((2, 4))])
+def test_attention_whose_heads_and_positions_change_axes(shape):
+    mesh = two_axes(shape)
+    x = torch.randn(1, 2, 3, 4)
+
+    def results(x, mark=lambda t, *axes: t):
+        x = x.requires_grad_()
+        y = mark(x * 1, None, "x", None, "y")
+        out = mark(F.scaled_dot_product_attention(y, y * 0.5, y), None, "y", "x", None)
+        return out, *torch.autograd.grad((out * out).sum(), x)
+
+    found = results(x.to("xla"), lambda t, *axes: spmd.mark_sharding(t, mesh, axes))
+    for mine, right in zip(found, results(x)):
+        torch.testing.assert_close(mine.cpu(), right)
+
+
 @pytest.mark.parametrize("reduce", ["sum", exhaustive("prod"), "amax", exhaustive("mean")])
 @pytest.mark.parametrize(
     ("operand", "updates", "index"),

@@ -115,7 +115,7 @@ def _evaluate(
 
 def _is_ruled(eqn: JaxprEqn) -> bool:
     if eqn.primitive is primitives.dot_general_p:  # very common, and seldom with a rule
-        return _num_contracted(eqn) > 2
+        return _has_dot_rule(eqn)
     return eqn.primitive in _RULES or any(_has_rule(inner.jaxpr) for inner in _inner(eqn))
 
 
@@ -226,24 +226,36 @@ def _whole(
     return jnp.transpose(keep_whole(jnp.transpose(x, order), len(dims)), back)
 
 
-def _num_contracted(eqn: JaxprEqn) -> int:
-    return len(eqn.params["dimension_numbers"][0][0])
+def _has_dot_rule(eqn: JaxprEqn) -> bool:
+    """Whether a product contracts three dims or more, or contracts within batches."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return len(contracted) > 2 or (bool(batch) and bool(contracted))
 
 
 def _dot_general(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """At most two contracted dims that may be split, in a program that uses several axes.
+    """Keeps contracted dims whole, in a program that uses several axes.
 
-    With three, of which the operands split different ones, some products are left out.
+    All but two: of three, of which the operands split different ones, some products are left out.
+    And within batches, all of the smaller operand: where one axis splits the batches and another
+    one the contracted dim, and the result's batches the other one, its blocks change places.
     """
-    if splits.keep_some_whole is None or _num_contracted(eqn) < 3:
+    if splits.keep_some_whole is None:
         return None
-    (of_left, of_right), _ = eqn.params["dimension_numbers"]
     left, right = inputs
-    left = _whole(splits.keep_some_whole, left, of_left[2:])
-    right = _whole(splits.keep_some_whole, right, of_right[2:])
-    return [eqn.primitive.bind(left, right, **eqn.params)]
+    contracted, batch = eqn.params["dimension_numbers"]
+    smaller = left if left.size < right.size else right
+    operands, numbers = [], []
+    for x, own, own_batch in zip((left, right), contracted, batch):
+        whole = own if own_batch and x is smaller else own[2:]
+        # The product itself reads what is whole: behind a transpose it would be split again.
+        order = [*(d for d in range(x.ndim) if d not in whole), *whole]
+        x = jnp.transpose(x, order)
+        operands.append(splits.keep_some_whole(x, len(whole)) if whole else x)
+        numbers.append([tuple(order.index(d) for d in dims) for dims in (own, own_batch)])
+    dims = tuple(zip(*numbers))
+    return [eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": dims})]
 
 
 def _gather(
