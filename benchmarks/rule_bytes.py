@@ -175,6 +175,21 @@ CASES: dict[str, Case] = {
         (None,),
         lambda tensors, mark: mark(F.pad(tensors[0], (0, 0, 1, -1)), ("x",)),
     ),
+    "gradient of the first four rows, split": Case(
+        (8,), ((4096, 64),), (("x", None),), _gradient(lambda x: x[:4], of=0), is_cheap=True
+    ),
+    "gradient of four rows from the third on, split": Case(
+        (8,), ((4096, 64),), (("x", None),), _gradient(lambda x: x[2:6], of=0), is_cheap=True
+    ),
+    "gradient of four rows, split by batch and rows": Case(
+        (4, 2),
+        ((64, 1024, 64),),
+        (("x", "y"),),
+        _gradient(lambda x: x[:, 512:516], of=0),
+    ),
+    "gradient of three columns, rows split": Case(
+        (8,), ((1024, 64),), (("x", None),), _gradient(lambda x: x[:, 7:10], of=0), is_cheap=True
+    ),
     "every second row": Case(
         (8,), ((64, 4096),), (("x",),), _plain(lambda x: x[::2] * 2), is_cheap=True
     ),

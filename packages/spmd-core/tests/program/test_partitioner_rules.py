@@ -281,16 +281,25 @@ def test_a_padding_that_cuts_elements_off(count, size, marks):
         torch.testing.assert_close(mine.cpu(), right)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="few elements between paddings that are longer than a shard: no rule yet"
-)
-def test_a_padding_that_moves_few_elements_over_several_shards():
-    mesh = axis(8)
-    x = torch.randn(17)
-    y = F.pad(x.to("xla")[:2].sin(), (8, 7))
-    torch.testing.assert_close(
-        (spmd.mark_sharding(y, mesh, ("a",)) * 1).cpu(), F.pad(x[:2].sin(), (8, 7))
-    )
+@pytest.mark.parametrize("count", [7, 8])
+@pytest.mark.parametrize("low", [0, 2, 8, exhaustive(14)])
+@pytest.mark.parametrize("num", [1, 2, exhaustive(5)])
+@pytest.mark.parametrize("more", [0, 1, exhaustive(7)])
+def test_a_padding_that_moves_few_elements_over_several_shards(count, low, num, more):
+    """Alone, in front of more padding, and as the gradient of a slice."""
+    mesh = axis(count)
+    x, weight = torch.randn(low + num + more), torch.randn(max(17, low + num + more))
+    high = len(weight) - low - num
+
+    def padded(x, weight, mark):
+        part = F.pad(x[:num].sin(), (low, high))
+        leaf = weight.detach().requires_grad_()
+        (leaf[low : low + num] ** 3).sum().backward()
+        return mark(part) * 1, mark(leaf.grad) * 1
+
+    mine = padded(x.to("xla"), weight.to("xla"), lambda y: spmd.mark_sharding(y, mesh, ("a",)))
+    for got, right in zip(mine, padded(x, weight, lambda y: y)):
+        torch.testing.assert_close(got.cpu(), right)
 
 
 @pytest.mark.parametrize("reduced", [False, True])

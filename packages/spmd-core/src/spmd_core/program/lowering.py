@@ -236,7 +236,7 @@ class Function:
         return frozenset(found)
 
     def _find_splits(self) -> Splits:
-        """The numbers of shards that do not divide the dim that they split."""
+        """How leaves, marks and results split their dims."""
         uneven, axes_used = set(), set()
         for spec, sharding in self._find_shardings():
             for size, axes in zip(spec.shape, sharding.spec):
@@ -250,6 +250,7 @@ class Function:
             frozenset(uneven),
             whole if self._whole is Whole.INDICES else None,
             whole if len(axes_used) > 1 else None,
+            len(self.device_ids),
         )
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:

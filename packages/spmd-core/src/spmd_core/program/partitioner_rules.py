@@ -31,11 +31,13 @@ class Splits:
         keep_whole: `Context.keep_whole` where the indices of gathers and scatters are to be whole
             on each device, else None.
         keep_some_whole: `Context.keep_whole` in a program that splits over several axes, else None.
+        most: over how many shards a dim may be split: the devices of the program.
     """
 
     uneven: frozenset[int] = frozenset()
     keep_whole: Callable[[jax.Array, int], jax.Array] | None = None
     keep_some_whole: Callable[[jax.Array, int], jax.Array] | None = None
+    most: int = 1
 
     def even_size(self, size: int) -> int:
         """The next size that each of the numbers of shards divides."""
@@ -303,19 +305,38 @@ def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
     """Padding between the elements and padding that cuts off elements are operations of their own.
 
     The partitioner leaves out or repeats elements where the result of a padding between elements is
-    split and the operand is not; and it errs where a padding is negative.
+    split and the operand is not; it errs where a padding is negative; and it loses some of a few
+    elements that move over several shards, which are written into a tensor of padding instead.
     """
     config = eqn.params["padding_config"]
-    if all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
-        return None
     x, value = inputs
     for dim, (_, _, inner) in enumerate(config):
         if inner and x.shape[dim] > 1:
             x = _spread(x, value, dim, inner)
-    wide = lax.pad(x, value, [(max(low, 0), max(high, 0), 0) for low, high, _ in config])
+    sizes = [size + max(low, 0) + max(high, 0) for size, (low, high, _) in zip(x.shape, config)]
+    few = [
+        dim
+        for dim, (low, _, _) in enumerate(config)
+        if low > 0 and 1 < x.shape[dim] < splits.most < sizes[dim]
+    ]
+    if not few and all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
+        return None
+    for dim in few:
+        x = _written(x, value, dim, config[dim][0], sizes[dim])
+    edges = [
+        (0, 0, 0) if d in few else (max(low, 0), max(high, 0), 0)
+        for d, (low, high, _) in enumerate(config)
+    ]
+    wide = lax.pad(x, value, edges)
     starts = [max(-low, 0) for low, _, _ in config]
-    limits = [size - max(-high, 0) for size, (_, high, _) in zip(wide.shape, config)]
+    limits = [size - max(-high, 0) for size, (_, high, _) in zip(sizes, config)]
     return [lax.slice(wide, starts, limits)]
+
+
+def _written(x: jax.Array, value: Any, dim: int, start: int, size: int) -> jax.Array:
+    """`x` from `start` on along a dim of that size, with the value everywhere else."""
+    wide = jnp.broadcast_to(value, (*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    return lax.dynamic_update_slice(wide, x, [start if d == dim else 0 for d in range(x.ndim)])
 
 
 def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
