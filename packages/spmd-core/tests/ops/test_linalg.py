@@ -468,6 +468,7 @@ def test_a_driver_is_refused_as_on_the_cpu() -> None:
     torch.linalg.svd(torch.eye(3, device="xla"))
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # torch's own
 def test_results_into_a_given_tensor() -> None:
     out = torch.empty(0, device="xla")
     a = positive(torch.float32)

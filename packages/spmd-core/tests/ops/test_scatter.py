@@ -49,6 +49,7 @@ def test_scatter(case: tuple[Any, ...]) -> None:
     check("aten.scatter_reduce.two", x, dim, index // 2, source, "mean", include_self=False)
 
 
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")  # torch's own
 def test_scatter_that_reduces() -> None:
     x, source, index = values(6, 5), -values(3, 3), torch.tensor([[1, 1], [1, 4], [0, 4]])
     for reduce in ("add", "multiply"):
@@ -107,6 +108,7 @@ def test_many_addends_of_16_bits_are_summed_in_float32() -> None:
         assert abs(float(total[0]) - 1001) <= 4  # bfloat16 alone would stop at 256
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")  # torch's own
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_index_add_copy_and_fill(dtype: torch.dtype) -> None:
     x, index = values(4, 5, dtype=dtype), torch.tensor([3, 0])

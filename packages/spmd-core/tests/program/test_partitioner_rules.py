@@ -208,14 +208,50 @@ def test_equations_without_a_rule_stay_as_they_are():
     def function(x: jax.Array) -> list[jax.Array]:
         return [jnp.tanh(x) @ x.T]
 
-    assert in_safe_forms(function, jnp.ones((3, 3)), Splits()) is None
+    assert in_safe_forms(function, jnp.ones((3, 3)), Splits(lambda x, num: x, 2)) is None
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(8, 1, 1), (2, 4)],
+        [(8, 3, 2), (4, 12)],
+        [(8, 3, 2), (8, 6), (4, 12)],
+        [(8, 3, 2), (4, 2, 6), (4, 12)],
+        [(12, 1, 1), (12,), (3, 4)],
+        exhaustive([(8, 3, 2, 1), (48,), (6, 8), (2, 24)]),
+        exhaustive([(2, 4), (8, 1, 1)]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("marked", [False, True])
+def test_reshapes_to_fewer_dims_of_which_one_is_shorter(count, shapes, marked):
+    """Forward and gradient. XLA's own form of such a reshape, or of all joined, crashes."""
+    mesh = axis(count)
+    x = torch.randn(shapes[0])
+
+    def reshaped(x, mark):
+        x = x.detach().requires_grad_()
+        y = mark(x.sin())
+        for shape in shapes[1:-1]:
+            y = y.reshape(shape) if not marked else mark(y.reshape(shape))
+        y = mark(y.reshape(shapes[-1])) ** 2
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    def mark(x):
+        return spmd.mark_sharding(x, mesh, ("a", *[None] * (x.ndim - 1)))
+
+    for mine, right in zip(reshaped(x.to("xla"), mark), reshaped(x, lambda x: x)):
+        torch.testing.assert_close(mine.cpu(), right)
 
 
 @pytest.mark.parametrize(
     ("uneven", "size", "even"), [((), 5, 5), ((4,), 5, 8), ((4, 6), 5, 12), ((2, 8), 16, 16)]
 )
 def test_sizes_that_all_numbers_of_shards_divide(uneven, size, even):
-    assert Splits(frozenset(uneven)).even_size(size) == even
+    splits = Splits(lambda x, num: x, 8, uneven=frozenset(uneven))
+    assert splits.even_size(size) == even
 
 
 def test_a_program_that_the_partitioner_makes_invalid_is_compiled_with_whole_indices(num_devices):

@@ -245,12 +245,12 @@ class Function:
                 count = math.prod(sharding.mesh.shape[name] for name in names)
                 if size % count:
                     uneven.add(count)
-        whole = self._with_whole_dims
         return Splits(
-            frozenset(uneven),
-            whole if self._whole is Whole.INDICES else None,
-            whole if len(axes_used) > 1 else None,
+            self._with_whole_dims,
             len(self.device_ids),
+            len(axes_used),
+            frozenset(uneven),
+            has_whole_indices=self._whole is Whole.INDICES,
         )
 
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:

@@ -7,9 +7,10 @@ lowerings, jax's own library and a user's jax functions are written without a th
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import jax
@@ -27,17 +28,19 @@ class Splits:
     """How a program splits dims.
 
     Attributes:
+        keep_whole: `Context.keep_whole`.
+        num_devices: of the program.
+        num_axes: how many axes of the mesh split some dim.
         uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
-        keep_whole: `Context.keep_whole` where the indices of gathers and scatters are to be whole
-            on each device, else None.
-        keep_some_whole: `Context.keep_whole` in a program that splits over several axes, else None.
-        most: over how many shards a dim may be split: the devices of the program.
+        has_whole_indices: whether the indices of gathers and scatters are to be whole on each
+            device.
     """
 
+    keep_whole: Callable[[jax.Array, int], jax.Array]
+    num_devices: int
+    num_axes: int = 0
     uneven: frozenset[int] = frozenset()
-    keep_whole: Callable[[jax.Array, int], jax.Array] | None = None
-    keep_some_whole: Callable[[jax.Array, int], jax.Array] | None = None
-    most: int = 1
+    has_whole_indices: bool = False
 
     def even_size(self, size: int) -> int:
         """The next size that each of the numbers of shards divides."""
@@ -56,13 +59,13 @@ def in_safe_forms(
         splits: of the program that is traced.
     """
     closed = jax.make_jaxpr(function)(arguments)
-    if not _has_rule(closed.jaxpr):
+    if not _has_rule(closed.jaxpr, splits):
         return None
     return _evaluate(closed, jax.tree.leaves(arguments), splits)
 
 
-def _has_rule(jaxpr: Jaxpr) -> bool:
-    return any(_is_ruled(eqn) for eqn in jaxpr.eqns)
+def _has_rule(jaxpr: Jaxpr, splits: Splits) -> bool:
+    return any(_is_ruled(eqn, splits) for eqn in jaxpr.eqns)
 
 
 # Primitives that call one function, by the name of the parameter that has it. `scan`, `while` and
@@ -104,7 +107,7 @@ def _evaluate(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for has_rule, group in groupby(jaxpr.eqns, _is_ruled):
+    for has_rule, group in groupby(jaxpr.eqns, lambda eqn: _is_ruled(eqn, splits)):
         if not has_rule:
             _evaluate_as_is(jaxpr, list(group), values)
             continue
@@ -115,10 +118,13 @@ def _evaluate(
     return [read(x) for x in jaxpr.outvars]
 
 
-def _is_ruled(eqn: JaxprEqn) -> bool:
-    if eqn.primitive is primitives.dot_general_p:  # very common, and seldom with a rule
-        return _has_dot_rule(eqn)
-    return eqn.primitive in _RULES or any(_has_rule(inner.jaxpr) for inner in _inner(eqn))
+def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
+    # Very common, and seldom with a rule.
+    if eqn.primitive is primitives.dot_general_p:
+        return splits.num_axes > 1 and _has_dot_rule(eqn)
+    if eqn.primitive is primitives.reshape_p:
+        return _has_reshape_rule(eqn, splits)
+    return eqn.primitive in _RULES or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
 
 
 def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
@@ -168,16 +174,14 @@ def _scatter(
     operand writes nothing, so such indices fill up.
     """
     operand, indices, updates = inputs
-    if splits.keep_whole is not None:
+    if splits.has_whole_indices:
         indices = splits.keep_whole(indices, indices.ndim)
     params = eqn.params
     dims = params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     free = [d for d in range(indices.ndim - 1) if d not in batching]
-    if splits.keep_some_whole is not None and batching:
-        indices, updates = _with_whole_scattered_dims(
-            splits.keep_some_whole, dims, indices, updates
-        )
+    if splits.num_axes > 1 and batching:
+        indices, updates = _with_whole_scattered_dims(splits.keep_whole, dims, indices, updates)
     if params["mode"] == lax.GatherScatterMode.CLIP:
         return [eqn.primitive.bind(operand, indices, updates, **params)]
     if not free:
@@ -243,8 +247,6 @@ def _dot_general(
     And within batches, all of the smaller operand: where one axis splits the batches and another
     one the contracted dim, and the result's batches the other one, its blocks change places.
     """
-    if splits.keep_some_whole is None:
-        return None
     left, right = inputs
     contracted, batch = eqn.params["dimension_numbers"]
     smaller = left if left.size < right.size else right
@@ -254,7 +256,7 @@ def _dot_general(
         # The product itself reads what is whole: behind a transpose it would be split again.
         order = [*(d for d in range(x.ndim) if d not in whole), *whole]
         x = jnp.transpose(x, order)
-        operands.append(splits.keep_some_whole(x, len(whole)) if whole else x)
+        operands.append(splits.keep_whole(x, len(whole)) if whole else x)
         numbers.append([tuple(order.index(d) for d in dims) for dims in (own, own_batch)])
     dims = tuple(zip(*numbers))
     return [eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": dims})]
@@ -268,7 +270,7 @@ def _gather(
     The partitioner makes a slice that is larger than its operand, where the indices and the
     operand's columns are split over the same axis and the result is marked otherwise.
     """
-    if splits.keep_whole is None:
+    if not splits.has_whole_indices:
         return None
     operand, indices = inputs
     return [eqn.primitive.bind(operand, splits.keep_whole(indices, indices.ndim), **eqn.params)]
@@ -317,7 +319,7 @@ def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
     few = [
         dim
         for dim, (low, _, _) in enumerate(config)
-        if low > 0 and 1 < x.shape[dim] < splits.most < sizes[dim]
+        if low > 0 and 1 < x.shape[dim] < splits.num_devices < sizes[dim]
     ]
     if not few and all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
         return None
@@ -347,7 +349,40 @@ def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
     return lax.slice_in_dim(wide, 0, wide.shape[dim] - count, axis=dim)
 
 
+def _reshape(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """Where a dim becomes several ones, no less dims than before; a second reshape drops them.
+
+    The partitioner ends the process where a dim that is split unevenly becomes a shorter one, and
+    the result has less dims. XLA joins reshapes that follow each other, so they are kept apart.
+    """
+    (x,), shape = inputs, eqn.params["new_sizes"]
+    long = (*shape, *(1,) * (x.ndim - len(shape)))
+    if splits.uneven:
+        x = splits.keep_whole(x, 0)
+    return [lax.reshape(splits.keep_whole(lax.reshape(x, long), 0), shape)]
+
+
+def _has_reshape_rule(eqn: JaxprEqn, splits: Splits) -> bool:
+    """Whether it makes several dims out of one, and fewer in all or in a program of uneven dims."""
+    old: Any = eqn.invars[0].aval
+    old, new = old.shape, eqn.params["new_sizes"]
+    return (len(new) < len(old) or bool(splits.uneven)) and _divides_a_dim(old, new)
+
+
+def _divides_a_dim(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether a reshape makes several dims, of more than one element each, out of some dims."""
+    if math.prod(old) < 2:
+        return False
+    borders = {*accumulate(old, operator.mul)}
+    return any(
+        size > 1 and end not in borders for size, end in zip(new, accumulate(new, operator.mul))
+    )
+
+
 _RULES: dict[Any, Rule] = {
+    primitives.reshape_p: _reshape,
     primitives.scatter_p: _scatter,
     primitives.scatter_add_p: _scatter,
     primitives.scatter_mul_p: _scatter,
