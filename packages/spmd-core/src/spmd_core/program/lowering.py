@@ -237,18 +237,20 @@ class Function:
 
     def _find_splits(self) -> Splits:
         """How leaves, marks and results split their dims."""
-        uneven, axes_used = set(), set()
+        uneven: set[int] = set()
+        axes_used: set[tuple[str, int]] = set()  # with sizes: two meshes may share names
         for spec, sharding in self._find_shardings():
             for size, axes in zip(spec.shape, sharding.spec):
                 names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-                axes_used |= {*names}
-                count = math.prod(sharding.mesh.shape[name] for name in names)
+                sizes = {name: sharding.mesh.shape[name] for name in names}
+                axes_used |= sizes.items()
+                count = math.prod(sizes.values())
                 if size % count:
                     uneven.add(count)
         return Splits(
             self._with_whole_dims,
             len(self.device_ids),
-            len(axes_used),
+            tuple(size for _, size in axes_used),
             frozenset(uneven),
             has_whole_indices=self._whole is Whole.INDICES,
         )

@@ -30,7 +30,7 @@ class Splits:
     Attributes:
         keep_whole: `Context.keep_whole`.
         num_devices: of the program.
-        num_axes: how many axes of the mesh split some dim.
+        axis_sizes: of the axes of the mesh that split some dim.
         uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
         has_whole_indices: whether the indices of gathers and scatters are to be whole on each
             device.
@@ -38,7 +38,7 @@ class Splits:
 
     keep_whole: Callable[[jax.Array, int], jax.Array]
     num_devices: int
-    num_axes: int = 0
+    axis_sizes: tuple[int, ...] = ()
     uneven: frozenset[int] = frozenset()
     has_whole_indices: bool = False
 
@@ -121,7 +121,7 @@ def _evaluate(
 def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
     # Very common, and seldom with a rule.
     if eqn.primitive is primitives.dot_general_p:
-        return splits.num_axes > 1 and _has_dot_rule(eqn)
+        return len(splits.axis_sizes) > 1 and _has_dot_rule(eqn, splits)
     if eqn.primitive is primitives.reshape_p:
         return _has_reshape_rule(eqn, splits)
     return eqn.primitive in _RULES or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
@@ -180,7 +180,7 @@ def _scatter(
     dims = params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     free = [d for d in range(indices.ndim - 1) if d not in batching]
-    if splits.num_axes > 1 and batching:
+    if len(splits.axis_sizes) > 1 and batching:
         indices, updates = _with_whole_scattered_dims(splits.keep_whole, dims, indices, updates)
     if params["mode"] == lax.GatherScatterMode.CLIP:
         return [eqn.primitive.bind(operand, indices, updates, **params)]
@@ -232,10 +232,14 @@ def _whole(
     return jnp.transpose(keep_whole(jnp.transpose(x, order), len(dims)), back)
 
 
-def _has_dot_rule(eqn: JaxprEqn) -> bool:
-    """Whether a product contracts three dims or more, or contracts within batches."""
+def _has_dot_rule(eqn: JaxprEqn, splits: Splits) -> bool:
+    """Whether a product contracts three dims or more, or contracts within batches.
+
+    Over two axes of one size, products within batches are right.
+    """
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    return len(contracted) > 2 or (bool(batch) and bool(contracted))
+    is_square = len(splits.axis_sizes) == 2 and len({*splits.axis_sizes}) == 1
+    return len(contracted) > 2 or bool(batch and contracted and not is_square)
 
 
 def _dot_general(
