@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jax import lax
 from tiers import exhaustive
 
 import spmd_core as spmd
@@ -202,6 +204,18 @@ def test_the_rules_hold_inside_of_jaxs_loops_and_calls(mesh_1d, num_devices):
     x = spmd.mark_sharding(torch.cat([rows, rows]).to("xla"), mesh_1d, ("x",))
     result = spmd.call_jax(in_loops, x[:16].clone(), index.to("xla"))
     torch.testing.assert_close(result.cpu(), torch.tensor(expected.tolist()))
+
+
+def test_a_reshape_that_also_transposes():
+    """Such a reshape of jax's has the order of the dims as a parameter."""
+
+    def function(x: jax.Array) -> list[jax.Array]:
+        return [lax.reshape(x, (4, 6), dimensions=(1, 0, 2))]
+
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    splits = Splits(lambda x, num: x, 2)
+    (mine,) = in_safe_forms(function, x, splits)
+    np.testing.assert_array_equal(mine, function(x)[0])
 
 
 def test_equations_without_a_rule_stay_as_they_are():

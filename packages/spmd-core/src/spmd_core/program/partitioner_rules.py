@@ -362,6 +362,8 @@ def _reshape(
     the result has less dims. XLA joins reshapes that follow each other, so they are kept apart.
     """
     (x,), shape = inputs, eqn.params["new_sizes"]
+    if eqn.params["dimensions"] is not None:
+        x = lax.transpose(x, eqn.params["dimensions"])
     long = (*shape, *(1,) * (x.ndim - len(shape)))
     if splits.uneven:
         x = splits.keep_whole(x, 0)
@@ -370,8 +372,9 @@ def _reshape(
 
 def _has_reshape_rule(eqn: JaxprEqn, splits: Splits) -> bool:
     """Whether it makes several dims out of one, and fewer in all or in a program of uneven dims."""
-    old: Any = eqn.invars[0].aval
-    old, new = old.shape, eqn.params["new_sizes"]
+    x: Any = eqn.invars[0].aval
+    new, order = eqn.params["new_sizes"], eqn.params["dimensions"]
+    old = x.shape if order is None else [x.shape[d] for d in order]
     return (len(new) < len(old) or bool(splits.uneven)) and _divides_a_dim(old, new)
 
 
