@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,33 @@ MIN_S = 0.5e-3
 # A call that takes longer is not repeated.
 LONG_S = 2.0
 
+# Entries whose tensors are matrices, in batches.
+MATRICES = (
+    *("linalg_*", "cholesky*", "svd*", "qr", "lu*", "logdet", "det", "geqrf", "ormqr", "pinverse"),
+    *(
+        "matrix_exp",
+        "triangular_solve",
+        "inverse",
+        "ldl_*",
+        "lstsq",
+        "eig*",
+        "orgqr",
+        "pca_lowrank",
+    ),
+)
+
 _randn = torch.randn
 _image = (8, 16, 64, 64)
 
 
 def _index(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, high, shape)
+
+
+def _positive(*shape: int) -> tuple[torch.Tensor]:
+    """Positive definite matrices with small condition numbers."""
+    x = _randn(*shape, shape[-1])
+    return (x @ x.mT / shape[-1] + torch.eye(shape[-1]),)
 
 
 # Calls at the sizes of models, as a function and its arguments.
@@ -185,6 +207,21 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
         lambda: (_randn(4096), _randn(100_000)),
     ),
     "cdist": (torch.cdist, lambda: (_randn(512, 64), _randn(512, 64))),
+    **{
+        f"{name} of {what}": (function, partial(_positive, *shape))
+        for name, function in {
+            "cholesky": torch.linalg.cholesky,
+            "inverse": torch.linalg.inv,
+            "determinant": lambda x: torch.linalg.slogdet(x)[1],
+            "solve": lambda x: torch.linalg.solve(x, x),
+            "triangular solve": lambda x: torch.linalg.solve_triangular(x.tril(), x, upper=False),
+            "qr": lambda x: torch.linalg.qr(x)[1],
+            "eigh": lambda x: torch.linalg.eigh(x)[0],
+            "svd": torch.linalg.svdvals,
+            "matrix_exp": torch.matrix_exp,
+        }.items()
+        for what, shape in {"a matrix": (256,), "many matrices": (500, 8)}.items()
+    },
     "lstm": (
         lambda x, *w: torch.lstm(
             x, (x.new_zeros(1, 16, 128),) * 2, list(w), True, 1, 0.0, False, False, True
@@ -203,17 +240,22 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
 KNOWN: dict[str, str] = {}
 
 
-def _scaled(sample: Sample) -> Sample:
-    """The sample with each dim of each tensor repeated alike, to about `ELEMENTS` elements."""
+def _scaled(sample: Sample, name: str) -> Sample:
+    """The sample with each dim of each tensor repeated alike, to about `ELEMENTS` elements.
+
+    Of matrices only the batches are repeated: a matrix of equal blocks is singular.
+    """
+    kept = 2 if any(fnmatch.fnmatch(name, p) for p in MATRICES) else 0
     largest = max(sample.tensors(), key=lambda t: t.numel(), default=None)
-    if largest is None or not 0 < largest.numel() < ELEMENTS or not largest.dim():
+    if largest is None or not 0 < largest.numel() < ELEMENTS or largest.dim() <= kept:
         return sample
-    factor = max(1, int((ELEMENTS / largest.numel()) ** (1 / largest.dim())))
+    factor = max(1, int((ELEMENTS / largest.numel()) ** (1 / (largest.dim() - kept))))
 
     def repeat(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or x.dim() <= kept:
             return x
-        return x.detach().repeat((factor,) * x.dim()).requires_grad_(x.requires_grad)
+        factors = (factor,) * (x.dim() - kept) + (1,) * kept
+        return x.detach().repeat(factors).requires_grad_(x.requires_grad)
 
     args = pytree.tree_map(repeat, (sample.input, sample.args, sample.kwargs))
     return Sample(args[0], args[1], args[2], sample.process, sample.moves_args)
@@ -225,12 +267,14 @@ def _largest(op: Any, variant: str) -> Sample | None:
     dtype = torch.float32 if torch.float32 in supported else torch.int64
     if dtype not in supported or samples.excluded(op.formatted_name, dtype):
         return None
+    if variant == "gradient" and dtype == torch.int64:
+        return None
     known = samples.samples(op, dtype, requires_grad=variant == "gradient", limit=0)
     if not known:
         return None
     largest = max(known, key=lambda s: sum(t.numel() for t in s.tensors()))
-    scaled = _scaled(largest)
     try:
+        scaled = _scaled(largest, op.formatted_name)
         _run(op, scaled, variant)
     except Exception:  # its other arguments, such as shapes, do not fit any more
         return largest

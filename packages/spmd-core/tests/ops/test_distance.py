@@ -2,10 +2,14 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
 from oracle import check, lower
+from spmd_core.ops import distance
 from spmd_core.ops.registry import Out
 
 NORMS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf]
@@ -38,6 +42,37 @@ def test_within_one_set(p):
             p,
             torch.pdist(x, p),
         )
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 3, 150])
+def test_the_order_of_pairs(num):
+    check("aten._pdist_forward.default", torch.randn(num, 2), 2.0)
+    if num < 2:  # torch's CPU kernel of the gradient crashes
+        return
+    pairs = num * (num - 1) // 2
+    check(
+        "aten._pdist_backward.default",
+        torch.randn(pairs),
+        torch.randn(num, 2),
+        2.0,
+        torch.rand(pairs) + 0.1,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("num", [4_000, 100_003])
+def test_pairs_of_many_points(num):
+    """The root in the formula is rounded; the borders between rows of pairs are exact."""
+    first = np.array([0, 1, num // 2, num - 3, num - 2])
+    begins = first * (2 * num - first - 1) // 2
+    pair = np.concatenate([begins, begins[1:] - 1])
+    expected_first = np.concatenate([first, first[1:] - 1])
+    expected_second = np.concatenate([first + 1, np.full(4, num - 1)])
+    with jax.enable_x64(True):
+        points = distance.points_of(jnp.asarray(pair), num)
+    np.testing.assert_array_equal(points[0], expected_first)
+    np.testing.assert_array_equal(points[1], expected_second)
 
 
 @pytest.mark.parametrize("mode", [None, 0, 1, 2])

@@ -399,6 +399,18 @@ def test_isin(invert: bool) -> None:
     check("aten.isin.Scalar_Tensor", 3, x, invert=invert)
 
 
+@pytest.mark.parametrize("num", [32, 33, 500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+def test_isin_of_many_values(num, dtype):
+    """More than a few values are sorted."""
+    x = torch.randint(-300, 300, (7, 9)).to(dtype)
+    tests = torch.randint(-300, 300, (num,)).to(dtype)
+    check("aten.isin.Tensor_Tensor", x, tests)
+    if dtype.is_floating_point:
+        odd = torch.tensor([math.nan, math.inf, -0.0], dtype=dtype)
+        check("aten.isin.Tensor_Tensor", torch.cat([x[0], odd]), torch.cat([tests, odd.abs()]))
+
+
 # ---- selection and interpolation -----------------------------------------------------------------
 
 

@@ -445,17 +445,6 @@ def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
     return jnp.invert(x)
 
 
-@lowering("aten.isin.Tensor_Tensor", "aten.isin.Tensor_Scalar", "aten.isin.Scalar_Tensor")
-def _isin(
-    ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False
-) -> jax.Array:
-    dtype = result_dtype(elements, tests)
-    found = jnp.any(
-        as_array(elements, dtype)[..., None] == as_array(tests, dtype).reshape(-1), axis=-1
-    )
-    return ~found if invert else found
-
-
 # ---- selection and interpolation -----------------------------------------------------------------
 
 

@@ -66,10 +66,28 @@ def _complex_logcumsumexp(x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(sums, 0, axis)
 
 
+def _real_logcumsumexp(x: jax.Array) -> jax.Array:
+    """Along the last dim, as maxima and sums relative to these."""
+
+    def join(
+        left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        largest = jnp.maximum(left[0], right[0])
+        shift = jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))
+        sums = [total * jnp.exp(top - shift) for top, total in (left, right)]
+        return largest, sums[0] + sums[1]
+
+    largest, total = lax.associative_scan(join, (x, jnp.ones_like(x)), axis=-1)
+    return jnp.where(jnp.isfinite(largest), largest + jnp.log(total), largest)
+
+
 @lowering("aten.logcumsumexp.default", "aten._logcumsumexp.default")
 def _logcumsumexp(ctx: Context, x: Any, dim: int) -> jax.Array:
     x = as_array(x, opmath(ctx.dtype))
     if x.ndim == 0:
         return x.astype(ctx.dtype)
-    function = _complex_logcumsumexp if jnp.iscomplexobj(x) else lax.cumlogsumexp
-    return function(x, axis=dim % x.ndim).astype(ctx.dtype)
+    if jnp.iscomplexobj(x):
+        return _complex_logcumsumexp(x, axis=dim % x.ndim)
+    # The scan slices and joins the dim many times.
+    along = ctx.keep_whole(jnp.moveaxis(x, dim, -1), 1)
+    return jnp.moveaxis(_real_logcumsumexp(along), -1, dim).astype(ctx.dtype)

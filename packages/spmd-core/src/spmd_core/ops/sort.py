@@ -248,3 +248,22 @@ def _bucketize(
     right: bool = False,
 ) -> jax.Array:
     return _search(ctx, boundaries, x, right)
+
+
+# Up to as many values are compared with each element, more are sorted and searched.
+_FEW_TESTS = 32
+
+
+@lowering("aten.isin.Tensor_Tensor", "aten.isin.Tensor_Scalar", "aten.isin.Scalar_Tensor")
+def _isin(
+    ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False
+) -> jax.Array:
+    dtype = result_dtype(elements, tests)
+    elements, tests = as_array(elements, dtype), as_array(tests, dtype).reshape(-1)
+    if tests.size <= _FEW_TESTS:
+        found = jnp.any(elements[..., None] == tests, axis=-1)
+    else:
+        ordered = lax.sort(ctx.keep_whole(tests, 1))
+        place = jnp.searchsorted(ordered, elements.reshape(-1)).reshape(elements.shape)
+        found = ordered.at[place].get(mode="clip") == elements
+    return ~found if invert else found
