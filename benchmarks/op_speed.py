@@ -236,8 +236,30 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "repeat_interleave": (lambda x: x.repeat_interleave(4, 0), lambda: (_randn(512, 256),)),
 }
 
-# Why an entry takes more than `MAX_RATIO` times eager torch's time, by pattern.
-KNOWN: dict[str, str] = {}
+# Why entries take more than `MAX_RATIO` times eager torch's time.
+REASONS: dict[str, tuple[str, ...]] = {
+    "all elements take as many terms as the slowest": ("igamma*", "polygamma*", "digamma", "*zeta"),
+    "all elements take as many steps as the slowest": ("lcm", "gcd"),
+    "sorts; torch selects": ("median", "nanmedian", "kthvalue", "quantile", "nanquantile"),
+    "XLA's sort": ("mode", "argsort", "msort", "sort", "unique*"),
+    "XLA reduces values with positions one by one": (
+        *("argm*", "m??_reduction_with_dim", "*max_pool*", "cummax", "cummin", "max_binary"),
+    ),
+    "XLA's running sums": ("cumsum", "cumprod", "prod", "masked_scatter", "logcumsumexp"),
+    "XLA calls or expands a scalar function": (
+        *("exp2", "acos", "asin", "tan", "atan2", "fmod", "remainder", "__rmod__", "float_power"),
+        *("floor_divide", "div_floor_rounding", "logaddexp2", "acosh", "asinh", "atanh"),
+    ),
+    "XLA's convolution with large or dilated kernels": ("nn_functional_conv*",),
+    "XLA sums the differences one by one": ("nn_functional_pdist", "cdist"),
+    "gathers all rows before it sums them": ("nn_functional_embedding_bag",),
+    "transposes the volume first": ("grid_sampler_3d",),
+    "one column after the other": ("linalg_ldl_*",),
+    "scipy's LAPACK; torch has MKL": (
+        *("cholesky*", "linalg_cholesky*", "determinant*", "linalg_eig*", "linalg_lstsq*", "svd"),
+    ),
+    "scatters one by one": ("bincount", "histogram", "__getitem__", "*max_unpool*"),
+}
 
 
 def _scaled(sample: Sample, name: str) -> Sample:
@@ -349,7 +371,9 @@ def measure(name: str, variant: str, rounds: int) -> dict[str, Any]:
 
 def known(name: str) -> str | None:
     """Why an entry takes long, or None."""
-    return next((KNOWN[p] for p in KNOWN if fnmatch.fnmatch(name, p)), None)
+    return next(
+        (why for why, ps in REASONS.items() if any(fnmatch.fnmatch(name, p) for p in ps)), None
+    )
 
 
 def _table(found: list[dict[str, Any]]) -> Table:

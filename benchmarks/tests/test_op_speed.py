@@ -23,6 +23,18 @@ def test_samples_that_cannot_be_enlarged_stay() -> None:
     assert sample is not None and sample.input.numel() < 10_000
 
 
+def test_matrices_keep_their_sizes() -> None:
+    sample = op_speed._largest(ENTRIES["linalg_cholesky"], "forward")
+    assert sample is not None
+    assert sample.input.numel() > 10_000 and max(sample.input.shape[-2:]) < 100
+    sample = op_speed._largest(ENTRIES["linalg_matrix_power"], "gradient")
+    assert sample is not None and max(sample.input.shape[-2:]) < 100
+
+
+def test_integers_have_no_gradient_to_time() -> None:
+    assert op_speed.measure("nn_functional_one_hot", "gradient", 1)["skipped"] == "no sample"
+
+
 @pytest.mark.parametrize("variant", ["forward", "gradient"])
 def test_both_sides_are_timed(variant: str) -> None:
     found = op_speed.measure("layer_norm", variant, rounds=1)
@@ -43,7 +55,7 @@ def test_what_cannot_be_timed_says_why() -> None:
 
 
 def test_slow_operations_are_listed_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(op_speed.KNOWN, "slow*", "for a reason")
+    monkeypatch.setitem(op_speed.REASONS, "for a reason", ("slow*",))
     times = {"fast": 1e-3, "slow one": 9e-3, "other": 4e-3}
     found = [
         {"name": n, "variant": "forward", "eager": 1e-3, "ours": s, "elements": 5}
