@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd_core.ops.kernels.blocks import apart
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, lowering
 
@@ -175,4 +176,4 @@ def _embedding_renorm(
     norms = jnp.linalg.norm(rows, ord=norm_type, axis=1, keepdims=True)
     scaled = jnp.where(norms > max_norm, rows * (max_norm / (norms + 1e-7)), rows)
     # An index that occurs twice writes the same values twice.
-    return weight.at[index].set(scaled.astype(ctx.dtype), mode="drop")
+    return weight.at[index].set(apart(scaled.astype(ctx.dtype)), mode="drop")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.blocks import apart, write_block_in_dim
 from spmd_core.ops.kernels.diagonal import write_diagonal
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
@@ -171,7 +172,8 @@ def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple
 @lowering("aten.select_scatter.default")
 def _select_scatter(ctx: Context, x: jax.Array, src: jax.Array, dim: int, index: int) -> jax.Array:
     axis = _axis(dim, x.ndim)
-    return lax.dynamic_update_index_in_dim(x, as_array(src, x.dtype), index % x.shape[axis], axis)
+    block = jnp.expand_dims(as_array(src, x.dtype), axis)
+    return write_block_in_dim(x, block, index % x.shape[axis], axis)
 
 
 @lowering("aten.slice_scatter.default")
@@ -192,8 +194,8 @@ def _slice_scatter(
     region[axis] = -(-(last - first) // step)
     piece = jnp.broadcast_to(piece, region)
     if step == 1:
-        return lax.dynamic_update_slice_in_dim(x, piece, first, axis)
-    return x.at[(slice(None),) * axis + (slice(first, last, step),)].set(piece)
+        return write_block_in_dim(x, piece, first, axis)
+    return x.at[(slice(None),) * axis + (slice(first, last, step),)].set(apart(piece))
 
 
 def _padded(piece: jax.Array, length: int, axis: int, first: int, step: int) -> jax.Array:

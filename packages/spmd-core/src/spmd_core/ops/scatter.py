@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.blocks import apart, write_block
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
@@ -39,7 +40,8 @@ def _write(
     if method in ("add", "multiply"):
         wide = np.dtype(np.int32) if base.dtype == np.bool_ else opmath(base.dtype)
     target = base.astype(wide).at[key]
-    new = getattr(target, method)(values.astype(wide), mode="drop", wrap_negative_indices=wrap)
+    values = apart(values.astype(wide))
+    new = getattr(target, method)(values, mode="drop", wrap_negative_indices=wrap)
     return new != 0 if base.dtype == np.bool_ and wide != np.bool_ else new.astype(base.dtype)
 
 
@@ -107,7 +109,7 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
         new = jnp.moveaxis(
             write(*(jnp.moveaxis(x, axis, -1) for x in (region, index, values))), -1, axis
         )
-        return lax.dynamic_update_slice(whole, new, [0] * whole.ndim).reshape(base.shape)
+        return write_block(whole, new, [0] * whole.ndim).reshape(base.shape)
 
     return apply
 

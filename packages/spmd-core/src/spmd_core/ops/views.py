@@ -15,6 +15,7 @@ import torch
 from jax import lax
 
 from spmd_core import dtypes
+from spmd_core.ops.kernels.blocks import apart, write_block, write_block_in_dim
 from spmd_core.ops.kernels.diagonal import take_diagonal, write_diagonal
 from spmd_core.ops.registry import Context, lowering, view_write
 
@@ -138,7 +139,8 @@ def _select(ctx: Context, x: jax.Array, dim: int, index: int) -> jax.Array:
 @view_write("aten.select.int")
 def _select_write(base: jax.Array, view: jax.Array, dim: int, index: int) -> jax.Array:
     axis = _axis(dim, base.ndim)
-    return lax.dynamic_update_index_in_dim(base, view, index % base.shape[axis], axis)
+    block = jnp.expand_dims(view, axis)
+    return write_block_in_dim(base, block, index % base.shape[axis], axis)
 
 
 def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
@@ -175,9 +177,9 @@ def _slice_write(
     if view.shape == base.shape:
         return view
     if step == 1:
-        return lax.dynamic_update_slice_in_dim(base, view, first, axis)
+        return write_block_in_dim(base, view, first, axis)
     region = (slice(None),) * axis + (slice(first, last, step),)
-    return base.at[region].set(view)
+    return base.at[region].set(apart(view))
 
 
 @lowering("aten.narrow_copy.default")
@@ -269,7 +271,8 @@ def _unfold_write(
     if step < size and view.shape[axis] > 1:
         raise NotImplementedError(_SHARED.format("unfold"))
     region = (slice(None),) * axis + (_windows(base.shape[axis], size, step),)
-    return base.at[region].set(jnp.moveaxis(view, -1, axis + 1), unique_indices=True)
+    view = jnp.moveaxis(view, -1, axis + 1)
+    return base.at[region].set(apart(view), unique_indices=True)
 
 
 class _Blocks:
@@ -317,9 +320,9 @@ class _Blocks:
         new = jnp.transpose(kept, ranks) if self.order else kept
         if self.order:
             block = self.cut(flat, offset)
-            new = lax.dynamic_update_slice(block, new[..., None], [0] * block.ndim)
+            new = write_block(block, new[..., None], [0] * block.ndim)
         new = new.reshape(-1)[: flat.shape[0] - offset]
-        return lax.dynamic_update_slice_in_dim(flat, new, offset, 0)
+        return write_block_in_dim(flat, new, offset, 0)
 
 
 def _positions(size: list[int], stride: list[int], offset: int) -> np.ndarray:
@@ -376,7 +379,7 @@ def _as_strided_write(
     positions = _positions(size, stride, offset)
     if np.unique(positions).size != positions.size:
         raise NotImplementedError(_SHARED.format("as_strided"))
-    return flat.at[positions].set(view, unique_indices=True).reshape(base.shape)
+    return flat.at[positions].set(apart(view), unique_indices=True).reshape(base.shape)
 
 
 # The same bits in another dtype.

@@ -15,9 +15,10 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
 from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
-from spmd_core.runtime import buffers
+from spmd_core.runtime import buffers, devices
 from spmd_core.runtime.jax_sharding import replicated
 
+_SKIPPED_PASSES = "xla_disable_hlo_passes"
 _COSTS = {
     Whole.INDICES: "may move more bytes. Give a table and what is looked up in it marks that split "
     "their last dim over the same axes.",
@@ -92,7 +93,12 @@ class Program(Traced):
         options = {
             name: value if isinstance(value, bool) else str(value)
             for name, value in self.graph.options
-        } or None
+        }
+        if devices.platform() == "cpu":
+            # The CPU's compiler would drop what keeps a block apart from the tensor that it is
+            # written into (ops/kernels/blocks.py).
+            passes = (options.get(_SKIPPED_PASSES), "cse_barrier_expander")
+            options[_SKIPPED_PASSES] = ",".join(str(name) for name in passes if name)
         with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
             self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start

@@ -14,6 +14,7 @@ from spmd_core.graph.storage import Handle, Link, Storage, View
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.kernels.blocks import write_block_in_dim
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap_alias
@@ -161,7 +162,7 @@ def _moving_link(
             context: registry.Context, inputs: list[Any], numbers: list[Any]
         ) -> list[Any]:
             piece = inputs[1] if keeps else jnp.expand_dims(inputs[1], dim)
-            return [lax.dynamic_update_slice_in_dim(inputs[0], piece, numbers[0].value, dim)]
+            return [write_block_in_dim(inputs[0], piece, numbers[0].value, dim)]
 
         spec, name = Spec.from_tensor(result), f"{call[0].name()}.moving"
         arguments = {"dim": dim, "start": int, "length": length}

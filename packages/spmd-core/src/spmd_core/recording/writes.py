@@ -13,6 +13,7 @@ from spmd_core.graph.storage import Handle, Link, Storage, View
 from spmd_core.graph.strides import is_dense, overlaps
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import registry
+from spmd_core.ops.kernels.blocks import apart
 from spmd_core.recording.calls import known
 from spmd_core.recording.views import lowering_of, strided_link, strided_view
 
@@ -87,7 +88,7 @@ def _set_changed(
     for dim, step in enumerate(spec.strides):
         positions = positions + step * lax.broadcasted_iota(np.int64, spec.shape, dim)
     positions = jnp.where(_differ(old, new), positions, memory.size)
-    return [memory.at[positions].set(new, mode="drop")]
+    return [memory.at[positions].set(apart(new), mode="drop")]
 
 
 def _differ(a: Any, b: Any) -> Any:
@@ -155,6 +156,7 @@ def _write_by_position(func: torch._ops.OpOverload) -> Callable[..., Any]:
         positions = jnp.arange(base.size).reshape(base.shape)
         context = registry.Context((registry.Out(view.shape, torch.int64),), "cpu")
         chosen = lowering.function(context, positions, *args, **kwargs)
-        return base.reshape(-1).at[chosen.reshape(-1)].set(view.reshape(-1)).reshape(base.shape)
+        flat = base.reshape(-1).at[chosen.reshape(-1)].set(apart(view.reshape(-1)))
+        return flat.reshape(base.shape)
 
     return place
