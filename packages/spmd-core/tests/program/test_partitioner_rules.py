@@ -1,6 +1,7 @@
 """Programs that XLA's partitioner gets wrong without the rules, against eager torch."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,43 @@ def test_the_rules_hold_inside_of_jaxs_loops_and_calls(mesh_1d, num_devices):
     x = spmd.mark_sharding(torch.cat([rows, rows]).to("xla"), mesh_1d, ("x",))
     result = spmd.call_jax(in_loops, x[:16].clone(), index.to("xla"))
     torch.testing.assert_close(result.cpu(), torch.tensor(expected.tolist()))
+
+
+BORDERS = {
+    "running": lambda x: [
+        x.cumsum(1), x.cumprod(1), x.cummax(1)[0], x.cummin(1)[0], x.logcumsumexp(1)
+    ],
+    "pooling": lambda x: [
+        f(y[None], 3, 2, 1)
+        for y in (x, -x)
+        for f in (F.max_pool1d, F.avg_pool1d, lambda *args: F.lp_pool1d(args[0] + 5, 2.0, 3, 2))
+    ],
+    "padding": lambda x: [
+        F.pad(x, edges, value=value)
+        for value in (0.0, 9.0, -1.0, math.inf)
+        for edges in ((1, 0), (2, 3), (-1, 1))
+    ],
+    "minima": lambda x: [-F.max_pool1d(-x[None], 3, 1, 1), F.max_pool1d(x[None], 3, 1, 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 3, exhaustive(5), 8])
+@pytest.mark.parametrize("size", [8, 13])
+@pytest.mark.parametrize("name", BORDERS)
+def test_windows_of_one_tensor_that_fill_its_borders_with_several_values(name, size, count):
+    """In one program, forward and gradient."""
+    mesh = axis(count)
+    x = torch.rand(3, size) + 0.5
+
+    def computed(x):
+        x = x.detach().requires_grad_()
+        results = BORDERS[name](x * 1)
+        total = sum((y.clamp(max=100) * (i + 1)).sum() for i, y in enumerate(results))
+        return *results, *torch.autograd.grad(total, x)
+
+    marked = spmd.mark_sharding(x.to("xla"), mesh, (None, "a"))
+    for mine, right in zip(computed(marked), computed(x)):
+        torch.testing.assert_close(mine.cpu(), right)
 
 
 def test_a_reshape_that_also_transposes():

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -107,7 +108,9 @@ def _evaluate(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for has_rule, group in groupby(jaxpr.eqns, lambda eqn: _is_ruled(eqn, splits)):
+    for has_rule, group in groupby(
+        jaxpr.eqns, lambda eqn: _is_ruled(eqn, splits) or _is_scalar_conversion(eqn)
+    ):
         if not has_rule:
             _evaluate_as_is(jaxpr, list(group), values)
             continue
@@ -119,12 +122,19 @@ def _evaluate(
 
 
 def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
+    if eqn.primitive is primitives.convert_element_type_p:
+        return False  # its rule only helps others
     # Very common, and seldom with a rule.
     if eqn.primitive is primitives.dot_general_p:
         return len(splits.axis_sizes) > 1 and _has_dot_rule(eqn, splits)
     if eqn.primitive is primitives.reshape_p:
         return _has_reshape_rule(eqn, splits)
     return eqn.primitive in _RULES or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
+
+
+def _is_scalar_conversion(eqn: JaxprEqn) -> bool:
+    made: Any = eqn.outvars[0].aval
+    return eqn.primitive is primitives.convert_element_type_p and not made.shape
 
 
 def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
@@ -311,11 +321,28 @@ def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
     """Padding between the elements and padding that cuts off elements are operations of their own.
 
     The partitioner leaves out or repeats elements where the result of a padding between elements is
-    split and the operand is not; it errs where a padding is negative; and it loses some of a few
-    elements that move over several shards, which are written into a tensor of padding instead.
+    split and the operand is not; it errs where a padding is negative; it loses some of a few
+    elements that move over several shards, which are written into a tensor of padding instead; and
+    it pads with the first value alone where a tensor is padded alike with several. So all padding
+    is zeros, which other values replace.
     """
     config = eqn.params["padding_config"]
     x, value = inputs
+    zero = np.zeros((), x.dtype)
+    result = _padded(splits, x, zero, config)
+    if not isinstance(value, jax.core.Tracer) and np.asarray(value).tobytes() == zero.tobytes():
+        return [result]
+    inside: Any = True
+    for dim, (low, _, inner) in enumerate(config):
+        at = lax.broadcasted_iota(np.int32, result.shape, dim) - low
+        last = (x.shape[dim] - 1) * (inner + 1)
+        inside &= (at >= 0) & (at <= last) & (at % (inner + 1) == 0)
+    return [jnp.where(inside, result, value)]
+
+
+def _padded(
+    splits: Splits, x: jax.Array, value: Any, config: Sequence[tuple[int, int, int]]
+) -> jax.Array:
     for dim, (_, _, inner) in enumerate(config):
         if inner and x.shape[dim] > 1:
             x = _spread(x, value, dim, inner)
@@ -325,8 +352,6 @@ def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
         for dim, (low, _, _) in enumerate(config)
         if low > 0 and 1 < x.shape[dim] < splits.num_devices < sizes[dim]
     ]
-    if not few and all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
-        return None
     for dim in few:
         x = _written(x, value, dim, config[dim][0], sizes[dim])
     edges = [
@@ -334,9 +359,11 @@ def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence
         for d, (low, high, _) in enumerate(config)
     ]
     wide = lax.pad(x, value, edges)
+    if all(low >= 0 and high >= 0 for low, high, _ in config):
+        return wide
     starts = [max(-low, 0) for low, _, _ in config]
     limits = [size - max(-high, 0) for size, (_, high, _) in zip(sizes, config)]
-    return [lax.slice(wide, starts, limits)]
+    return lax.slice(wide, starts, limits)
 
 
 def _written(x: jax.Array, value: Any, dim: int, start: int, size: int) -> jax.Array:
@@ -351,6 +378,49 @@ def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
     rows = lax.pad(jnp.expand_dims(x, dim + 1), value, edges)
     wide = rows.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return lax.slice_in_dim(wide, 0, wide.shape[dim] - count, axis=dim)
+
+
+def _convert(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """A constant stays one, such as the value of a padding."""
+    (x,) = inputs
+    is_constant = not isinstance(x, jax.core.Tracer)
+    return [np.asarray(x).astype(eqn.params["new_dtype"])] if is_constant else None  # type: ignore
+
+
+# How often a tensor is named anew before an operation reads windows of it. What fills the windows
+# at the borders differs, and the partitioner takes the first that a tensor's windows had.
+_NAMES = {
+    primitives.reduce_window_max_p: 1,
+    primitives.cummax_p: 1,
+    primitives.reduce_window_min_p: 2,
+    primitives.cummin_p: 2,
+    primitives.cumprod_p: 3,
+    primitives.cumlogsumexp_p: 4,
+    primitives.reduce_window_p: 5,
+    primitives.select_and_gather_add_p: 6,
+    primitives.select_and_scatter_p: 7,
+    primitives.select_and_scatter_add_p: 8,
+}
+
+
+def _windows(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """No two kinds of windows read the same tensor.
+
+    The partitioner keeps a tensor's blocks with what their windows read of the neighbors, and takes
+    them again for other windows of the same shape, whatever value fills the borders: a running
+    product of a tensor that also has a running sum begins with 0.
+    """
+    times = _NAMES[eqn.primitive]
+    renamed = [reduce(lambda y, _: splits.keep_whole(y, 0), range(times), x) for x in inputs]
+    return (
+        eqn.primitive.bind(*renamed, **eqn.params)
+        if eqn.primitive.multiple_results
+        else [eqn.primitive.bind(*renamed, **eqn.params)]
+    )
 
 
 def _reshape(
@@ -399,4 +469,6 @@ _RULES: dict[Any, Rule] = {
     primitives.dot_general_p: _dot_general,
     primitives.slice_p: _slice,
     primitives.pad_p: _pad,
+    primitives.convert_element_type_p: _convert,
+    **dict.fromkeys(_NAMES, _windows),
 }
