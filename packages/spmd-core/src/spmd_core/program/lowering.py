@@ -20,7 +20,9 @@ from spmd_core import dtypes, metrics, releases, source_lines
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.kernels.blocks import apart
 from spmd_core.program import regions
+from spmd_core.program.exact_values import stored_values
 from spmd_core.program.index_checks import first_offender
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
@@ -303,6 +305,7 @@ class Function:
             for leaf, x in zip(graph.leaves, logical)
         ]
         values: list[jax.Array] = []
+        stored = stored_values(graph)
         for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [
@@ -339,7 +342,8 @@ class Function:
                     results = self._run(node, context, inputs, numbers)
             _check(entry, results, is_local=manual is not None)
             self._offenders += [(position, bad) for bad in context.index_checks or ()]
-            values.extend(results if manual is not None else map(keep, results))
+            for x in results if manual is not None else map(keep, results):
+                values.append(apart(x) if len(values) in stored else x)
         returned = {id(x) for x in leaves}
         outputs = []
         for output in graph.outputs:

@@ -1,0 +1,82 @@
+"""Finds the values of a program that are compared exactly, which have to be computed once.
+
+XLA computes a value anew in each loop that reads it, and rounds it differently there: a multiply
+and an add may be one operation in one loop and two in another. So of a computed tensor no element
+might equal its maximum, and a gradient that looks for it would be 0 / 0; eager torch stores every
+tensor. The values found here are stored too.
+"""
+
+import math
+
+from spmd_core.program.program_graph import Graph, Node
+
+# Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
+_CHOICES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "cummax", "cummin"),
+        *("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"),
+        *("scatter_reduce", "index_reduce", "segment_reduce"),
+        *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
+        *("adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
+        *("maximum", "minimum", "fmax", "fmin", "quantile", "nanquantile"),
+    )
+)
+_NORMS = {"aten::norm": "p", "aten::linalg_vector_norm": "ord"}  # with their order's argument
+_COMPARISONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("eq", "ne", "lt", "le", "gt", "ge", "equal", "isin", "unique_dim", "_unique2"),
+        *("unique_consecutive", "searchsorted", "bucketize", "_cdist_forward", "_pdist_forward"),
+    )
+)
+# Results have the elements of the operands, in other places.
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("alias", "as_strided", "broadcast_to", "cat", "clone", "contiguous", "detach"),
+        *("diagonal", "expand", "flip", "gather", "index", "index_select", "lift_fresh"),
+        *("movedim", "narrow", "permute", "repeat", "reshape", "roll", "rot90", "select", "slice"),
+        *("split", "split_with_sizes", "squeeze", "stack", "t", "take", "take_along_dim", "tile"),
+        *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "_unsafe_view", "view"),
+        *("_reshape_alias", "_to_copy", "where"),
+    )
+) | {"spmd::mark_sharding"}
+
+
+def stored_values(graph: Graph) -> set[int]:
+    """The numbers of the graph's values that are to be stored.
+
+    They are floating-point or complex results of operations that choose among them or compare two
+    tensors, also by way of views and copies.
+    """
+    made_by = [node for node in graph.nodes for _ in node.entry.outs]
+    specs = [spec for node in graph.nodes for spec in node.entry.outs]
+    found, seen = set(), set()
+    pending = [value for node in graph.nodes if _is_exact(node) for value in node.inputs]
+    while pending:
+        value = pending.pop()
+        if value < 0 or value in seen:
+            continue
+        seen.add(value)
+        node, dtype = made_by[value], specs[value].dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            continue
+        if _operation(node.entry.name) in _MOVES:
+            pending.extend(node.inputs)
+        else:
+            found.add(value)
+    return found
+
+
+def _is_exact(node: Node) -> bool:
+    name = _operation(node.entry.name)
+    if name in _NORMS:
+        order = (node.entry.arguments or {}).get(_NORMS[name])
+        return isinstance(order, float) and math.isinf(order)
+    return name in _CHOICES or (name in _COMPARISONS and len(node.inputs) > 1)
+
+
+def _operation(name: str) -> str:
+    """The operation without its overload."""
+    return name.partition(".")[0]
