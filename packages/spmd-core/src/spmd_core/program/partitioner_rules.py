@@ -133,8 +133,8 @@ def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
 
 
 def _is_scalar_conversion(eqn: JaxprEqn) -> bool:
-    made: Any = eqn.outvars[0].aval
-    return eqn.primitive is primitives.convert_element_type_p and not made.shape
+    made: Sequence[Any] = eqn.outvars
+    return eqn.primitive is primitives.convert_element_type_p and not made[0].aval.shape
 
 
 def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
