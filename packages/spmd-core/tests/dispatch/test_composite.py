@@ -23,6 +23,8 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
 def test_results_and_gradients(dtype):
+    if dtype.is_complex and torch.__version__ < "2.12":
+        pytest.skip("this release of torch refuses a complex linear on devices other than its own")
     operands = [
         [torch.randn(shape, dtype=dtype) for shape in case if shape is not None] for case in CASES
     ]

@@ -269,7 +269,13 @@ def barrier(device):
 out = open(f"{folder}/said{rank}.txt", "w")
 for name, function in cases.items():
     torch.manual_seed(0)
-    want = [t.detach().clone() for t in function("cpu")]
+    try:
+        want = [t.detach().clone() for t in function("cpu")]
+    except RuntimeError as error:
+        if "does not support" not in str(error):
+            raise
+        print(name, "absent", file=out, flush=True)
+        continue
     torch.manual_seed(0)
     found = [t.detach().cpu() for t in function("xla")]
     same = len(found) == len(want) and all(map(torch.allclose, found, want))
@@ -312,7 +318,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_find_what_cpu_tensors_find(said, name):
-    assert [process[name] for process in said] == ["right", "right"]
+    found = [process[name] for process in said]
+    if found == ["absent", "absent"]:
+        pytest.skip("this release's gloo does not have it")
+    assert found == ["right", "right"]
 
 
 # One process, which is a group of its own.
@@ -367,6 +376,8 @@ def test_the_work_of_a_collective_has_its_results():
 @pytest.mark.filterwarnings("ignore:_c10d_functional:UserWarning")
 def test_functional_sends_are_refused(group):
     x = torch.ones(3).to("xla")
+    if not hasattr(torch.ops._c10d_functional, "isend"):
+        pytest.skip("this release of torch does not have them")
     for name in ("isend", "irecv"):
         with pytest.raises(UnsupportedOpError, match=r"Use torch\.distributed\.isend and irecv"):
             getattr(torch.ops._c10d_functional, name)(x, 0, 0, group.group_name)

@@ -158,12 +158,16 @@ def _cauchy(
     ).astype(ctx.dtype)
 
 
-@lowering("aten._standard_gamma.default", random=True)
+@lowering(
+    "aten._standard_gamma.default",
+    random=True,
+    meta=lambda x, generator=None: torch.empty_like(x),
+)
 def _standard_gamma(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
     return jax.random.gamma(_key(ctx), x.astype(_sampling_dtype(ctx.dtype))).astype(ctx.dtype)
 
 
-@lowering("aten._standard_gamma_grad.default")
+@lowering("aten._standard_gamma_grad.default", meta=lambda x, output: torch.empty_like(x))
 def _standard_gamma_grad(ctx: Context, x: jax.Array, output: jax.Array) -> jax.Array:
     wide = _sampling_dtype(ctx.dtype)
     return lax.random_gamma_grad(x.astype(wide), output.astype(wide)).astype(ctx.dtype)
