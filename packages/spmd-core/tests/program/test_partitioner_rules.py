@@ -207,6 +207,29 @@ def test_the_rules_hold_inside_of_jaxs_loops_and_calls(mesh_1d, num_devices):
     torch.testing.assert_close(result.cpu(), torch.tensor(expected.tolist()))
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("rows", [4, exhaustive(8)])
+@pytest.mark.parametrize("repeated", ["repeat", "repeat_interleave", "expand"])
+def test_a_repeated_tensor_is_flipped(repeated, rows, count):
+    mesh = axis(count)
+    x = torch.arange(8.0 * rows).view(rows, 8)
+    functions = {
+        "repeat": lambda x: x.repeat(2, 1),
+        "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+        "expand": lambda x: x[None].expand(2, -1, -1).reshape(-1, 8),
+    }
+
+    def flipped(x, mark):
+        y = functions[repeated](mark(x * 1))
+        return mark(y.flip(0)), mark(y.flip(0, 1) * 2)
+
+    def mark(x):
+        return spmd.mark_sharding(x, mesh, ("a", None))
+
+    for mine, right in zip(flipped(x.to("xla"), mark), flipped(x, lambda x: x)):
+        torch.testing.assert_close(mine.cpu(), right)
+
+
 BORDERS = {
     "running": lambda x: [
         x.cumsum(1), x.cumprod(1), x.cummax(1)[0], x.cummin(1)[0], x.logcumsumexp(1)

@@ -21,6 +21,8 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 
+from spmd_core.ops.kernels.blocks import apart
+
 Rule = Callable[["Splits", JaxprEqn, Sequence[jax.Array]], Sequence[jax.Array] | None]
 
 
@@ -423,6 +425,17 @@ def _windows(
     )
 
 
+def _reverse(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """The operand is a buffer of its own.
+
+    Where it is a broadcast whose dims a reshape has merged, and each device has one row, the
+    partitioner takes the rows for equal and does not exchange them.
+    """
+    return [eqn.primitive.bind(apart(inputs[0]), **eqn.params)]
+
+
 def _reshape(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
@@ -469,6 +482,7 @@ _RULES: dict[Any, Rule] = {
     primitives.dot_general_p: _dot_general,
     primitives.slice_p: _slice,
     primitives.pad_p: _pad,
+    primitives.rev_p: _reverse,
     primitives.convert_element_type_p: _convert,
     **dict.fromkeys(_NAMES, _windows),
 }
