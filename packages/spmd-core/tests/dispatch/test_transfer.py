@@ -91,3 +91,19 @@ def test_results_like_a_marked_tensor_are_sharded_like_it(make, mesh_1d):
     x = spmd.mark_sharding(torch.ones(16, 2).to("xla"), mesh_1d, ("x",))
     assert make(x).sharding is x.sharding
     assert make(torch.ones(16, 2).to("xla")).sharding is None
+
+
+def test_a_list_of_elements_becomes_a_tensor():
+    """`torch.tensor` reads them one after the other, as eager torch does."""
+    elements = list(torch.arange(3.0).to("xla") * 2)
+    assert torch.equal(torch.tensor(elements), torch.tensor([0.0, 2.0, 4.0]))
+    mixed = torch.tensor([[elements[1], 1.5], [True, elements[2]]])
+    assert torch.equal(mixed, torch.tensor([[2.0, 1.5], [1.0, 4.0]]))
+    on_device = torch.as_tensor(elements, device="xla")
+    assert on_device.device.type == "xla" and on_device.tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("number", [1, 2.5, True, 1 + 2j])
+def test_a_number_is_copied_into_a_tensor(number):
+    x = torch.zeros(2, dtype=torch.complex64 if isinstance(number, complex) else torch.int32)
+    assert torch.equal(x.to("xla").copy_(number).cpu(), x.copy_(number))

@@ -106,3 +106,12 @@ def test_the_persistent_cache_is_used(tmp_path):
         result = run(code, SPMD_CACHE_DIR=str(tmp_path / "cache"))
         assert result.stdout.strip() == "262144.0", result.stderr
     assert list((tmp_path / "cache").rglob("*"))
+
+
+@pytest.mark.parametrize("args", [(5,), (5, False), (6, True, 3.0), (1,), (0,)])
+def test_kaiser_windows_are_made_on_the_host(args):
+    made = torch.kaiser_window(*args, device="xla")
+    assert made.device.type == "xla"
+    torch.testing.assert_close(made.cpu(), torch.kaiser_window(*args))
+    wide = torch.kaiser_window(*args, dtype=torch.float64, device="xla")
+    torch.testing.assert_close(wide.cpu(), torch.kaiser_window(*args, dtype=torch.float64))

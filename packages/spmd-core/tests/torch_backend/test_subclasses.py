@@ -303,3 +303,29 @@ def test_a_wrapper_as_the_message_says():
 def test_a_class_with_slots_is_refused():
     with pytest.raises(spmd.UnsupportedOpError, match=r"class Slotted. Remove its __slots__"):
         torch.ones(2, device="xla").as_subclass(Slotted)
+
+
+class Scaled(nn.Parameter):
+    """A parameter class as users write them: with a constructor and a method."""
+
+    def __new__(cls, data, scale=2):
+        made = super().__new__(cls, data)
+        made.scale = scale
+        return made
+
+    def __init__(self, data, scale=2):
+        super().__init__()
+
+    def scaled(self):
+        return self * self.scale
+
+
+def test_a_parameter_class_is_made_of_a_tensor_of_the_device():
+    p = Scaled(torch.ones(2).to("xla"), 3)
+    assert isinstance(p, Scaled) and isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+    p.scaled().sum().backward()
+    assert p.grad.tolist() == [3, 3] and p.device.type == "xla"
+    module = nn.Module()
+    module.p = p
+    assert [type(q).__name__ for q in module.parameters()] == ["Scaled"]
+    assert type(nn.Parameter(torch.ones(2).to("xla"))) is type(torch.ones(2).to("xla") + 1)

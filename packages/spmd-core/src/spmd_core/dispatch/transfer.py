@@ -139,8 +139,9 @@ def copy_to(source: XLAShardedTensor, device: torch.device, kwargs: dict[str, An
 
 
 def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`dst.copy_(src)` between any two devices."""
-    target, source = args[0], args[1]
+    """`dst.copy_(src)` between any two devices, or of a number."""
+    target, given = args[0], args[1]
+    source: Any = given if isinstance(given, torch.Tensor) else torch.tensor(given)
     if target.__class__ is not XLAShardedTensor:
         return target.copy_(to_host(source))
     handle = target._handle

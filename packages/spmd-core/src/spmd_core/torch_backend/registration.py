@@ -109,14 +109,16 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-def _made_on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A factory of indices that runs on the CPU, as the arguments alone determine the result.
+def _made_on_host(
+    factory: Callable[..., torch.Tensor], default: torch.dtype | None
+) -> Callable[..., torch.Tensor]:
+    """A factory that runs on the CPU, as the arguments alone determine the result.
 
     torch has a kernel of its own for each device, so there is no common one to record.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return factory(*args, dtype=kwargs.get("dtype") or torch.int64, device="cpu").to(XLA_DEVICE)
+        return factory(*args, dtype=kwargs.get("dtype") or default, device="cpu").to(XLA_DEVICE)
 
     return kernel
 
@@ -175,8 +177,12 @@ def _install() -> torch.library.Library:
     library.impl("_copy_from", transfer.copy_from, "XLA")
     # Autograd asks for known zeros only to save work, which the compiler saves for any zeros.
     library.impl("_efficientzerotensor", torch.zeros, "XLA")
+    # torch.tensor reads the elements of a list of tensors below Python's dispatch.
+    library.impl("_local_scalar_dense", lambda x: transfer.item((x,), {}), "XLA")
     for name in ("tril_indices", "triu_indices"):
-        library.impl(name, _made_on_host(getattr(torch, name)), "XLA")
+        library.impl(name, _made_on_host(getattr(torch, name), torch.int64), "XLA")
+    for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):
+        library.impl(name, _made_on_host(torch.kaiser_window, None), "XLA")
     # torch has no registration for devices with fused optimizers: a function returns the list.
     optimizer._get_fused_kernels_supported_devices = _with_xla(
         optimizer._get_fused_kernels_supported_devices

@@ -140,8 +140,20 @@ def _make_subclass(*args: Any, **kwargs: Any) -> Any:
         return give_class(plain, cls)
 
 
+_new_parameter: Callable[..., Any] = nn.Parameter.__new__
+
+
+def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    """`nn.Parameter.__new__`, which forgets the user's class for all but plain tensors."""
+    made = _new_parameter(cls, data, requires_grad)
+    if cls is nn.Parameter or not isinstance(made, XLAShardedTensor) or isinstance(made, cls):
+        return made
+    return give_class(made, cls)
+
+
 def install() -> None:
-    """Makes torch's two ways to give a tensor a class work for tensors of the device."""
+    """Makes torch's ways to give a tensor a class work for tensors of the device."""
     XLAShardedTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
     # In C++, torch refuses data whose class is not `cls`.
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign]
+    nn.Parameter.__new__ = staticmethod(_new)  # type: ignore[method-assign]
