@@ -305,7 +305,7 @@ def test_a_class_with_slots_is_refused():
         torch.ones(2, device="xla").as_subclass(Slotted)
 
 
-class Scaled(nn.Parameter):
+class WithMethod(nn.Parameter):
     """A parameter class as users write them: with a constructor and a method."""
 
     def __new__(cls, data, scale=2):
@@ -321,11 +321,13 @@ class Scaled(nn.Parameter):
 
 
 def test_a_parameter_class_is_made_of_a_tensor_of_the_device():
-    p = Scaled(torch.ones(2).to("xla"), 3)
-    assert isinstance(p, Scaled) and isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+    p = WithMethod(torch.ones(2).to("xla"), 3)
+    assert (
+        isinstance(p, WithMethod) and isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+    )
     p.scaled().sum().backward()
     assert p.grad.tolist() == [3, 3] and p.device.type == "xla"
     module = nn.Module()
     module.p = p
-    assert [type(q).__name__ for q in module.parameters()] == ["Scaled"]
+    assert [type(q).__name__ for q in module.parameters()] == ["WithMethod"]
     assert type(nn.Parameter(torch.ones(2).to("xla"))) is type(torch.ones(2).to("xla") + 1)
