@@ -257,3 +257,32 @@ def test_complex_numbers_and_pairs(size: tuple[int, ...], dtype: torch.dtype) ->
             check(f"aten.{name}.default", base)
         check(f"aten.{name}_copy.default", base)
         check_write(f"aten.{name}.default", base)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "second"),
+    [
+        (torch.int32, torch.int16, torch.uint8),
+        (torch.int64, torch.int32, torch.int16),
+        (torch.float64, torch.int32, torch.uint8),
+        (torch.uint8, torch.int16, torch.int64),
+        (torch.int16, torch.uint8, torch.float32),
+    ],
+)
+def test_views_of_two_other_widths(dtype, first, second):
+    """One view of the other, with a write through it; XLA joins the conversions wrongly."""
+
+    def viewed(device):
+        x = torch.arange(1, 17).to(dtype).to(device)
+        y = x.view(first)
+        y.add_(1)
+        z = y.view(second)
+        z.add_(1)
+        return (
+            x.view(torch.uint8),
+            x.view(second).view(torch.uint8),
+            y.view(dtype).view(torch.uint8),
+        )
+
+    for mine, right in zip(viewed("xla"), viewed("cpu")):
+        assert torch.equal(mine.cpu(), right)
