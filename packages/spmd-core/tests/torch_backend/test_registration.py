@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd_core as spmd
 
@@ -115,3 +116,16 @@ def test_kaiser_windows_are_made_on_the_host(args):
     torch.testing.assert_close(made.cpu(), torch.kaiser_window(*args))
     wide = torch.kaiser_window(*args, dtype=torch.float64, device="xla")
     torch.testing.assert_close(wide.cpu(), torch.kaiser_window(*args, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_traced_functions_may_read_tensors_of_the_device():
+    def results(device):
+        c, x = torch.arange(3.0, device=device), torch.full((3,), 5.0, device=device)
+        traced = make_fx(torch.func.grad(lambda t: (t * c).sin().sum()))(torch.zeros_like(x))
+        _, slope = torch.func.linearize(torch.sin, x)
+        return make_fx(lambda t: c * t)(torch.zeros_like(x))(x), traced(x), slope(c)
+
+    for mine, right in zip(results("xla"), results("cpu")):
+        torch.testing.assert_close(mine.cpu(), right)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
 from torch.utils import backend_registration
 
@@ -171,6 +172,8 @@ def _install() -> torch.library.Library:
     locations.install()
     subclasses.install()
     conversions.install()
+    # `make_fx` leaves operations on other classes out of the graph that it traces.
+    proxy_tensor.HANDLED_TYPES += (XLAShardedTensor,)  # type: ignore[assignment]
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
