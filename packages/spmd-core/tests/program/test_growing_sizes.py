@@ -161,6 +161,54 @@ def test_operations_along_a_dim_that_grows(name):
             torch.testing.assert_close(ours.cpu(), right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", GROWING)
+def test_operations_on_a_part_that_grows(name, split, mesh_1d):
+    """The filled part of a buffer of one size: what is read of it grows, and nothing else."""
+    torch.manual_seed(0)
+    rows = torch.randn(40, 4)
+    buffer = rows.to("xla")
+    if split:
+        spmd.mark_sharding(buffer, mesh_1d, ("x", None))
+    for n in (*range(5, 9), 11, 16, 33, 39, 40):
+        expected = GROWING[name](rows[:n])
+        found = GROWING[name](buffer[:n])
+        if isinstance(expected, torch.Tensor):
+            expected, found = [expected], [found]
+        for ours, right in zip(found, expected, strict=True):
+            assert ours.shape == right.shape
+            torch.testing.assert_close(
+                (ours.sum() if split else ours).cpu(),
+                right.sum() if split else right,
+                rtol=1e-4,
+                atol=1e-4,
+            )
+
+
+def test_a_static_cache_that_is_written_and_read_by_slices(mesh_1d, num_devices):
+    """Attention over the filled part, as decoders without a library's cache have it."""
+    torch.manual_seed(0)
+    weight, first = torch.randn(8, 8) / 3, torch.randn(num_devices, 1, 8)
+
+    def decoded(device, steps):
+        cache = torch.zeros(num_devices, steps, 8, device=device)
+        x, w = first.to(device), weight.to(device)
+        if device == "xla":
+            spmd.mark_sharding(cache, mesh_1d, ("x", None, None))
+        results = []
+        for t in range(steps):
+            cache[:, t : t + 1] = x @ w
+            filled = cache[:, : t + 1]
+            x = ((x @ filled.mT).softmax(-1) @ filled).tanh() + x
+            results.append(x)
+            spmd.sync()
+        return [*results, cache]
+
+    for mine, right in zip(decoded("xla", 24), decoded("cpu", 24)):
+        torch.testing.assert_close(mine.cpu(), right, rtol=1e-4, atol=1e-4)
+    assert counter("compiles") <= 8 and growing_sizes.refusals() == []
+
+
 def test_a_dim_that_shrinks_while_another_one_grows():
     torch.manual_seed(0)
     for n in (2, 3, 4):

@@ -12,9 +12,9 @@ What cannot be evaluated so compiles for each size, as any other program.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import jax
@@ -138,15 +138,15 @@ def find(key: Key, make_graph: Callable[[], Graph]) -> Bounded | None:
             _families.popitem(last=False)
         return None
     _families.move_to_end(skeleton)
-    growing = next((g for g in family.growths if g.has(key, ints)), None)
+    growing = next((g for g in family.growths if g.has(ints)), None)
     try:
         if growing is not None:
-            return growing.bounded(key, make_graph)
+            return growing.bounded(key, ints[growing.place], make_graph)
         sample = Sample(key, make_graph(), ints)
         growing = _growth(family, sample)
         family.sample = sample
         if growing is not None:
-            return growing.bounded(key, make_graph)
+            return growing.bounded(key, ints[growing.place], make_graph)
     except GrowthRefusedError as error:
         metrics.count("growing_sizes_refused")
         family.refusals.append(str(error))
@@ -206,25 +206,38 @@ def _without_ints(x: Any, ints: list[int]) -> Any:
 def _growth(family: Family, now: Sample) -> "Growing | None":
     """How the integers grow from the family's last cut to this one; None if they do not.
 
-    A dim of a leaf or a result must have grown by one.
+    A dim of a leaf, of a result or of what is computed must have grown by one.
     """
     before = family.sample
-    dims = list(zip(_dims(before.key), _dims(now.key)))
-    grown = next((ab for ab in dims if ab[0] != ab[1]), None)
-    if grown is None or grown[1] != grown[0] + 1 or len(family.refusals) >= _MAX_REFUSALS:
+    places = (i for i in _sizes(now.key) if before.ints[i] != now.ints[i])
+    place = next(places, None)
+    if (
+        place is None
+        or now.ints[place] != before.ints[place] + 1
+        or len(family.refusals) >= _MAX_REFUSALS
+    ):
         return None
     last = family.growths[-1] if family.growths else None
-    if last is not None and last.sample is before and last.position == dims.index(grown):
+    if last is not None and last.sample is before and last.place == place:
         raise GrowthRefusedError("its sizes do not grow by equal steps")
-    growing = Growing.of(before, now, *grown)
+    growing = Growing.of(before, now, place)
     family.growths = [*family.growths[-_MAX_GROWTHS + 1 :], growing]
     return growing
 
 
-def _dims(key: Key) -> list[int]:
-    """The dims of all leaves and results."""
-    specs = [*(spec for spec, _ in key.leaves), *(spec for _, spec, _ in key.outputs)]
-    return [size for spec in specs for size in spec.shape]
+def _sizes(key: Key) -> Iterator[int]:
+    """Where the sizes of tensors stand among the key's integers: leaves and results come first."""
+    entries = [x for x in key.structure if not isinstance(x, int)]
+    ends = list(accumulate(len((x.form or _set_form(x))[1]) for x in entries))
+    yield from range(ends[-1], ends[-1] + _num_outer_sizes(key))
+    for entry, end in zip(entries, ends):
+        yield from range(end - sum(len(spec.shape) for spec in entry.outs), end)
+
+
+def _num_outer_sizes(key: Key) -> int:
+    """The number of dims of all leaves and results."""
+    leaves, results = (spec for spec, _ in key.leaves), (spec for _, spec, _ in key.outputs)
+    return sum(len(spec.shape) for spec in (*leaves, *results))
 
 
 @dataclass
@@ -234,7 +247,7 @@ class Growing:
     Attributes:
         sample: the cut at the second value.
         fit: the two values, which are sizes of a dim.
-        position: of that dim among all dims of leaves and results.
+        place: of that size among the integers of the key.
         slopes: of the integers of the key.
         offsets: of the same; both int64.
         first: the function at the first value.
@@ -249,7 +262,7 @@ class Growing:
 
     sample: Sample
     fit: Fit
-    position: int
+    place: int
     slopes: np.ndarray
     offsets: np.ndarray
     first: ClosedJaxpr
@@ -263,20 +276,20 @@ class Growing:
     _graphs: dict[Key, Graph] = field(default_factory=dict)
 
     @staticmethod
-    def of(before: Sample, now: Sample, first: int, second: int) -> "Growing":
+    def of(before: Sample, now: Sample, place: int) -> "Growing":
         """How the integers grow from one cut to another, where a dim grows by one.
 
         Args:
             before: the one cut.
             now: the other.
-            first: the size of the first dim of a leaf or a result that grows.
-            second: the same in the other cut.
+            place: of a size that grows, among the integers of the keys.
 
         Raises:
             GrowthRefusedError: no program holds for all these cuts.
         """
         if any(leaf.placement.manual for leaf in now.graph.leaves):
             raise GrowthRefusedError("a leaf is local to a manual region")
+        first, second = before.ints[place], now.ints[place]
         # What shrinks in the key is compared at each cut, so it is known to hold.
         shrinking = frozenset(
             Affine(b - a, a - (b - a) * first) for a, b in zip(before.ints, now.ints) if b < a
@@ -285,7 +298,6 @@ class Growing:
         ints = [fit.size(a, b) for a, b in zip(before.ints, now.ints)]
         slopes = np.array([s.slope if isinstance(s, Affine) else 0 for s in ints])
         offsets = np.array([s.offset if isinstance(s, Affine) else s for s in ints])
-        dims = list(zip(_dims(before.key), _dims(now.key)))
         leaves = [
             fit.sizes(*(stored_shape(leaf.spec, leaf.placement) for leaf in pair))
             for pair in zip(before.graph.leaves, now.graph.leaves)
@@ -298,30 +310,31 @@ class Growing:
         ]
         for sizes, output in zip(outs, now.graph.outputs):
             _refuse_split(sizes, output.placement)
+        if not _growing([*leaves, *outs]) and place >= len(now.ints) - _num_outer_sizes(now.key):
+            # Padding to a multiple of the shards hides the growth.
+            raise GrowthRefusedError("a dim that grows is split over devices")
         forms = (Form.of(a), Form.of(b))
         if not forms[0].agrees(forms[1]):
             raise GrowthRefusedError("its operations differ")
-        position = dims.index((first, second))
         rooms = _Rooms([*leaves, *outs], list(growing_arrays(fit, a, b)), second)
         return Growing(
-            now, fit, position, slopes, offsets, a, b, forms, leaves, outs, rooms, placements
+            now, fit, place, slopes, offsets, a, b, forms, leaves, outs, rooms, placements
         )
 
-    def has(self, key: Key, ints: tuple[int, ...]) -> bool:
+    def has(self, ints: tuple[int, ...]) -> bool:
         """Whether these integers of a cut's key are those for some value of the number."""
-        number = _dims(key)[self.position]
+        number = ints[self.place]
         return number >= self.fit.first and np.array_equal(
             self.slopes * number + self.offsets, np.array(ints)
         )
 
-    def bounded(self, key: Key, make_graph: Callable[[], Graph]) -> Bounded:
-        """The program for a cut of which `has` is true; the arguments are those of `find`.
+    def bounded(self, key: Key, number: int, make_graph: Callable[[], Graph]) -> Bounded:
+        """The program for a cut of which `has` is true; `find` has the other arguments.
 
         Raises:
             GrowthRefusedError: the cut's function is not the one expected, or has no form with
                 room for this size.
         """
-        number = _dims(key)[self.position]
         bound = self.rooms.bound(number)
         placements = _placements([placement for _, placement in key.leaves], self.leaf_sizes)
         specs = (spec for spec, _ in self.sample.key.leaves)
@@ -409,9 +422,7 @@ class _Rooms:
 
     def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
         self._arrays = arrays
-        self._growing = {s for sizes in stored for s in sizes if isinstance(s, Affine)}
-        if not self._growing:  # padding to a multiple of the shards hides the growth
-            raise GrowthRefusedError("a dim that grows is split over devices")
+        self._growing = _growing(stored) or _growing(sizes for sizes, _ in arrays)
         self._least = _LEAST_ROOM
         while self._least < _CHEAP_ROOM and self._is_cheap(
             self._bound_for(2 * self._least, number)
@@ -434,6 +445,11 @@ class _Rooms:
             for sizes, itemsize in self._arrays
         )
         return num_bytes <= _CHEAP_BYTES
+
+
+def _growing(arrays: Iterable[Sizes]) -> set[Affine]:
+    """The sizes that become larger."""
+    return {s for sizes in arrays for s in sizes if isinstance(s, Affine) and s.slope > 0}
 
 
 @dataclass(frozen=True)

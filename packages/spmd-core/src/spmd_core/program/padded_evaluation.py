@@ -377,6 +377,9 @@ def _slice(eqn: Equation) -> Sequence[Any]:
             limits.append(start + run.at_bound(eqn.outs[0][dim]))
         else:
             limits.append(run.at_bound(eqn.param("limit_indices")[dim]))
+    # A slice of a dim that does not grow, such as the part of a cache that is filled, ends in it.
+    beyond = [(0, max(limit - n, 0), 0) for limit, n in zip(limits, array.shape)]
+    array = lax.pad(array, jnp.zeros((), array.dtype), beyond)
     return [lax.slice(array, [start or 0 for start in fixed], limits, strides)]
 
 
