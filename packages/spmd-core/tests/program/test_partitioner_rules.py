@@ -413,6 +413,13 @@ def test_a_padding_that_moves_few_elements_over_several_shards(count, low, num, 
         torch.testing.assert_close(got.cpu(), right)
 
 
+def test_a_padding_between_elements_of_an_empty_tensor():
+    mesh = axis(2)
+    x = spmd.mark_sharding(torch.randn(0, 3, 8).to("xla").requires_grad_(), mesh, (None, None, "a"))
+    (grad,) = torch.autograd.grad(F.avg_pool1d(x, 2, 3).sum() + x[:, :, ::3].sum(), x)
+    assert grad.shape == (0, 3, 8) and grad.cpu().numel() == 0
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("start", "step"), [(0, 2), (1, 2), (4, 3), (0, 5)])
 @pytest.mark.parametrize("size", [6, 8, exhaustive(12), 13])

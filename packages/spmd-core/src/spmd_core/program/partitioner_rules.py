@@ -378,7 +378,8 @@ def _spread(x: jax.Array, value: Any, dim: int, count: int) -> jax.Array:
     """`x` with so many times the value between two elements along a dim: rows of a new dim."""
     edges = [(0, count if d == dim + 1 else 0, 0) for d in range(x.ndim + 1)]
     rows = lax.pad(jnp.expand_dims(x, dim + 1), value, edges)
-    wide = rows.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    long = x.shape[dim] * (count + 1)
+    wide = rows.reshape(*x.shape[:dim], long, *x.shape[dim + 1 :])
     return lax.slice_in_dim(wide, 0, wide.shape[dim] - count, axis=dim)
 
 
