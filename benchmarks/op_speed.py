@@ -262,7 +262,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "the operations of each step; torch has a kernel for them": ("lstm",),
     "scipy's LAPACK; torch has MKL": (
         *("cholesky*", "linalg_cholesky*", "determinant*", "logdet", "linalg_eig*", "svd"),
-        *("linalg_lstsq*", "linalg_inv*", "linalg_tensor*", "linalg_solve*"),
+        *("linalg_lstsq*", "linalg_inv*", "linalg_tensor*", "linalg_solve*", "norm_nuc"),
     ),
     "scatters one by one": ("bincount", "histogram", "__getitem__", "*max_unpool*"),
 }
