@@ -197,3 +197,19 @@ def test_overrideable_names_compute_the_same() -> None:
     for mine, exact in zip(got, expected):
         assert dtypes.to_torch(mine.dtype) == exact.dtype
         torch.testing.assert_close(torch.tensor(mine.tolist()), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [(4, 1), (1, 4), (1, 1)])
+@pytest.mark.parametrize("kernel", [1, 2, 3])
+def test_a_padded_dim_of_one_element_under_a_stride(size, kernel):
+    """XLA's own form of the gradient ends the process for a kernel of 2."""
+    results = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, *size).to(device).requires_grad_()
+        w = torch.randn(4, 3, kernel, kernel).to(device).requires_grad_()
+        y = torch.conv2d(x, w, stride=2, padding=1)
+        grads = torch.autograd.grad((y * y).sum(), (x, w))
+        results.append([t.detach().cpu() for t in (y, *grads)])
+    for right, mine in zip(*results):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)

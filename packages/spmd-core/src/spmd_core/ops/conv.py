@@ -104,11 +104,16 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) 
     elif ctx.platform == "cpu" and num_dims == 3 and 0 not in x.shape:
         out = _convolve_by_depth(x, weight, options)
     else:
+        pads = [(p, p) for p in options.padding]
+        if 1 in x.shape[2:]:
+            # XLA's simplifier ends the process on the gradient for a padded dim of one element
+            # under a stride.
+            x, pads = windows.crop_or_pad(x, pads), [(0, 0)] * num_dims
         out = _lax_convolution(
             x,
             weight,
             options.groups,
-            [(p, p) for p in options.padding],
+            pads,
             stride=options.stride,
             dilation=options.dilation,
         )
