@@ -47,7 +47,11 @@ def test_an_element_that_was_chosen_is_found_again(choice, split, mesh_1d):
     def mark(x):
         return spmd.mark_sharding(x * 1, mesh_1d, ("x", None)) if split else x
 
-    for mine, right in zip(found(x.to("xla"), mark), found(x, lambda x: x)):
+    try:
+        expected = found(x, lambda x: x)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
+    for mine, right in zip(found(x.to("xla"), mark), expected):
         torch.testing.assert_close(mine.cpu(), right)
 
 
