@@ -50,6 +50,8 @@ def test_an_element_that_was_chosen_is_found_again(choice, split, mesh_1d):
     try:
         expected = found(x, lambda x: x)
     except RuntimeError as error:
+        if "derivative" not in str(error):
+            raise
         pytest.skip(f"torch {torch.__version__}: {error}")
     for mine, right in zip(found(x.to("xla"), mark), expected):
         torch.testing.assert_close(mine.cpu(), right)
