@@ -1,5 +1,6 @@
 """QR, Householder reflections, singular values and eigenvalues of batches of matrices."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels.matrix_batches import on_matrices
 from spmd_core.ops.kernels.precision import matmul_precision
 from spmd_core.ops.registry import Context, lowering
 
@@ -26,7 +28,7 @@ def _qr(ctx: Context, a: Any, mode: str = "reduced") -> tuple[jax.Array, jax.Arr
     if a.size == 0:
         q = jnp.zeros(q_shape, a.dtype) if mode == "r" else _eye(q_shape, a.dtype)
         return q, jnp.zeros(r_shape, a.dtype)
-    q, r = lax.linalg.qr(a, full_matrices=mode == "complete")
+    q, r = on_matrices(ctx, partial(lax.linalg.qr, full_matrices=mode == "complete"), a)
     return (jnp.zeros(q_shape, a.dtype) if mode == "r" else q), r
 
 
@@ -44,7 +46,7 @@ def _geqrf_meta(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _geqrf(ctx: Context, a: Any) -> tuple[jax.Array, jax.Array]:
     if a.size == 0:
         return a, jnp.zeros(ctx.outs[1].shape, a.dtype)
-    transposed, tau = jnp.linalg.qr(a, mode="raw")
+    transposed, tau = on_matrices(ctx, partial(jnp.linalg.qr, mode="raw"), a)
     return jnp.matrix_transpose(transposed), tau
 
 
@@ -52,7 +54,7 @@ def _geqrf(ctx: Context, a: Any) -> tuple[jax.Array, jax.Array]:
 def _householder_product(ctx: Context, a: Any, tau: Any) -> jax.Array:
     if a.size == 0 or tau.size == 0:
         return _eye(a.shape, a.dtype)
-    return lax.linalg.householder_product(a, tau)
+    return on_matrices(ctx, lax.linalg.householder_product, a, tau)
 
 
 @lowering("aten.ormqr.default")
@@ -67,12 +69,17 @@ def _ormqr(
         return c
     size = a.shape[-2]
     padding = [(0, 0)] * (a.ndim - 1) + [(0, size - tau.shape[-1])]
-    q = lax.linalg.householder_product(jnp.pad(a[..., : tau.shape[-1]], padding), tau)
+    reflections = jnp.pad(a[..., : tau.shape[-1]], padding)
+    q = on_matrices(ctx, lax.linalg.householder_product, reflections, tau)
     q = jnp.conj(jnp.matrix_transpose(q)) if transpose else q
     return jnp.matmul(*((q, c) if left else (c, q)), precision=matmul_precision(c.dtype))
 
 
 # ---- singular values -----------------------------------------------------------------------------
+
+
+def _singular_values(a: jax.Array) -> jax.Array:
+    return lax.linalg.svd(a, full_matrices=False, compute_uv=False)
 
 
 @lowering("aten._linalg_svd.default")
@@ -98,10 +105,10 @@ def _svd(
     if not compute_uv:
         return (
             jnp.zeros(u_shape, a.dtype),
-            lax.linalg.svd(a, full_matrices=False, compute_uv=False),
+            on_matrices(ctx, _singular_values, a),
             jnp.zeros(v_shape, a.dtype),
         )
-    u, s, v = lax.linalg.svd(a, full_matrices=full_matrices)
+    u, s, v = on_matrices(ctx, partial(lax.linalg.svd, full_matrices=full_matrices), a)
     return u, s, v
 
 
@@ -124,7 +131,7 @@ def _eigh(
     whole = (
         half + jnp.conj(jnp.matrix_transpose(half)) + jnp.eye(a.shape[-1], dtype=a.dtype) * diagonal
     )
-    vectors, values = lax.linalg.eigh(whole, symmetrize_input=False)
+    vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), whole)
     return values, vectors if compute_v else jnp.zeros(v_shape, a.dtype)
 
 
@@ -137,7 +144,7 @@ def _platform_has_no_eig(args: Any, kwargs: Any, platform: str) -> bool:
 def _eig(ctx: Context, a: Any) -> tuple[jax.Array, jax.Array]:
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype), jnp.zeros(ctx.outs[1].shape, ctx.dtype)
-    values, vectors = lax.linalg.eig(a, compute_left_eigenvectors=False)
+    values, vectors = on_matrices(ctx, partial(lax.linalg.eig, compute_left_eigenvectors=False), a)
     return values.astype(ctx.dtype), vectors.astype(ctx.dtype)
 
 
@@ -145,5 +152,8 @@ def _eig(ctx: Context, a: Any) -> tuple[jax.Array, jax.Array]:
 def _eigvals(ctx: Context, a: Any) -> jax.Array:
     if a.size == 0:
         return jnp.zeros(ctx.shape, ctx.dtype)
-    (values,) = lax.linalg.eig(a, compute_left_eigenvectors=False, compute_right_eigenvectors=False)
+    values_alone = partial(
+        lax.linalg.eig, compute_left_eigenvectors=False, compute_right_eigenvectors=False
+    )
+    (values,) = on_matrices(ctx, values_alone, a)
     return values.astype(ctx.dtype)

@@ -5,6 +5,7 @@ divide by. Pivots are int32 and count from 1.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.matrix_batches import on_matrices
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
 
@@ -40,6 +42,7 @@ def _with_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 
 def _solve_triangular(
+    ctx: Context,
     a: jax.Array,
     b: jax.Array,
     *,
@@ -57,15 +60,15 @@ def _solve_triangular(
     a, b = _with_batch(a, batch), _with_batch(b, batch)
     if b.size == 0:
         return b
-    return lax.linalg.triangular_solve(
-        a,
-        b,
+    solve = partial(
+        lax.linalg.triangular_solve,
         left_side=left,
         lower=lower,
         transpose_a=transpose or adjoint,
         conjugate_a=adjoint,
         unit_diagonal=unit,
     )
+    return on_matrices(ctx, solve, a, b)
 
 
 # ---- Cholesky ------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ def _cholesky_ex(
     if a.size == 0:
         return a, jnp.zeros(a.shape[:-2], np.int32)
     a = _adjoint(a) if upper else a
-    factor = jnp.tril(lax.linalg.cholesky(a, symmetrize_input=False))
+    factor = jnp.tril(on_matrices(ctx, partial(lax.linalg.cholesky, symmetrize_input=False), a))
     failed = jnp.isnan(jnp.real(_diagonal(factor))).any(-1)
 
     # XLA's kernel only reports that it failed. The position is computed by columns, and only for
@@ -120,13 +123,15 @@ def _cholesky_ex(
 
 @lowering("aten._cholesky_solve_helper.default")
 def _cholesky_solve(ctx: Context, b: Any, factor: Any, upper: bool) -> jax.Array:
-    half = _solve_triangular(factor, b, lower=not upper, adjoint=upper)
-    return _solve_triangular(factor, half, lower=not upper, adjoint=not upper)
+    half = _solve_triangular(ctx, factor, b, lower=not upper, adjoint=upper)
+    return _solve_triangular(ctx, factor, half, lower=not upper, adjoint=not upper)
 
 
 @lowering("aten.cholesky_inverse.default")
 def _cholesky_inverse(ctx: Context, factor: Any, upper: bool = False) -> jax.Array:
-    half = _solve_triangular(factor, jnp.eye(factor.shape[-1], dtype=factor.dtype), lower=not upper)
+    half = _solve_triangular(
+        ctx, factor, jnp.eye(factor.shape[-1], dtype=factor.dtype), lower=not upper
+    )
     return _product(half, _adjoint(half)) if upper else _product(_adjoint(half), half)
 
 
@@ -149,11 +154,13 @@ def _lu_without_pivots(a: jax.Array) -> jax.Array:
     return lax.fori_loop(0, min(a.shape[-2:]), step, a)
 
 
-def _lu(a: jax.Array, *, pivot: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _lu(
+    ctx: Context, a: jax.Array, *, pivot: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The packed factors, the exchanged rows (from 0), and the permutation: `a[perm] = L U`."""
     batch, (m, n) = a.shape[:-2], a.shape[-2:]
     if a.size and pivot:
-        return lax.linalg.lu(a)
+        return on_matrices(ctx, lax.linalg.lu, a)
     packed = a if a.size == 0 else _lu_without_pivots(a)
     exchanges = jnp.broadcast_to(jnp.arange(min(m, n), dtype=np.int32), (*batch, min(m, n)))
     return packed, exchanges, jnp.broadcast_to(jnp.arange(m, dtype=np.int32), (*batch, m))
@@ -181,6 +188,7 @@ def _permutation_of(pivots: jax.Array, size: int) -> jax.Array:
 
 
 def _lu_solve(
+    ctx: Context,
     packed: jax.Array,
     permutation: jax.Array,
     b: jax.Array,
@@ -190,27 +198,27 @@ def _lu_solve(
 ) -> jax.Array:
     """x of `op(a) x = b`, or of `x op(a) = b` where not `left`, from `a[permutation] = L U`."""
     if not left:
-        return _adjoint(_lu_solve(packed, permutation, _adjoint(b), adjoint=not adjoint))
+        return _adjoint(_lu_solve(ctx, packed, permutation, _adjoint(b), adjoint=not adjoint))
     batch = jnp.broadcast_shapes(packed.shape[:-2], b.shape[:-2])
     b = _with_batch(b, batch)
     permutation = jnp.broadcast_to(permutation, (*batch, permutation.shape[-1]))
     if b.size == 0:
         return b
     if adjoint:
-        half = _solve_triangular(packed, b, lower=False, adjoint=True)
-        half = _solve_triangular(packed, half, lower=True, adjoint=True, unit=True)
+        half = _solve_triangular(ctx, packed, b, lower=False, adjoint=True)
+        half = _solve_triangular(ctx, packed, half, lower=True, adjoint=True, unit=True)
         return jnp.take_along_axis(half, jnp.argsort(permutation, -1)[..., None], axis=-2)
     half = _solve_triangular(
-        packed, jnp.take_along_axis(b, permutation[..., None], axis=-2), lower=True, unit=True
+        ctx, packed, jnp.take_along_axis(b, permutation[..., None], axis=-2), lower=True, unit=True
     )
-    return _solve_triangular(packed, half, lower=False)
+    return _solve_triangular(ctx, packed, half, lower=False)
 
 
 @lowering("aten.linalg_lu_factor_ex.default")
 def _lu_factor_ex(
     ctx: Context, a: Any, *, pivot: bool = True, check_errors: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    packed, exchanges, _ = _lu(a, pivot=pivot)
+    packed, exchanges, _ = _lu(ctx, a, pivot=pivot)
     return packed, exchanges.astype(np.int32) + 1, _first_failure(_diagonal(packed) == 0)
 
 
@@ -218,7 +226,7 @@ def _lu_factor_ex(
 def _linalg_lu(
     ctx: Context, a: Any, *, pivot: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    packed, _, permutation = _lu(a, pivot=pivot)
+    packed, _, permutation = _lu(ctx, a, pivot=pivot)
     p = (
         _permutation_matrix(permutation, a.dtype)
         if pivot
@@ -246,15 +254,15 @@ def _linalg_lu_solve(
     ctx: Context, packed: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False
 ) -> jax.Array:
     return _lu_solve(
-        packed, _permutation_of(pivots, packed.shape[-1]), b, left=left, adjoint=adjoint
+        ctx, packed, _permutation_of(pivots, packed.shape[-1]), b, left=left, adjoint=adjoint
     )
 
 
 @lowering("aten.linalg_inv_ex.default")
 def _inv_ex(ctx: Context, a: Any, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
-    packed, _, permutation = _lu(a)
+    packed, _, permutation = _lu(ctx, a)
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    return _lu_solve(packed, permutation, eye), _first_failure(_diagonal(packed) == 0)
+    return _lu_solve(ctx, packed, permutation, eye), _first_failure(_diagonal(packed) == 0)
 
 
 # ---- triangular ----------------------------------------------------------------------------------
@@ -262,9 +270,15 @@ def _inv_ex(ctx: Context, a: Any, *, check_errors: bool = False) -> tuple[jax.Ar
 
 @lowering("aten.linalg_solve_triangular.default")
 def _linalg_solve_triangular(
-    ctx: Context, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False
+    ctx: Context,
+    a: Any,
+    b: Any,
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
 ) -> jax.Array:
-    return _solve_triangular(a, b, lower=not upper, left=left, unit=unitriangular)
+    return _solve_triangular(ctx, a, b, lower=not upper, left=left, unit=unitriangular)
 
 
 @lowering("aten.triangular_solve.default")
@@ -276,7 +290,9 @@ def _triangular_solve(
     transpose: bool = False,
     unitriangular: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    solution = _solve_triangular(a, b, lower=not upper, transpose=transpose, unit=unitriangular)
+    solution = _solve_triangular(
+        ctx, a, b, lower=not upper, transpose=transpose, unit=unitriangular
+    )
     return solution, jnp.broadcast_to(a, ctx.outs[1].shape)
 
 
@@ -320,8 +336,8 @@ def _matrix_exp(ctx: Context, a: Any) -> jax.Array:
         return low + _product(powers[3], b[4] * powers[1] + b[5] * powers[2] + b[6] * powers[3])
 
     u, v = _product(a, even(1)), even(0)
-    packed, _, permutation = _lu(v - u)
-    result = _lu_solve(packed, permutation, v + u)
+    packed, _, permutation = _lu(ctx, v - u)
+    result = _lu_solve(ctx, packed, permutation, v + u)
 
     def square(i: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.where((i < squarings)[..., None, None], _product(x, x), x)
@@ -338,12 +354,13 @@ def _pinv(
         return jnp.zeros(ctx.shape, ctx.dtype)
     if hermitian:
         low = jnp.tril(a, -1)
-        vectors, values = lax.linalg.eigh(
-            low + _adjoint(low) + _real_diagonal(a), symmetrize_input=False
-        )
+        whole = low + _adjoint(low) + _real_diagonal(a)
+        vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), whole)
         left, right, sizes = vectors, vectors, jnp.abs(values)
     else:
-        left, values, adjoint_right = lax.linalg.svd(a, full_matrices=False)
+        left, values, adjoint_right = on_matrices(
+            ctx, partial(lax.linalg.svd, full_matrices=False), a
+        )
         right, sizes = _adjoint(adjoint_right), values
     largest = sizes.max(-1)
     absolute = jnp.zeros_like(largest) if atol is None else atol.astype(largest.dtype)
