@@ -1,5 +1,6 @@
 """Large batches of matrices against eager torch, and how many of them a call of LAPACK gets."""
 
+import math
 import re
 
 import pytest
@@ -90,11 +91,19 @@ def test_a_large_batch_that_is_split(mesh_1d, count):
     torch.testing.assert_close(result.cpu(), torch.linalg.solve(a, a.mT), rtol=1e-3, atol=1e-3)
 
 
+def test_a_split_batch_is_not_gathered(mesh_1d):
+    a, sharding = matrices(2048), (mesh_1d, ("x", None, None))
+    x = spmd.mark_sharding(a.to("xla"), *sharding)
+    text = spmd.debugging.hlo(spmd.mark_sharding(solve_triangular(x), *sharding))
+    assert "lapack_" in text
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective-permute", text)
+
+
 def calls(text):
     """The number of matrices in each call of LAPACK."""
     shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* custom-call\(.*lapack_", text)
     assert shapes
-    return [int(shape.split(",")[0]) if shape.count(",") > 1 else 1 for shape in shapes]
+    return [math.prod(int(n) for n in shape.split(",")[:-2]) for shape in shapes]
 
 
 @pytest.mark.skipif(not matrix_batches._WAITS, reason="this jaxlib's calls do not wait")

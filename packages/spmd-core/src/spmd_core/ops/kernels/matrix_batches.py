@@ -42,20 +42,22 @@ def on_matrices(ctx: Context, function: Callable[..., _Results], *arrays: jax.Ar
     if ctx.platform != "cpu" or not _WAITS or count < 2 or count * work < _SMALLEST_SHARED:
         return function(*arrays)
     together = max(1, (_SMALLEST_SHARED - 1) // work)
-    if together > ctx.num_devices:  # a batch that is split over the devices stays so
-        together -= together % ctx.num_devices
-    num_parts = -(-count // together)
+    # A batch that is split over the devices stays so: each part has some of every group.
+    groups = ctx.num_devices if count % ctx.num_devices == 0 and together >= ctx.num_devices else 1
+    each, in_group = together // groups, count // groups
+    num_parts = -(-in_group // each)
 
     def parts(x: jax.Array) -> jax.Array:
-        """Each part has every `num_parts`-th matrix; the last matrix fills up the last ones."""
-        flat = x.reshape(count, *x.shape[len(batch) :])
-        padding = [(0, together * num_parts - count)] + [(0, 0)] * (flat.ndim - 1)
-        filled = jnp.pad(flat, padding, mode="edge")
-        return jnp.moveaxis(filled.reshape(together, num_parts, *flat.shape[1:]), 1, 0)
+        """Of each group every `num_parts`-th matrix; its last matrix fills up the last parts."""
+        matrix = x.shape[len(batch) :]
+        padding = [(0, 0), (0, each * num_parts - in_group)] + [(0, 0)] * len(matrix)
+        filled = jnp.pad(x.reshape(groups, in_group, *matrix), padding, mode="edge")
+        return jnp.moveaxis(filled.reshape(groups, each, num_parts, *matrix), 2, 0)
 
     def whole(x: jax.Array) -> jax.Array:
-        flat = jnp.moveaxis(x, 0, 1).reshape(together * num_parts, *x.shape[2:])
-        return flat[:count].reshape(*batch, *x.shape[2:])
+        matrix = x.shape[3:]
+        filled = jnp.moveaxis(x, 0, 2).reshape(groups, each * num_parts, *matrix)
+        return filled[:, :in_group].reshape(*batch, *matrix)
 
     results = lax.map(lambda part: function(*part), [parts(x) for x in arrays])
     return jax.tree.map(whole, results)
