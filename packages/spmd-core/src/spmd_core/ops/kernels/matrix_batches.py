@@ -1,9 +1,9 @@
 """Runs LAPACK on batches of matrices, on CPUs a part of a large batch at a time.
 
-jaxlib 0.10 deals the matrices of a large batch out to the threads of XLA's pool, from a thread of
-that pool, which then waits. As many such calls at once as the pool has threads wait for each other
-without end. A smaller batch is computed by the thread that asks. `docs/xla_errors.md` has the
-error.
+jaxlib 0.10 and 0.11.0 deal the matrices of a large batch out to the threads of XLA's pool, from a
+thread of that pool, which then waits. As many such calls at once as the pool has threads wait for
+each other without end. A smaller batch is computed by the thread that asks. `docs/xla_errors.md`
+has the error.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax import lax
 
 from spmd_core.ops.registry import Context
 
-_WAITS = tuple(int(part) for part in jaxlib.__version__.split(".")[:2]) < (0, 11)
+_WAITS = jaxlib.version.__version_info__ < (0, 11, 1)
 # jaxlib deals a batch out from this estimate of its operations on.
 _SMALLEST_SHARED = 200_000
 # Operations for a matrix, as a multiple of its largest size's cube: more than jaxlib's estimate for
