@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch.nn import functional as F
 
 from spmd_core.recording import cpu_kernels
@@ -283,3 +284,65 @@ def test_the_gradient_of_a_norm_takes_the_statistics_that_the_device_saved(norm,
         gradients.append((x.grad.cpu(), w.grad.cpu()))
     for expected, got in zip(*gradients):
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "clamp": lambda x, n: x.clamp(max=n),
+    "scatter": lambda x, n: x.scatter(0, torch.zeros(1, dtype=torch.int64, device=x.device), n),
+    "scatter_": lambda x, n: x.scatter_(0, torch.zeros(1, dtype=torch.int64, device=x.device), n),
+    "pad": lambda x, n: torch.nn.functional.pad(x, (1, 1), value=n),
+    "addcmul": lambda x, n: x.addcmul(x, x, value=n),
+    "add": lambda x, n: x + n,
+    "mul_": lambda x, n: x.mul_(n),
+    "//": lambda x, n: x // n,
+    "//=": lambda x, n: x.floor_divide_(n),
+    "%": lambda x, n: x % n,
+    "fmod": lambda x, n: x.fmod(n),
+    "n // x": lambda x, n: n // x,
+    "foreach": lambda x, n: torch._foreach_clamp_max([x], n)[0],
+    "==": lambda x, n: x == n,
+    "pow": lambda x, n: x**n,
+    "out": lambda x, n: torch.fmod(x, n, out=torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, exhaustive(torch.uint8), exhaustive(torch.int32), torch.int64],
+)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_refused_as_by_eager_torch(name: str, dtype: torch.dtype) -> None:
+    # In one order and then in the other: what one call was told must not answer for another.
+    values = [1, 0, 127, 128, -1, -128, -129, 255, 256, 2**31 - 1, 2**31, -(2**31) - 1]
+    for value in [*values, *reversed(values)]:
+        outcomes = []
+        for device in ("cpu", "xla"):
+            x = torch.tensor([3, 5, 7], dtype=dtype, device=device)
+            try:
+                outcomes.append(NUMBERS[name](x, value).cpu())
+            except RuntimeError as error:
+                outcomes.append(str(error))
+        right, got = outcomes
+        assert isinstance(got, str) == isinstance(right, str), (value, right, got)
+        if isinstance(right, str):
+            assert got == right
+        else:
+            assert torch.equal(got, right), value
+
+
+def test_a_refused_number_leaves_the_tensor() -> None:
+    x = torch.tensor([3, 5], device="xla")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        x.floor_divide_(0)
+    assert x.tolist() == [3, 5]
+
+
+def test_numbers_of_one_class_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(5, device="xla", dtype=torch.int16)
+    x + 3
+    calls = []
+    ask = cpu_kernels.ask
+    monkeypatch.setattr(cpu_kernels, "ask", lambda *a, **k: calls.append(a) or ask(*a, **k))
+    for number in range(1000):
+        x + number
+    assert len(calls) <= 10 + len(range(0, 1000, 256))

@@ -104,10 +104,14 @@ class Entry:
         view_write: for a view, the operation that writes a changed view back into its base.
         key: what the entry was made from: entries of equal keys do the same. None if it was not
             kept.
+        accepted: for a call of integer tensors with numbers, the numbers that eager torch is known
+            to accept, and their classes (`recording.cpu_kernels.number_class`); None where it
+            accepts all.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
     """
 
     __slots__ = (
+        "accepted",
         "arguments",
         "as_list",
         "border",
@@ -152,6 +156,7 @@ class Entry:
         self.view_write: Entry | None = None
         self.key: Any = None
         self.form: tuple[int, tuple[int, ...]] | None = None
+        self.accepted: set[tuple[Any, ...]] | None = None
 
     def __repr__(self) -> str:
         return f"{self.name} -> {', '.join(map(repr, self.outs))}"

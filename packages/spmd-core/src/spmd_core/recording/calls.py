@@ -19,7 +19,7 @@ from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.program import leaves
-from spmd_core.recording import inference, random_stream, schema
+from spmd_core.recording import cpu_kernels, inference, random_stream, schema
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
@@ -31,6 +31,7 @@ NUMBERS = frozenset({float, int, bool, complex})
 NO_KWARGS: dict[str, Any] = {}
 _default_dtype = torch.get_default_dtype
 _TENSOR, _NUMBER = object(), object()
+_MOST_ACCEPTED = 1024  # numbers and classes of them that an entry keeps
 
 registry.load_all()
 
@@ -92,8 +93,34 @@ def look_up(
     entry = entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
+        if (
+            numbers
+            and inputs
+            and not (entry.spec.dtype.is_floating_point or entry.spec.dtype.is_complex)
+        ):
+            entry.accepted = set()
         remember(whole, entry)
+    if numbers and entry.accepted is not None:
+        _refuse_numbers(call, entry.accepted, args, kwargs, numbers)
     return entry, inputs, numbers
+
+
+def _refuse_numbers(
+    call: Call,
+    accepted: set[tuple[Any, ...]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    numbers: list[Any],
+) -> None:
+    """Raises what eager torch raises for these numbers, which no key has."""
+    given = tuple(numbers)
+    if given in accepted:
+        return
+    classes = tuple(map(cpu_kernels.number_class, numbers))
+    if classes in accepted or cpu_kernels.refuse_numbers(call.func, args, kwargs):
+        if len(accepted) >= _MOST_ACCEPTED:
+            accepted.clear()
+        accepted |= {given, classes}
 
 
 def _look_up_keywords(

@@ -8,6 +8,7 @@ tensors do, with values that suit nearly every operation. Large tensors get smal
 The answers are kept: a call of the same kind asks nothing again.
 """
 
+import math
 import re
 import warnings
 from collections import Counter
@@ -74,13 +75,14 @@ class _StandIn:
 class _Static:
     """Any other argument; with its type, as 1, 1.0 and True are equal.
 
-    A number that is an input of a program changes from call to call. It has the same value in every
-    such call, and another one in the second trial.
+    A number that is an input of a program changes from call to call. Unless the call is asked for
+    its numbers, it has the same value in every such call, and another one in the second trial.
     """
 
     kind: type
     value: Any
     is_input: bool = False
+    second: Any = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class _Call:
         def given(a: Any) -> Any:
             if isinstance(a, _StandIn):
                 return tensor(a)
-            return a.kind(0) if a.is_input and is_second else a.value
+            return a.second if a.is_input and is_second else a.value
 
         args = [_as_lists(map_leaves(a, given)) for a in self.args]
         return self.func(*args, **{n: _as_lists(map_leaves(a, given)) for n, a in self.kwargs})
@@ -162,6 +164,7 @@ def ask(
     result: Any = None,
     *,
     is_refused: bool = False,
+    number: Callable[[Any], Any] | None = None,
 ) -> Answer:
     """What eager torch does with this call.
 
@@ -171,6 +174,8 @@ def ask(
         kwargs: of the call.
         result: what the meta kernel returned, or None.
         is_refused: whether the meta kernel refused the call.
+        number: gives what to ask for in place of a number that is an input of a program. None: the
+            answer is to hold for most numbers.
     """
     if not _can_be_asked(func, is_refused):
         return _UNKNOWN
@@ -185,8 +190,11 @@ def ask(
             memory = memories.setdefault(id(a._handle.storage), len(memories))
             return _StandIn(a._handle.spec, memory, a._handle.offset)
         if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
+            if number is not None:
+                return _Static(type(a), number(a), is_input=True, second=number(a))
             # They ascend in the order of the schema, as bounds must.
-            return _Static(type(a), type(a)(1 + facts.names.index(name)), is_input=True)
+            kind, position = type(a), facts.names.index(name)
+            return _Static(kind, kind(1 + position), is_input=True, second=kind(0))
         # Nothing that a user sees is drawn here.
         return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
 
@@ -219,6 +227,34 @@ def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     if answer.error is not None:
         raise again(answer.error)
     return answer.results is not None
+
+
+def number_class(a: Any) -> Any:
+    """The integer of the largest magnitude with as many bits; that of the whole part of a float.
+
+    A multiple of 256 stands for itself: it may be 0 in a narrow dtype.
+    """
+    if type(a) is float and math.isfinite(a):
+        return float(number_class(int(a)))
+    if type(a) is not int or a % 256 == 0:
+        return a
+    return (1 << a.bit_length()) - 1 if a >= 0 else -1 << (~a).bit_length()
+
+
+def refuse_numbers(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Raises what eager torch raises for the numbers of this call: a division by 0, an overflow.
+
+    Returns:
+        Whether eager torch accepts all numbers of the same classes.
+    """
+    if ask(func, args, kwargs, number=number_class).error is None:
+        return True
+    answer = ask(func, args, kwargs, number=lambda a: a)
+    if answer.error is not None:
+        raise again(answer.error)
+    return False
 
 
 def again(error: Exception) -> Exception:
@@ -406,14 +442,18 @@ def _smaller(call: _Call) -> _Call | None:
             shape = tuple(new.get(n, n) for n in a.spec.shape)
             strides = dense_strides(shape, a.spec.shape, a.spec.strides)
             return _StandIn(Spec.of(shape, strides, a.spec.dtype), a.memory)
-        return _Static(int, new.get(a.value, a.value)) if a.kind is int else a
+        return _Static(int, new.get(a.value, a.value)) if _is_static_int(a) else a
 
     return call.map(shrink)
 
 
 def _ints(call: _Call) -> Iterator[_Static]:
     leaves = (*call.args, *(a for _, a in call.kwargs))
-    return (a for a in leaves_of(leaves) if isinstance(a, _Static) and a.kind is int)
+    return (a for a in leaves_of(leaves) if _is_static_int(a))
+
+
+def _is_static_int(a: Any) -> bool:
+    return isinstance(a, _Static) and a.kind is int and not a.is_input
 
 
 def _meta_specs(call: _Call) -> Any:
