@@ -201,6 +201,15 @@ def test_forward_mode_goes_through_torchs_composition():
     torch.testing.assert_close(tangent.cpu(), right)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_operation_without_gradients(mode):
+    q, k, v = (x.detach() for x in random((1, 2, 5, 4), (1, 2, 6, 4), (1, 2, 6, 4)))
+    with mode():
+        out = attend(q.to("xla"), k.to("xla"), v.to("xla"))
+        assert out._handle.value.entry.name.startswith("spmd::attention")
+        torch.testing.assert_close(out.cpu(), attend(q, k, v), rtol=1e-4, atol=1e-5)
+
+
 # torch 2.15's CPU kernel, from which the values to compare with come, has no batching rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_torch_func_transforms():

@@ -1,6 +1,7 @@
 """Composite operations that are recorded whole, by kernels above autograd, not in torch's parts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.autograd import forward_ad
 
 from spmd_core import releases
 from spmd_core.config import config
+from spmd_core.dispatch import recurrent, router
 from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.ops import registry
@@ -292,6 +294,21 @@ def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..
 _NOT_DECOMPOSED = ("linear", "mish_backward", "silu_backward")
 
 
+# By overload, without its namespace.
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "ctc_loss.IntList": ctc_loss,
+    "ctc_loss.Tensor": ctc_loss,
+    "layer_norm.default": layer_norm,
+    "one_hot.default": one_hot,
+    "scaled_dot_product_attention.default": attention,
+}
+
+
+def _handler(kernel: Callable[..., Any], otherwise: Handler) -> Handler:
+    """The kernel as the router's handler of the overload."""
+    return lambda args, kwargs: kernel(*args, **kwargs)
+
+
 def _unreachable_kernel(name: str) -> Callable[..., Any]:
     """A backend's kernel that is never called: tensors of the device are recorded before.
 
@@ -307,10 +324,7 @@ def _unreachable_kernel(name: str) -> Callable[..., Any]:
 def install() -> torch.library.Library:
     """Registers the kernels, which live as long as the returned library."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("layer_norm", layer_norm, "AutogradXLA")
-    library.impl("one_hot", one_hot, "AutogradXLA")
     library.impl("resolve_conj", resolve_conj, "AutogradXLA")
-    library.impl("scaled_dot_product_attention", attention, "AutogradXLA")
     counting = {"aten.kron.out": False, "aten.matmul.out": True}
     for overload, counts in releases.overloads(counting).items():
         library.impl(
@@ -318,8 +332,10 @@ def install() -> torch.library.Library:
             _out_kernel(overload, counts=counts),
             "AutogradXLA",
         )
-    library.impl("ctc_loss.Tensor", ctc_loss, "AutogradXLA")
-    library.impl("ctc_loss.IntList", ctc_loss, "AutogradXLA")
+    for name, kernel in (*_KERNELS.items(), *recurrent.kernels()):
+        library.impl(name.removesuffix(".default"), kernel, "AutogradXLA")
+        # Under inference_mode a call comes to the router, without a stop at autograd's kernels.
+        router.wrap(registry.resolve(f"aten.{name}"), partial(_handler, kernel))
     for name in _NOT_DECOMPOSED:
         library.impl(name, _unreachable_kernel(name), "XLA")
     return library

@@ -67,6 +67,7 @@ def _sort_stable(
 def _topk(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, ...]:
+    k = max(k, 1) if x.ndim == 0 else k  # torch's result has no dim to be empty
     rows = _dim_last(x, dim)
     if not largest:
         values, positions = _sorted(rows)

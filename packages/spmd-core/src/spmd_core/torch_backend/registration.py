@@ -24,6 +24,7 @@ from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
 from spmd_core.torch_backend import (
     conversions,
+    forward_mode,
     generators,
     locations,
     refusals,
@@ -177,6 +178,7 @@ def _install() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", transfer.empty, "XLA")
     library.impl("empty_strided", transfer.empty_strided, "XLA")
+    forward_mode.install()
     library.impl("_copy_from", transfer.copy_from, "XLA")
     # Autograd asks for known zeros only to save work, which the compiler saves for any zeros.
     library.impl("_efficientzerotensor", torch.zeros, "XLA")
