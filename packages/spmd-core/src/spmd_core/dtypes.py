@@ -1,5 +1,7 @@
 """The mapping between torch's and jax's dtypes, and views of host data in either."""
 
+from functools import cache
+
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -31,6 +33,12 @@ _BIT_PATTERN = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
+
+
+@cache
+def float8_saturates() -> bool:
+    """Whether this torch rounds what a float8_e4m3fn cannot hold to its largest, not to NaN."""
+    return not torch.tensor(1e4, device="cpu").to(torch.float8_e4m3fn).isnan().item()
 
 
 def to_jax(dtype: torch.dtype) -> np.dtype:

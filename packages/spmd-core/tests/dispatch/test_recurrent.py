@@ -209,6 +209,8 @@ def test_under_autocast_and_transforms():
     there = copy.deepcopy(model).to("xla")
     with torch.autocast("xla", dtype=torch.bfloat16):
         out = there(x.to("xla"))[0]
+        packed = there(pack_sequence([x[:, 0], x[:3, 0]]).to("xla"))[0].data
+    assert out.dtype is packed.dtype is torch.bfloat16  # as on a GPU
     torch.testing.assert_close(out.float().cpu(), model(x)[0], rtol=5e-2, atol=5e-2)
     gradients = [
         torch.func.grad(lambda x, m=m: m(x)[0].square().sum())(x.to(device)).cpu()

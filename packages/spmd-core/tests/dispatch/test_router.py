@@ -371,3 +371,26 @@ def test_dropout_stops_in_eval():
     x = torch.ones(100, device="xla")
     assert set(layer(x).tolist()) == {0.0, 2.0}
     assert layer.eval()(x).tolist() == [1.0] * 100
+
+
+def test_a_users_kernel_for_the_device():
+    library = torch.library.Library("spmd_router_test", "DEF")
+    library.define("triple(Tensor x) -> Tensor")
+    library.impl("triple", lambda x: x * 3, "XLA")
+    x = torch.ones(2, device="xla")
+    before = spmd.metrics.host_fallbacks()
+    assert torch.ops.spmd_router_test.triple(x).tolist() == [3, 3]
+
+    @torch.library.custom_op("spmd_router_test::double", mutates_args=(), device_types="cpu")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * -2
+
+    double.register_kernel("xla")(lambda x: x * 2)
+    double.register_autograd(lambda ctx, gradient: gradient * 2)
+    leaf = x.clone().requires_grad_()
+    out = double(leaf)
+    out.sum().backward()
+    assert out.tolist() == [2, 2] and leaf.grad.tolist() == [2, 2]
+    assert double(torch.ones(1)).tolist() == [-2]
+    assert spmd.metrics.host_fallbacks() == before
+    library._destroy()

@@ -471,3 +471,13 @@ def test_a_loaded_optimizer_state_is_sharded_like_its_parameter(where, mesh_2d):
     step(again, restored)
     assert spmd.metrics.counter("resharded_bytes") == uploaded
     torch.testing.assert_close(again.weight.cpu(), net.weight.cpu())
+
+
+def test_a_mark_on_a_view_whose_base_was_written_since(mesh_1d):
+    x = torch.arange(6.0, device="xla").requires_grad_()
+    y = x * 1
+    view = y.view(2, 3)
+    y.mul_(2)
+    spmd.mark_sharding(view, mesh_1d, ("x", None))
+    view.square().sum().backward()
+    assert x.grad.tolist() == [8.0 * i for i in range(6)]

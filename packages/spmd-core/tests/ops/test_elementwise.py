@@ -531,3 +531,14 @@ def test_clone_copy_fill_zero() -> None:
         check("aten.fill.Scalar", like, 2.7)
         check("aten.fill.Tensor", like, torch.tensor(3))
         check("aten.zero.default", like)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_a_float8_cannot_hold(source, target):
+    values = [0.1, 447, 448, 456, 464, 465, 500, -1e4, 6e4, float("inf"), float("-inf"), torch.nan]
+    x = torch.tensor(values, dtype=source)
+    right = x.to(target).float()
+    torch.testing.assert_close(x.to("xla").to(target).cpu().float(), right, equal_nan=True)
+    written = torch.zeros(len(x), dtype=target, device="xla").copy_(x.to("xla"))
+    torch.testing.assert_close(written.cpu().float(), right, equal_nan=True)

@@ -485,3 +485,11 @@ def test_rrelu_without_training_draws_nothing():
     torch.nn.functional.rrelu_(y)
     torch.testing.assert_close(y.cpu(), torch.nn.functional.rrelu(x))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_binomial_without_a_generator():
+    count, prob = torch.full((3, 4), 5.0, device="xla"), torch.full((3, 4), 0.5, device="xla")
+    drawn = torch.binomial(count, prob)
+    assert drawn.shape == (3, 4) and drawn.min() >= 0 and drawn.max() <= 5
+    sampled = torch.distributions.Binomial(5, probs=prob).sample((7,))
+    assert sampled.shape == (7, 3, 4)

@@ -286,3 +286,14 @@ def test_views_of_two_other_widths(dtype, first, second):
 
     for mine, right in zip(viewed("xla"), viewed("cpu")):
         assert torch.equal(mine.cpu(), right)
+
+
+def test_the_parts_of_an_unsafe_split_share_memory():
+    def write(device):
+        x = torch.arange(4.0, device=device)
+        torch.unsafe_split(x, 2)[1].add_(10)
+        x.unsafe_split_with_sizes([1, 3])[1][0] = 77
+        torch.unsafe_chunk(x, 2)[0].sub_(5)
+        return x.tolist()
+
+    assert write("xla") == write("cpu")

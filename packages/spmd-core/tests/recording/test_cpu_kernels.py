@@ -346,3 +346,45 @@ def test_numbers_of_one_class_are_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(1000):
         x + number
     assert len(calls) <= 10 + len(range(0, 1000, 256))
+
+
+COMPLEX: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "fill_": lambda x, n: x.fill_(n),
+    "an element": lambda x, n: x.__setitem__(0, n),
+    "a mask": lambda x, n: x.__setitem__(x > 0, n),
+    "full": lambda x, n: torch.full((2,), n, dtype=x.dtype, device=x.device),
+    "full_like": torch.full_like,
+    "scatter": lambda x, n: x.scatter(0, torch.zeros(1, dtype=torch.int64, device=x.device), n),
+    "addcmul": lambda x, n: x.addcmul(x, x, value=n),
+    "lerp": lambda x, n: x.lerp(x, n),
+    "mul": lambda x, n: x * n,
+    "mul_": lambda x, n: x.mul_(n),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [(torch.float32, 1j), (torch.float32, 2 + 0j), (torch.float16, 1e6), (torch.float16, 7e4)],
+)
+@pytest.mark.parametrize("name", COMPLEX)
+def test_numbers_that_a_float_cannot_hold(name: str, dtype: torch.dtype, number: Any) -> None:
+    def call(device: str) -> Any:
+        return COMPLEX[name](torch.ones(2, dtype=dtype, device=device), number)
+
+    right, got = raised(call, "cpu"), raised(call, "xla")
+    assert (type(got), str(got)) == (type(right), str(right))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.complex(x, x),
+        lambda x: x.to(torch.complex32),
+        lambda x: x.to(torch.float8_e4m3fnuz),
+    ],
+)
+def test_dtypes_that_the_device_lacks_are_refused_at_once(call: Callable[..., Any]) -> None:
+    x = torch.ones(2, dtype=torch.float16, device="xla")
+    with pytest.raises(TypeError, match="must have one of the dtypes"):
+        call(x)
+    assert (x + 1).tolist() == [2, 2]

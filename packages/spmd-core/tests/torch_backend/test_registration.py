@@ -129,3 +129,14 @@ def test_traced_functions_may_read_tensors_of_the_device():
 
     for mine, right in zip(results("xla"), results("cpu")):
         torch.testing.assert_close(mine.cpu(), right)
+
+
+def test_clipping_by_lists():
+    def clipped(device):
+        parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (2, 3)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * 4
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        return [norm.cpu(), *(p.grad.cpu() for p in parameters)]
+
+    torch.testing.assert_close(clipped("xla"), clipped("cpu"))

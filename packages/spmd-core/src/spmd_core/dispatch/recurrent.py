@@ -27,15 +27,14 @@ def _is_recorded(
 ) -> bool:
     """Whether the scan takes this call.
 
-    torch's composition refuses what is wrong, and computes under autocast, in forward-mode AD, and
-    under torch.func's transforms, whose tensors are wrapped.
+    torch's composition refuses what is wrong, and computes in forward-mode AD, and under
+    torch.func's transforms, whose tensors are wrapped.
     """
     tensors = [x, *states, *(t for group in weights for t in group)]
     least = 4 if has_biases else 2
     if (
         any(t.__class__ is not XLAShardedTensor or t.dtype is not x.dtype for t in tensors)
         or forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("xla")
         or not x.is_floating_point()
         or 0 in x.shape
         or any(len(group) not in (least, least + (kind == "lstm")) for group in weights)
@@ -93,6 +92,31 @@ def _grouped(
     count = num_layers * (2 if bidirectional else 1)
     each, rest = divmod(len(params), count) if count else (0, 1)
     return [] if rest else [list(params[i * each : (i + 1) * each]) for i in range(count)]
+
+
+def _cast(kernel: Callable[..., Any], num_tensors: int) -> Callable[..., Any]:
+    """The kernel in autocast's dtype, as on GPUs.
+
+    Args:
+        kernel: takes the input, perhaps sizes, the states and the parameters first.
+        num_tensors: of these arguments.
+    """
+
+    def with_autocast(*args: Any) -> Any:
+        if not torch.is_autocast_enabled("xla"):
+            return kernel(*args)
+        dtype = torch.get_autocast_dtype("xla")
+
+        def cast(tree: Any) -> Any:
+            if isinstance(tree, torch.Tensor):
+                is_cast = tree.dtype.is_floating_point and tree.dtype is not torch.float64
+                return tree.to(dtype) if is_cast else tree
+            return [cast(x) for x in tree]
+
+        with torch.autocast("xla", enabled=False):
+            return kernel(*map(cast, args[:num_tensors]), *args[num_tensors:])
+
+    return with_autocast
 
 
 def _input_kernel(kind: str) -> Callable[..., Any]:
@@ -186,5 +210,5 @@ def _packed_kernel(kind: str) -> Callable[..., Any]:
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """The overloads, without their namespace, and the kernels above autograd that record them."""
     for kind in STEPS:
-        yield f"{kind}.input", _input_kernel(kind)
-        yield f"{kind}.data", _packed_kernel(kind)
+        yield f"{kind}.input", _cast(_input_kernel(kind), 3)
+        yield f"{kind}.data", _cast(_packed_kernel(kind), 4)

@@ -61,6 +61,7 @@ class Route(StrEnum):
     SPECIAL = "its own handler"
     IN_PLACE = "in place, derived from the functional form"
     OUT = "out=, derived from the functional form"
+    REGISTERED = "the kernel that was registered for the device"
     COMPOSED = "torch's composition"
     DECOMPOSED = "torch's decomposition"
     HOST = "on the host"
@@ -125,6 +126,8 @@ def _choose_route(func: torch._ops.OpOverload) -> tuple[Route, Callable[[], Hand
             if facts.is_view
             else (Route.LOWERED, partial(_computed, lowering))
         )
+    if func.namespace != "aten" and schema.has_kernel(func, "XLA"):
+        return Route.REGISTERED, partial(_registered, func)
     if facts.written:
         form = schema.functional(func)
         if form is not None and torch.Tag.inplace_view in func.tags:
@@ -164,6 +167,12 @@ def _computed(lowering: registry.Lowering) -> Handler:
     return lambda args, kwargs: (
         host(args, kwargs) if declines(args, kwargs, devices.platform()) else record(args, kwargs)
     )
+
+
+def _registered(func: torch._ops.OpOverload) -> Handler:
+    """Calls the kernel of a user's operation for device `xla`, with tensors on the device."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.XLA)
+    return lambda args, kwargs: func.redispatch(keys, *args, **kwargs)
 
 
 def _in_place_view(form: torch._ops.OpOverload) -> Handler:
@@ -261,7 +270,7 @@ def _call_of(handler: Handler) -> Callable[..., Any]:
 
 
 def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
-    """Raises torch's error for a number that does not fit the integers into which it is written.
+    """Raises torch's error for a number that does not fit the dtype into which it is written.
 
     The number is an input of the program, so only the recording can refuse it.
     """
@@ -271,7 +280,7 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
         if not inner:
             inner.append(data_dependent.HANDLERS.get(func) or _ordinary_handler(func))
         dtype = kwargs.get("dtype") or args[0].dtype
-        if not (dtype.is_floating_point or dtype.is_complex) and len(args) > position:
+        if len(args) > position and cpu_kernels.may_not_fit(args[position], dtype):
             try:
                 torch.zeros((), dtype=dtype).fill_(args[position])
             except RuntimeError:
@@ -308,6 +317,8 @@ _MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
     "aten.split.Tensor": pieces_handler,
     "aten.split_with_sizes.default": pieces_handler,
     "aten.unbind.int": pieces_handler,
+    "aten.unsafe_split.Tensor": pieces_handler,
+    "aten.unsafe_split_with_sizes.default": pieces_handler,
     "aten.fill_.Scalar": partial(_check_number_fits, position=1),
     "aten.fill.Scalar": partial(_check_number_fits, position=1),
     "aten.full_like.default": partial(_check_number_fits, position=1),

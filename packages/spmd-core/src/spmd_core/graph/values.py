@@ -104,8 +104,8 @@ class Entry:
         view_write: for a view, the operation that writes a changed view back into its base.
         key: what the entry was made from: entries of equal keys do the same. None if it was not
             kept.
-        accepted: for a call of integer tensors with numbers, the numbers that eager torch is known
-            to accept, and their classes (`recording.cpu_kernels.number_class`); None where it
+        accepted: where eager torch may refuse a number by its value, those that it is known to
+            accept, and their classes (`recording.cpu_kernels.number_class`); None where it
             accepts all.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
     """

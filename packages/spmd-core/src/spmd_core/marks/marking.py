@@ -290,6 +290,9 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
             return MarkSharding.apply(gradient, sharding)
         return _marked_copy(gradient, sharding)
 
+    # Of a view whose base was written since, the node is made anew when it is read. torch's own
+    # register_hook does not do so, and ends the process.
+    _ = tensor.grad_fn
     tensor.register_hook(follow)
 
 

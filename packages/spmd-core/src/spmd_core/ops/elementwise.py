@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core import dtypes
 from spmd_core.ops.kernels.precision import is_inexact, is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
@@ -540,6 +541,9 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
         x = lax.real(x)
     if is_inexact(x.dtype) and jnp.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
         x = x.astype(np.int64)
+    if dtype == jnp.float8_e4m3fn and dtypes.float8_saturates():
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(opmath(x.dtype)), -largest, largest)
     return x.astype(dtype)
 
 

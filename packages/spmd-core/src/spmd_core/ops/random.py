@@ -316,7 +316,7 @@ def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
     ).astype(ctx.dtype)
 
 
-def _binomial_meta(count: torch.Tensor, prob: torch.Tensor, *, generator: Any) -> torch.Tensor:
+def _binomial_meta(count: torch.Tensor, prob: torch.Tensor, generator: Any = None) -> torch.Tensor:
     """torch has no meta kernel; its CPU kernel reads a `prob` that broadcasts to `count`."""
     return torch.empty_like(count, memory_format=torch.contiguous_format)
 

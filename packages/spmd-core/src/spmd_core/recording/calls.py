@@ -93,11 +93,9 @@ def look_up(
     entry = entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
-        if (
-            numbers
-            and inputs
-            and not (entry.spec.dtype.is_floating_point or entry.spec.dtype.is_complex)
-        ):
+        for out in entry.outs:
+            dtypes.to_jax(out.dtype)  # raises where the device has no such dtype
+        if inputs and any(cpu_kernels.may_not_fit(n, entry.spec.dtype) for n in numbers):
             entry.accepted = set()
         remember(whole, entry)
     if numbers and entry.accepted is not None:
@@ -117,10 +115,10 @@ def _refuse_numbers(
     if given in accepted:
         return
     classes = tuple(map(cpu_kernels.number_class, numbers))
-    if classes in accepted or cpu_kernels.refuse_numbers(call.func, args, kwargs):
-        if len(accepted) >= _MOST_ACCEPTED:
-            accepted.clear()
-        accepted |= {given, classes}
+    holds_for_all = classes in accepted or cpu_kernels.refuse_numbers(call.func, args, kwargs)
+    if len(accepted) >= _MOST_ACCEPTED:
+        accepted.clear()
+    accepted |= {given, classes} if holds_for_all else {given}
 
 
 def _look_up_keywords(

@@ -229,6 +229,16 @@ def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     return answer.results is not None
 
 
+def may_not_fit(a: Any, dtype: torch.dtype) -> bool:
+    """Whether eager torch may refuse a number of this type, by its value, for results of a dtype.
+
+    Floats beyond float32 and bfloat16 are not counted: to ask for them would cost every step.
+    """
+    if type(a) is complex:
+        return not dtype.is_complex
+    return not (dtype.is_complex or dtype in (torch.bfloat16, torch.float32, torch.float64))
+
+
 def number_class(a: Any) -> Any:
     """The integer of the largest magnitude with as many bits; that of the whole part of a float.
 

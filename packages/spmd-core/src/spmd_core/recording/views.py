@@ -205,7 +205,10 @@ def alias(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def pieces_handler(func: Any) -> Handler:
-    """Records `split`, `split_with_sizes` and `unbind`: each piece is a separate view."""
+    """Records `split`, `split_with_sizes` and `unbind`: each piece is a separate view.
+
+    The `unsafe` ones too, whose pieces share memory as well; autograd alone tells them apart.
+    """
     select, cut = (
         view_handler(lowering_of(aten.select.int)),
         view_handler(lowering_of(aten.slice.Tensor)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
-from torch.utils import backend_registration
+from torch.utils import _foreach_utils, backend_registration
 
 from spmd_core.dispatch import automatic_cut, composite, router, transfer
 from spmd_core.errors import SpmdError
@@ -188,7 +188,11 @@ def _install() -> torch.library.Library:
         library.impl(name, _made_on_host(getattr(torch, name), torch.int64), "XLA")
     for name in ("kaiser_window", "kaiser_window.periodic", "kaiser_window.beta"):
         library.impl(name, _made_on_host(torch.kaiser_window, None), "XLA")
-    # torch has no registration for devices with fused optimizers: a function returns the list.
+    # torch has no registration for devices with foreach kernels or fused optimizers: functions
+    # return the lists. That of foreach kernels is for `clip_grad_norm_(foreach=True)`.
+    _foreach_utils._get_foreach_kernels_supported_devices = _with_xla(
+        _foreach_utils._get_foreach_kernels_supported_devices
+    )
     optimizer._get_fused_kernels_supported_devices = _with_xla(
         optimizer._get_fused_kernels_supported_devices
     )
