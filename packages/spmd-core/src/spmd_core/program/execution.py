@@ -27,7 +27,7 @@ from spmd_core.program.leaves import (
 from spmd_core.program.planning import Plan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
-from spmd_core.runtime import buffers
+from spmd_core.runtime import buffers, interrupts
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
 # that this one must not import registers here to take part in every step.
@@ -228,14 +228,16 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    results = program.run(floats, ints, complexes, arrays)
-    metrics.count("executions")
-    if config.verify_programs and len(planned.key.device_ids) > 1:
-        verification.verify(program, (floats, ints, complexes), arrays, results)
-    if donated:
-        metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
-    for storage, array, placement in zip(live, results, program.out_placements):
-        _commit(storage, array, placement)
+    # An interruption between the two would lose what the program took over.
+    with interrupts.put_off():
+        results = program.run(floats, ints, complexes, arrays)
+        metrics.count("executions")
+        if config.verify_programs and len(planned.key.device_ids) > 1:
+            verification.verify(program, (floats, ints, complexes), arrays, results)
+        if donated:
+            metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
+        for storage, array, placement in zip(live, results, program.out_placements):
+            _commit(storage, array, placement)
 
 
 def _program_label() -> str:
