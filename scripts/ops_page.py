@@ -138,7 +138,7 @@ def page() -> str:
     host = [str(op).removeprefix("aten.") for op, route in routes.items() if route is Route.HOST]
     elsewhere = [name for name in host if _ELSEWHERE.search(name)]
     kept = [name for name in host if not _ELSEWHERE.search(name)]
-    rows = "\n".join(f"| {route} | {counts[route]:,} |" for route in Route)
+    rows = "\n".join(f"| {route} | {counts[route]:,} |" for route in Route if counts[route])
     text = HEAD.format(torch=torch.__version__.partition("+")[0], counts=rows)
     for family in sorted(families):
         text += (
