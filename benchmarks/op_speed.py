@@ -238,6 +238,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
 
 # Why entries take more than `MAX_RATIO` times eager torch's time.
 REASONS: dict[str, tuple[str, ...]] = {
+    "the fixed time of a program with many operations or results": (
+        *("linalg_vander", "native_group_norm", "arange", "eye", "unbind_copy", "cartesian_prod"),
+    ),
+    "waits for the number of results": ("argwhere",),
     "all elements take as many terms as the slowest": (
         *("igamma*", "*polygamma*", "digamma", "*zeta", "special_*_polynomial_*"),
     ),
@@ -250,7 +254,7 @@ REASONS: dict[str, tuple[str, ...]] = {
     "XLA's running sums": ("*cumsum", "*cumprod", "*prod", "masked_scatter", "logcumsumexp"),
     "XLA calls or expands a scalar function": (
         *("exp2", "acos", "asin", "tan", "atan2", "fmod", "remainder", "__rmod__", "float_power"),
-        *("floor_divide", "div_floor_rounding", "logaddexp2", "acosh", "asinh", "atanh"),
+        *("floor_divide", "div_floor_rounding", "logaddexp*", "acosh", "asinh", "atanh"),
         "special_bessel*",
     ),
     "XLA's convolution with large or dilated kernels": ("nn_functional_conv*", "conv_transpose*"),
@@ -259,12 +263,14 @@ REASONS: dict[str, tuple[str, ...]] = {
     "XLA gathers elements one by one": ("grid_sample", "bucketize"),
     "transposes the volume first": ("grid_sampler_3d",),
     "one column after the other": ("linalg_ldl_*", "linalg_householder_product", "ormqr"),
-    "the operations of each step; torch has a kernel for them": ("lstm",),
-    "scipy's LAPACK; torch has MKL": (
+    "scipy's LAPACK, one matrix after the other; torch has MKL": (
         *("cholesky*", "linalg_cholesky*", "determinant*", "logdet", "linalg_eig*", "svd"),
         *("linalg_lstsq*", "linalg_inv*", "linalg_tensor*", "linalg_solve*", "norm_nuc"),
+        *("linalg_svdvals", "svd_lowrank", "matrix_exp", "linalg_lu*", "lu"),
     ),
-    "scatters one by one": ("bincount", "histogram", "__getitem__", "*max_unpool*"),
+    "scatters one by one": (
+        *("bincount", "histogram", "__getitem__", "*max_unpool*", "index_fill", "scatter"),
+    ),
 }
 
 
