@@ -1,4 +1,7 @@
-"""Partition specs for a GPT-2's tensors, on any mesh with axes among data, fsdp and tensor.
+"""Where a GPT-2's tensors lie on a mesh with axes among data, fsdp and tensor, by strategy.
+
+`ddp` and `spmd` are marks alone; `fsdp` wraps each block with `fully_shard`, which gathers the
+block's parameters before use, once more in backward, and reduce-scatters their gradients.
 
 Legend: B batch, T sequence, D width, V vocabulary, P positions, F 3·D or 4·D. The weights of
 GPT-2's linear layers have the shape (in, out).
@@ -17,6 +20,13 @@ import spmd_core as spmd
 Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 
 MESH_AXES = ("data", "fsdp", "tensor")
+
+# The mesh axes that a strategy takes.
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "spmd": MESH_AXES,
+    "fsdp": ("data", "fsdp"),
+    "ddp": ("data",),
+}
 
 # The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
 # optimizer state.
@@ -89,6 +99,24 @@ def num_batch_shards(mesh: spmd.Mesh) -> int:
 def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
     """The sharding of token ids of shape (B, T)."""
     return spmd.ShardingSpec(mesh, on_mesh((BATCH_AXES, None), mesh))
+
+
+def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
+    """Lays a model's parameters and activations out over the mesh, in place.
+
+    Args:
+        model: a GPT-2 on device `xla`.
+        mesh: with axes among those of the strategy; `fsdp` needs an axis of that name.
+        strategy: a key of `STRATEGIES`.
+    """
+    if strategy == "fsdp":
+        replicas = "data" if "data" in mesh.shape() else None
+        for block in model.transformer.h:
+            spmd.fully_shard(block, mesh, extra_data_axis=replicas)
+        spmd.fully_shard(model, mesh, extra_data_axis=replicas)
+    else:
+        shard_parameters(model, mesh)
+        annotate_activations(model, mesh)
 
 
 def shard_parameters(model: nn.Module, mesh: spmd.Mesh) -> None:

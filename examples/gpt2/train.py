@@ -76,6 +76,12 @@ class TrainConfig:
         "",
         "device mesh with axes among data, fsdp and tensor, as in data=2,fsdp=4; empty: one device",
     )
+    strategy: str = knob(
+        "spmd",
+        "spmd: marks alone, any mesh; fsdp: each block gathers its parameters (fully_shard), mesh "
+        "axes fsdp and data; ddp: replicated parameters, mesh axis data",
+        choices=tuple(shardings.STRATEGIES),
+    )
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
     device: str = knob(
         "xla", "xla, or cpu for eager torch without any sharding", choices=("xla", "cpu")
@@ -185,8 +191,7 @@ def run(config: TrainConfig) -> Report:
     # --- Shardings: everything that many devices need ---------------------------------------------
     input_sharding = None
     if mesh:
-        shardings.shard_parameters(model, mesh)
-        shardings.annotate_activations(model, mesh)
+        shardings.parallelize(model, mesh, config.strategy)
         input_sharding = shardings.batch_sharding(mesh)
     if inits_on_device and on_xla:
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
@@ -364,6 +369,11 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and "
             f"--devices {config.devices}. Leave out --device cpu."
         )
+    if config.strategy != "spmd" and not config.mesh:
+        raise KnobError(
+            f"--strategy {config.strategy} splits the batch over a mesh; got none. Add for "
+            f"instance --mesh {'data' if config.strategy == 'ddp' else 'fsdp'}=8."
+        )
     if config.devices > 1 and not config.mesh:
         raise KnobError(
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
@@ -382,11 +392,17 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     if not config.mesh:
         return None
     mesh = spmd.parse_mesh(config.mesh, spmd.global_runtime_device_count())
-    unknown = [axis for axis in mesh.shape() if axis not in shardings.MESH_AXES]
+    known = shardings.STRATEGIES[config.strategy]
+    unknown = [axis for axis in mesh.shape() if axis not in known]
     if unknown:
         raise KnobError(
-            f"mesh axes must be among {', '.join(shardings.MESH_AXES)}; got {unknown} in "
-            f"{config.mesh!r}. Rename them."
+            f"with --strategy {config.strategy} mesh axes must be among {', '.join(known)}; got "
+            f"{unknown} in {config.mesh!r}. Rename them, or take another strategy."
+        )
+    if config.strategy == "fsdp" and "fsdp" not in mesh.shape():
+        raise KnobError(
+            f"--strategy fsdp needs a mesh axis fsdp, which splits the parameters; got "
+            f"{config.mesh!r}. Pass for instance --mesh fsdp={mesh.size()}."
         )
     num_shards = shardings.num_batch_shards(mesh)
     if config.batch % num_shards:

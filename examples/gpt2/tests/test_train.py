@@ -14,6 +14,7 @@ import pytest
 import torch
 from tiers import exhaustive
 
+import spmd_core as spmd
 from examples.gpt2.train import (
     SMOKE,
     KnobError,
@@ -21,6 +22,7 @@ from examples.gpt2.train import (
     config_from,
     lr_factor,
     main,
+    parsed_mesh,
     run,
     with_defaults,
 )
@@ -152,9 +154,19 @@ def test_the_model_reads_nothing_on_the_host() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["", "fsdp=4,tensor=2", exhaustive("data=2,fsdp=4")])
-def test_every_mesh_has_the_losses_of_eager_torch(
-    mesh: str, cache_dir: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("spmd", ""),
+        ("spmd", "fsdp=4,tensor=2"),
+        ("fsdp", "data=2,fsdp=4"),
+        exhaustive("spmd", "data=2,fsdp=4"),
+        exhaustive("fsdp", "fsdp=8"),
+        exhaustive("ddp", "data=8"),
+    ],
+)
+def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
+    strategy: str, mesh: str, cache_dir: str, tmp_path: Path
 ) -> None:
     expected = run(smoke(cache_dir, steps=4, eval_every=0, eval_batches=1))
     results = tmp_path / "results.json"
@@ -171,6 +183,8 @@ def test_every_mesh_has_the_losses_of_eager_torch(
         "8" if mesh else "1",
         "--mesh",
         mesh,
+        "--strategy",
+        strategy,
     ]
     done = subprocess.run(
         command(cache_dir, *arguments),
@@ -265,6 +279,10 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
             "Add for instance --mesh fsdp=8",
         ),
         (
+            ["--strategy", "ddp"],
+            "--strategy ddp splits the batch over a mesh; got none. Add for instance --mesh data=8",
+        ),
+        (
             ["--device", "cpu", "--data", "./missing.txt"],
             "got './missing.txt', which is neither a file nor a folder",
         ),
@@ -283,6 +301,24 @@ def test_what_cannot_work_is_said_in_a_line(
     assert captured.err.startswith("error: ")
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "message"),
+    [
+        ("ddp", "fsdp", "with --strategy ddp mesh axes must be among data; got ['fsdp']"),
+        ("fsdp", "tensor", "must be among data, fsdp; got ['tensor']"),
+        ("fsdp", "data", "--strategy fsdp needs a mesh axis fsdp"),
+        ("spmd", "model", "must be among data, fsdp, tensor; got ['model']"),
+    ],
+)
+def test_a_strategy_takes_its_axes(
+    strategy: str, axis: str, message: str, num_devices: int
+) -> None:
+    spmd.use_spmd()
+    config = TrainConfig(strategy=strategy, mesh=f"{axis}={num_devices}", batch=8)
+    with pytest.raises(KnobError, match=re.escape(message)):
+        parsed_mesh(config)
 
 
 def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
