@@ -273,3 +273,40 @@ def test_without_a_program_there_is_nothing_to_read():
     y = torch.ones(4).to("xla") * 3
     assert y.sum().item() == 12
     assert debugging.collectives() == debugging.collectives(program=compile_cache.newest())
+
+
+@several
+def test_bytes_that_a_device_sends(num_devices):
+    mesh = mesh_of("x")
+    x = spmd.mark_sharding(torch.randn(num_devices, 8, device="xla"), mesh, ("x",))
+    share = (num_devices - 1) / num_devices
+    whole = spmd.mark_sharding(x * 1, mesh, (None, None))
+    (gather,) = debugging.collectives(whole)
+    assert gather.moved_bytes == num_devices * 8 * 4 * share
+    (reduction,) = debugging.collectives(x.sum(0))
+    assert reduction.moved_bytes == 2 * 8 * 4 * share
+
+    def local(block):
+        scattered = spmd.reduce_scatter(block, "x", 1)
+        return spmd.collective_permute(
+            scattered, "x", [(i, (i + 1) % num_devices) for i in range(num_devices)]
+        )
+
+    y = spmd.mark_sharding(torch.randn(num_devices, num_devices, device="xla"), mesh, ("x",))
+    moved = debugging.collectives(spmd.shard_map(local, mesh, [("x",)], (None, "x"))(y))
+    assert {c.kind: c.moved_bytes for c in moved} == {
+        "reduce-scatter": num_devices * 4 * share,
+        "collective-permute": 4.0,
+    }
+
+
+def test_a_program_is_given_by_its_record(monkeypatch):
+    x = torch.ones(3, device="xla")
+    (x + 41).sum().item()
+    record = max(spmd.metrics.programs(), key=lambda r: r.num_ops)
+    assert "aten::add" in debugging.operations(program=record)
+    assert debugging.hlo(program=record) and debugging.stablehlo(program=record)
+    assert debugging.collectives(program=record).program == record.name
+    compile_cache.clear()
+    with pytest.raises(spmd.SpmdError, match="which was dropped, as config"):
+        debugging.collectives(program=record)

@@ -66,6 +66,20 @@ class Collective:
     name: str
 
     @property
+    def moved_bytes(self) -> float:
+        """The bytes that each device sends at each execution, in the algorithm on a ring.
+
+        With n devices in a group, of an array of b bytes: an all-gather, a reduce-scatter and an
+        all-to-all send b·(n-1)/n, an all-reduce twice as much, a permute b. (Thakur, Rabenseifner,
+        Gropp, "Optimization of collective communication operations in MPICH", 2005.)
+        """
+        if self.kind in ("collective-permute", "collective-broadcast") or not self.groups:
+            return float(self.operand_bytes)
+        size = len(self.groups[0])
+        whole = self.result_bytes if self.kind == "all-gather" else self.operand_bytes
+        return whole * (size - 1) / size * (2 if self.kind == "all-reduce" else 1)
+
+    @property
     def line(self) -> str | None:
         """`file:line` of the first cause with a known line."""
         return next(

@@ -14,13 +14,14 @@ from spmd_core.debugging.communication import Collectives as Collectives
 from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock, read, take_pending
 from spmd_core.graph.values import Spec
+from spmd_core.metrics import ProgramRecord
 from spmd_core.program import compile_cache, planning
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program import Program
 from spmd_core.tensor.sharded_tensor import device_tensor
 
 
-def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
+def stablehlo(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
     """The StableHLO, with `sdy` shardings, of the program that computes pending tensors.
 
     Traces the program; neither compiles nor runs it. With source lines on, the locations name the
@@ -28,10 +29,10 @@ def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
 
     Args:
         tensors: pending tensors on device `xla`; none: everything that is pending.
-        program: instead of tensors, a compiled program: one of `compile_cache.programs()`.
+        program: instead of tensors, a compiled program: one of `metrics.programs()`.
 
     Raises:
-        SpmdError: nothing is pending, or a tensor is not pending.
+        SpmdError: nothing is pending, a tensor is not pending, or the program is not kept any more.
         DeviceMismatchError: a tensor is not on device `xla`.
 
     Example:
@@ -39,7 +40,7 @@ def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
         module @jit_spmd_1ops_1in attr
     """
     with lock:
-        traced = program or _traced(tensors, "stablehlo")
+        traced = _kept(program, "stablehlo") or _traced(tensors, "stablehlo")
         return traced.lowered.as_text(
             debug_info=any(node.origin is not None for node in traced.graph.nodes)
         )
@@ -47,7 +48,7 @@ def stablehlo(*tensors: torch.Tensor, program: Program | None = None) -> str:
 
 def hlo(
     *tensors: torch.Tensor,
-    program: Program | None = None,
+    program: Program | ProgramRecord | None = None,
     stage: Literal["before", "after"] = "after",
 ) -> str:
     """XLA's HLO of the program that computes pending tensors.
@@ -72,15 +73,18 @@ def hlo(
         )
     with lock:
         if stage == "after":
-            return (program or _planned(tensors, "hlo").program()).compiled_text()
-        traced = program or _traced(tensors, "hlo")
+            kept = _kept(program, "hlo") or _planned(tensors, "hlo").program()
+            return kept.compiled_text()
+        traced = _kept(program, "hlo") or _traced(tensors, "hlo")
         computation = traced.lowered.compiler_ir("hlo")
         assert computation is not None
         text: str = computation.get_hlo_module().to_string()
         return text
 
 
-def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Collectives:
+def collectives(
+    *tensors: torch.Tensor, program: Program | ProgramRecord | None = None
+) -> Collectives:
     """The collectives of a program: a tuple of `Collective` that prints as a table.
 
     Args:
@@ -88,7 +92,8 @@ def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Colle
         program: instead of tensors, a compiled program; without either, the program that ran last.
 
     Raises:
-        SpmdError: no program was compiled yet, or a tensor is not pending.
+        SpmdError: no program was compiled yet, a tensor is not pending, or the program is not kept
+            any more.
         DeviceMismatchError: a tensor is not on device `xla`.
 
     Example:
@@ -102,19 +107,21 @@ def collectives(*tensors: torch.Tensor, program: Program | None = None) -> Colle
         ...     print(c.kind, c.axes, c.result_bytes, c.causes[0].op)
         all-reduce ('data',) 4 aten::sum
     """
-    if tensors:
-        with lock:
-            program = _planned(tensors, "collectives").program()
-    program = program or compile_cache.newest()
-    if program is None:
+    with lock:
+        kept = (
+            _planned(tensors, "collectives").program()
+            if tensors
+            else _kept(program, "collectives") or compile_cache.newest()
+        )
+    if kept is None:
         raise SpmdError(
             "collectives reads a compiled program; none was compiled yet. "
             "Call it after sync(), or with pending tensors: collectives(loss)."
         )
-    return communication.of_program(program)
+    return communication.of_program(kept)
 
 
-def operations(*tensors: torch.Tensor, program: Program | None = None) -> str:
+def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
     """The operations recorded for pending tensors, one on each line, with source lines if known.
 
     Args:
@@ -130,7 +137,8 @@ def operations(*tensors: torch.Tensor, program: Program | None = None) -> str:
         0: aten::add.Tensor(input 0) -> float32[4]
     """
     with lock:
-        graph = program.graph if program else _planned(tensors, "operations").graph()
+        kept = _kept(program, "operations")
+        graph = kept.graph if kept else _planned(tensors, "operations").graph()
     first = [0, *accumulate(len(node.entry.outs) for node in graph.nodes)]
     lines = [f"input {i}: {leaf.spec!r}" for i, leaf in enumerate(graph.leaves)]
     for number, node in zip(first, graph.nodes):
@@ -163,6 +171,20 @@ def source_lines(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         config.record_source_lines = before
+
+
+def _kept(program: Program | ProgramRecord | None, what: str) -> Program | None:
+    """The program of a record."""
+    if not isinstance(program, ProgramRecord):
+        return program
+    for kept in compile_cache.programs():
+        if kept.record is program:
+            return kept
+    raise SpmdError(
+        f"{what} reads a program that is kept; got {program.name}, which was dropped, as "
+        f"config.max_programs is {config.max_programs}. Raise it, or ask right after the program "
+        "ran."
+    )
 
 
 def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:
