@@ -39,6 +39,8 @@ class Report:
             optimizer state, batch), and for its temporaries.
         program_flops, program_ops: FLOPs of the step program as the compiler counts them, and its
             recorded operations.
+        collectives: of the step program: `kind`, mesh `axes`, `number`, and `moved_bytes`, which a
+            device sends in a step by the algorithm on a ring.
         compiles, executions, compile_s: totals of the whole run.
         wall_s: seconds in the training loop, evaluations and compiles included.
         interrupted: whether Ctrl-C ended the run early.
@@ -65,6 +67,7 @@ class Report:
     temp_bytes: int | None = None
     program_flops: float | None = None
     program_ops: int | None = None
+    collectives: list[dict[str, Any]] = field(default_factory=list)
     compiles: int = 0
     executions: int = 0
     compile_s: float = 0.0
@@ -111,6 +114,13 @@ class Report:
             (
                 "step's memory on a device",
                 _mib(self.peak_bytes, self.argument_bytes, self.temp_bytes),
+            ),
+            *(
+                (
+                    f"{c['number']} x {c['kind']} over {c['axes'] or '?'}",
+                    f"{c['moved_bytes'] / 2**20:,.2f} MiB sent by a device in a step",
+                )
+                for c in self.collectives
             ),
             ("compiles", f"{self.compiles} in {self.compile_s:.1f} s"),
         ]

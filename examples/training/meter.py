@@ -12,6 +12,21 @@ from examples.training.mfu import mfu
 from examples.training.timing import StepClock
 
 
+def summary(program: spmd.metrics.ProgramRecord) -> list[dict[str, Any]]:
+    """The collectives of a program by kind and mesh axes, those that send most first.
+
+    `number` counts them in the program, and `moved_bytes` what a device sends in one run of it.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for c in spmd.debugging.collectives(program=program):
+        axes = ",".join(c.axes or ())
+        entry = {"kind": c.kind, "axes": axes, "number": 0, "moved_bytes": 0.0}
+        entry = found.setdefault((c.kind, axes), entry)
+        entry["number"] += 1
+        entry["moved_bytes"] += c.moved_bytes * (c.executions or 1)
+    return sorted(found.values(), key=lambda entry: -entry["moved_bytes"])
+
+
 class Meter:
     """Keeps losses as device scalars and turns them into numbers when `read` is called.
 
@@ -105,6 +120,7 @@ class Meter:
                 program.temp_bytes,
             )
             report.program_flops, report.program_ops = program.flops, program.num_ops
+            report.collectives = summary(program)
         return report
 
     def _log_step(self, step: int, step_time_s: float | None) -> None:

@@ -206,6 +206,15 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     # The first step, which makes the optimizer's state; the other steps; the evaluation.
     assert report["compiles"] == 3
     assert report["peak_bytes"] > report["argument_bytes"] > 0
+    kinds = {c["kind"] for c in report["collectives"]}
+    expected_kinds = {
+        "": set(),
+        "data=8": {"all-reduce"},
+    }.get(mesh, {"all-gather", "all-reduce"}) | (
+        {"reduce-scatter"} if strategy == "fsdp" else set()
+    )
+    assert kinds >= expected_kinds and bool(kinds) == bool(mesh)
+    assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report["collectives"])
 
 
 @pytest.mark.slow
