@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,14 @@ import torch
 import spmd_core as spmd
 from spmd_core.program import execution
 from spmd_core.runtime import interrupts
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Python's own, as a shell starts a process in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press() -> None:

@@ -449,14 +449,25 @@ def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
 # ---- selection and interpolation -----------------------------------------------------------------
 
 
+def _bound(x: Any, dtype: np.dtype) -> jax.Array:
+    """A bound of clamp; of a number beyond the integers of `dtype`, their own bound.
+
+    torch 2.15 takes such a number where it bounds nothing; older releases refuse it.
+    """
+    if isinstance(x, Number) and np.issubdtype(dtype, np.integer) and x.kind is int:
+        limits = np.iinfo(dtype)
+        return jnp.clip(x.value, limits.min, min(limits.max, np.iinfo(np.int64).max)).astype(dtype)
+    return as_array(x, dtype)
+
+
 @lowering("aten.clamp.default", "aten.clamp.Tensor")
 def _clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> jax.Array:
     dtype = opmath(ctx.dtype)
     x = as_array(x, dtype)
     if min is not None:
-        x = jnp.maximum(x, as_array(min, dtype))
+        x = jnp.maximum(x, _bound(min, dtype))
     if max is not None:  # last, as torch gives `max` where min > max
-        x = jnp.minimum(x, as_array(max, dtype))
+        x = jnp.minimum(x, _bound(max, dtype))
     return x.astype(ctx.dtype)
 
 

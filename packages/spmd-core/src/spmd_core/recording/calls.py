@@ -93,14 +93,25 @@ def look_up(
     entry = entries.get(whole)
     if entry is None:
         entry = call.infer(args, kwargs, tuple(n.__class__ for n in numbers))
-        for out in entry.outs:
-            dtypes.to_jax(out.dtype)  # raises where the device has no such dtype
+        _refuse_dtypes(entry)
         if inputs and any(cpu_kernels.may_not_fit(n, entry.spec.dtype) for n in numbers):
             entry.accepted = set()
         remember(whole, entry)
     if numbers and entry.accepted is not None:
         _refuse_numbers(call, entry.accepted, args, kwargs, numbers)
     return entry, inputs, numbers
+
+
+def _refuse_dtypes(entry: Entry) -> None:
+    """Raises where the device lacks the dtype of a result, in torch's class for a missing kernel.
+
+    Python's operators hide a TypeError.
+    """
+    for out in entry.outs:
+        try:
+            dtypes.to_jax(out.dtype)
+        except TypeError as error:
+            raise NotImplementedError(str(error)) from None
 
 
 def _refuse_numbers(
