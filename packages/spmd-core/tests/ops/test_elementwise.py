@@ -543,3 +543,9 @@ def test_what_a_float8_cannot_hold(source, target):
     torch.testing.assert_close(x.to("xla").to(target).cpu().float(), right, equal_nan=True)
     written = torch.zeros(len(x), dtype=target, device="xla").copy_(x.to("xla"))
     torch.testing.assert_close(written.cpu().float(), right, equal_nan=True)
+
+
+@pytest.mark.parametrize("exponent", [True, False])
+def test_a_power_of_truth_values(exponent):
+    x = torch.tensor([True, False])
+    assert (x.to("xla") ** exponent).tolist() == (x**exponent).tolist()

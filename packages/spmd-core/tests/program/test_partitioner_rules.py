@@ -670,3 +670,54 @@ def test_windows_over_a_tensor_without_a_batch(name, marks_result, count, size):
 
     for mine, expected in zip(computed(x.to("xla"), marks=True), computed(x, marks=False)):
         torch.testing.assert_close(mine.cpu(), expected)
+
+
+EXTREMES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(0),
+    "amax of a view": lambda x: x.t().amax(-1),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "max of rows": lambda x: x.max(0).values,
+    "aminmax": lambda x: torch.stack(x.aminmax()),
+    "norm": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "least norm": lambda x: torch.linalg.vector_norm(x, float("-inf")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, exhaustive(torch.float64)])
+@pytest.mark.parametrize("rows", [8, exhaustive(7)])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_an_extreme_over_a_split_dim_keeps_nan(name, rows, dtype):
+    x = torch.arange(2.0 * rows, dtype=dtype).view(rows, 2) - rows
+    for position, value in [(0, -torch.inf), (2, torch.nan), (3, -0.0), (5, torch.inf)]:
+        for column in (0, 1):
+            y = x.clone()
+            y[position, column] = value
+            split = spmd.mark_sharding(y.to("xla"), axis(4), ("a", None))
+            torch.testing.assert_close(
+                EXTREMES[name](split).cpu(), EXTREMES[name](y), equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_collective_keeps_nan(op):
+    mesh = axis(spmd.global_runtime_device_count())
+    rows = mesh.size()
+    x = torch.arange(3.0 * rows).view(rows, 3) - rows
+    x[rows // 2, 1] = torch.nan
+    x[0, 2] = -torch.inf
+    split = spmd.mark_sharding(x.to("xla"), mesh, ("a", None))
+    reduce = spmd.shard_map(lambda block: spmd.all_reduce(block, "a", op), mesh, [("a",)], ())
+    right = getattr(x, f"a{op}")(0, keepdim=True)
+    torch.testing.assert_close(reduce(split).cpu(), right, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_a_sum_of_exponentials_over_a_split_dim_is_nan_by_itself(name):
+    x = torch.arange(16.0).view(8, 2) - 8
+    x[2, 1] = torch.nan
+    split = spmd.mark_sharding(x.to("xla"), axis(4), ("a", None))
+    got = getattr(torch, name)(split, 0)
+    assert "bitcast_convert" not in spmd.debugging.stablehlo(got)  # no detour by integers
+    torch.testing.assert_close(got.cpu(), getattr(torch, name)(x, 0), equal_nan=True)

@@ -146,7 +146,7 @@ def test_memory_is_not_shared_by_dlpack():
     assert jnp.asarray(spmd.to_jax(x)).tolist() == [1, 1]
 
 
-def test_deepcopy_keeps_values_grad_and_sharding(mesh_1d, num_devices):
+def test_deepcopy_keeps_values_and_sharding(mesh_1d, num_devices):
     p = nn.Parameter(torch.arange(2.0 * num_devices, device="xla"))
     spmd.mark_sharding(p, mesh_1d, ("x",))
     (p * 2).sum().backward()
@@ -157,11 +157,11 @@ def test_deepcopy_keeps_values_grad_and_sharding(mesh_1d, num_devices):
         and q.requires_grad
         and q.tolist() == list(range(2 * num_devices))
     )
-    assert (
-        q.sharding == p.sharding
-        and q.grad.tolist() == [2.0] * (2 * num_devices)
-        and q.grad is not p.grad
-    )
+    assert q.sharding == p.sharding and q.grad is None  # as a copy of torch's own Parameters
+    plain = torch.ones(2, device="xla", requires_grad=True)
+    (plain * 2).sum().backward()
+    twin = copy.deepcopy(plain)
+    assert twin.grad.tolist() == [2.0, 2.0] and twin.grad is not plain.grad
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to("xla")
     model[1].weight = model[0].weight
     twin = copy.deepcopy(model)

@@ -6,6 +6,7 @@ manual region there is nothing to combine, and jax's error says that the axis is
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels.extremes import with_nan
 from spmd_core.ops.registry import Context, lowering
 
 # `size` is the number of devices along the axes: the meta kernels have no mesh to take it from.
@@ -57,7 +59,12 @@ def _is_single_device(axes: Sequence[str]) -> bool:
 
 @lowering("spmd.all_reduce.default")
 def _all_reduce(ctx: Context, x: Any, axes: Sequence[str], op: str) -> jax.Array:
-    return x if _is_single_device(axes) else _REDUCTIONS[op](x, tuple(axes)).astype(ctx.dtype)
+    if _is_single_device(axes):
+        return x
+    reduce = partial(_REDUCTIONS[op], axis_name=tuple(axes))
+    if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1:
+        return with_nan(reduce, x, is_max=op == "max")
+    return reduce(x).astype(ctx.dtype)
 
 
 @lowering("spmd.all_gather.default")

@@ -389,6 +389,8 @@ def _rsub(ctx: Context, a: Any, b: Any, alpha: Any = 1) -> jax.Array:
 
 @lowering("aten.pow.Tensor_Scalar", static=("exponent",))
 def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
+    if ctx.dtype == np.bool_:
+        return as_array(base, ctx.dtype) | (not exponent)
     if not is_inexact(ctx.dtype):
         return lax.integer_pow(as_array(base, ctx.dtype), int(exponent))
     if not isinstance(exponent, complex):

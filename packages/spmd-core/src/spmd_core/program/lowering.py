@@ -37,6 +37,13 @@ from spmd_core.sharding.sharding import Manual, Sharding
 
 _source_info = releases.jax_module("jax.extend.source_info_util", "current", "user_context")
 
+# They subtract the largest operand before they take exponentials. A NaN among the operands makes
+# their results NaN, whatever that largest one is.
+_SUMS_OF_EXPONENTIALS = (
+    *("aten::_softmax", "aten::_log_softmax", "aten::softmax", "aten::log_softmax"),
+    *("aten::logsumexp", "spmd::attention"),
+)
+
 
 def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
     """A sharding constraint that also holds for dims that their number of shards does not divide.
@@ -382,7 +389,9 @@ class Function:
             return [*kernel(inner, arrays, typed), *(inner.index_checks or ())]
 
         arguments = (inputs, [number.value for number in numbers], context.key)
-        results = in_safe_forms(function, arguments, self._splits)
+        keeps_nan = not node.entry.name.startswith(_SUMS_OF_EXPONENTIALS)
+        splits = replace(self._splits, keeps_nan=keeps_nan)
+        results = in_safe_forms(function, arguments, splits)
         if results is None:
             self._without_rules.add(node.entry)
             return kernel(context, inputs, numbers)

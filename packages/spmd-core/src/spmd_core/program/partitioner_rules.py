@@ -22,6 +22,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
 
 from spmd_core.ops.kernels.blocks import apart
+from spmd_core.ops.kernels.extremes import with_nan
 
 Rule = Callable[["Splits", JaxprEqn, Sequence[jax.Array]], Sequence[jax.Array] | None]
 
@@ -37,6 +38,7 @@ class Splits:
         uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
         has_whole_indices: whether the indices of gathers and scatters are to be whole on each
             device.
+        keeps_nan: whether a maximum or minimum is to be NaN where an operand is.
     """
 
     keep_whole: Callable[[jax.Array, int], jax.Array]
@@ -44,6 +46,7 @@ class Splits:
     axis_sizes: tuple[int, ...] = ()
     uneven: frozenset[int] = frozenset()
     has_whole_indices: bool = False
+    keeps_nan: bool = True
 
     def even_size(self, size: int) -> int:
         """The next size that each of the numbers of shards divides."""
@@ -131,6 +134,8 @@ def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
         return len(splits.axis_sizes) > 1 and _has_dot_rule(eqn, splits)
     if eqn.primitive is primitives.reshape_p:
         return _has_reshape_rule(eqn, splits)
+    if eqn.primitive in (primitives.reduce_max_p, primitives.reduce_min_p):
+        return splits.keeps_nan
     return eqn.primitive in _RULES or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
 
 
@@ -473,7 +478,24 @@ def _divides_a_dim(old: Sequence[int], new: Sequence[int]) -> bool:
     )
 
 
+def _extreme(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """The maximum or minimum of integers in the order of the floats, NaN beyond all of them.
+
+    A collective of floats may drop a NaN.
+    """
+    (x,) = inputs
+    may_cross = any(x.shape[axis] > 1 for axis in eqn.params["axes"]) and x.size > 0
+    if not may_cross or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 1:
+        return None
+    is_max = eqn.primitive is primitives.reduce_max_p
+    return [with_nan(lambda x: eqn.primitive.bind(x, **eqn.params), x, is_max=is_max)]
+
+
 _RULES: dict[Any, Rule] = {
+    primitives.reduce_max_p: _extreme,
+    primitives.reduce_min_p: _extreme,
     primitives.reshape_p: _reshape,
     primitives.scatter_p: _scatter,
     primitives.scatter_add_p: _scatter,

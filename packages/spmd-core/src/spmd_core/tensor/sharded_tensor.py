@@ -294,7 +294,8 @@ class XLAShardedTensor(torch.Tensor):
         copied.__class__ = self.__class__  # perhaps a user's
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(attributes_of(self), memo))
-        if self.grad is not None:
+        # torch's Parameter leaves its gradient out.
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
 
