@@ -112,3 +112,41 @@ def test_without_a_batch(size, mesh_1d):
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, w])])
     for mine, right in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine.detach().cpu(), right.detach(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_channels_beside_spatial_dims(stride, transposed, num_devices):
+    """Of two axes, one splits the channels of the weight or of the result, the other positions."""
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(4), (2, 2), ("x", "y"))
+    convolve = F.conv_transpose1d if transposed else F.conv1d
+    weight = torch.randn((2, 6, 3) if transposed else (6, 2, 3))
+    image = torch.randn(4, 2, 16)
+
+    def run(device, *marks):
+        x, w = (t.detach().to(device).requires_grad_() for t in (image, weight))
+        read, kernel = x.mul(1), w.mul(1)
+        out = convolve(read, kernel, stride=stride, padding=1).mul(1)
+        for tensor, spec in zip((read, kernel, out), marks):
+            spmd.mark_sharding(tensor, mesh, spec)
+        ramp = torch.linspace(-1, 1, out.numel()).view(out.shape).to(device)
+        (out.sin() * ramp).sum().backward()
+        return out.detach(), x.grad, w.grad
+
+    expected = run("cpu")
+    layouts = [
+        ((None, None, "y"), (), (None, "x", "y")),
+        ((None, "x", "y"), (), (None, None, "y")),
+        ((None, None, "y"), ("x", None), ()),
+        ((None, None, "y"), (None, "y"), ("x", None, "y")),
+        ((), ("x", "y"), (None, "x", "y")),
+        ((None, None, "x"), (("x", "y"),), (None, ("x", "y"))),
+    ]
+    found = [run("xla", *marks) for marks in layouts]
+    for marks, results in zip(layouts, found):
+        for got, right in zip(results, expected):
+            torch.testing.assert_close(
+                got.cpu(), right, rtol=1e-4, atol=1e-4, msg=lambda text, m=marks: f"{m}: {text}"
+            )

@@ -70,17 +70,20 @@ def _convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: _Options) 
     Neither it nor its transposes dilate an array whose spatial dims may be split (see `windows`).
     """
     num_dims = x.ndim - 2
-    # XLA's partitioner splits a kernel's own dims, and groups of channels, wrongly.
-    weight = ctx.keep_whole(weight, weight.ndim if options.groups > 1 else num_dims)
-    if options.groups > 1:
+    is_split = _is_split(ctx, x, weight, options)
+    # XLA's partitioner splits a kernel's own dims, groups of channels, and channels beside spatial
+    # dims wrongly.
+    has_whole_channels = options.groups > 1 or is_split
+    weight = ctx.keep_whole(weight, weight.ndim if has_whole_channels else num_dims)
+    if has_whole_channels:
         x = _with_whole_channels(ctx, x)
-    if _is_split(ctx, x, weight, options):
+    if is_split:
         out = (
             _convolve_transposed_split(ctx, x, weight, options)
             if options.transposed
             else _convolve_split(ctx, x, weight, options)
         )
-        return _with_whole_channels(ctx, out) if options.groups > 1 else out
+        return _with_whole_channels(ctx, out)
     num_whole = num_dims + (options.groups > 1)
     x = ctx.keep_whole(x, num_dims)
     if options.transposed:
