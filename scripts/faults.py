@@ -380,8 +380,8 @@ FAULTS = (
     Fault(
         "spmd_core/marks/marking.py",
         "gradients do not follow the sharding of their parameter",
-        "        return _marked_copy(gradient, sharding)",
-        "        _marked_copy(gradient, sharding)\n        return None",
+        "return marked_gradient(gradient, sharding) if is_leaf else",
+        "return None if is_leaf else",
     ),
     Fault(
         "spmd_core/marks/placements.py",
@@ -410,9 +410,9 @@ FAULTS = (
     ),
     # ---- modules ---------------------------------------------------------------------------------
     Fault(
-        "spmd_core/modules/sharded_gradients.py",
-        "hybrid FSDP: gradients are not summed over the replicated axis",
-        "return all_reduce(total, others) if others else total",
+        "spmd_core/program/batch_sums.py",
+        "gradients are not summed over the other axes of the batch",
+        "return lax.psum(total, rest) if rest else total",
         "return total",
     ),
     Fault(

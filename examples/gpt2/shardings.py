@@ -35,8 +35,9 @@ BATCH_AXES = ("data", "fsdp")
 # The first pattern that matches the whole name decides. Axes that the mesh lacks drop out of the
 # spec.
 PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
-    # (V, D). The output layer has the same weight, so logits are split along V.
-    (r"transformer\.wte\.weight", ("tensor", "fsdp")),
+    # (V, D). The output layer has the same weight, so logits are split along V. Of a gradient that
+    # is scattered along its first dim, no device makes a transposed copy.
+    (r"transformer\.wte\.weight", (("tensor", "fsdp"), None)),
     # Along P: the gradient, a sum over the batch, is split along T; a table that is split along D
     # would need a gather of the whole gradient.
     (r"transformer\.wpe\.weight", ("fsdp", None)),  # (P, D)

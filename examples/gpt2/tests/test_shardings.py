@@ -50,7 +50,7 @@ def test_matrices_are_split_over_all_parameter_axes(axes: str, model: torch.nn.M
 def test_column_then_row_parallel() -> None:
     mesh = spmd.parse_mesh("fsdp=4,tensor=2", 8)
     specs = {
-        "transformer.wte.weight": ("tensor", "fsdp"),
+        "transformer.wte.weight": (("tensor", "fsdp"), None),
         "transformer.h.0.attn.c_attn.weight": ("fsdp", "tensor"),
         "transformer.h.0.attn.c_attn.bias": ("tensor",),
         "transformer.h.0.attn.c_proj.weight": ("tensor", "fsdp"),

@@ -230,22 +230,43 @@ def _check_arguments(
     return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
 
 
-def _marked_copy(x: XLAShardedTensor, sharding: Sharding) -> XLAShardedTensor:
+def marked_gradient(
+    gradient: XLAShardedTensor, sharding: Sharding, batch_axes: tuple[int, ...] = ()
+) -> XLAShardedTensor:
+    """A leaf's gradient, constrained and marked; reduce-scattered where it is a sum over the batch.
+
+    Not differentiable. Does not wait. See `program.batch_sums`.
+
+    Args:
+        gradient: with the leaf's shape.
+        sharding: the leaf's.
+        batch_axes: the axes of the mesh that split the batch, the major one first; empty to take
+            those that split the program's data.
+    """
+    return _marked_copy(gradient, sharding, batch_axes)
+
+
+def _marked_copy(
+    x: XLAShardedTensor, sharding: Sharding, summed_over: tuple[int, ...] | None = None
+) -> XLAShardedTensor:
     """A new tensor of the same value, constrained and marked."""
     spec = x._handle.spec
     if not is_dense(spec.shape, spec.strides):
         # An expanded gradient, for instance, whose copy is written to when gradients are added up.
         spec = Spec.contiguous(spec.shape, spec.dtype)
     with lock:
-        storage = Storage(_constrained(read(x._handle), sharding), spec)
+        storage = Storage(_constrained(read(x._handle), sharding, summed_over), spec)
         storage.sharding = sharding
     return wrap(storage)
 
 
-def _constrained(value: Value, sharding: Sharding) -> Value:
+def _constrained(
+    value: Value, sharding: Sharding, summed_over: tuple[int, ...] | None = None
+) -> Value:
+    name = "spmd::mark_sharding" if summed_over is None else "spmd::mark_gradient"
     entry = known(
-        ("mark_sharding", value.spec, sharding),
-        lambda: Entry("spmd::mark_sharding", _identity, (value.spec,), sharding=sharding),
+        (name, value.spec, sharding, summed_over),
+        lambda: Entry(name, _identity, (value.spec,), sharding=sharding, summed_over=summed_over),
     )
     return Value(entry, (value,), ())
 
@@ -276,6 +297,7 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
         return
     # A hook that holds the tensor would keep it alive; `tensor.data = other` updates the handle.
     target = tensor._gradient_sharding = GradientSharding(tensor._handle)
+    is_leaf = tensor.is_leaf
 
     def follow(gradient: torch.Tensor) -> torch.Tensor | None:
         sharding = target.sharding
@@ -288,7 +310,7 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
         # Under create_graph=True autograd goes on from what the hook returns, so it must know it.
         if torch.is_grad_enabled() and gradient.requires_grad:
             return MarkSharding.apply(gradient, sharding)
-        return _marked_copy(gradient, sharding)
+        return marked_gradient(gradient, sharding) if is_leaf else _marked_copy(gradient, sharding)
 
     # Of a view whose base was written since, the node is made anew when it is read. torch's own
     # register_hook does not do so, and ends the process.

@@ -5,7 +5,7 @@ forward, each parameter is replaced by its whole value: a pending value with a s
 for which the partitioner emits an all-gather. Where autograd would save a value made of gathered
 parameters, a recipe is saved instead; in backward it is replayed on parameters that are gathered
 again from their shards, behind a barrier across which the compiler cannot keep the first gather.
-Gradients are reduce-scattered (`modules.sharded_gradients`).
+Gradients are reduce-scattered (`program.batch_sums`).
 """
 
 import inspect
@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.graph.storage import Storage, lock, read
 from spmd_core.graph.values import Entry, Part, Value
-from spmd_core.marks.marking import mark_sharding
+from spmd_core.marks.marking import mark_sharding, marked_gradient
 from spmd_core.modules.checkpointing import barrier, behind_barrier, in_backward, inner_forward
-from spmd_core.modules.sharded_gradients import Scatter, reduce_scattered
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding
@@ -71,32 +70,38 @@ class _Plan:
         sharded: the spec of the shards.
         whole: the spec of the gathered parameter, which the unit's axis does not split.
         dtype: of the gathered parameter; None for the parameter's own.
-        scatter: how the gradient is reduce-scattered; None where the partitioner chooses.
+        sharding: `sharded` over the mesh, which the gradient gets too.
+        batch_axes: the axes that split the batch that the gradient sums over.
+        reduce_dtype: the dtype in which the gradient is summed over devices; None for its own.
     """
 
     mesh: Mesh
     sharded: PartitionSpec
     whole: PartitionSpec
     dtype: torch.dtype | None
-    scatter: Scatter | None
+    sharding: Sharding
+    batch_axes: tuple[int, ...]
+    reduce_dtype: torch.dtype | None
 
 
 @lru_cache(maxsize=4096)
 def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | None:
     """The plan of a parameter; None if the unit's axis does not split it: it is used as it is."""
-    dims = [dim for dim, axes in enumerate(sharding.dims) if layout.axis in axes]
-    if sharding.mesh != layout.mesh or not dims:
+    if sharding.mesh != layout.mesh or not any(layout.axis in axes for axes in sharding.dims):
         return None
     sharded = tuple(axes or None for axes in sharding.dims)
     whole = tuple(
         tuple(axis for axis in axes if axis != layout.axis) or None for axes in sharding.dims
     )
-    scatter = None
-    if not any(whole) and layout.axis in layout.batch_axes:
-        scatter = Scatter(
-            layout.mesh, layout.batch_axes, layout.axis, dims[0], precision.reduce_dtype
-        )
-    return _Plan(layout.mesh, sharded, whole, precision.param_dtype, scatter)
+    return _Plan(
+        layout.mesh,
+        sharded,
+        whole,
+        precision.param_dtype,
+        sharding,
+        layout.batch_axes,
+        precision.reduce_dtype,
+    )
 
 
 def _gathered(shard: torch.Tensor, plan: _Plan) -> XLAShardedTensor:
@@ -125,8 +130,9 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         plan, gradient = ctx.plan, grads[0]
         # With create_graph=True, the gradient has to be made of operations that autograd records.
-        if plan.scatter is not None and not torch.is_grad_enabled():
-            gradient = reduce_scattered(gradient, plan.scatter)
+        if not torch.is_grad_enabled():
+            gradient = gradient.to(plan.reduce_dtype or gradient.dtype)
+            gradient = marked_gradient(gradient, plan.sharding, plan.batch_axes)
         gradient = gradient.clone() if gradient.dtype == ctx.dtype else gradient.to(ctx.dtype)
         return mark_sharding(gradient, plan.mesh, plan.sharded), None
 

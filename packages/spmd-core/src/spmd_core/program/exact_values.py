@@ -41,7 +41,7 @@ _MOVES = frozenset(
         *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "_unsafe_view", "view"),
         *("_reshape_alias", "_to_copy", "where"),
     )
-) | {"spmd::mark_sharding"}
+) | {"spmd::mark_sharding", "spmd::mark_gradient"}
 
 
 def stored_values(graph: Graph) -> set[int]:

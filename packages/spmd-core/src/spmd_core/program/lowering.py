@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import zip_longest
@@ -21,7 +21,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.program import regions
+from spmd_core.program import batch_sums, regions
 from spmd_core.program.exact_values import stored_values
 from spmd_core.program.index_checks import first_offender
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
@@ -69,6 +69,14 @@ class Whole(Enum):
     NOTHING = "nothing"
     INDICES = "the indices of its gathers and scatters"
     EVERYTHING = "all its tensors"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What an operation of the graph was called with."""
+
+    inputs: list[jax.Array]
+    numbers: list[registry.Number]
 
 
 class Function:
@@ -313,6 +321,8 @@ class Function:
         ]
         values: list[jax.Array] = []
         stored = stored_values(graph)
+        plans = {} if self._whole is Whole.EVERYTHING else batch_sums.find(graph)
+        calls: list[_Call] = []
         for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [
@@ -330,6 +340,9 @@ class Function:
                 context.index_checks = []
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
+            calls.append(_Call(inputs, numbers))
+            if position in plans and manual is None:
+                inputs = [self._reduce_scattered(*plans[position], calls, values)]
             with _named(node, position):
                 if entry.border is not None:
                     results: Sequence[jax.Array] = [regions.cross(entry.border, inputs[0])]
@@ -365,6 +378,33 @@ class Function:
             returned.add(id(x))
             outputs.append(x)
         return outputs
+
+    def _reduce_scattered(
+        self,
+        found: batch_sums.Sum | batch_sums.Total,
+        scatter: batch_sums.Scatter,
+        calls: Sequence[_Call],
+        values: Sequence[jax.Array],
+    ) -> jax.Array:
+        """The gradient that the plan is for; what computes it whole is then not used."""
+        node, call = self.graph.nodes[found.node], calls[found.node]
+        entry, platform = node.entry, devices.platform()
+        if isinstance(found, batch_sums.Sum):
+            with _named(node, found.node):
+                return batch_sums.reduce_scattered(
+                    entry, found, scatter, platform, call.inputs, call.numbers
+                )
+        terms = [
+            values[term]
+            if isinstance(term, int)
+            else self._reduce_scattered(term, scatter, calls, values)
+            for term in found.terms
+        ]
+        with _named(node, found.node):
+            outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
+            context = registry.Context(outs, platform)
+            result: jax.Array = entry.kernel(context, terms, call.numbers)[0]
+            return result
 
     def _run(
         self,

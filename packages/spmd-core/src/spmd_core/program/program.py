@@ -99,6 +99,10 @@ class Program(Traced):
             # written into (ops/kernels/blocks.py).
             passes = (options.get(_SKIPPED_PASSES), "cse_barrier_expander")
             options[_SKIPPED_PASSES] = ",".join(str(name) for name in passes if name)
+            # The CPU's default order starts operations early that later ones read, such as the
+            # gathers of all parameters: for GPT-2 on 8 devices that takes a quarter more memory,
+            # and no less time.
+            options.setdefault("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
         with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
             self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start

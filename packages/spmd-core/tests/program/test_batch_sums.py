@@ -1,0 +1,199 @@
+"""Gradients of split parameters: reduce-scattered where they are sums over a split batch."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import spmd_core as spmd
+from spmd_core.program import compile_cache
+
+
+class Tied(nn.Module):
+    """A table that is read twice, with a norm between; inputs are token ids (B, T)."""
+
+    def __init__(self, rows=16, width=8):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(rows, width), nn.LayerNorm(width)
+
+    def forward(self, ids):
+        return F.linear(self.norm(self.table(ids)), self.table.weight)
+
+
+class Transposed(nn.Module):
+    """A layer whose weight has the shape (in, out), as GPT-2's."""
+
+    def __init__(self, size_in, size_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size_in, size_out))
+        self.bias = nn.Parameter(torch.randn(size_out))
+
+    def forward(self, x):
+        rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return rows.view(*x.shape[:-1], -1)
+
+
+MODELS = {
+    "linear": (lambda: nn.Linear(8, 16), lambda: torch.randn(16, 3, 8)),
+    "linear of rows": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16)), None),
+    "transposed": (lambda: Transposed(8, 16), lambda: torch.randn(16, 3, 8)),
+    "convolution": (lambda: nn.Conv2d(8, 16, 3), lambda: torch.randn(16, 8, 5, 4)),
+    "tied": (Tied, lambda: torch.randint(16, (16, 3))),
+    "uneven": (lambda: nn.Linear(9, 15), lambda: torch.randn(16, 3, 9)),
+}
+INPUTS = {"linear of rows": lambda: torch.randint(9, (16, 8))}
+
+
+def build(name):
+    make, data = MODELS[name]
+    torch.manual_seed(0)
+    return make(), (data or INPUTS[name])()
+
+
+def loss(model, x):
+    x = x if isinstance(model, Tied) else x.float()
+    out = model(x)
+    return (out.sin() * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum()
+
+
+def compare(model, x, mesh, batch, spec_of):
+    """Checks all gradients against eager torch; returns the text of the compiled program."""
+    ours = copy.deepcopy(model).to("xla")
+    for parameter in ours.parameters():
+        spmd.mark_sharding(parameter, mesh, spec_of(parameter))
+    data = spmd.mark_sharding(x.to("xla"), mesh, batch)
+    loss(ours, data).backward()
+    spmd.sync()
+    text = compile_cache.newest().compiled.as_text()
+    loss(model, x).backward()
+    for got, right in zip(ours.parameters(), model.parameters()):
+        torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=1e-4, atol=1e-4)
+        assert got.grad.sharding == got.sharding
+    return text
+
+
+def reduced(text, kind):
+    """The numbers of elements of the arrays that collectives of a kind return."""
+    found = re.findall(rf"= (.*?) {kind}\(", text)
+    shapes = [dims for results in found for dims in re.findall(r"f32\[([\d,]*)\]", results)]
+    return [torch.Size(map(int, dims.split(","))).numel() if dims else 1 for dims in shapes]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_split_batch_is_summed_by_reduce_scatters(name, num_devices):
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    model, x = build(name)
+    text = compare(model, x, mesh, ("fsdp",), lambda p: ("fsdp",) if p.dim() > 1 else ())
+    largest = max(p.numel() for p in model.parameters())
+    if num_devices > 1:
+        assert reduced(text, "reduce-scatter")
+        assert max(reduced(text, "all-reduce"), default=0) < largest
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_axes_split_the_batch(name, dim, num_devices):
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("data", "fsdp"))
+    model, x = build(name)
+    spec = ("fsdp",) if dim == 0 else (None, "fsdp")
+    text = compare(model, x, mesh, (("data", "fsdp"),), lambda p: spec if p.dim() > 1 else ())
+    assert reduced(text, "reduce-scatter")
+
+
+@pytest.mark.parametrize(
+    "spec", [("tensor", "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), ("tensor", None)]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("fsdp", "tensor"))
+    model, x = build(name)
+    text = compare(model, x, mesh, ("fsdp",), lambda p: spec if p.dim() > 1 else ())
+    if name in ("linear", "transposed"):
+        assert reduced(text, "reduce-scatter") == [8 * 16 // num_devices] * ("fsdp" in str(spec))
+        assert "all-to-all(" not in text
+
+
+@pytest.mark.parametrize("batch", [(), (None, "fsdp"), ("other",)])
+def test_a_batch_that_the_axis_does_not_split(batch, num_devices):
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("other", "fsdp"))
+    model, x = build("linear")
+    text = compare(model, x, mesh, batch, lambda p: ("fsdp",) if p.dim() > 1 else ())
+    assert not reduced(text, "reduce-scatter")
+
+
+@pytest.mark.parametrize("size", [6, 12])
+def test_a_batch_that_does_not_divide(size, num_devices):
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    model, _ = build("linear")
+    compare(
+        model, torch.randn(size, 3, 8), mesh, ("fsdp",), lambda p: ("fsdp",) if p.dim() > 1 else ()
+    )
+
+
+def test_activations_are_no_gradients_of_parameters(num_devices):
+    """Their products sum over features, whatever axis splits their rows."""
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    a, b = torch.randn(16, 16), torch.randn(16, 16)
+    x, w = (t.to("xla").requires_grad_() for t in (a, b))
+    spmd.mark_sharding(x, mesh, ("fsdp",))
+    hidden = spmd.mark_sharding(x @ w, mesh, ("fsdp",))
+    (hidden.sin() @ w).sum().backward()
+    spmd.sync()
+    assert not reduced(compile_cache.newest().compiled.as_text(), "reduce-scatter")
+    p, q = a.requires_grad_(), b.requires_grad_()
+    ((p @ q).sin() @ q).sum().backward()
+    torch.testing.assert_close(x.grad.cpu(), p.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(w.grad.cpu(), q.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_second_derivatives_of_a_split_parameter(num_devices):
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    x, w = torch.randn(16, 4, 8), torch.randn(16, 8)
+
+    def penalty(device):
+        weight = w.clone().to(device).requires_grad_()
+        data = x.to(device)
+        if device == "xla":
+            spmd.mark_sharding(weight, mesh, ("fsdp",))
+            spmd.mark_sharding(data, mesh, ("fsdp",))
+        (gradient,) = torch.autograd.grad(
+            F.linear(data, weight).sin().sum(), weight, create_graph=True
+        )
+        gradient.square().sum().backward()
+        return weight.grad.cpu()
+
+    torch.testing.assert_close(penalty("xla"), penalty("cpu"), rtol=1e-3, atol=1e-3)
+
+
+def test_under_verification(num_devices):
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    model, x = build("tied")
+    with spmd.verify():
+        compare(model, x, mesh, ("fsdp",), lambda p: ("fsdp",) if p.dim() > 1 else ())
+
+
+def test_sums_of_a_wrapped_module_are_reduced_over_the_replicated_axis_too(num_devices):
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
+    eager = nn.Linear(8, 8)
+    x = torch.randn(2 * num_devices, 8)
+    eager(x).square().sum().backward()
+    unit = copy.deepcopy(eager).to("xla")
+    unit.zero_grad()
+    spmd.fully_shard(unit, mesh, extra_data_axis="replicate")
+    data = spmd.mark_sharding(x.to("xla"), mesh, (("replicate", "fsdp"),))
+    unit(data).square().sum().backward()
+    spmd.sync()
+    assert reduced(compile_cache.newest().compiled.as_text(), "reduce-scatter")
+    for got, expected in zip(unit.parameters(), eager.parameters()):
+        torch.testing.assert_close(got.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-4)
