@@ -166,7 +166,15 @@ class _Attention(torch.autograd.Function):
         enable_gqa: bool,
     ) -> torch.Tensor:
         options = (seed, dropout_p, is_causal, scale, enable_gqa)
-        out, lse = _record_attention_lse((query, key, value, attn_mask, *options), NO_KWARGS)
+        arguments = (query, key, value, attn_mask, *options)
+        # A mode on the stack, such as one that saves attention's result for a checkpoint's second
+        # run, sees only what goes through torch's dispatcher.
+        is_seen = torch._C._len_torch_dispatch_stack() > 0
+        out, lse = (
+            torch.ops.spmd.attention.lse(*arguments)
+            if is_seen
+            else _record_attention_lse(arguments, NO_KWARGS)
+        )
         ctx.save_for_backward(query, key, value, attn_mask, out, lse)
         ctx.options = options
         return out

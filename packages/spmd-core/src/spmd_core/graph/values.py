@@ -22,6 +22,10 @@ from spmd_core.sharding.sharding import Border, Sharding
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
+# While a forward runs again in backward: (node, operands) -> the operands that the node gets.
+# Set by `recording.second_runs`.
+second_run: "Callable[[Value, Sequence[Value]], Sequence[Value]] | None" = None
+
 
 def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
@@ -208,6 +212,8 @@ class Value:
         self.entry, self.inputs, self.numbers = entry, inputs, numbers
         self.spec = entry.spec
         self.data: Any = None
+        if second_run is not None:
+            self.inputs = second_run(self, inputs)
         self.serial = next(_serial)
         if config.record_source_lines:
             self.origin = source_lines.origin()

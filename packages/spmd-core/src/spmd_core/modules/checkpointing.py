@@ -1,14 +1,21 @@
-"""Gradient checkpointing with barriers, so that the compiler keeps the two forward runs apart."""
+"""Gradient checkpointing: the compiler keeps the two runs of a checkpointed forward apart.
 
+`torch.utils.checkpoint` runs a function again in backward. Where the function's tensors are on the
+device, the second run waits for the gradient of the first one's result, and shares nothing with the
+first (`recording.second_runs`).
+"""
+
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from spmd_core.modules.barrier import optimization_barrier
+from spmd_core.recording.second_runs import second_run
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -27,42 +34,56 @@ def barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return optimization_barrier(tensors)
 
 
-class _Barrier(torch.autograd.Function):
-    """A differentiable `barrier`, through which gradients pass unchanged.
+class _Rerun:
+    """A function that a checkpoint runs twice.
 
-    It saves nothing: checkpointing counts what the two runs of a forward save.
+    Attributes:
+        function: the function.
+        gradient: of a result of the first run, once it has arrived.
     """
 
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        results = barrier(tensors)
-        # A tensor that needs no gradient before the barrier must need none after it, or the second
-        # run would save more than the first.
-        ctx.mark_non_differentiable(
-            *(r for r, needed in zip(results, ctx.needs_input_grad) if not needed)
-        )
-        return tuple(results)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.gradient: torch.Tensor | None = None
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if in_backward():
+            gradient, self.gradient = self.gradient, None
+            with second_run(pytree.tree_leaves((args, kwargs)), gradient):
+                return self.function(*args, **kwargs)
+        results = self.function(*args, **kwargs)
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, XLAShardedTensor) and result.grad_fn is not None:
+                result.register_hook(self._keep)
+        return results
+
+    def _keep(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
 
 
-def behind_barrier(tree: Any) -> Any:
-    """Nested lists, tuples and dicts, with their tensors on device `xla` behind one barrier.
+_without_reentrant = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+_Reentrant = torch.utils.checkpoint.CheckpointFunction
+_reentrant_forward, _reentrant_backward = _Reentrant.forward, _Reentrant.backward
 
-    Gradients pass through. Everything else stays as it is.
-    """
-    leaves, structure = pytree.tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, XLAShardedTensor)]
-    if not tensors:
-        return tree
-    results = iter(_Barrier.apply(*tensors))
-    return pytree.tree_unflatten(
-        [next(results) if isinstance(leaf, XLAShardedTensor) else leaf for leaf in leaves],
-        structure,
-    )
+
+@functools.wraps(_without_reentrant)
+def _rerunning(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _without_reentrant(_Rerun(fn), *args, **kwargs)
+
+
+def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+    return _reentrant_forward(ctx, _Rerun(run_function), *args)
+
+
+def _backward(ctx: Any, *gradients: Any) -> Any:
+    ctx.run_function.gradient = next((g for g in gradients if isinstance(g, torch.Tensor)), None)
+    return _reentrant_backward(ctx, *gradients)
+
+
+# `torch.utils.checkpoint.checkpoint`, which programs import by name, looks these up at each call.
+torch.utils.checkpoint._checkpoint_without_reentrant_generator = _rerunning
+_Reentrant.forward = staticmethod(_forward)  # type: ignore[method-assign]
+_Reentrant.backward = staticmethod(_backward)  # type: ignore[method-assign]
 
 
 class CheckpointedForward:
@@ -81,12 +102,8 @@ class CheckpointedForward:
         self.module, self.inner = module, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._run, *args, use_reentrant=False, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if in_backward():
-            args, kwargs = behind_barrier((args, kwargs))
-        return inner_forward(self.module, self.inner)(*args, **kwargs)
+        forward = inner_forward(self.module, self.inner)
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -105,9 +122,9 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
     """Makes a module run its forward again in backward, instead of keeping what it saved.
 
     In place. Apply it before `fully_shard` or a wrapper. Around `module.forward` this puts
-    `torch.utils.checkpoint` (with `use_reentrant=False`), and barriers that keep the compiler from
-    sharing the second run with the first. Random numbers are the same in both runs. `fully_shard`
-    and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for each run.
+    `torch.utils.checkpoint` (with `use_reentrant=False`). Random numbers are the same in both runs.
+    `fully_shard` and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for
+    each run.
 
     Returns:
         The module.

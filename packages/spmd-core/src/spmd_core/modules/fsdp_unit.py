@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from spmd_core.graph.storage import Storage, lock, read
 from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.marks.marking import mark_sharding, marked_gradient
-from spmd_core.modules.checkpointing import barrier, behind_barrier, in_backward, inner_forward
+from spmd_core.modules.checkpointing import barrier, in_backward, inner_forward
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding
@@ -227,7 +227,6 @@ class Unit:
         parameters = {id(ref.parameter): (ref.parameter, plan) for ref, plan in refs}
         if in_backward():
             # The second run of a checkpoint, which must not share its gathers with the first.
-            args, kwargs = behind_barrier((args, kwargs))
             shards = barrier([p for p, _ in parameters.values()]) if parameters else []
         else:
             shards = [p for p, _ in parameters.values()]

@@ -13,7 +13,7 @@ another way is left to the partitioner.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +70,14 @@ class Sum:
     Attributes:
         node: the position of the operation that computes it.
         result: which of the operation's results it is.
+        number: the value's, as in `Node.inputs`.
         split_dims: for each input of the operation, the axes that split its dims in the region.
         spec: the spec of the value, which may be a conversion of that result.
     """
 
     node: int
     result: int
+    number: int
     split_dims: tuple[Mapping[int, tuple[int, ...]], ...]
     spec: Spec
 
@@ -93,7 +95,20 @@ class Total:
     terms: "tuple[Sum | Total | int, ...]"
 
 
-Plan: TypeAlias = tuple[Sum | Total, Scatter]
+@dataclass(frozen=True)
+class Plans:
+    """The gradients to compute as reduce-scatters.
+
+    Attributes:
+        gradients: by the position of the mark of a gradient, what it adds up, and how it is
+            scattered.
+        sums: by the position of an operation, its sums, each with the position of the mark.
+        replaced: the numbers of the values that are then not used.
+    """
+
+    gradients: Mapping[int, "Sum | Total"]
+    sums: Mapping[int, Sequence[tuple[int, Sum, Scatter]]]
+    replaced: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -131,22 +146,36 @@ _BATCH_REDUCTIONS = {
 _UNCHANGED = ("aten::_to_copy", "aten::view", "aten::clone", "spmd::mark_sharding")
 
 
-def find(graph: Graph) -> dict[int, Plan]:
-    """The marks of gradients to compute as reduce-scatters, by their positions among the nodes."""
-    marked = [
-        (position, node)
-        for position, node in enumerate(graph.nodes)
-        if node.entry.summed_over is not None
-    ]
-    if not marked or graph.growth is not None or len(graph.device_ids) == 1:
-        return {}
-    finder = _Finder(graph)
-    plans: dict[int, Plan] = {}
-    for position, node in marked:
-        scatter = finder.scatter(node.entry)
-        if scatter is not None and (found := finder.sum(node.inputs[0], scatter)) is not None:
-            plans[position] = found, scatter
-    return plans
+def find(graph: Graph, is_local: Callable[[int], bool]) -> Plans:
+    """The marked gradients of a graph that can be computed as reduce-scatters.
+
+    Args:
+        graph: the recorded operations.
+        is_local: whether the value of a number is local to a manual region.
+    """
+    gradients: dict[int, Sum | Total] = {}
+    sums: dict[int, list[tuple[int, Sum, Scatter]]] = {}
+    marked = [(i, node) for i, node in enumerate(graph.nodes) if node.entry.summed_over is not None]
+    if marked and graph.growth is None and len(graph.device_ids) > 1:
+        finder = _Finder(graph)
+        for mark, node in marked:
+            scatter = None if is_local(node.inputs[0]) else finder.scatter(node.entry)
+            found = None if scatter is None else finder.sum(node.inputs[0], scatter)
+            if scatter is None or found is None:
+                continue
+            gradients[mark] = found
+            for part in _sums(found):
+                sums.setdefault(part.node, []).append((mark, part, scatter))
+    replaced = frozenset(part.number for each in sums.values() for _, part, _ in each)
+    return Plans(gradients, sums, replaced)
+
+
+def _sums(found: Sum | Total | int) -> Iterator[Sum]:
+    if isinstance(found, Sum):
+        yield found
+    elif isinstance(found, Total):
+        for term in found.terms:
+            yield from _sums(term)
 
 
 class _Finder:
@@ -207,16 +236,17 @@ class _Finder:
             return None
         spec = found[1].entry.outs[found[2]]
         while found is not None and found[1].entry.name in _UNCHANGED:
-            found = self._made(found[1].inputs[0])
+            number = found[1].inputs[0]
+            found = self._made(number)
         if found is None:
             return None
         position, node, result = found
         if node.entry.outs[result].shape != spec.shape:
             return None
-        if node.entry.name == "aten::add.Tensor":
+        if node.entry.name == "aten::add.Tensor" and _is_plain(node.entry):
             return self._total(position, node, scatter)
         split_dims = _split_dims(node.entry, result, self._specs(node), scatter)
-        return None if split_dims is None else Sum(position, result, split_dims, spec)
+        return None if split_dims is None else Sum(position, result, number, split_dims, spec)
 
     def _total(self, position: int, node: Node, scatter: Scatter) -> Total | None:
         """Autograd adds up the gradients of a parameter that is used more than once."""
@@ -283,6 +313,11 @@ def _split_dims(
         if x.shape
     )
     return split_dims if is_even and len(batch) == 1 and 0 not in batch else None
+
+
+def _is_plain(addition: Entry) -> bool:
+    """Whether an addition has no factor."""
+    return not addition.number_kinds and (addition.arguments or {}).get("alpha", 1) == 1
 
 
 def _is_linear(entry: Entry, inputs: Sequence[Spec]) -> bool:

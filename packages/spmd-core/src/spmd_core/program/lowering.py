@@ -1,12 +1,12 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
+import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
-from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from spmd_core.program.exact_values import stored_values
 from spmd_core.program.index_checks import first_offender
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
+from spmd_core.program.recorded_order import late_results
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
     CommonMesh,
@@ -69,14 +70,6 @@ class Whole(Enum):
     NOTHING = "nothing"
     INDICES = "the indices of its gathers and scatters"
     EVERYTHING = "all its tensors"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What an operation of the graph was called with."""
-
-    inputs: list[jax.Array]
-    numbers: list[registry.Number]
 
 
 class Function:
@@ -321,8 +314,14 @@ class Function:
         ]
         values: list[jax.Array] = []
         stored = stored_values(graph)
-        plans = {} if self._whole is Whole.EVERYTHING else batch_sums.find(graph)
-        calls: list[_Call] = []
+        plans = (
+            batch_sums.Plans({}, {}, frozenset())
+            if self._whole is Whole.EVERYTHING
+            else batch_sums.find(graph, lambda number: self._manual(number) is not None)
+        )
+        parts: dict[tuple[int, int], jax.Array] = {}  # of gradients, by mark and value
+        waits = late_results(graph) if platform == "cpu" else {}
+        ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [
@@ -340,9 +339,11 @@ class Function:
                 context.index_checks = []
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
-            calls.append(_Call(inputs, numbers))
-            if position in plans and manual is None:
-                inputs = [self._reduce_scattered(*plans[position], calls, values)]
+            ready += [values[i] for i in waits.get(position, ()) if i not in plans.replaced]
+            if position in waits and ready and manual is None:
+                inputs, ready = [*jax.lax.optimization_barrier((inputs, ready))[0]], []
+            if position in plans.gradients:
+                inputs = [self._total(plans.gradients[position], position, parts, values)]
             with _named(node, position):
                 if entry.border is not None:
                     results: Sequence[jax.Array] = [regions.cross(entry.border, inputs[0])]
@@ -360,6 +361,12 @@ class Function:
                     ]
                 else:
                     results = self._run(node, context, inputs, numbers)
+                for mark, part, scatter in plans.sums.get(position, ()):
+                    total = batch_sums.reduce_scattered(
+                        entry, part, scatter, platform, inputs, numbers
+                    )
+                    parts[mark, part.number] = total
+                    ready += [total] * bool(waits)
             _check(entry, results, is_local=manual is not None)
             self._offenders += [(position, bad) for bad in context.index_checks or ()]
             for x in results if manual is not None else map(keep, results):
@@ -379,32 +386,23 @@ class Function:
             outputs.append(x)
         return outputs
 
-    def _reduce_scattered(
+    def _total(
         self,
         found: batch_sums.Sum | batch_sums.Total,
-        scatter: batch_sums.Scatter,
-        calls: Sequence[_Call],
+        mark: int,
+        parts: Mapping[tuple[int, int], jax.Array],
         values: Sequence[jax.Array],
     ) -> jax.Array:
-        """The gradient that the plan is for; what computes it whole is then not used."""
-        node, call = self.graph.nodes[found.node], calls[found.node]
-        entry, platform = node.entry, devices.platform()
+        """The gradient at a mark, from its reduce-scattered parts."""
         if isinstance(found, batch_sums.Sum):
-            with _named(node, found.node):
-                return batch_sums.reduce_scattered(
-                    entry, found, scatter, platform, call.inputs, call.numbers
-                )
-        terms = [
-            values[term]
-            if isinstance(term, int)
-            else self._reduce_scattered(term, scatter, calls, values)
+            return parts[mark, found.number]
+        terms = (
+            values[term] if isinstance(term, int) else self._total(term, mark, parts, values)
             for term in found.terms
-        ]
+        )
+        node = self.graph.nodes[found.node]
         with _named(node, found.node):
-            outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
-            context = registry.Context(outs, platform)
-            result: jax.Array = entry.kernel(context, terms, call.numbers)[0]
-            return result
+            return functools.reduce(jnp.add, terms).astype(dtypes.to_jax(node.entry.spec.dtype))
 
     def _run(
         self,
@@ -512,7 +510,7 @@ def _named(node: Node, position: int) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _traceback(file: str, line: int, function: str) -> Any:
     """A traceback of jax whose innermost frame is the user's line.
 

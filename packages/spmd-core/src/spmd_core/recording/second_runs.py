@@ -1,0 +1,97 @@
+"""Keeps what a forward records when it runs again apart from what it recorded the first time.
+
+Gradient checkpointing runs a forward again in backward, so as not to keep its values until then.
+The compiler sees both runs in one program, and would compute them once. So inside a `SecondRun`
+each value from outside is read through an optimization barrier, of which the compiler does not know
+that it returns its operand.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jax import lax
+
+from spmd_core.graph import values
+from spmd_core.graph.storage import lock, read
+from spmd_core.graph.values import Entry, Part, Value
+from spmd_core.recording.calls import known
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+
+class _SecondRun:
+    """The operands of what one run records, behind barriers.
+
+    Pending values of another run or of none are read through a barrier. So are the arguments;
+    other data on the device, such as parameters, is read as it is: it is there in any case.
+    """
+
+    def __init__(self, arguments: Sequence[Value], after: Value | None) -> None:
+        self._thread = threading.get_ident()
+        self._arguments, self._after = arguments, after
+        self._apart: dict[Value, Value] = {}
+        self._own: set[Value] = set()
+
+    def __call__(self, node: Value, operands: Sequence[Value]) -> Sequence[Value]:
+        if threading.get_ident() != self._thread:
+            return operands
+        self._own.add(node)
+        return tuple(self._own_or_apart(value) for value in operands)
+
+    def _own_or_apart(self, value: Value) -> Value:
+        node = value.parent or value
+        if value.data is None and node in self._own:
+            return value
+        if value.data is not None and not any(value is a for a in self._arguments):
+            return value
+        found = self._apart.get(value)
+        if found is None:
+            found = self._apart[value] = self._behind_barrier(value)
+        return found
+
+    def _behind_barrier(self, value: Value) -> Value:
+        """The value, which the program uses after it has computed `after`."""
+        operands = (value,) if self._after is None else (value, self._after)
+        specs = tuple(operand.spec for operand in operands)
+        entry = known(
+            ("second run", specs),
+            lambda: Entry(
+                "spmd::optimization_barrier", _barrier, specs, structure=tuple(range(len(specs)))
+            ),
+        )
+        with _unchanged():
+            return Part(Value(entry, operands, ()), 0)
+
+
+def _barrier(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+    return list(lax.optimization_barrier(tuple(inputs)))
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    around, values.second_run = values.second_run, None
+    try:
+        yield
+    finally:
+        values.second_run = around
+
+
+@contextmanager
+def second_run(arguments: Sequence[Any], after: torch.Tensor | None) -> Iterator[None]:
+    """Inside, this thread records the second run of a function.
+
+    Args:
+        arguments: of the function; tensors on device `xla` among them are read through a barrier,
+            wherever their data lies.
+        after: a tensor on device `xla`; the program computes it before it starts the second run.
+    """
+    with lock:
+        given = [read(t._handle) for t in arguments if isinstance(t, XLAShardedTensor)]
+        last = read(after._handle) if isinstance(after, XLAShardedTensor) else None
+    around, values.second_run = values.second_run, _SecondRun(given, last)
+    try:
+        yield
+    finally:
+        values.second_run = around

@@ -1,0 +1,25 @@
+"""Runs a script in a process of its own, compiled as users' programs are: tests compile cheaply."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import spmd_core as spmd
+
+
+def figures(script: str) -> Any:
+    """What the script prints, as JSON. It starts with a `spmd` that has no compile cache."""
+    here = Path(__file__).parent
+    paths = [here, here / "modules", Path(spmd.__file__).parent.parent]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import spmd_core as spmd\nspmd.config.cache_dir = None\n{script}"],
+        env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
