@@ -102,6 +102,22 @@ def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
     return spmd.ShardingSpec(mesh, on_mesh((BATCH_AXES, None), mesh))
 
 
+def compared(num_devices: int) -> list[tuple[str, str]]:
+    """The strategies with the meshes over which a comparison runs them.
+
+    Example:
+        >>> compared(3)
+        [('ddp', 'data=3'), ('fsdp', 'fsdp=3'), ('spmd', 'fsdp=3')]
+    """
+    found = [("ddp", "data"), ("fsdp", "fsdp"), ("spmd", "fsdp")]
+    meshes = [(strategy, f"{axis}={num_devices}") for strategy, axis in found]
+    half = num_devices // 2
+    if num_devices % 2 == 0 and half > 1:
+        meshes += [(strategy, f"data=2,fsdp={half}") for strategy in ("fsdp", "spmd")]
+        meshes.append(("spmd", f"fsdp={half},tensor=2"))
+    return meshes
+
+
 def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
     """Lays a model's parameters and activations out over the mesh, in place.
 

@@ -8,6 +8,8 @@
         on a machine with eight accelerators
     python -m examples.gpt2.train --smoke --device cpu
         eager torch, whose losses every mesh must reproduce
+    python -m examples.gpt2.train --smoke --devices 8 --compare
+        every strategy in turn, with a table and a plot
 
 Legend: B batch, T sequence, V vocabulary.
 """
@@ -16,10 +18,12 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,9 +42,11 @@ from examples.gpt2.text import (
     TextError,
     load_text,
 )
+from examples.training.compare import CompareError, Variant, compare
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.mfu import ModelSize, flops_per_token, known_peak, measured_peak
+from examples.training.remat import POLICIES, recompute
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -48,7 +54,8 @@ DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on th
 # Losses are read this many steps late, so that the device never waits for Python to send the next
 # step.
 READ_LAG = 2
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+COMPARED = Path("results/gpt2_strategies")
 
 
 class KnobError(ValueError):
@@ -109,6 +116,12 @@ class TrainConfig:
         0.1, "weight decay of matrices and tables; biases and layer norms have none"
     )
     clip: float = knob(1.0, "clip gradients to this norm; 0: no clipping")
+    remat: str = knob(
+        "none",
+        "what a block computes again in backward instead of keeping it; none; full: everything; "
+        "products: all but matrix products; attention: all but attention",
+        choices=("none", *POLICIES),
+    )
     dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
     seed: int = knob(0, "seed of the weights, the order of the batches and dropout")
     data: Sequence[str] = knob(
@@ -187,6 +200,9 @@ def run(config: TrainConfig) -> Report:
     with device if inits_on_device else torch.device("cpu"):
         model = build_model(preset, vocab_size=vocab_size, dropout=config.dropout)
     model.to(device)
+
+    # Before the shardings: parameters are then gathered for each of a block's two runs.
+    recompute(model.transformer.h, config.remat)
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     input_sharding = None
@@ -450,23 +466,80 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
         help="a run that takes seconds: "
         + ", ".join(f"{name}={value}" for name, value in SMOKE.items()),
     )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs every strategy, one after the other, and writes a table and a plot of losses, "
+        f"memory and collectives into {COMPARED}",
+    )
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**SMOKE)
     values = vars(parser.parse_args(argv))
-    del values["smoke"]
+    del values["smoke"], values["compare"]
     return TrainConfig(**values)
+
+
+def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Runs every strategy on the meshes that it takes, each in a process, and compares them.
+
+    Raises:
+        KnobError: an option that the comparison chooses itself is given, or there is one device.
+        CompareError: a run failed.
+    """
+    chosen = {"mesh": config.mesh, "results": config.results, "log-dir": config.log_dir}
+    given = [f"--{name}" for name, value in chosen.items() if value]
+    if given or config.strategy != "spmd" or config.device == "cpu":
+        raise KnobError(
+            "--compare chooses --mesh, --strategy, --results, --log-dir and --device itself; got "
+            f"{', '.join(given) or 'another --strategy or --device'}. Leave them out."
+        )
+    num_devices = config.devices or num_real_devices()
+    if num_devices < 2:
+        raise KnobError(
+            f"--compare needs at least two devices; got {num_devices}. "
+            "Pass for instance --devices 8, which emulates them."
+        )
+
+    def options(devices: int, *others: str) -> list[str]:
+        return [*(["--devices", str(devices)] if config.devices else []), *others]
+
+    variants = [Variant("one device", options(1))]
+    variants += [
+        Variant(f"{strategy} {mesh}", options(num_devices, "--strategy", strategy, "--mesh", mesh))
+        for strategy, mesh in shardings.compared(num_devices)
+    ]
+    common = [argument for argument in argv if argument != "--compare"]
+    compare("examples.gpt2.train", variants, common=common, folder=COMPARED)
+
+
+def num_real_devices() -> int:
+    """The number of devices, from a process that ends: the runs need the devices themselves."""
+    script = "import spmd_core; print(spmd_core.global_runtime_device_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns the exit code: 0; 2 for options, text or a mesh that cannot work; 130 after Ctrl-C.
+    Returns the exit code: 0; 1 if a run of a comparison failed; 2 for options, text or a mesh that
+    cannot work; 130 after Ctrl-C.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        report = run(config_from(argv))
+        config = config_from(argv)
+        if "--compare" in argv:
+            compare_strategies(config, argv)
+            return 0
+        report = run(config)
     except (KnobError, TextError, spmd.MeshError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except CompareError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return EXIT_INTERRUPTED if report.interrupted else 0
 
 

@@ -127,6 +127,15 @@ def test_bf16_and_dropout_are_close_to_fp32(cache_dir: str) -> None:
     assert dropped != fp32
 
 
+def test_recomputation_does_not_change_losses(cache_dir: str) -> None:
+    kept, again, products = (
+        run(smoke(cache_dir, steps=3, eval_batches=0, dropout=0.1, remat=policy)).losses
+        for policy in ("none", "full", "products")
+    )
+    assert again == pytest.approx(kept, rel=1e-5)
+    assert products == pytest.approx(kept, rel=1e-5)
+
+
 def test_the_model_reads_nothing_on_the_host() -> None:
     # Private to torch: only this test depends on it.
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
@@ -363,3 +372,32 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
     assert all(a > b for a, b in itertools.pairwise(factors[10:]))
     assert factors[100] == pytest.approx(0.1)
     assert lr_factor(0, steps=1, warmup=0, floor=0.1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "fsdp=8", "--devices", "8"], "--compare chooses --mesh, --strategy"),
+        (["--strategy", "ddp"], "got another --strategy or --device"),
+        (["--devices", "1"], "--compare needs at least two devices; got 1"),
+    ],
+)
+def test_options_that_a_comparison_chooses_itself(
+    arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--smoke", "--compare", "--cache-dir", cache_dir, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def compared(module: str, variants: Any, *, common: Any, folder: Path) -> None:
+        seen.update({v.name: v.options for v in variants}, common=common)
+
+    monkeypatch.setattr("examples.gpt2.train.compare", compared)
+    assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
+    assert seen.pop("common") == ["--smoke", "--devices", "8", "--cache-dir", cache_dir]
+    assert seen["one device"] == ["--devices", "1"]
+    assert seen["spmd fsdp=4,tensor=2"][-1] == "fsdp=4,tensor=2"
+    assert len(seen) == 7

@@ -6,7 +6,8 @@ first (`recording.second_runs`).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -93,17 +94,21 @@ class CheckpointedForward:
         module: the module.
         inner: computes the module's result: an earlier replacement of `forward`, or None for the
             method of the module's class.
+        options: more arguments of `torch.utils.checkpoint.checkpoint`.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
     __qualname__ = "_CheckpointedForward"
+    options: Mapping[str, Any] = MappingProxyType({})  # of pickles without options
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
-        self.module, self.inner = module, inner
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, **options: Any) -> None:
+        self.module, self.inner, self.options = module, inner, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = inner_forward(self.module, self.inner)
-        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return torch.utils.checkpoint.checkpoint(
+            forward, *args, use_reentrant=False, **self.options, **kwargs
+        )
 
 
 def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -118,13 +123,21 @@ def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callab
     return method
 
 
-def checkpoint_module(module: nn.Module) -> nn.Module:
+def checkpoint_module(
+    module: nn.Module, *, context_fn: Callable[[], tuple[Any, Any]] | None = None
+) -> nn.Module:
     """Makes a module run its forward again in backward, instead of keeping what it saved.
 
     In place. Apply it before `fully_shard` or a wrapper. Around `module.forward` this puts
     `torch.utils.checkpoint` (with `use_reentrant=False`). Random numbers are the same in both runs.
     `fully_shard` and `SpmdFullyShardedDataParallel` gather a checkpointed module's parameters for
     each run.
+
+    Args:
+        module: such as one block of a model.
+        context_fn: as of `torch.utils.checkpoint.checkpoint`; with
+            `create_selective_checkpoint_contexts` a policy decides which results of the first run
+            are kept. It sees a linear layer as `aten.linear`, attention as `spmd.attention`.
 
     Returns:
         The module.
@@ -155,5 +168,6 @@ def checkpoint_module(module: nn.Module) -> nn.Module:
             f"second run; got a {type(module).__name__} that is "
             "sharded. Call checkpoint_module on the block first, and shard it then."
         )
-    module.forward = CheckpointedForward(module, own)
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    module.forward = CheckpointedForward(module, own, **options)
     return module

@@ -53,7 +53,8 @@ def infer(
 
     def to_meta(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in metas:
-            metas[id(t)] = meta_like(spec_of(t))
+            with torch._C._DisableTorchDispatch():
+                metas[id(t)] = meta_like(spec_of(t))
         return metas[id(t)]
 
     meta_args = [map_tensors(a, to_meta) for a in args]
@@ -66,7 +67,9 @@ def infer(
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")
     try:
-        with torch.no_grad():
+        # A mode on the stack, such as that of a selective checkpoint, would take what runs here for
+        # operations of the program.
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
             result = (meta or func)(*meta_args, **meta_kwargs)
     except NotImplementedError:  # there is no meta kernel; the call may be right
         cpu_kernels.refuse(func, args, kwargs)

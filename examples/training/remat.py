@@ -1,0 +1,40 @@
+"""Recomputes a block's activations in backward, but for those that a policy keeps."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import spmd_core as spmd
+
+# What is kept between forward and backward, beside each block's input: the results of operations
+# whose name contains one of these.
+POLICIES: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "products": ("linear", "mm"),
+    "attention": ("attention",),
+}
+
+
+def recompute(blocks: Iterable[nn.Module], policy: str) -> None:
+    """Makes each block run its forward again in backward, in place. Call it before sharding.
+
+    Args:
+        blocks: modules on device `xla`.
+        policy: "none" keeps everything and changes nothing; else a key of `POLICIES`.
+    """
+    if policy == "none":
+        return
+    kept = POLICIES[policy]
+    context_fn = partial(create_selective_checkpoint_contexts, partial(_decide, kept))
+    for block in blocks:
+        spmd.checkpoint_module(block, context_fn=context_fn if kept else None)
+
+
+def _decide(
+    kept: tuple[str, ...], context: Any, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    is_kept = any(name in str(op) for name in kept)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
