@@ -16,7 +16,7 @@ def waits_of(function):
     del held
     graph = compile_cache.newest().graph
     shapes = [out.shape for node in graph.nodes for out in node.entry.outs]
-    return [shapes[number] for waits in late_results(graph).values() for number in waits]
+    return [shapes[number] for wait in late_results(graph).values() for number in wait.values]
 
 
 def test_products_wait_for_the_gradients_of_weights(mesh_1d):

@@ -339,9 +339,14 @@ class Function:
                 context.index_checks = []
             inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
             manual = self._manual(len(values))
-            ready += [values[i] for i in waits.get(position, ()) if i not in plans.replaced]
-            if position in waits and ready and manual is None:
-                inputs, ready = [*jax.lax.optimization_barrier((inputs, ready))[0]], []
+            wait = waits.get(position)
+            if wait is not None and manual is None:
+                ready += [values[i] for i in wait.values if i not in plans.replaced]
+                if ready:
+                    own = [inputs[i] for i in wait.operands]
+                    own, ready = [*jax.lax.optimization_barrier((own, ready))[0]], []
+                    for i, x in zip(wait.operands, own):
+                        inputs[i] = x
             if position in plans.gradients:
                 inputs = [self._total(plans.gradients[position], position, parts, values)]
             with _named(node, position):

@@ -6,6 +6,8 @@ gradients, then live until the end. So each product waits for the products befor
 are read late. On GPU and TPU the compiler orders for memory and for overlap with communication.
 """
 
+from dataclasses import dataclass
+
 from spmd_core.program.program_graph import Graph
 
 # Operations that read whole arrays anyway, so that a barrier before them hinders no fusion.
@@ -20,10 +22,32 @@ _PRODUCTS = frozenset(
 )
 
 
-def late_results(graph: Graph) -> dict[int, list[int]]:
-    """For each product, the numbers of the values that have to be computed before it starts.
+# They give the values of one operand in another shape, order or dtype.
+_MOVES = frozenset(
+    (
+        *("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::clone", "aten::_to_copy"),
+        *("aten::t", "aten::transpose.int", "aten::permute"),
+    )
+)
 
-    Empty for a program without gradients.
+
+@dataclass(frozen=True)
+class Wait:
+    """What a product waits for.
+
+    Attributes:
+        operands: the positions of the operands that it reads after that.
+        values: the numbers of the values that are computed before.
+    """
+
+    operands: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+def late_results(graph: Graph) -> dict[int, Wait]:
+    """The products that wait, by their positions. Empty for a program without gradients.
+
+    Data and what is marked is read at once: a gather of it may be shared with an earlier product.
     """
     if not any("backward" in node.entry.name for node in graph.nodes):
         return {}
@@ -31,14 +55,23 @@ def late_results(graph: Graph) -> dict[int, list[int]]:
     for position, node in enumerate(graph.nodes):
         for number in node.inputs:
             first_use.setdefault(number, position)
-    waits: dict[int, list[int]] = {}
+    made_by = [node for node in graph.nodes for _ in node.entry.outs]
+
+    def may_be_shared(number: int) -> bool:
+        while number >= 0 and made_by[number].entry.name in _MOVES:
+            number = made_by[number].inputs[0]
+        return number < 0 or made_by[number].entry.sharding is not None
+
+    waits: dict[int, Wait] = {}
     made: list[int] = []  # by products and marks of gradients, and not waited for yet
     total = 0
     for position, node in enumerate(graph.nodes):
         is_product = node.entry.name in _PRODUCTS
         if is_product:
-            waits[position] = [n for n in made if first_use.get(n, len(graph.nodes)) > position]
-            made = []
+            late = [n for n in made if first_use.get(n, len(graph.nodes)) > position]
+            operands = [i for i, number in enumerate(node.inputs) if not may_be_shared(number)]
+            if operands:
+                waits[position], made = Wait(tuple(operands), tuple(late)), []
         if is_product or node.entry.summed_over is not None:
             made += range(total, total + len(node.entry.outs))
         total += len(node.entry.outs)
