@@ -1,3 +1,10 @@
 """Gradient checkpointing of a module; apply it before wrapping the module with FSDP."""
 
-from spmd_core.modules.checkpointing import checkpoint_module as checkpoint_module
+from torch import nn
+
+from spmd_core.modules import checkpointing
+
+
+def checkpoint_module(module: nn.Module) -> nn.Module:
+    """`spmd_core.checkpoint_module` without options, as upstream's."""
+    return checkpointing.checkpoint_module(module)
