@@ -289,6 +289,7 @@ def main() -> int:
     if not names:
         parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
     spmd.config.cache_dir = None
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
     # LLVM comes after the partitioner; its optimizations would take most of the time.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")

@@ -95,14 +95,16 @@ def test_gradients_are_those_of_eager_torch(way, num_devices):
 
 _FIGURES = """
 import json
+from spmd_core.program import compile_cache
 from test_checkpointing import WAYS, on_device
 spmd.use_spmd()
 found = {}
 for way in WAYS:
+    compile_cache.clear()
     count = spmd.metrics.counter("compiles")
     gradients = on_device(way, 1)
     spmd.sync()
-    (record,) = spmd.metrics.programs(since=count)
+    record = max(spmd.metrics.programs(since=count), key=lambda program: program.flops)
     found[way] = record.temp_bytes, record.flops
 print(json.dumps(found))
 """
