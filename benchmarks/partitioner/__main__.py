@@ -17,19 +17,15 @@ Run: python -m benchmarks.partitioner
 import argparse
 import fnmatch
 import itertools
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-import spmd_core as spmd
 from benchmarks import workers
 from benchmarks.opinfo import samples
 from benchmarks.partitioner.chains import Chains
-from benchmarks.partitioner.programs import MESHES, Entry, examine
+from benchmarks.partitioner.programs import MESHES, Entry, examine, start
 from benchmarks.report import Table, argument_parser, publish
 
 CHAINS_AT_ONCE = 5
@@ -37,15 +33,7 @@ CHAINS_AT_ONCE = 5
 
 def _serve() -> None:
     """A worker process; its answers are objects of `Answer`."""
-    spmd.config.cache_dir = None
-    # LLVM comes after the partitioner; its optimizations would take most of the time.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "")
-        + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    )
-    spmd.simulate(8)
-    spmd.use_spmd()
-    torch.set_num_threads(1)
+    start()
     ops = {op.formatted_name: op for op in samples.entries()}
     entries: dict[str, Entry] = {}
 

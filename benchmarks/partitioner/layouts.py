@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
+from benchmarks.partitioner.programs import start
 from benchmarks.report import Table, argument_parser, publish
 
 Spec: TypeAlias = tuple[Any, ...]
@@ -288,16 +289,8 @@ def main() -> int:
     names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
     if not names:
         parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
-    spmd.config.cache_dir = None
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
-    # LLVM comes after the partitioner; its optimizations would take most of the time.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "")
-        + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-    )
-    spmd.simulate(8)
-    spmd.use_spmd()
-    torch.set_num_threads(1)
+    start()
     shape = tuple(map(int, args.mesh.split(",")))
     mesh = spmd.Mesh(range(shape[0] * shape[1]), shape, AXES)
     rows, notes, data = [], [], []

@@ -13,6 +13,7 @@ Many programs are recorded before one cut, so that XLA compiles them as one.
 """
 
 import copy
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -520,3 +521,16 @@ def _reduced(
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+def start() -> None:
+    """Makes this process compile small programs for eight emulated devices, as fast as it can."""
+    spmd.config.cache_dir = None
+    # LLVM comes after the partitioner; its optimizations would take most of the time.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    )
+    spmd.simulate(8)
+    spmd.use_spmd()
+    torch.set_num_threads(1)

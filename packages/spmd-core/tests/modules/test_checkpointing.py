@@ -96,13 +96,14 @@ def test_gradients_are_those_of_eager_torch(way, num_devices):
 _FIGURES = """
 import json
 from spmd_core.program import compile_cache
-from test_checkpointing import WAYS, on_device
+from test_checkpointing import WAYS, blocks_and_data, train
 spmd.use_spmd()
 found = {}
 for way in WAYS:
     compile_cache.clear()
     count = spmd.metrics.counter("compiles")
-    gradients = on_device(way, 1)
+    blocks, x = (t.to("xla") for t in blocks_and_data())
+    gradients = train(blocks, x.requires_grad_(), way)
     spmd.sync()
     record = max(spmd.metrics.programs(since=count), key=lambda program: program.flops)
     found[way] = record.temp_bytes, record.flops
@@ -120,7 +121,7 @@ def test_what_is_saved_decides_memory_and_flops():
         assert temp_bytes < 0.5 * kept and flops > 1.2 * kept_flops
     products, attention = found["save products"], found["save attention"]
     assert again < products[0] < 0.8 * kept and kept_flops < products[1] < 0.9 * again_flops
-    assert attention[0] < kept and products[1] < attention[1] < 0.95 * again_flops
+    assert attention[0] < 0.5 * kept and products[1] < attention[1] < 0.95 * again_flops
 
 
 @pytest.mark.one_device
