@@ -93,13 +93,18 @@ def on_mesh(spec: Spec, mesh: spmd.Mesh) -> Spec:
 
 def num_batch_shards(mesh: spmd.Mesh) -> int:
     """The number of shards of the batch dim."""
+    return axis_size(mesh, "data") * axis_size(mesh, "fsdp")
+
+
+def axis_size(mesh: spmd.Mesh, axis: str) -> int:
+    """The size of an axis; 1 if the mesh lacks it."""
     sizes: Mapping[Any, int] = mesh.shape()
-    return sizes.get("data", 1) * sizes.get("fsdp", 1)
+    return sizes.get(axis, 1)
 
 
 def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
-    """The sharding of token ids of shape (B, T)."""
-    return spmd.ShardingSpec(mesh, on_mesh((BATCH_AXES, None), mesh))
+    """The sharding of token ids of shape (A, B, T), where a batch has A parts of B sequences."""
+    return spmd.ShardingSpec(mesh, on_mesh((None, BATCH_AXES, None), mesh))
 
 
 def compared(num_devices: int) -> list[tuple[str, str]]:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+
+import spmd_core as spmd
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Report:
         num_params: parameters, padding included.
         num_devices, device_kind: the devices that the run used.
         mesh: size of each mesh axis; empty for one device.
+        resumed_at: the step of the saved run that this one went on from; 0 for a new run.
         losses, grad_norms, lrs: one entry per training step.
         evals: per evaluation, `step` and the figures that the recipe reports, such as `loss`.
         step_time_s: seconds per step, the median over the logged intervals; intervals with a
@@ -51,6 +55,7 @@ class Report:
     num_devices: int = 1
     device_kind: str = ""
     mesh: dict[str, int] = field(default_factory=dict)
+    resumed_at: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     lrs: list[float] = field(default_factory=list)
@@ -136,13 +141,16 @@ class RunLog:
         log_dir: folder for TensorBoard's event file, `metrics.jsonl` and `report.json`; with an
             empty string no files are written.
         num_steps: length of the progress bar.
+        first_step: steps of it that an earlier run has done.
         shows_progress: whether to show a progress bar; without a terminal there is none.
 
     Raises:
         ImportError: `log_dir` is given and TensorBoard is not installed.
     """
 
-    def __init__(self, *, log_dir: str, num_steps: int, shows_progress: bool) -> None:
+    def __init__(
+        self, *, log_dir: str, num_steps: int, shows_progress: bool, first_step: int = 0
+    ) -> None:
         self._folder = Path(log_dir).expanduser() if log_dir else None
         self._writer: Any = None
         self._lines: Any = None
@@ -152,6 +160,7 @@ class RunLog:
             self._lines = (self._folder / "metrics.jsonl").open("a", buffering=1)
         self._bar = tqdm(
             total=num_steps,
+            initial=first_step,
             unit="step",
             disable=None if shows_progress else True,
             dynamic_ncols=True,
@@ -169,6 +178,19 @@ class RunLog:
                 "config", "\n".join(f"    {name}: {value}" for name, value in values.items())
             )
 
+    def picture(self, name: str, picture_HW3: np.ndarray, step: int = 0) -> None:
+        """Writes a picture for TensorBoard: uint8 of shape (height, width, 3)."""
+        if self._writer is not None:
+            self._writer.add_image(name, picture_HW3, step, dataformats="HWC")
+
+    def mesh(self, mesh: spmd.Mesh) -> None:
+        """Writes a picture of the mesh for TensorBoard."""
+        if self._writer is not None:
+            # It draws with matplotlib, which is slow to import.
+            from examples.training.pictures import mesh_picture  # noqa: PLC0415
+
+            self.picture("mesh", mesh_picture(mesh))
+
     def advance(self) -> None:
         """Moves the progress bar by one step."""
         self._bar.update()
@@ -183,11 +205,28 @@ class RunLog:
         self._lines.write(json.dumps({"step": step, "time": time.time(), **known}) + "\n")
 
     def finish(self, report: Report) -> None:
-        """Prints the report, writes `report.json`, and closes everything."""
+        """Prints the report, writes `report.json` and TensorBoard's table, closes everything."""
+        if self._writer is not None:
+            self._hyperparameters(report)
         self.close()
         if self._folder is not None:
             report.write(self._folder / "report.json")
         Console().print(report.table())
+
+    def _hyperparameters(self, report: Report) -> None:
+        """The run as one row of TensorBoard's table of runs."""
+        kinds = (bool, int, float, str)
+        options = {k: v if isinstance(v, kinds) else str(v) for k, v in report.config.items()}
+        figures = {
+            "loss": report.losses[-1] if report.losses else None,
+            "step_time_s": report.step_time_s,
+            "items_per_s": report.items_per_s,
+            "peak_bytes": report.peak_bytes,
+            **{f"eval_{k}": v for k, v in (report.evals or [{}])[-1].items() if k != "step"},
+        }
+        known = {f"run/{k}": v for k, v in figures.items() if v is not None}
+        # In the run's own folder; by default each call makes another run.
+        self._writer.add_hparams(options, known, run_name=".")
 
     def close(self) -> None:
         """Closes the progress bar and the files. A second call does nothing."""

@@ -82,5 +82,5 @@ def test_the_batch_is_split_over_data_and_fsdp(
     axes: str, spec: shardings.Spec, num_shards: int
 ) -> None:
     mesh = spmd.parse_mesh(axes, 8)
-    assert shardings.batch_sharding(mesh).partition_spec == spec
+    assert shardings.batch_sharding(mesh).partition_spec == (None, *spec)
     assert shardings.num_batch_shards(mesh) == num_shards

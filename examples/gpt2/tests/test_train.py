@@ -15,17 +15,10 @@ import torch
 from tiers import exhaustive
 
 import spmd_core as spmd
-from examples.gpt2.train import (
-    SMOKE,
-    KnobError,
-    TrainConfig,
-    config_from,
-    lr_factor,
-    main,
-    parsed_mesh,
-    run,
-    with_defaults,
-)
+from examples.gpt2.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.gpt2.train import config_from, lr_factor, main, run
+from examples.training import resume
+from examples.training.knobs import KnobError
 
 ROOT = Path(__file__).parents[3]
 
@@ -104,7 +97,8 @@ def test_a_run_in_eager_torch_learns_and_reports(
     assert {"train/loss", "train/lr", "train/grad_norm", "speed/step_time_s", "mfu/6N"} <= set(
         lines[1]
     )
-    assert list(log_dir.glob("events.out.tfevents.*"))
+    events = b"".join(path.read_bytes() for path in log_dir.glob("events.out.tfevents.*"))
+    assert b"train/loss" in events and b"_hparams_" in events and b"run/eval_loss" in events
     out = capsys.readouterr().out
     assert "evaluation: loss" in out
     assert "tokens/s" in out
@@ -296,6 +290,17 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
             "without a mesh one device computes; got --devices 8 and no --mesh. "
             "Add for instance --mesh fsdp=8",
         ),
+        (["--device", "cpu", "--save-every", "2"], "got 2 and no --checkpoint"),
+        (["--device", "cpu", "--accumulate", "0"], "--accumulate must be at least 1; got 0"),
+        (
+            ["--device", "cpu", "--accumulate", "3"],
+            "--batch must divide by --accumulate; got 8 and 3. Pass for instance --batch 9",
+        ),
+        (
+            ["--device", "cpu", "--mesh-devices", "3"],
+            "got 3 and no --mesh. Add for instance --mesh fsdp=3",
+        ),
+        (["--device", "cpu", "--resume", "missing.pt"], "'missing.pt' is none"),
         (
             ["--strategy", "ddp"],
             "--strategy ddp splits the batch over a mesh; got none. Add for instance --mesh data=8",
@@ -337,6 +342,23 @@ def test_a_strategy_takes_its_axes(
     config = TrainConfig(strategy=strategy, mesh=f"{axis}={num_devices}", batch=8)
     with pytest.raises(KnobError, match=re.escape(message)):
         parsed_mesh(config)
+
+
+def test_a_mesh_must_fit_the_batch_the_heads_and_the_devices(num_devices: int) -> None:
+    spmd.use_spmd()
+    mesh = f"fsdp={num_devices}"
+    if num_devices > 1:
+        with pytest.raises(KnobError, match=f"got 5 for {num_devices}. Pass for instance --batch"):
+            parsed_mesh(TrainConfig(mesh=mesh, batch=5))
+    assert parsed_mesh(TrainConfig(mesh=mesh, batch=num_devices))
+    with pytest.raises(KnobError, match=f"got {num_devices + 1} of {num_devices}. Pass at most"):
+        parsed_mesh(TrainConfig(mesh=mesh, mesh_devices=num_devices + 1, batch=8))
+    if num_devices == 8:
+        message = "tensor=8 for the 12 heads of 124M. Pass one of tensor=1, 2, 3, 4, 6, 12"
+        with pytest.raises(KnobError, match=message):
+            parsed_mesh(TrainConfig(preset="124M", mesh="tensor=8", batch=8))
+        part = parsed_mesh(TrainConfig(mesh="fsdp=3", mesh_devices=3, batch=3))
+        assert part is not None and part.size() == 3
 
 
 def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,3 +423,41 @@ def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.Mo
     assert seen["one device"] == ["--devices", "1"]
     assert seen["spmd fsdp=4,tensor=2"][-1] == "fsdp=4,tensor=2"
     assert len(seen) == 7
+
+
+def test_a_run_resumes_exactly(cache_dir: str, tmp_path: Path) -> None:
+    knobs = {"steps": 4, "eval_every": 2, "accumulate": 2, "checkpoint": str(tmp_path / "{step}")}
+    whole = run(smoke(cache_dir, save_every=2, **knobs))
+    rest = run(smoke(cache_dir, resume=str(tmp_path / "2"), **knobs))
+    assert rest.resumed_at == 2
+    assert rest.losses == whole.losses[2:]
+    assert rest.lrs == whole.lrs[2:]
+    assert rest.evals == whole.evals[1:]
+    done = run(smoke(cache_dir, resume=str(tmp_path / "4"), **knobs))
+    assert done.losses == []
+
+
+def test_a_save_that_fails_on_the_way_does_not_end_the_run(
+    cache_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: str, **state: Any) -> None:
+        raise resume.SaveError("the disk is full.")
+
+    monkeypatch.setattr(resume, "save", full)
+    arguments = ["--save-every", "2", "--checkpoint", "run.pt", "--device", "cpu", "--steps", "3"]
+    code = main(
+        ["--smoke", "--eval-batches", "0", "--cache-dir", cache_dir, "--no-progress", *arguments]
+    )
+    out = capsys.readouterr()
+    assert "error: the disk is full. The run goes on." in out.out
+    assert "step     3" in out.out
+    assert out.err == "error: the disk is full.\n"
+    assert code == 1
+
+
+def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str) -> None:
+    whole, parts = (
+        run(smoke(cache_dir, steps=3, eval_batches=0, accumulate=number)).losses
+        for number in (1, 4)
+    )
+    assert parts == pytest.approx(whole, rel=1e-5)

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.gpt2 import text
-from examples.gpt2.text import PYTHON_STDLIB, BlockBatches, TextError, load_text, packed_blocks
+from examples.gpt2.data import (
+    PYTHON_STDLIB,
+    BlockBatches,
+    TextData,
+    TextError,
+    load_text,
+    packed_blocks,
+)
 
 
 @pytest.fixture
@@ -26,7 +32,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def load(source: Path | str, tmp_path: Path, **settings: float) -> text.TextData:
+def load(source: Path | str, tmp_path: Path, **settings: float) -> TextData:
     return load_text(
         [str(source)],
         cache_dir=str(tmp_path / "cache"),
@@ -103,16 +109,20 @@ def test_batches_are_shuffled_by_the_seed_and_each_pass_sees_a_block_once() -> N
     def blocks_of(batches: BlockBatches) -> list[int]:
         assert len(list(batches)) == len(batches)
         assert all(
-            x_BT.shape == y_BT.shape == (3, 4) and torch.equal(x_BT + 1, y_BT)
-            for x_BT, y_BT in batches
+            x_ABT.shape == y_ABT.shape == (batches.parts, 3 // batches.parts, 4)
+            and torch.equal(x_ABT + 1, y_ABT)
+            for x_ABT, y_ABT in batches
         )
-        return [int(row[0]) // 100 for x_BT, _ in batches for row in x_BT]
+        return [int(row[0]) // 100 for x_ABT, _ in batches for row in x_ABT.flatten(0, 1)]
 
     shuffled = blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5))
     assert shuffled == blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5))
     assert shuffled != blocks_of(BlockBatches(blocks_NT, 3, 7, seed=6))
     assert len(set(shuffled[:9])) == len(set(shuffled[9:18])) == 9
     assert shuffled[:9] != shuffled[9:18]
+    # In parts, and from the fifth batch on, in the middle of the second pass.
+    assert shuffled == blocks_of(BlockBatches(blocks_NT, 3, 7, parts=3, seed=5))
+    assert shuffled[12:] == blocks_of(BlockBatches(blocks_NT, 3, 7, seed=5, first=4))
     assert blocks_of(BlockBatches(blocks_NT, 3, 4)) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
 
 
@@ -160,7 +170,7 @@ def test_a_vocabulary_has_room_for_every_byte(corpus: Path, tmp_path: Path) -> N
 
 
 class FakeHub:
-    """The part of the datasets library that text.py uses, for a hub with a single dataset."""
+    """The part of the datasets library that data.py uses, for a hub with a single dataset."""
 
     def __init__(self, column: str) -> None:
         self.column = column

@@ -3,7 +3,7 @@
 Tokenizers and tokens are cached between runs. The same source, settings and seed give the same
 batches in the same order, on any machine and any mesh.
 
-Legend: N blocks, T tokens in a sequence, B sequences in a batch.
+Legend: N blocks, T tokens in a sequence, A parts of a batch, B sequences in a part.
 """
 
 import contextlib
@@ -50,6 +50,7 @@ class TextData:
         tokenizer: encodes and decodes text.
         was_cached: whether the tokens were read from the cache.
         summary: source and number of tokens, in one line for the console.
+        identity: a hash of the tokens and the length of a block.
     """
 
     train_NT: torch.Tensor
@@ -57,6 +58,7 @@ class TextData:
     tokenizer: Tokenizer
     was_cached: bool
     summary: str
+    identity: str
 
 
 def load_text(
@@ -124,6 +126,7 @@ def load_text(
         was_cached=was_cached,
         summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
         + (", from the cache" if was_cached else ""),
+        identity=f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]} in blocks of {seq}",
     )
 
 
@@ -143,26 +146,36 @@ def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockBatches:
-    """An iterable of `num_batches` pairs (inputs, targets), each int64 of shape (B, T).
+    """An iterable of pairs (inputs, targets), each int64 of shape (A, B, T).
 
     It passes over the blocks as often as needed: with a seed in another random order each time,
     without one in the text's order. A pass drops the last blocks if they do not fill a batch.
+
+    Attributes:
+        blocks_NT: the blocks, of shape (N, T + 1).
+        batch: blocks in a batch, A·B.
+        num_batches: the batches of a whole run.
+        parts: into how many parts a batch is cut (A).
+        seed: of the order; None for the text's.
+        first: the batches that an earlier run had; iteration begins behind them.
     """
 
     blocks_NT: torch.Tensor
     batch: int
     num_batches: int
+    parts: int = 1
     seed: int | None = None
+    first: int = 0
 
     def __len__(self) -> int:
-        return self.num_batches
+        return self.num_batches - self.first
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         num_blocks = len(self.blocks_NT)
         per_pass = num_blocks // self.batch
-        for index in range(self.num_batches):
+        for index in range(self.first, self.num_batches):
             epoch, position = divmod(index, per_pass)
-            if position == 0:
+            if position == 0 or index == self.first:
                 order_N = torch.arange(num_blocks)
                 if self.seed is not None:
                     order_N = torch.randperm(
@@ -170,7 +183,8 @@ class BlockBatches:
                         generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch),
                     )
             block_BT = self.blocks_NT[order_N[position * self.batch : (position + 1) * self.batch]]
-            yield block_BT[:, :-1].contiguous(), block_BT[:, 1:].contiguous()
+            block_ABT = block_BT.unflatten(0, (self.parts, -1))
+            yield block_ABT[..., :-1].contiguous(), block_ABT[..., 1:].contiguous()
 
 
 # --- Sources --------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""A recipe's options: a dataclass with a help line for each field, and the command line from it."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+
+class KnobError(ValueError):
+    """An option is out of range, or two options do not fit together."""
+
+
+def knob(default: Any, text: str, *, resumable: bool = False, **argument: Any) -> Any:
+    """A field of a recipe's configuration.
+
+    Args:
+        default: its value where the command line does not name it.
+        text: the line that --help prints.
+        resumable: whether a resumed run may have another value: the option decides where or how
+            fast the run is computed, or what it writes, and not what it computes.
+        argument: more arguments of `ArgumentParser.add_argument`.
+    """
+    options = {"help": text, "type": type(default), **argument}
+    return dataclasses.field(default=default, metadata={"options": options, "resumable": resumable})
+
+
+def option(name: str) -> str:
+    """The option of a field: "--log-dir" for "log_dir"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def parser_of(config_type: type, *, module: str, description: str) -> argparse.ArgumentParser:
+    """A parser with an option for each field of a configuration made of knobs.
+
+    Args:
+        config_type: a dataclass whose fields are `knob`s.
+        module: what `python -m` runs.
+        description: stands on top of --help, as it is.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for field in dataclasses.fields(config_type):
+        options = {k: v for k, v in field.metadata["options"].items() if v is not bool}
+        shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = "" if field.default in (None, "") else f" (default: {shown})"
+        options["help"] += default
+        parser.add_argument(option(field.name), default=field.default, **options)
+    return parser
+
+
+def add_smoke(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> None:
+    """Adds --smoke, which changes the defaults of other options to `values`."""
+    text = ", ".join(f"{name}={value}" for name, value in values.items())
+    parser.add_argument("--smoke", action="store_true", help=f"a run that takes seconds: {text}")
+
+
+def parse(
+    parser: argparse.ArgumentParser,
+    config_type: type[Config],
+    argv: Sequence[str] | None,
+    *,
+    smoke: Mapping[str, Any],
+) -> Config:
+    """The command line as a configuration; --smoke only changes defaults of other options.
+
+    Options of the parser that are no field of the configuration are left out.
+    """
+    if parser.parse_args(argv).smoke:
+        parser.set_defaults(**smoke)
+    values = vars(parser.parse_args(argv))
+    names = {field.name for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
+    return config_type(**{name: value for name, value in values.items() if name in names})
+
+
+def check_at_least(config: Any, smallest: int, names: Sequence[str]) -> None:
+    """Checks that the named options are no smaller than `smallest`.
+
+    Raises:
+        KnobError: one of them is.
+    """
+    for name in names:
+        if getattr(config, name) < smallest:
+            raise KnobError(
+                f"{option(name)} must be at least {smallest}; got {getattr(config, name)}. "
+                "Leave it out for the default."
+            )

@@ -1,0 +1,146 @@
+"""Saves a run to a file and goes on from it: in the same state, at the same place in the data."""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import spmd_core as spmd
+from examples.training.knobs import option
+
+_FORMAT = 1
+
+
+class ResumeError(ValueError):
+    """A file is no saved run, or it is one of a run with other options or other data."""
+
+
+class SaveError(OSError):
+    """A run could not be written."""
+
+
+class Stateful(Protocol):
+    """A model, an optimizer, a schedule: what gives its state and takes it back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(
+    path: str | Path,
+    *,
+    step: int,
+    config: Any,
+    data: str,
+    parts: Mapping[str, Stateful],
+) -> None:
+    """Writes a run's state. Waits for the device; under several processes, each must call it.
+
+    The file replaces an earlier one when it is whole, so there is always one that can be resumed.
+    It holds whole tensors, whatever the mesh, and `torch.load(path, weights_only=True)` reads it.
+
+    Args:
+        path: a file; its folder is made.
+        step: the number of steps done, which is the place in the data.
+        config: the run's options, a dataclass of `knob`s.
+        data: identifies the data, such as a hash of it.
+        parts: what the run goes on with, by name.
+
+    Raises:
+        SaveError: the file could not be written, for instance as the disk is full. An earlier file
+            is as it was.
+    """
+    path = Path(path).expanduser()
+    state = spmd.to_cpu(
+        {
+            "format": _FORMAT,
+            "step": step,
+            "config": _plain(config),
+            "data": data,
+            "random": torch.get_rng_state(),
+            "parts": {name: part.state_dict() for name, part in parts.items()},
+        }
+    )
+    written = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spmd.save(state, written)
+        if spmd.is_master():
+            written.replace(path)
+    # torch's writer raises a RuntimeError where it cannot write.
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            written.unlink()
+        kept = "The file of an earlier step is kept. " if path.exists() else ""
+        raise SaveError(
+            f"the state after step {step} must fit on the disk; {path} could not be written: "
+            f"{error}. {kept}Free space, or name another file."
+        ) from error
+
+
+def read(path: str | Path, *, config: Any) -> dict[str, Any]:
+    """The saved run, for `restore`, after checking that its options are those of `config`.
+
+    Needs no device, so that a wrong file fails within seconds.
+
+    Raises:
+        ResumeError: the file is missing or is no saved run, or an option differs that decides what
+            is computed.
+    """
+    path = Path(path).expanduser()
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = saved["format"]
+    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
+        raise ResumeError(
+            f"--resume needs the file of a saved run; {str(path)!r} is none: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            "Name the file that the run wrote, or leave out --resume."
+        ) from error
+    if found != _FORMAT:
+        raise ResumeError(
+            f"--resume reads files of format {_FORMAT}; got format {found} in {str(path)!r}. "
+            "Resume with the release that wrote it."
+        )
+    before, now = saved["config"], _plain(config)
+    for field in dataclasses.fields(config):
+        name = field.name
+        if not field.metadata["resumable"] and before.get(name) != now[name]:
+            raise ResumeError(
+                f"a run resumes with the options that it began with; got {option(name)} "
+                f"{now[name]}, and {before.get(name)} in {str(path)!r}. Pass {option(name)} "
+                f"{before.get(name)}, or begin a new run without --resume."
+            )
+    return saved
+
+
+def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful]) -> int:
+    """Gives `parts` and torch's random generator the saved state; returns the saved step.
+
+    Tensors keep their devices and shardings, whatever those of the saved run were.
+
+    Raises:
+        ResumeError: the run was of other data.
+    """
+    if saved["data"] != data:
+        raise ResumeError(
+            "a run resumes with the data that it began with; got other data under the same name "
+            f"({data} now, {saved['data']} then). Restore the data, or begin a new run without "
+            "--resume."
+        )
+    for name, part in parts.items():
+        part.load_state_dict(saved["parts"][name])
+    torch.set_rng_state(saved["random"])
+    return int(saved["step"])
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """The options as a dict that a file of tensors may hold: tuples become lists."""
+    values = dataclasses.asdict(config)
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
