@@ -62,7 +62,13 @@ class _Rerun:
         self.gradient = gradient
 
 
-_without_reentrant = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+# What `checkpoint` calls for a forward that is not reentrant: torch 2.15's name, or an earlier one.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
+_generator = next(name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name))
+_without_reentrant = getattr(torch.utils.checkpoint, _generator)
 _Reentrant = torch.utils.checkpoint.CheckpointFunction
 _reentrant_forward, _reentrant_backward = _Reentrant.forward, _Reentrant.backward
 
@@ -82,7 +88,7 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
 
 
 # `torch.utils.checkpoint.checkpoint`, which programs import by name, looks these up at each call.
-torch.utils.checkpoint._checkpoint_without_reentrant_generator = _rerunning
+setattr(torch.utils.checkpoint, _generator, _rerunning)
 _Reentrant.forward = staticmethod(_forward)  # type: ignore[method-assign]
 _Reentrant.backward = staticmethod(_backward)  # type: ignore[method-assign]
 
