@@ -410,10 +410,22 @@ FAULTS = (
     ),
     # ---- modules ---------------------------------------------------------------------------------
     Fault(
-        "spmd_core/program/batch_sums.py",
+        "spmd_core/program/partial_sums.py",
         "gradients are not summed over the other axes of the batch",
-        "return lax.psum(total, rest) if rest else total",
+        "return lax.psum(total, over) if over else total",
         "return total",
+    ),
+    Fault(
+        "spmd_core/program/partial_sums.py",
+        "of gradients that are added up, only the last part is reduced",
+        "terms = [sums.pop(key) for key in [*sums] if set(key) <= set(marks)]",
+        "terms = [sums.pop(key) for key in [*sums] if set(key) <= set(marks)][-1:]",
+    ),
+    Fault(
+        "spmd_core/program/narrow_gathers.py",
+        "what a block uses in two dtypes is gathered in both",
+        "or len(uses[number]) > 1:",
+        "or False:",
     ),
     Fault(
         "spmd_core/modules/fsdp_unit.py",

@@ -59,6 +59,11 @@ class Config:
     # Cuts that differ in one growing size alone, such as a decoder's length, share a program whose
     # arrays have room for the next power of two; else each size compiles. Read at each cut.
     bound_growing_sizes: bool = True
+    # Gradients that one program adds up, as it does to accumulate them over several backwards, are
+    # reduced over the devices once. Until then each device keeps the sum of its own parts, which is
+    # a whole gradient. With False each is reduced at once, of which a device keeps its shard: less
+    # memory for split parameters, and more to send. Read at each backward.
+    reduce_gradients_once: bool = True
     # XLA's options by XLA's names, such as {"xla_cpu_scheduler_type":
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.

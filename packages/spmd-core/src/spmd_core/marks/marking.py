@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from spmd_core.config import config
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, lock, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops.kernels.shard_alike import shard_alike
 from spmd_core.program import execution, leaves
+from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
 from spmd_core.recording.calls import known
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
@@ -263,7 +265,8 @@ def _marked_copy(
 def _constrained(
     value: Value, sharding: Sharding, summed_over: tuple[int, ...] | None = None
 ) -> Value:
-    name = "spmd::mark_sharding" if summed_over is None else "spmd::mark_gradient"
+    mark = MARK if config.reduce_gradients_once else MARK_AT_ONCE
+    name = "spmd::mark_sharding" if summed_over is None else mark
     entry = known(
         (name, value.spec, sharding, summed_over),
         lambda: Entry(name, _identity, (value.spec,), sharding=sharding, summed_over=summed_over),

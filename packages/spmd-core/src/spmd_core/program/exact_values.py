@@ -8,6 +8,7 @@ tensor. The values found here are stored too.
 
 import math
 
+from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
 from spmd_core.program.program_graph import Graph, Node
 
 # Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
@@ -41,7 +42,7 @@ _MOVES = frozenset(
         *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "_unsafe_view", "view"),
         *("_reshape_alias", "_to_copy", "where"),
     )
-) | {"spmd::mark_sharding", "spmd::mark_gradient"}
+) | {"spmd::mark_sharding", MARK, MARK_AT_ONCE}
 
 
 def stored_values(graph: Graph) -> set[int]:

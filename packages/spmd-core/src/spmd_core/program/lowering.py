@@ -21,9 +21,11 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.program import batch_sums, regions
+from spmd_core.program import batch_sums, narrow_gathers, regions
 from spmd_core.program.exact_values import stored_values
+from spmd_core.program.gradient_plans import Plans
 from spmd_core.program.index_checks import first_offender
+from spmd_core.program.partial_sums import PartialSums
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
 from spmd_core.program.recorded_order import late_results
@@ -315,21 +317,21 @@ class Function:
         values: list[jax.Array] = []
         stored = stored_values(graph)
         plans = (
-            batch_sums.Plans({}, {}, frozenset())
+            Plans()
             if self._whole is Whole.EVERYTHING
             else batch_sums.find(graph, lambda number: self._manual(number) is not None)
         )
-        parts: dict[tuple[int, int], jax.Array] = {}  # of gradients, by mark and value
+
+        def read(number: int) -> jax.Array:
+            return values[number] if number >= 0 else logical[-number - 1]
+
+        sums = PartialSums(graph, plans, platform, read)
+        gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
             entry = node.entry
-            numbers = [
-                registry.Number(next(sources[int]).astype(np.bool_), bool)
-                if kind is bool
-                else registry.Number(next(sources[kind]), kind)
-                for kind in entry.number_kinds
-            ]
+            numbers = [_number(kind, sources) for kind in entry.number_kinds]
             key = _prng_key(numbers.pop().value) if entry.random else None
             outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
             context = registry.Context(
@@ -337,7 +339,10 @@ class Function:
             )
             if graph.checks_indices:
                 context.index_checks = []
-            inputs = [values[i] if i >= 0 else logical[-i - 1] for i in node.inputs]
+            gather = gathers.get(position)
+            inputs = [
+                read(number) for number in (node.inputs if gather is None else [gather.source])
+            ]
             manual = self._manual(len(values))
             wait = waits.get(position)
             if wait is not None and manual is None:
@@ -347,38 +352,32 @@ class Function:
                     own, ready = [*jax.lax.optimization_barrier((own, ready))[0]], []
                     for i, x in zip(wait.operands, own):
                         inputs[i] = x
-            if position in plans.gradients:
-                inputs = [self._total(plans.gradients[position], position, parts, values)]
             with _named(node, position):
-                if entry.border is not None:
-                    results: Sequence[jax.Array] = [regions.cross(entry.border, inputs[0])]
-                elif manual is not None:
-                    results = self._run_local(manual, node, context, inputs, numbers)
-                elif entry.sharding is not None and self._whole is Whole.EVERYTHING:
-                    results = inputs
-                elif entry.sharding is not None:
-                    results = [
-                        constrain(
-                            inputs[0],
-                            entry.sharding,
-                            self._common_mesh(named_sharding(entry.sharding, self.device_ids)),
-                        )
-                    ]
-                else:
-                    results = self._run(node, context, inputs, numbers)
-                for mark, part, scatter in plans.sums.get(position, ()):
-                    total = batch_sums.reduce_scattered(
-                        entry, part, scatter, platform, inputs, numbers
-                    )
-                    parts[mark, part.number] = total
-                    ready += [total] * bool(waits)
+                gradient = sums.gradient(position)
+                if gradient is not None:
+                    inputs = [gradient]
+                total, made = sums.addition(position)
+                results: Sequence[jax.Array] = (
+                    [total]
+                    if total is not None
+                    else self._results(node, manual, context, inputs, numbers)
+                )
+                if gather is not None:
+                    cast = self._as_marked(results[0], gather.before)
+                    results = [self._as_marked(cast, gather.after)]
+                made += sums.lower(position, inputs, numbers)
+                ready += made if waits else []
             _check(entry, results, is_local=manual is not None)
             self._offenders += [(position, bad) for bad in context.index_checks or ()]
             for x in results if manual is not None else map(keep, results):
                 values.append(apart(x) if len(values) in stored else x)
+        return self._outputs(values, leaves)
+
+    def _outputs(self, values: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """The program's results, with the padding of uneven shards."""
         returned = {id(x) for x in leaves}
         outputs = []
-        for output in graph.outputs:
+        for output in self.graph.outputs:
             x = values[output.value]
             target = padded_shape(output.spec, output.sharding)
             if target != x.shape and self._manual(output.value) is None:
@@ -391,23 +390,29 @@ class Function:
             outputs.append(x)
         return outputs
 
-    def _total(
+    def _results(
         self,
-        found: batch_sums.Sum | batch_sums.Total,
-        mark: int,
-        parts: Mapping[tuple[int, int], jax.Array],
-        values: Sequence[jax.Array],
-    ) -> jax.Array:
-        """The gradient at a mark, from its reduce-scattered parts."""
-        if isinstance(found, batch_sums.Sum):
-            return parts[mark, found.number]
-        terms = (
-            values[term] if isinstance(term, int) else self._total(term, mark, parts, values)
-            for term in found.terms
-        )
-        node = self.graph.nodes[found.node]
-        with _named(node, found.node):
-            return functools.reduce(jnp.add, terms).astype(dtypes.to_jax(node.entry.spec.dtype))
+        node: Node,
+        manual: Manual | None,
+        context: registry.Context,
+        inputs: list[jax.Array],
+        numbers: list[registry.Number],
+    ) -> Sequence[jax.Array]:
+        """The node's results; `manual` is the region that they are local to."""
+        entry = node.entry
+        if entry.border is not None:
+            return [regions.cross(entry.border, inputs[0])]
+        if manual is not None:
+            return self._run_local(manual, node, context, inputs, numbers)
+        if entry.sharding is None:
+            return self._run(node, context, inputs, numbers)
+        if self._whole is Whole.EVERYTHING:
+            return inputs
+        return [self._as_marked(inputs[0], entry.sharding)]
+
+    def _as_marked(self, x: jax.Array, sharding: Sharding) -> jax.Array:
+        named = self._common_mesh(named_sharding(sharding, self.device_ids))
+        return constrain(x, sharding, named)
 
     def _run(
         self,
@@ -525,6 +530,13 @@ def _traceback(file: str, line: int, function: str) -> Any:
     return eval(
         code.replace(co_name=function, co_qualname=function), {"current": _source_info.current}
     )
+
+
+def _number(kind: type, sources: Mapping[type, Iterator[jax.Array]]) -> registry.Number:
+    """The next number of a kind; the bools are among the ints."""
+    if kind is bool:
+        return registry.Number(next(sources[int]).astype(np.bool_), bool)
+    return registry.Number(next(sources[kind]), kind)
 
 
 def _prng_key(seed: jax.Array) -> jax.Array:
