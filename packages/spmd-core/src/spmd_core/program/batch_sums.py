@@ -91,9 +91,7 @@ def find(graph: Graph, is_local: Callable[[int], bool]) -> Plans:
     gradients = {
         mark: gradient
         for mark, gradient in found.items()
-        if mark in joined_marks
-        or gradient.reduction.axis is not None
-        or any(finder.is_converted(part) for part in sums(gradient.found))
+        if mark in joined_marks or finder.gains(gradient)
     }
     lowered: dict[int, list[tuple[int, Sum]]] = {}
     for mark, gradient in gradients.items():
@@ -194,9 +192,16 @@ class _Finder:
         lookup = Lookup(position, number, found.spec)
         return replace(found, spec=spec, lookup=lookup)
 
-    def is_converted(self, part: Sum) -> bool:
-        """Whether a sum has another dtype than the gradient."""
-        return self._graph.nodes[part.node].entry.outs[part.result].dtype != part.spec.dtype
+    def gains(self, gradient: Gradient) -> bool:
+        """Whether the partitioner would reduce a gradient, used once, less well.
+
+        It would all-reduce what can be scattered, or reduce in the dtype of the sum.
+        """
+        parts = [*sums(gradient.found)]
+        # A sum behind a lookup is small. With a further axis, its region takes more memory.
+        scatters = gradient.reduction.axis is not None and not any(p.lookup for p in parts)
+        dtypes = (self._graph.nodes[p.node].entry.outs[p.result].dtype for p in parts)
+        return scatters or any(dtype != p.spec.dtype for dtype, p in zip(dtypes, parts))
 
     def _total(self, position: int, node: Node, reduction: Reduction) -> Total | None:
         """Autograd adds up the gradients of a parameter that is used more than once."""
