@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import torch
 
 from spmd_core.config import config
@@ -79,6 +80,9 @@ def _start() -> tuple[jax.Device, ...]:
         # By default jax stores only programs that took a second to compile: every process would
         # compile a step of many small programs again.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    os.environ["XLA_FLAGS"] = with_positional_shardings(
+        os.environ.get("XLA_FLAGS", ""), jaxlib.__version__
+    )
     try:
         found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
     except RuntimeError as error:
@@ -87,6 +91,23 @@ def _start() -> tuple[jax.Device, ...]:
             "Unset it, or install jax for that platform."
         ) from error
     return tuple(sorted(found, key=lambda d: d.id))
+
+
+def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
+    """XLA's flags, with the form of shardings by named axes off where it is on by default.
+
+    With that form, XLA's partitioner ends the process for some products (docs/xla_errors.md). XLA
+    also ends the process for a flag that it does not know, so only tested releases get it.
+
+    Example:
+        >>> with_positional_shardings("--a=1", "0.12.0.1")
+        '--a=1 --xla_enable_hlo_sharding_v3=false'
+    """
+    name = "--xla_enable_hlo_sharding_v3"
+    release = tuple(int(part) for part in jaxlib_version.split(".")[:2])
+    if name in flags or not (0, 11) <= release <= (0, 12):
+        return flags
+    return f"{flags} {name}=false".strip()
 
 
 def is_started() -> bool:
