@@ -286,6 +286,8 @@ def pipeline(
         ValueError: another schedule, or numbers that do not fit it.
 
     Example:
+        >>> from torch import nn
+        >>> from spmd_core import Mesh
         >>> mesh = Mesh(range(8), (2, 4), ("pipe", "data"))
         >>> model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         >>> stages = pipeline(model, mesh, num_microbatches=4, batch_axes=("data",))

@@ -60,6 +60,8 @@ def pipeline_loss(
         ValueError: microbatches x parts of the batch do not divide the batch.
 
     Example:
+        >>> from torch import nn
+        >>> from spmd_core import Mesh, pipeline
         >>> mesh = Mesh(range(8), (2, 4), ("pipe", "data"))
         >>> model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         >>> _ = pipeline(model, mesh, num_microbatches=4, schedule="1f1b", batch_axes=("data",))

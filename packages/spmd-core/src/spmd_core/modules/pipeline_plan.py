@@ -59,7 +59,7 @@ class Plan:
 
         More if v is over 1 and p does not divide m: the last group then has gaps.
         """
-        return 1 - self.num_microbatches * self.rounds / self.num_ticks
+        return (self.num_ticks - self.num_microbatches * self.rounds) / self.num_ticks
 
     def ticks(self) -> Iterator[Tick]:
         """The ticks of a forward, in order."""
