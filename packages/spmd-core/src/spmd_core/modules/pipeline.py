@@ -44,7 +44,9 @@ class Pipeline(nn.Module):
         stacking: which block is where.
         region: the mesh axes.
         slots: the modules.
-        num_runs: how many runs of a chunk of blocks each device made in the last forward.
+        num_runs: how many runs of a chunk of blocks the last recorded program has on each device:
+            in a forward, and in `pipeline_loss` with schedule "1f1b" forwards and backwards.
+        num_useful_runs: how many of these work on a microbatch; the others fill bubbles.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
@@ -60,7 +62,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.slots = nn.ModuleList(slots)
         self.stacking, self.plan, self.region, self.schedule = stacking, plan, region, schedule
-        self.num_runs = 0
+        self.num_runs = self.num_useful_runs = 0
         # Around a call that has the tensors as arguments: a second run must not read the module's.
         self._checkpoints = [checkpointing_of(slot) for slot in slots]
         self.interception: Callable[..., torch.Tensor] | None = None
@@ -118,7 +120,7 @@ class Pipeline(nn.Module):
         # Entered, so that the gradient of such a tensor is summed over the devices.
         args, kwargs = pytree.tree_map_only(torch.Tensor, region.enter_whole, (args, kwargs))
         done = []
-        self.num_runs = 0
+        self.num_runs, self.num_useful_runs = 0, plan.num_microbatches * plan.rounds
         with inside(region.manual):
             stage = region.stage()
             # All stages start with real rows: of zeros, a block might make infinities.

@@ -278,7 +278,7 @@ class _Schedule:
         return leave(loss, region.manual, ()), self._inside.gradients(sums)
 
     def _ticks(self, p: int, m: int) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        self._stages.num_runs = 0
+        self._stages.num_runs, self._stages.num_useful_runs = 0, 2 * m
         inputs: dict[int, torch.Tensor] = {}  # of the stages, by tick
         sums: list[torch.Tensor | None] = [None] * len(self.trained)
         total = y = gradient = None
