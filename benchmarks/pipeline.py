@@ -5,9 +5,10 @@ one size, so more of them are a larger batch.
 
 Bubble, measured: the FLOPs that the compiler counts in a step's program, against those of the same
 blocks without a pipeline, where each device has a part of the batch. What the pipeline's program
-has more of is what stages compute while they have nothing to do. A program that computes blocks
-again in backward (1f1b, and blocks under `checkpoint_module`) is compared with one that does so
-too. Bubble, formula: (p-1) / (v·m + p-1) with m microbatches and v rounds.
+has more of is what stages compute while they have nothing to do. A program that computes again in
+backward is compared with one that does so too: 1f1b all blocks of a stage, from the stage's input,
+and the blocks under `checkpoint_module` each from its own. Bubble, formula: (p-1) / (v·m + p-1)
+with m microbatches and v rounds.
 
 Run: python -m benchmarks.pipeline
 """
@@ -78,12 +79,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def blocks(*, is_checkpointed: bool) -> nn.Sequential:
-    """The model, on device `xla`."""
+def blocks(*, again: int = 0) -> nn.Sequential:
+    """The model, on device `xla`; `again` blocks together are computed again in backward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
-    for block in model if is_checkpointed else ():
-        spmd.checkpoint_module(block)
+    if again > 1:
+        model = nn.Sequential(*(model[i : i + again] for i in range(0, NUM_BLOCKS, again)))
+    for part in model if again else ():
+        spmd.checkpoint_module(part)
     return model.to("xla")
 
 
@@ -129,13 +132,11 @@ def measured(stages: int, microbatches: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for m in microbatches:
         whole = spmd.Mesh(range(NUM_DEVICES), (NUM_DEVICES,), ("data",))
-        plain = {
-            again: measure(blocks(is_checkpointed=again), batch(whole, m))
-            for again in (False, True)
-        }
+        per_stage = NUM_BLOCKS // stages
+        plain = {n: measure(blocks(again=n), batch(whole, m)) for n in (0, 1, per_stage)}
         mesh = spmd.Mesh(range(NUM_DEVICES), (stages, DATA), ("pipe", "data"))
         for variant in VARIANTS:
-            model = blocks(is_checkpointed=variant.is_checkpointed)
+            model = blocks(again=int(variant.is_checkpointed))
             pipe = spmd.pipeline(
                 model,
                 mesh,
@@ -145,7 +146,8 @@ def measured(stages: int, microbatches: Sequence[int]) -> list[dict[str, Any]]:
                 batch_axes=("data",),
             )
             found = measure(model, batch(mesh, m))
-            reference = plain[variant.is_checkpointed or variant.schedule == "1f1b"]
+            again = per_stage if variant.schedule == "1f1b" else int(variant.is_checkpointed)
+            reference = plain[again]
             rows.append(
                 {
                     **dataclasses.asdict(variant),

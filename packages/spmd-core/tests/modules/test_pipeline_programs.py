@@ -47,7 +47,7 @@ def step(mesh, schedule, m):
     gc.collect()
     spmd.sync()
     ours = made(Model(2), mesh, num_microbatches=m, schedule=schedule)
-    batch = torch.randint(0, 32, (2, 8 * m, 4)).unbind()
+    batch = torch.randint(0, 32, (2, 16, 4)).unbind()
     spmd.sync()  # stacks the parameters
     spmd.pipeline_loss(loss_of, ours, *to_device(batch, mesh)).backward()
     spmd.sync()
