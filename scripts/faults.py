@@ -373,8 +373,8 @@ FAULTS = (
     Fault(
         "spmd_core/manual/shard_map.py",
         "axis_index over several axes: the first one runs fastest",
-        "return _enter(positions, manual, (numbers,)).reshape(())",
-        "return _enter(positions, manual, (numbers[::-1],)).reshape(())",
+        "return enter(positions, manual, (numbers,)).reshape(())",
+        "return enter(positions, manual, (numbers[::-1],)).reshape(())",
     ),
     # ---- marks -----------------------------------------------------------------------------------
     Fault(

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,30 @@ class TrainConfig:
     )
     mesh: str = knob(
         "",
-        "device mesh with axes among data, fsdp and tensor, as in data=2,fsdp=4; empty: one device",
+        "device mesh with axes among pipe, data, fsdp and tensor, as in data=2,fsdp=4; empty: one "
+        "device",
         resumable=True,
     )
     strategy: str = knob(
         "spmd",
         "spmd: marks alone, any mesh; fsdp: each block gathers its parameters (fully_shard), mesh "
-        "axes fsdp and data; ddp: replicated parameters, mesh axis data",
+        "axes fsdp and data; ddp: replicated parameters, mesh axis data; pipeline: blocks as "
+        "stages along mesh axis pipe, beside any others",
         choices=tuple(shardings.STRATEGIES),
         resumable=True,
+    )
+    microbatches: int = knob(
+        0, "microbatches of a pipeline; 0: as many as it has stages", resumable=True
+    )
+    schedule: str = knob(
+        "1f1b",
+        "of a pipeline; gpipe: all forwards, then all backwards; 1f1b: memory does not grow with "
+        "the microbatches; circular: as gpipe, with smaller bubbles",
+        choices=("gpipe", "1f1b", "circular"),
+        resumable=True,
+    )
+    rounds: int = knob(
+        2, "chunks of blocks that a stage has, with --schedule circular", resumable=True
     )
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", resumable=True)
     mesh_devices: int = knob(
@@ -164,10 +179,13 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"--devices {config.devices}. Leave out --device cpu."
         )
     if config.strategy != "spmd" and not config.mesh:
+        axis = {"ddp": "data", "pipeline": "pipe"}.get(config.strategy, "fsdp")
         raise KnobError(
             f"--strategy {config.strategy} splits the batch over a mesh; got none. Add for "
-            f"instance --mesh {'data' if config.strategy == 'ddp' else 'fsdp'}=8."
+            f"instance --mesh {axis}=8."
         )
+    check_at_least(config, 0, ("microbatches",))
+    check_at_least(config, 2, ("rounds",))
     if config.batch % config.accumulate:
         raise KnobError(
             f"--batch must divide by --accumulate; got {config.batch} and {config.accumulate}. "
@@ -215,9 +233,14 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
             f"{config.mesh!r}. Pass for instance --mesh fsdp={mesh.size()}."
         )
     num_parts = shardings.num_batch_shards(mesh) * config.accumulate
+    factors = "data x fsdp x --accumulate"
+    if config.strategy == "pipeline":
+        _check_pipeline(config, mesh)
+        num_parts *= num_microbatches(config, mesh)
+        factors += " x --microbatches"
     if config.batch % num_parts:
         raise KnobError(
-            f"--batch must divide by data x fsdp x --accumulate; got {config.batch} for "
+            f"--batch must divide by {factors}; got {config.batch} for "
             f"{num_parts}. Pass for instance --batch "
             f"{_nearest_multiple(config.batch, num_parts)}."
         )
@@ -230,6 +253,55 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
             f"{', '.join(map(str, fitting))}, or another preset."
         )
     return mesh
+
+
+def num_microbatches(config: TrainConfig, mesh: spmd.Mesh) -> int:
+    """Microbatches of a pipeline."""
+    return config.microbatches or shardings.axis_size(mesh, "pipe")
+
+
+def _check_pipeline(config: TrainConfig, mesh: spmd.Mesh) -> None:
+    """Raises KnobError if a pipeline does not fit the mesh or the preset's layers."""
+    if "pipe" not in mesh.shape():
+        raise KnobError(
+            f"--strategy pipeline needs a mesh axis pipe, along which the stages lie; got "
+            f"{config.mesh!r}. Pass for instance --mesh pipe={mesh.size()}."
+        )
+    if config.mesh_devices:
+        raise KnobError(
+            "--strategy pipeline takes all devices; got --mesh-devices "
+            f"{config.mesh_devices}. Leave it out."
+        )
+    num_layers, stages = PRESETS[config.preset].num_layers, shardings.axis_size(mesh, "pipe")
+    chunks = stages * (config.rounds if config.schedule == "circular" else 1)
+    if num_layers % chunks:
+        raise KnobError(
+            "pipe x --rounds (with --schedule circular) must divide the layers; got "
+            f"{chunks} for the {num_layers} of {config.preset}. Take a smaller pipe, or another "
+            "preset."
+        )
+
+
+def check_resumable(config: TrainConfig, saved: Mapping[str, Any]) -> None:
+    """Raises KnobError if the optimizer's state of a saved run has another form.
+
+    A pipeline's has the states of all stages in one tensor.
+    """
+
+    def stages(strategy: str, mesh: str, schedule: str, rounds: int) -> Any:
+        found = [part for part in mesh.split(",") if part.strip().startswith("pipe=")]
+        is_pipeline = strategy == "pipeline"
+        return is_pipeline and (found, rounds if schedule == "circular" else 1)
+
+    names = ("strategy", "mesh", "schedule", "rounds")
+    now = stages(*(getattr(config, name) for name in names))
+    before = stages(*(saved.get(name, getattr(TrainConfig(), name)) for name in names))
+    if now != before:
+        raise KnobError(
+            "a pipeline's optimizer state is for its number of stages and rounds; got --strategy "
+            f"{config.strategy} --mesh {config.mesh!r}, and a run of {saved['strategy']} on "
+            f"{saved['mesh']!r}. Resume with the strategy, pipe and schedule of that run."
+        )
 
 
 def check_amount(config: TrainConfig, text: TextData) -> None:

@@ -1,7 +1,8 @@
-"""Where a GPT-2's tensors lie on a mesh with axes among data, fsdp and tensor, by strategy.
+"""Where a GPT-2's tensors lie on a mesh with axes among pipe, data, fsdp and tensor, by strategy.
 
 `ddp` and `spmd` are marks alone; `fsdp` wraps each block with `fully_shard`, which gathers the
 block's parameters before use, once more in backward, and reduce-scatters their gradients.
+`pipeline` makes the blocks the stages of a pipeline along pipe.
 
 Legend: B batch, T sequence, D width, V vocabulary, P positions, F 3·D or 4·D. The weights of
 GPT-2's linear layers have the shape (in, out).
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "spmd": MESH_AXES,
     "fsdp": ("data", "fsdp"),
     "ddp": ("data",),
+    "pipeline": ("pipe", *MESH_AXES),
 }
 
 # The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
@@ -54,6 +56,10 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
 
 HIDDEN_BTD: Spec = (BATCH_AXES, None, None)
 LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
+# In a pipeline, whose region is manual over fsdp, the shards of fsdp are those that lie together.
+PIPELINE_TABLE_VD: Spec = (("fsdp", "tensor"), None)
+# What comes after the blocks is computed on all stages, each for a part of the sequences.
+PIPELINE_LOGITS_BTV: Spec = ((*BATCH_AXES, "pipe"), None, "tensor")
 LOOKED_UP_VD: Spec = ("tensor", None)
 
 
@@ -120,6 +126,7 @@ def compared(num_devices: int) -> list[tuple[str, str]]:
     if num_devices % 2 == 0 and half > 1:
         meshes += [(strategy, f"data=2,fsdp={half}") for strategy in ("fsdp", "spmd")]
         meshes.append(("spmd", f"fsdp={half},tensor=2"))
+        meshes.append(("pipeline", f"pipe=2,fsdp={half}"))
     return meshes
 
 
@@ -129,7 +136,7 @@ def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
     Args:
         model: a GPT-2 on device `xla`.
         mesh: with axes among those of the strategy; `fsdp` needs an axis of that name.
-        strategy: a key of `STRATEGIES`.
+        strategy: a key of `STRATEGIES`, but not "pipeline" (see `pipeline`).
     """
     if strategy == "fsdp":
         replicas = "data" if "data" in mesh.shape() else None
@@ -139,6 +146,40 @@ def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
     else:
         shard_parameters(model, mesh)
         annotate_activations(model, mesh)
+
+
+def pipeline(
+    model: nn.Module, mesh: spmd.Mesh, *, num_microbatches: int, schedule: str, rounds: int
+) -> spmd.Pipeline:
+    """Makes a model's blocks the stages along mesh axis pipe, in place; returns the stages.
+
+    Args:
+        model: a GPT-2 on device `xla`.
+        mesh: with an axis pipe, and others among data, fsdp and tensor.
+        num_microbatches, schedule, rounds: as for `spmd.pipeline`.
+    """
+    shard_parameters(model, mesh)
+    table_VD = model.transformer.wte.weight
+    spmd.mark_sharding(table_VD, mesh, on_mesh(PIPELINE_TABLE_VD, mesh))
+    if schedule != "1f1b":  # which runs the output layer inside of the pipeline
+        spec = on_mesh(PIPELINE_LOGITS_BTV, mesh)
+        model.lm_head.register_forward_hook(
+            lambda module, inputs, logits_BTV: _mark_if_even(logits_BTV, mesh, spec)
+        )
+    return spmd.pipeline(
+        model.transformer.h,
+        mesh,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        rounds=rounds,
+        batch_axes=tuple(axis for axis in BATCH_AXES if axis in mesh.shape()),
+    )
+
+
+def _mark_if_even(logits_BTV: torch.Tensor, mesh: spmd.Mesh, spec: Spec) -> None:
+    """Marks the logits if the stages can share out the sequences."""
+    if logits_BTV.shape[0] % (num_batch_shards(mesh) * axis_size(mesh, "pipe")) == 0:
+        spmd.mark_sharding(logits_BTV, mesh, spec)
 
 
 def shard_parameters(model: nn.Module, mesh: spmd.Mesh) -> None:

@@ -29,7 +29,15 @@ from torch import nn
 
 import spmd_core as spmd
 from examples.gpt2 import shardings
-from examples.gpt2.config import SMOKE, TrainConfig, check_amount, parsed_mesh, with_defaults
+from examples.gpt2.config import (
+    SMOKE,
+    TrainConfig,
+    check_amount,
+    check_resumable,
+    num_microbatches,
+    parsed_mesh,
+    with_defaults,
+)
 from examples.gpt2.data import BlockBatches, TextError, load_text
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
@@ -64,6 +72,8 @@ def run(config: TrainConfig) -> Report:
     preset = PRESETS[config.preset]
     on_xla = config.device == "xla"
     saved = resume.read(config.resume, config=config) if config.resume else None
+    if saved:
+        check_resumable(config, saved["config"])
 
     # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
@@ -101,16 +111,28 @@ def run(config: TrainConfig) -> Report:
 
     # --- Shardings: everything that many devices need ---------------------------------------------
     input_sharding = None
+    stages = None
     if mesh:
-        shardings.parallelize(model, mesh, config.strategy)
+        if config.strategy == "pipeline":
+            stages = shardings.pipeline(
+                model,
+                mesh,
+                num_microbatches=num_microbatches(config, mesh),
+                schedule=config.schedule,
+                rounds=config.rounds if config.schedule == "circular" else 1,
+            )
+        else:
+            shardings.parallelize(model, mesh, config.strategy)
         input_sharding = shardings.batch_sharding(mesh)
     if inits_on_device and on_xla:
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
     # --- Optimizer --------------------------------------------------------------------------------
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    # By the model's own dims: a pipeline's parameters have a dim of stages in front.
+    num_dims = {p: p.ndim - getattr(p, "num_stacked_dims", 0) for p in model.parameters()}
+    decayed = [p for p, dims in num_dims.items() if dims >= 2]
+    others = [p for p, dims in num_dims.items() if dims < 2]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -194,7 +216,12 @@ def run(config: TrainConfig) -> Report:
             losses = []
             for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
                 with autocast:
-                    loss = next_token_loss(model, x_BT, y_BT)
+                    # As `next_token_loss(model, x_BT, y_BT)`, in the schedule of a pipeline.
+                    loss = (
+                        spmd.pipeline_loss(next_token_loss, model, x_BT, y_BT)
+                        if stages
+                        else next_token_loss(model, x_BT, y_BT)
+                    )
                 (loss / config.accumulate).backward()
                 losses.append(loss.detach())
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
@@ -204,6 +231,10 @@ def run(config: TrainConfig) -> Report:
             # Here and not before the backward: gradients that outlive their step would take memory.
             optimizer.zero_grad()
 
+            if stages and report.bubble is None:
+                report.bubble = bubble(stages)
+                idle = ", ".join(f"{value:.4f} {name}" for name, value in report.bubble.items())
+                run_log.say(f"pipe   {stages.extra_repr()}: idle part of the ticks {idle}")
             meter.add(step, torch.stack(losses).mean(), grad_norm, lr)
             if config.eval_batches and (
                 step == config.steps or (config.eval_every and step % config.eval_every == 0)
@@ -243,6 +274,15 @@ def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) ->
     """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
     logits_BTV = model(x_BT).logits
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
+
+
+def bubble(stages: spmd.Pipeline) -> dict[str, float]:
+    """The idle part of a stage's ticks: as the step was recorded, and by the formula."""
+    p, m, v = stages.plan.num_stages, stages.plan.num_microbatches, stages.plan.rounds
+    return {
+        "measured": (stages.num_runs - stages.num_useful_runs) / stages.num_runs,
+        "formula": (p - 1) / (v * m + p - 1),
+    }
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ class Report:
             optimizer state, batch), and for its temporaries.
         program_flops, program_ops: FLOPs of the step program as the compiler counts them, and its
             recorded operations.
+        bubble: of a pipeline, the part of a stage's ticks in which it is idle: `measured`, by the
+            runs of blocks in the step program, and by the `formula` of its schedule.
         collectives: of the step program: `kind`, mesh `axes`, `number`, and `moved_bytes`, which a
             device sends in a step by the algorithm on a ring.
         compiles, executions, compile_s: totals of the whole run.
@@ -72,6 +74,7 @@ class Report:
     temp_bytes: int | None = None
     program_flops: float | None = None
     program_ops: int | None = None
+    bubble: dict[str, float] | None = None
     collectives: list[dict[str, Any]] = field(default_factory=list)
     compiles: int = 0
     executions: int = 0
@@ -126,6 +129,10 @@ class Report:
                     f"{c['moved_bytes'] / 2**20:,.2f} MiB sent by a device in a step",
                 )
                 for c in self.collectives
+            ),
+            *(
+                (f"pipeline idle, {name}", f"{value:.2%} of the ticks")
+                for name, value in (self.bubble or {}).items()
             ),
             ("compiles", f"{self.compiles} in {self.compile_s:.1f} s"),
         ]

@@ -1,5 +1,6 @@
 """The whole script: options and their errors, eager torch, equal losses on all meshes, Ctrl-C."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +16,13 @@ import torch
 from tiers import exhaustive
 
 import spmd_core as spmd
-from examples.gpt2.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.gpt2.config import (
+    SMOKE,
+    TrainConfig,
+    check_resumable,
+    parsed_mesh,
+    with_defaults,
+)
 from examples.gpt2.train import config_from, lr_factor, main, run
 from examples.training import resume
 from examples.training.knobs import KnobError
@@ -192,6 +199,7 @@ SHORT = {"steps": 4, "eval_every": 0, "eval_batches": 1}
         ("spmd", ""),
         ("spmd", "fsdp=4,tensor=2"),
         ("fsdp", "data=2,fsdp=4"),
+        ("pipeline", "pipe=2,fsdp=2,tensor=2"),
         exhaustive("spmd", "data=2,fsdp=4"),
         exhaustive("fsdp", "fsdp=8"),
         exhaustive("ddp", "data=8"),
@@ -213,9 +221,15 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     expected_kinds = {
         "": set(),
         "data=8": {"all-reduce"},
-    }.get(mesh, {"all-gather", "all-reduce"}) | (
-        {"reduce-scatter"} if strategy == "fsdp" else set()
-    )
+    }.get(mesh, {"all-gather", "all-reduce"}) | {
+        "fsdp": {"reduce-scatter"},
+        "pipeline": {"reduce-scatter", "collective-permute"},
+    }.get(strategy, set())
+    if strategy == "pipeline":
+        assert report["bubble"] == {
+            "measured": pytest.approx(1 / 3),
+            "formula": pytest.approx(1 / 3),
+        }
     assert kinds >= expected_kinds and bool(kinds) == bool(mesh)
     assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report["collectives"])
 
@@ -387,6 +401,7 @@ def test_what_cannot_work_is_said_in_a_line(
         ("fsdp", "tensor", "must be among data, fsdp; got ['tensor']"),
         ("fsdp", "data", "--strategy fsdp needs a mesh axis fsdp"),
         ("spmd", "model", "must be among data, fsdp, tensor; got ['model']"),
+        ("pipeline", "fsdp", "--strategy pipeline needs a mesh axis pipe"),
     ],
 )
 def test_a_strategy_takes_its_axes(
@@ -396,6 +411,39 @@ def test_a_strategy_takes_its_axes(
     config = TrainConfig(strategy=strategy, mesh=f"{axis}={num_devices}", batch=8)
     with pytest.raises(KnobError, match=re.escape(message)):
         parsed_mesh(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 3}, "x --accumulate x --microbatches; got 8 for 12"),
+        ({"schedule": "circular", "rounds": 3}, "got 6 for the 2 of smoke. Take a smaller pipe"),
+        ({"mesh_devices": 8}, "takes all devices; got --mesh-devices 8. Leave it out"),
+    ],
+)
+def test_a_pipeline_must_fit_the_batch_the_layers_and_the_devices(
+    options: dict[str, Any], message: str, num_devices: int
+) -> None:
+    if num_devices != 8:
+        pytest.skip("the numbers are those of 8 devices")
+    spmd.use_spmd()
+    config = TrainConfig(
+        preset="smoke", strategy="pipeline", mesh="pipe=2,fsdp=4", batch=8, **options
+    )
+    with pytest.raises(KnobError, match=re.escape(message)):
+        parsed_mesh(config)
+
+
+def test_a_pipeline_resumes_with_its_stages() -> None:
+    saved = dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))
+    check_resumable(TrainConfig(strategy="pipeline", mesh="pipe=2,tensor=4"), saved)
+    for other in (
+        TrainConfig(mesh="fsdp=8"),
+        TrainConfig(strategy="pipeline", mesh="pipe=4,fsdp=2"),
+        TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4", schedule="circular"),
+    ):
+        with pytest.raises(KnobError, match="Resume with the strategy, pipe and schedule"):
+            check_resumable(other, saved)
 
 
 def test_a_mesh_must_fit_the_batch_the_heads_and_the_devices(num_devices: int) -> None:
@@ -476,7 +524,8 @@ def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.Mo
     assert seen.pop("common") == ["--smoke", "--devices", "8", "--cache-dir", cache_dir]
     assert seen["one device"] == ["--devices", "1"]
     assert seen["spmd fsdp=4,tensor=2"][-1] == "fsdp=4,tensor=2"
-    assert len(seen) == 7
+    assert seen["pipeline pipe=2,fsdp=4"][-1] == "pipe=2,fsdp=4"
+    assert len(seen) == 8
 
 
 def test_a_run_resumes_exactly(cache_dir: str, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ from spmd_core.modules.checkpointing import CheckpointedForward as _Checkpointed
 from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
+from spmd_core.modules.pipeline import Pipeline, pipeline
+from spmd_core.modules.pipeline_loss import pipeline_loss
 from spmd_core.modules.wrap_policies import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
@@ -174,7 +176,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "send_to_device",
     "to_cpu",
     "autocast",
-    # Modules: FSDP, checkpointing, barriers
+    # Modules: FSDP, pipelines, checkpointing, barriers
     "fully_shard",
     "SpmdFullyShardedDataParallel",
     "always_wrap_policy",
@@ -182,6 +184,9 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "recursive_wrap",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
+    "pipeline",
+    "pipeline_loss",
+    "Pipeline",
     "checkpoint_module",
     "optimization_barrier_",
     "apply_backward_optimization_barrier",

@@ -115,6 +115,27 @@ def test_a_collective_and_its_gradient(name, mesh_1d, num_devices, monkeypatch):
     )
 
 
+def test_dropout_inside_of_attention_differs_between_devices(mesh_1d, num_devices):
+    """As other random operations do; one seed gives the same masks again, in backward too."""
+    ones = torch.ones(num_devices, 8, 4, device="xla")
+    values = torch.ones(num_devices, 8, 4, device="xla").requires_grad_()
+
+    def attention(value):
+        query = torch.ones_like(value)
+        return torch.nn.functional.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
+
+    mapped = spmd.shard_map(attention, mesh_1d, [("x",)], ("x",))
+    torch.manual_seed(0)
+    first = mapped(ones)
+    torch.manual_seed(0)
+    again = mapped(values)
+    assert torch.equal(first.cpu(), again.detach().cpu())
+    assert len({tuple(rows.flatten().tolist()) for rows in first.cpu()}) == num_devices
+    again.sum().backward()
+    # The result is linear in the values, so that the masks are those of the forward.
+    assert_same(values.grad.sum((1, 2)), again.cpu().sum((1, 2)), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_extrema(op, mesh_1d, num_devices):
     mapped = spmd.shard_map(lambda x: spmd.all_reduce(x, "x", op), mesh_1d, [("x",)], ())

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import spmd_core as spmd
+from spmd_core.program import compile_cache
 
 WIDTH, LENGTH, NUM_BLOCKS = 32, 64, 6
 
@@ -91,6 +92,17 @@ def test_gradients_are_those_of_eager_torch(way, num_devices):
     expected = train(blocks, x.requires_grad_(), "kept")
     for got, right in zip(on_device(way, num_devices), expected):
         torch.testing.assert_close(got.cpu(), right, rtol=1e-4, atol=1e-6)
+
+
+def test_a_second_run_waits_for_the_gradient_of_the_first_ones_result():
+    block, x = Block().to("xla"), torch.randn(4, LENGTH, WIDTH).to("xla")
+    spmd.checkpoint_module(block)(x).square().mean().backward()
+    compile_cache.clear()
+    spmd.sync()
+    nodes = compile_cache.newest().graph.nodes
+    barriers = [node for node in nodes if node.entry.name == "spmd::optimization_barrier"]
+    assert barriers and all(len(node.inputs) == 2 for node in barriers)
+    assert len({node.inputs[1] for node in barriers}) == 1
 
 
 _FIGURES = """

@@ -29,6 +29,23 @@ def test_products_wait_for_the_gradients_of_weights(mesh_1d):
     assert found == [(4, 16), (4,), (16, 32), (16,)]
 
 
+def test_products_wait_for_sums_of_gradients():
+    """Of a layer that is used twice, as by two microbatches: the sum is due, not its terms."""
+    first, second = nn.Linear(8, 32).to("xla"), nn.Linear(32, 16).to("xla")
+    xs = [torch.randn(4, 8).to("xla") for _ in range(2)]
+
+    def backward():
+        return sum(torch.tanh(second(torch.tanh(first(x)))).sum() for x in xs).backward()
+
+    compile_cache.clear()
+    backward()
+    spmd.sync()
+    graph = compile_cache.newest().graph
+    made_by = [node.entry.name for node in graph.nodes for _ in node.entry.outs]
+    waited = [made_by[n] for wait in late_results(graph).values() for n in wait.values]
+    assert waited.count("aten::add.Tensor") == 2  # of the weight and of the bias of `second`
+
+
 def test_programs_without_gradients_wait_for_nothing():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("xla"), torch.randn(2, 8)
     with torch.no_grad():

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -12,9 +14,10 @@ from spmd_core.config import config
 from spmd_core.dispatch import recurrent, router
 from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
+from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.recording import random_stream
-from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
+from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler, known, record_own
 from spmd_core.recording.views import conjugated
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -89,7 +92,7 @@ def attention(
                 "dropout probability has to be between 0 and 1, "
                 f"but got {dropout_p}. Pass a probability."
             )
-        seed = random_stream.draw()
+        seed = _seed()
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -102,6 +105,27 @@ def attention(
     return _record_attention(
         (query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa), NO_KWARGS
     )
+
+
+def _seed() -> int | torch.Tensor:
+    """A seed for dropout: a number, or inside `random_stream.mixing` a tensor of one device's."""
+    tensor = random_stream.position.tensor
+    if tensor is None:
+        return random_stream.draw()
+    entry = known(("mixed seed", tensor.dtype), lambda: _mixed_seed(tensor))
+    with torch.no_grad():
+        seed: torch.Tensor = record_own(entry, (tensor,), (random_stream.draw(),))
+    return seed
+
+
+def _mixed_seed(tensor: torch.Tensor) -> Entry:
+    def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> Any:
+        assert context.key is not None, "a random operation has a key"
+        bits = jax.random.bits(jax.random.fold_in(context.key, inputs[0]), (), np.uint64)
+        return [(bits >> np.uint64(1)).astype(np.int64)]
+
+    out = Spec.contiguous((), torch.int64)
+    return Entry("spmd::mixed_seed", kernel, (out,), number_kinds=(int,), random=True)
 
 
 _flash_enabled = torch._C._get_flash_sdp_enabled
@@ -159,7 +183,7 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
-        seed: int | None,
+        seed: int | torch.Tensor | None,
         dropout_p: float,
         is_causal: bool,
         scale: float | None,
@@ -169,7 +193,8 @@ class _Attention(torch.autograd.Function):
         arguments = (query, key, value, attn_mask, *options)
         # A mode on the stack, such as one that saves attention's result for a checkpoint's second
         # run, sees only what goes through torch's dispatcher.
-        is_seen = torch._C._len_torch_dispatch_stack() > 0
+        # (The dispatcher takes no tensor for a seed.)
+        is_seen = torch._C._len_torch_dispatch_stack() > 0 and not isinstance(seed, torch.Tensor)
         out, lse = (
             torch.ops.spmd.attention.lse(*arguments)
             if is_seen
@@ -204,7 +229,7 @@ def _differentiable_backward(
     grad: torch.Tensor,
     inputs: Sequence[torch.Tensor | None],
     wanted: Sequence[bool],
-    seed: int | None,
+    seed: int | torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,

@@ -115,7 +115,13 @@ def _sharding(manual: Manual, spec: PartitionSpec, ndim: int) -> Sharding:
     return sharding
 
 
-def _enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+def enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+    """A whole tensor as each device's block, over manual axes; what `shard_map` does to arguments.
+
+    Raises:
+        DeviceMismatchError: not a tensor on device `xla`.
+        PartitionSpecError: the spec names another axis, or splits a dim unevenly.
+    """
     advice = "Move it first, or give it the spec ... to pass it as it is."
     x = device_tensor(x, "a manual region", advice=advice)
     sharding = _sharding(manual, spec, x.dim())
@@ -130,7 +136,13 @@ def _enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
     return result
 
 
-def _leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+def leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+    """The whole tensor that the devices' blocks make up; what `shard_map` does to results.
+
+    Raises:
+        DeviceMismatchError: not a tensor on device `xla`.
+        PartitionSpecError: the spec names an axis that is not manual.
+    """
     x = device_tensor(x, "the way out of a manual region", advice="Return tensors only.")
     result: XLAShardedTensor = _Leave.apply(x, manual, _sharding(manual, spec, x.dim()))
     return result
@@ -195,19 +207,19 @@ def shard_map(
                 "Name the axes of both in the outer one."
             )
         local = [
-            arg if spec is ... else _enter(arg, manual, spec) for arg, spec in zip(args, in_specs)
+            arg if spec is ... else enter(arg, manual, spec) for arg, spec in zip(args, in_specs)
         ]
         with inside(manual):
             results = function(*local)
         if not isinstance(results, (tuple, list)):
-            return _leave(results, manual, out_specs)
+            return leave(results, manual, out_specs)
         if not isinstance(out_specs, (tuple, list)) or len(out_specs) != len(results):
             raise PartitionSpecError(
                 "out_specs has one partition spec for each result; "
                 f"got {out_specs!r} for {len(results)} results."
             )
         return type(results)(
-            _leave(result, manual, spec) for result, spec in zip(results, out_specs)
+            leave(result, manual, spec) for result, spec in zip(results, out_specs)
         )
 
     return mapped
@@ -224,7 +236,7 @@ def enable_manual_sharding(
         MeshError: `mesh` is None and no global mesh is set.
     """
     devices.require_spmd("enable_manual_sharding")
-    return _enter(t, manual_axes(given_or_global(mesh, "a manual region")), partition_spec)
+    return enter(t, manual_axes(given_or_global(mesh, "a manual region")), partition_spec)
 
 
 def disable_manual_sharding(
@@ -243,7 +255,7 @@ def disable_manual_sharding(
         PartitionSpecError: `full_shape` is not the shape that the blocks make up.
     """
     devices.require_spmd("disable_manual_sharding")
-    result = _leave(t, manual_axes(given_or_global(mesh, "a manual region")), partition_spec)
+    result = leave(t, manual_axes(given_or_global(mesh, "a manual region")), partition_spec)
     if tuple(result.shape) != tuple(full_shape):
         raise PartitionSpecError(
             f"blocks of shape {tuple(t.shape)} under {tuple(partition_spec)!r} "
@@ -264,4 +276,4 @@ def axis_index(axes: Axes) -> torch.Tensor:
     assert manual is not None
     positions = torch.arange(group.size, device="xla")
     numbers = axes_of(manual.mesh, axes)
-    return _enter(positions, manual, (numbers,)).reshape(())
+    return enter(positions, manual, (numbers,)).reshape(())

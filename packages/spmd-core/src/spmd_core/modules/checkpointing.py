@@ -75,7 +75,23 @@ _reentrant_forward, _reentrant_backward = _Reentrant.forward, _Reentrant.backwar
 
 @functools.wraps(_without_reentrant)
 def _rerunning(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _without_reentrant(_Rerun(fn), *args, **kwargs)
+    # A function that comes as it is runs without this the first time: torch calls it itself.
+    return _without_reentrant(fn if isinstance(fn, _Rerun) else _Rerun(fn), *args, **kwargs)
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` without reentrance, of a function of tensors.
+
+    The second run waits for the gradient of the first one's result.
+
+    Args:
+        function: computes the result.
+        args: of the function.
+        options: keyword arguments of the function, and of torch's checkpoint.
+    """
+    return torch.utils.checkpoint.checkpoint(
+        _Rerun(function), *args, use_reentrant=False, **options
+    )
 
 
 def _forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -112,9 +128,7 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = inner_forward(self.module, self.inner)
-        return torch.utils.checkpoint.checkpoint(
-            forward, *args, use_reentrant=False, **self.options, **kwargs
-        )
+        return checkpointed(forward, *args, **self.options, **kwargs)
 
 
 def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -159,7 +159,7 @@ def _gathered_parameter(
 
 
 @dataclass(frozen=True)
-class _ParameterRef:
+class ParameterRef:
     """A module's reference to a parameter, by name."""
 
     module: nn.Module
@@ -167,7 +167,7 @@ class _ParameterRef:
     parameter: nn.Parameter
 
 
-def parameter_refs(root: nn.Module) -> Iterator[_ParameterRef]:
+def parameter_refs(root: nn.Module) -> Iterator[ParameterRef]:
     """The references to a unit's parameters: in its subtree, without the units inside.
 
     A tied parameter has several references.
@@ -177,7 +177,7 @@ def parameter_refs(root: nn.Module) -> Iterator[_ParameterRef]:
         module = stack.pop()
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield _ParameterRef(module, name, parameter)
+                yield ParameterRef(module, name, parameter)
         for child in module._modules.values():
             if child is not None and child not in seen and unit_of(child) is None:
                 seen.add(child)
@@ -244,7 +244,7 @@ class Unit:
             None if keeps_gathered else _Regather(list(parameters.values()), list(whole.values()))
         )
         with (
-            _swapped([(ref, whole[id(ref.parameter)]) for ref, _ in refs]),
+            swapped([(ref, whole[id(ref.parameter)]) for ref, _ in refs]),
             nullcontext() if regather is None else regather.saving_recipes(),
         ):
             output = inner_forward(self.module, self.inner)(*args, **kwargs)
@@ -425,8 +425,8 @@ def _replay(recipe: _Recipe, values: list[Value]) -> Value:
 
 
 @contextmanager
-def _swapped(pairs: list[tuple[_ParameterRef, torch.Tensor]]) -> Iterator[None]:
-    """Inside, the modules refer to the gathered parameters."""
+def swapped(pairs: list[tuple[ParameterRef, torch.Tensor]]) -> Iterator[None]:
+    """Inside, the modules refer to other tensors, such as gathered parameters."""
     whole_of = {id(ref.parameter): whole for ref, whole in pairs}
     recurrent = {
         id(ref.module): ref.module for ref, _ in pairs if isinstance(ref.module, nn.RNNBase)

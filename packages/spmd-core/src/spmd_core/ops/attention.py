@@ -28,7 +28,8 @@ from spmd_core.ops.registry import Context, Number, lowering
 _core = releases.jax_module("jax.extend.core", "ClosedJaxpr", "jaxpr_as_fun")
 _partitioning = releases.jax_module("jax.experimental.custom_partitioning", "custom_partitioning")
 
-# The seed is a Scalar, so that it is an input of the program; the other options are static.
+# The seed is a Scalar, so that it is an input of the program; the other options are static. What is
+# recorded without torch's dispatcher may have a tensor there: a seed of each device's own.
 _OPTIONS = "Scalar? seed, float dropout_p, bool is_causal, float? scale, bool enable_gqa"
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define(
@@ -212,8 +213,9 @@ def _cast_operands(ctx: Context, *arrays: jax.Array) -> Any:
     return [x.astype(opmath(x.dtype)) for x in arrays] if ctx.platform == "cpu" else arrays
 
 
-def _random_key(seed: Number | None) -> jax.Array | None:
-    return None if seed is None else jax.random.key(seed.value, impl="threefry2x32")
+def _random_key(seed: Number | jax.Array | None) -> jax.Array | None:
+    value = seed.value if isinstance(seed, Number) else seed
+    return None if value is None else jax.random.key(value, impl="threefry2x32")
 
 
 # (query, key, value, whether the result is to be differentiated) -> (out, lse)
@@ -275,7 +277,7 @@ def _forward(
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
-@lowering("spmd.attention.default")
+@lowering("spmd.attention.default", meta=_meta)
 def _attention(
     ctx: Context,
     query: Any,
@@ -291,7 +293,7 @@ def _attention(
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
 
 
-@lowering("spmd.attention.lse")
+@lowering("spmd.attention.lse", meta=_meta_lse)
 def _attention_lse(
     ctx: Context,
     query: Any,
@@ -307,7 +309,7 @@ def _attention_lse(
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)
 
 
-@lowering("spmd.attention_backward.default")
+@lowering("spmd.attention_backward.default", meta=_meta_backward)
 def _attention_backward(
     ctx: Context,
     grad: Any,
@@ -357,7 +359,7 @@ def _attention_backward(
     ]
 
 
-@lowering("spmd.attention_kept.default")
+@lowering("spmd.attention_kept.default", meta=_meta_kept)
 def _attention_kept(
     ctx: Context, query: Any, key: Any, seed: Number, dropout_p: float, is_causal: bool
 ) -> jax.Array:

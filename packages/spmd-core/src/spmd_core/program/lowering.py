@@ -345,13 +345,22 @@ class Function:
             ]
             manual = self._manual(len(values))
             wait = waits.get(position)
-            if wait is not None and manual is None:
-                ready += [values[i] for i in wait.values if i not in plans.replaced]
-                if ready:
+            if wait is not None:
+                waited = [i for i in wait.values if i not in plans.replaced]
+                ready += [values[i] for i in waited if self._manual(i) is None]
+                # Read behind the barrier from here on: XLA drops what nobody reads there, if it
+                # has another reader inside of the program, as local sums have.
+                local = [i for i in waited if self._manual(i) is not None]
+                if ready or local:
                     own = [inputs[i] for i in wait.operands]
-                    own, ready = [*jax.lax.optimization_barrier((own, ready))[0]], []
+                    own, ready, behind = jax.lax.optimization_barrier(
+                        (own, ready, [values[i] for i in local])
+                    )
+                    ready = []
                     for i, x in zip(wait.operands, own):
                         inputs[i] = x
+                    for i, x in zip(local, behind):
+                        values[i] = x
             with _named(node, position):
                 gradient = sums.gradient(position)
                 if gradient is not None:
@@ -468,9 +477,15 @@ class Function:
             inner = registry.Context(context.outs, context.platform, key)
             if context.index_checks is not None:
                 inner.index_checks = []
+            if entry.name.startswith("spmd::attention"):  # its only number is the seed of dropout
+                numbers = [regions.own_seed(manual, seed) for seed in numbers]
             return [*entry.kernel(inner, blocks, numbers), *(inner.index_checks or ())]
 
         local = [self._manual(i) is not None for i in node.inputs]
+        if entry.name == "spmd::optimization_barrier":
+            # Outside of jax.shard_map, which would drop an operand whose result is not used.
+            stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
+            return list(jax.lax.optimization_barrier(tuple(stacks)))
         results = regions.run(manual, kernel, inputs, local, numbers, context.key)
         if context.index_checks is not None:  # each check has an outcome for each device
             context.index_checks.extend(bad.any() for bad in results[len(entry.outs) :])

@@ -2,8 +2,9 @@
 
 XLA's CPU compiler puts a value that only the end of the program reads, such as the gradient of a
 weight, at the end too. The operands of all these gradients, which are the activations and their
-gradients, then live until the end. So each product waits for the products before it whose results
-are read late. On GPU and TPU the compiler orders for memory and for overlap with communication.
+gradients, then live until the end. So each product waits for the products before it, and for the
+sums of such products, whose results are read late. On GPU and TPU the compiler orders for memory
+and for overlap with communication.
 """
 
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ def late_results(graph: Graph) -> dict[int, Wait]:
         return number < 0 or made_by[number].entry.sharding is not None
 
     waits: dict[int, Wait] = {}
-    made: list[int] = []  # by products and marks of gradients, and not waited for yet
+    made: list[int] = []  # by products, their sums and marks of gradients; not waited for yet
+    summable: set[int] = set()  # by products and their sums
     total = 0
     for position, node in enumerate(graph.nodes):
         is_product = node.entry.name in _PRODUCTS
@@ -72,7 +74,12 @@ def late_results(graph: Graph) -> dict[int, Wait]:
             operands = [i for i, number in enumerate(node.inputs) if not may_be_shared(number)]
             if operands:
                 waits[position], made = Wait(tuple(operands), tuple(late)), []
-        if is_product or node.entry.summed_over is not None:
-            made += range(total, total + len(node.entry.outs))
+        results = range(total, total + len(node.entry.outs))
+        # A weight's gradients of several microbatches, for instance, which are added up.
+        is_sum = node.entry.name == "aten::add.Tensor" and summable.issuperset(node.inputs)
+        if is_product or is_sum:
+            summable.update(results)
+        if is_product or is_sum or node.entry.summed_over is not None:
+            made += results
         total += len(node.entry.outs)
     return waits

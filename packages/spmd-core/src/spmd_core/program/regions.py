@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -99,6 +100,13 @@ def cross(border: Border, x: jax.Array) -> jax.Array:
     if border.is_exit:
         return _mapped(border.manual, lambda block: block[0], (stacked,), whole)(x)
     return _mapped(border.manual, lambda block: block[None], (whole,), stacked)(x)
+
+
+def own_seed(manual: Manual, seed: registry.Number) -> registry.Number:
+    """One device's seed, in [0, 2**63), from one that is the same on each; called on the device."""
+    key = jax.random.key(seed.value, impl="threefry2x32")
+    bits = jax.random.bits(jax.random.fold_in(key, lax.axis_index(_axes(manual))), (), np.uint64)
+    return registry.Number((bits >> np.uint64(1)).astype(np.int64), seed.kind)
 
 
 def run(

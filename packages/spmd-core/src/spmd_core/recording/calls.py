@@ -6,8 +6,10 @@ cost per operation.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import torch
 
@@ -225,6 +227,31 @@ def record_own(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[f
         return wrap(Storage(node, entry.spec))
 
 
+def mixed(entry: Entry, inputs: Sequence[Value]) -> tuple[Entry, list[Value]]:
+    """A random operation that mixes the position of `random_stream.mixing` into its key."""
+
+    def make() -> Entry:
+        def kernel(context: registry.Context, inputs: list[Any], numbers: list[Any]) -> Any:
+            assert context.key is not None, "a random operation has a key"
+            inner = replace(context, key=jax.random.fold_in(context.key, inputs[-1]))
+            return entry.kernel(inner, inputs[:-1], numbers)
+
+        return Entry(
+            entry.name,
+            kernel,
+            entry.outs,
+            structure=entry.structure,
+            as_list=entry.as_list,
+            number_kinds=entry.number_kinds,
+            random=True,
+            arguments=entry.arguments,
+        )
+
+    tensor = random_stream.position.tensor
+    assert isinstance(tensor, XLAShardedTensor)
+    return known(("mixed", entry), make), [*inputs, read(tensor._handle)]
+
+
 def host_leaf(tensor: torch.Tensor, spec: Spec | None = None) -> Storage:
     """A storage over a private copy of a CPU tensor."""
     data = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -396,6 +423,8 @@ def functional_handler(lowering: registry.Lowering) -> Handler:
         with lock:
             entry, inputs, numbers = look_up(call, args, kwargs)
             numbers.append(random_stream.draw(kwargs.get("generator")))
+            if random_stream.position.tensor is not None:
+                entry, inputs = mixed(entry, inputs)
             node = Value(entry, inputs, numbers)
             return (
                 _structured(entry, node)

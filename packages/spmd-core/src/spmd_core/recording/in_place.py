@@ -10,7 +10,7 @@ from spmd_core.graph.storage import Storage, View, lock
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
-from spmd_core.recording.calls import Call, Handler, look_up, new_entry
+from spmd_core.recording.calls import Call, Handler, look_up, mixed, new_entry
 from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
@@ -108,6 +108,8 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
                     accepted.add(same)
             if random:
                 numbers.append(random_stream.draw(kwargs.get("generator")))
+                if random_stream.position.tensor is not None:
+                    entry, inputs = mixed(entry, inputs)
             if handle.__class__ is Storage:
                 handle.write(Value(entry, inputs, numbers))
             elif writes_one_value is not None and writes_one_value(args):

@@ -6,6 +6,9 @@ compiles nothing. The values do not depend on the mesh, as the device's generato
 based) computes each element from the seed and the element's global position.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 _cell = torch.empty((), dtype=torch.int64)
@@ -16,3 +19,33 @@ def draw(generator: torch.Generator | None = None) -> int:
     """A seed in [0, 2**63 - 1) from `generator`, or from torch's default generator."""
     # In place, on an existing tensor: `with torch.device(...)` and other modes do not affect it.
     return int(_cell.random_(0, _MAX, generator=generator))
+
+
+class _Position:
+    """What random operations mix into their keys beside the seed.
+
+    Attributes:
+        tensor: a 0-dim integer tensor that is local to a manual region; None outside of `mixing`.
+    """
+
+    tensor: torch.Tensor | None = None
+
+
+position = _Position()
+
+
+@contextmanager
+def mixing(tensor: torch.Tensor) -> Iterator[None]:
+    """Inside, random operations mix the value of a tensor into their keys, in all threads.
+
+    Equal seeds then give other numbers for each value, which may differ from device to device.
+
+    Args:
+        tensor: 0-dim, of integers, on device `xla`, local to the manual region whose tensors the
+            operations take.
+    """
+    around, position.tensor = position.tensor, tensor
+    try:
+        yield
+    finally:
+        position.tensor = around
