@@ -4,7 +4,9 @@ Each operation of ResNet-50, forward and with both gradients, and a whole train 
 devices that split the rows, or rows and columns, of images. Before: the forms of
 `ops/kernels/windows.py`, which XLA's partitioner splits. After: devices exchange halos by
 themselves (`ops/kernels/halos.py`). The arithmetic is what has to cross the borders of the blocks:
-the rows that windows read beyond their block, once forward and once backward, in float32.
+the rows that windows read beyond their block, once forward and once backward, in float32. For the
+train step it is that of blocks that divide all stages: 125,216 elements for an image and a border,
+forward.
 
 Run: python -m benchmarks.spatial
 """
@@ -29,7 +31,7 @@ from spmd_core.program import compile_cache, image_layouts
 
 AXES = ("height", "width")
 MESHES = {"height=2": (2, 1), "height=4": (4, 1), "height=2,width=2": (2, 2)}
-BATCH, RUNS = 4, 5
+BATCH, RUNS = 4, 3
 # Around the arithmetic: corners, and rows that some devices of an uneven split need and others not.
 MARGIN = 1.2
 
@@ -51,24 +53,51 @@ class Case:
     stride: int
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    @property
-    def padding(self) -> int:
-        """Half of the kernel, as in all of ResNet."""
-        return self.kernel // 2
+    def halo_bytes(self, shape: Sequence[int]) -> float:
+        """What a device receives at most, of a batch, where the mesh splits rows and columns so.
 
-    def halo_bytes(self) -> tuple[int, int]:
-        """What crosses one border forward, and backward, at most, in bytes of the batch.
-
-        Forward that is the rows of the input before and after the border that windows read beyond
-        it. Backward it is the rows of the gradient whose windows do so, for a convolution; a
-        pooling returns as many rows as it read.
+        Counted from the definition of the windows: forward, the elements that a block of results
+        reads outside of the same device's block of the input; backward, for a convolution, the
+        elements of the gradient that read its input and are another device's. A pooling returns
+        gradients of what it read. Blocks have the size of the largest, and a block that has
+        neighbors on one side only receives as much as one between two, as programs are the same on
+        all devices.
         """
-        forward = self.kernel - self.stride if self.kernel > 1 else 0
-        row = BATCH * self.channels * self.size * 4
+        num = -(-self.size // self.stride)
+        halos = [self._halos(num, count) for count in shape]
+        forward = _frame([-(-self.size // n) for n in shape], [h[0] for h in halos])
+        per_element = BATCH * 4
         if not self.outs:
-            return forward * row, forward * row
-        readers = -(-forward // self.stride)
-        return forward * row, readers * BATCH * self.outs * (self.size // self.stride) * 4
+            return 2.0 * forward * self.channels * per_element
+        backward = _frame([-(-num // n) for n in shape], [h[1] for h in halos])
+        return float((forward * self.channels + backward * self.outs) * per_element)
+
+    def _halos(self, num: int, count: int) -> tuple[int, int]:
+        """Rows before and after a block that it lacks, at most: of the input, of the gradient."""
+        block, block_out = -(-self.size // count), -(-num // count)
+        reads = {
+            (r, r * self.stride + k - self.kernel // 2)
+            for r in range(num)
+            for k in range(self.kernel)
+        }
+        reads = {(r, row) for r, row in reads if 0 <= row < self.size}
+        rows = [{row - i * block for r, row in reads if r // block_out == i} for i in range(count)]
+        results = [
+            {r - i * block_out for r, row in reads if row // block == i} for i in range(count)
+        ]
+        return _outside(rows, block), _outside(results, block_out)
+
+
+def _outside(wanted: Sequence[set[int]], block: int) -> int:
+    """The most rows before the block, and the most behind it, that any device wants."""
+    before = max(max((-row for row in rows), default=0) for rows in wanted)
+    after = max(max((row - block + 1 for row in rows), default=0) for rows in wanted)
+    return max(before, 0) + max(after, 0)
+
+
+def _frame(block: Sequence[int], halos: Sequence[int]) -> int:
+    """The elements around a block, corners included."""
+    return math.prod(n + h for n, h in zip(block, halos)) - math.prod(block)
 
 
 def _convolution(channels: int, size: int, outs: int, kernel: int, stride: int) -> Case:
@@ -191,9 +220,10 @@ def _cells(before: dict[str, Any], after: dict[str, Any], limit: float) -> list[
     ]
 
 
-def step_arithmetic(num_borders: int) -> float:
-    """What crosses one border in a step of ResNet-50: 125,216 elements an image each way."""
-    return 2.0 * 125_216 * 4 * BATCH * num_borders
+def step_arithmetic(shape: Sequence[int]) -> float:
+    """What crosses the borders in a step of ResNet-50: 125,216 elements an image, and back."""
+    borders = sum(n / math.prod(shape) for n in shape if n > 1)
+    return 2.0 * 125_216 * 4 * BATCH * borders
 
 
 def holds(after: dict[str, Any], limit: float) -> bool:
@@ -215,7 +245,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [] if args.no_step else ["train step of ResNet-50, 224 x 224"]
     for name, shape in MESHES.items():
         mesh = spmd.Mesh(np.arange(math.prod(shape)), shape, AXES)
-        num_borders = sum(n > 1 for n in shape)  # of a device with one neighbor on each side
         for case in tqdm([*CASES, *steps], desc=name, disable=None):
 
             def run(case: str = case, mesh: spmd.Mesh = mesh) -> dict[str, Any]:
@@ -226,11 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 before = run()
             compile_cache.clear()  # the key is the same
             after = run()
-            limit = (
-                float(sum(CASES[case].halo_bytes()) * num_borders)
-                if case in CASES
-                else step_arithmetic(num_borders)
-            )
+            limit = CASES[case].halo_bytes(shape) if case in CASES else step_arithmetic(shape)
             reached.append(holds(after, limit))
             data[f"{case}, {name}"] = {"before": before, "after": after, "arithmetic": limit}
             rows.append([case, name, *_cells(before, after, limit), verdict(reached[-1])])

@@ -64,24 +64,35 @@ class SplitDim:
         return -(-self.num // self.count)
 
     @property
-    def starts(self) -> list[int]:
-        """For each device, the first row that its results read; negative: padding."""
-        return [i * self.num_block * self.stride - self.padding for i in range(self.count)]
+    def read(self) -> list[range]:
+        """For each device, the rows that its results read; those outside of the whole: padding."""
+        found = []
+        for i in range(self.count):
+            start = i * self.num_block * self.stride - self.padding
+            num = min(self.num_block, self.num - i * self.num_block)
+            length = (num - 1) * self.stride + self.reach if num > 0 else 0
+            found.append(range(start, start + length))
+        return found
 
     @property
-    def length(self) -> int:
-        """The number of rows that the results of a device read."""
+    def readers(self) -> list[range]:
+        """For each device, the results that read one of its rows; some may lie outside."""
+        found = []
+        for i in range(self.count):
+            begin, end = i * self.block + self.padding, (i + 1) * self.block + self.padding
+            first = -((self.reach - 1 - begin) // self.stride)
+            found.append(range(first, max(first, (end - 1) // self.stride + 1)))
+        return found
+
+    @property
+    def num_read(self) -> int:
+        """The rows that a whole block of results reads."""
         return (self.num_block - 1) * self.stride + self.reach
 
     @property
-    def readers(self) -> tuple[list[int], int]:
-        """For each device the first result that reads one of its rows; the most such results."""
-        firsts, most = [], 1
-        for i in range(self.count):
-            begin, end = i * self.block + self.padding, (i + 1) * self.block + self.padding
-            firsts.append(-((self.reach - 1 - begin) // self.stride))
-            most = max(most, (end - 1) // self.stride - firsts[-1] + 1)
-        return firsts, most
+    def num_readers(self) -> int:
+        """The most results that read rows of one device."""
+        return max(1, *map(len, self.readers))
 
 
 class Images:
@@ -197,12 +208,12 @@ class Images:
     def windows(self, x: jax.Array) -> jax.Array:
         """The rows that this device's results read, zeros where there are none."""
         for dim in self.dims:
-            x = _fetched(x, dim, dim.block, dim.size, dim.starts, dim.length)
+            x = _fetched(x, dim, dim.block, dim.size, dim.read, dim.num_read)
         return x
 
     def read_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of `windows` of a block, whose other dims are those of `shape`."""
-        lengths = {dim.dim: dim.length for dim in self.dims}
+        lengths = {dim.dim: dim.num_read for dim in self.dims}
         return tuple(lengths.get(d, n) for d, n in enumerate(shape))
 
     def returned(self, read: jax.Array) -> jax.Array:
@@ -215,20 +226,19 @@ class Images:
 
     def window_starts(self) -> dict[int, jax.Array]:
         """By dim, the number of the first row of `windows`."""
-        return {dim.dim: _own(dim, dim.starts) for dim in self.dims}
+        return {dim.dim: _own(dim, [rows.start for rows in dim.read]) for dim in self.dims}
 
     def readers(self, grad: jax.Array) -> jax.Array:
         """The rows of a result that read this device's input, zeros where there are none."""
         for dim in self.dims:
-            firsts, most = dim.readers
-            grad = _fetched(grad, dim, dim.num_block, dim.num, firsts, most)
+            grad = _fetched(grad, dim, dim.num_block, dim.num, dim.readers, dim.num_readers)
         return grad
 
     def read_by_readers(self, x: jax.Array) -> jax.Array:
         """What `readers` read of this device's input, with zeros for all rows of other devices."""
         for dim in self.dims:
             x = _shifted(
-                x, dim, self._reader_starts(dim), (dim.readers[1] - 1) * dim.stride + dim.reach
+                x, dim, self._reader_starts(dim), (dim.num_readers - 1) * dim.stride + dim.reach
             )
         return x
 
@@ -242,8 +252,8 @@ class Images:
     def _reader_starts(dim: SplitDim) -> list[int]:
         """For each device, the first row that its readers read, counted from its first row."""
         return [
-            first * dim.stride - dim.padding - i * dim.block
-            for i, first in enumerate(dim.readers[0])
+            results.start * dim.stride - dim.padding - i * dim.block
+            for i, results in enumerate(dim.readers)
         ]
 
 
@@ -272,20 +282,21 @@ def _sent(x: jax.Array, dim: SplitDim, pairs: Sequence[tuple[int, int]]) -> jax.
 
 
 def _fetched(
-    x: jax.Array, dim: SplitDim, block: int, size: int, starts: Sequence[int], length: int
+    x: jax.Array, dim: SplitDim, block: int, size: int, wanted: Sequence[range], length: int
 ) -> jax.Array:
-    """The `length` rows of the whole from this device's start on; zeros outside of the whole."""
-    needs = [
-        (0, 0)
-        if start >= size
-        else (i * block - max(start, 0), min(start + length, size) - (i + 1) * block)
-        for i, start in enumerate(starts)
-    ]
-    before, after = ([need[side] for need in needs] for side in (0, 1))
+    """`length` rows of the whole from the first wanted one on; zeros outside of the whole.
+
+    Of those, the rows that this device does not want may be zeros too.
+    """
+    before, after = [], []
+    for i, rows in enumerate(wanted):
+        first, last = max(rows.start, 0), min(rows.stop, size)
+        before.append(i * block - first if first < last else 0)
+        after.append(last - (i + 1) * block if first < last else 0)
     parts = [*_neighbors(x, dim, before, block, -1)[::-1], x, *_neighbors(x, dim, after, block, 1)]
     wide = jnp.concatenate(parts, axis=dim.dim) if len(parts) > 1 else x
-    left = max(0, *before)
-    return _shifted(wide, dim, [s - i * block + left for i, s in enumerate(starts)], length)
+    starts = [rows.start - i * block + max(0, *before) for i, rows in enumerate(wanted)]
+    return _shifted(wide, dim, starts, length)
 
 
 def _neighbors(
