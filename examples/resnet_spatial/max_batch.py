@@ -31,7 +31,7 @@ FOLDER = Path("results/resnet_spatial")
 MESHES = ("", "data=4", "height=2,width=2")
 GIB = 2**30
 # How near the found batch has to be to one that does not fit, as a share.
-PRECISION = 1 / 64
+PRECISION = 1 / 32
 
 
 class CompileError(RuntimeError):
@@ -175,16 +175,23 @@ def largest(
 def _next_guess(
     points: dict[int, int], limit: int, low: int, high: int, step: int, multiple: int
 ) -> int:
-    """A batch between the two, by the straight line through the two batches nearest the limit."""
+    """A batch between the two, by the straight line through the two batches nearest the limit.
+
+    Between two bounds, every second guess is the middle: the line may be wrong.
+    """
+    if low and high and len(points) > 4 and len(points) % 2:
+        return (low + high) // 2 // multiple * multiple
     if len(points) < 2:
-        return max(multiple, (low * 2 if low else high // 2) // multiple * multiple)
+        return max(multiple, (low * 3 if low else high // 2) // multiple * multiple)
     (a, at_a), (b, at_b) = sorted(points.items(), key=lambda point: abs(point[1] - limit))[:2]
     slope = max((at_b - at_a) / (b - a), 1.0)
     line = int(a + (limit - at_a) / slope) // multiple * multiple
-    # Inside of what is not known yet; next to a bound, one step away from it.
-    upper = high - multiple if high else 2**31
-    if line in (low, low + multiple) and low:
+    # Inside of what is not known yet. Where the line says that a bound is right, a step from it.
+    if low and line <= low:
         line = low + step
+    if high and line >= high:
+        line = high - step
+    upper = high - multiple if high else 2**31
     return min(max(line, low + multiple), upper)
 
 
