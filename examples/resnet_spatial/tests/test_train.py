@@ -21,9 +21,18 @@ from examples.resnet_spatial.data import DataError
 from examples.resnet_spatial.train import config_from, main, run
 from examples.training.knobs import KnobError
 from examples.training.log import Report
+from examples.training.mfu import Peak
 from examples.training.resume import ResumeError
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it takes longer than a smoke run; the runs in processes of their own measure it."""
+    monkeypatch.setattr(
+        "examples.resnet_spatial.train.measured_peak", lambda *_: Peak(1e10, "measured before")
+    )
 
 
 def smoke(**knobs: Any) -> TrainConfig:
@@ -75,13 +84,10 @@ def test_every_mesh_has_the_losses_of_eager_torch(devices: int, mesh: str, tmp_p
 def test_a_run_in_eager_torch_learns_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = run(
-        smoke(
-            model="small", steps=80, batch=32, lr=0.2, log_dir=str(tmp_path), ema=0.9, eval_every=0
-        )
-    )
+    options = {"model": "small", "steps": 60, "batch": 64, "lr": 0.2, "warmup": 15, "eval_every": 0}
+    report = run(smoke(**options, ema=0.9, channels_last=True, log_dir=str(tmp_path)))
     (last,) = report.evals[-1:]
-    assert last["top1"] > 0.7 and last["top5"] > 0.95 and last["ema_top1"] > 0.7
+    assert last["top1"] > 0.85 and last["top5"] > 0.98 and last["ema_top1"] > 0.85
     assert report.losses[-1] < report.losses[0] - 0.8
     assert report.unit == "images" and set(report.mfu) == {"3 x forward"}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -107,6 +113,7 @@ def tensorboard_tags(folder: Path) -> set[str]:
 @pytest.mark.parametrize(("devices", "mesh"), [(1, ""), (8, "data=2,height=2,width=2")])
 def test_over_95_percent_on_the_shapes(devices: int, mesh: str, tmp_path: Path) -> None:
     options = ["--model", "small", "--batch", "64", "--lr", "0.2", "--steps", "120"]
+    options += ["--warmup", "20", "--eval-every", "0", "--log-every", "10"]
     report = report_of(tmp_path / "r.json", *options, devices=devices, mesh=mesh)
     assert report["evals"][-1]["top1"] > 0.95
     assert report["wall_s"] < 120
