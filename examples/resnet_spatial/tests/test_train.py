@@ -133,27 +133,27 @@ def test_options_of_the_computation(knobs: dict[str, Any]) -> None:
 
 def resumed(path: Path, **knobs: Any) -> tuple[Report, Report, Report]:
     """A whole run, its first half, and the second half that goes on from it."""
-    whole = run(smoke(steps=6, ema=0.5, **knobs))
-    begun = smoke(steps=6, ema=0.5, checkpoint=str(path), save_every=3, **knobs)
-    first = run(begun)
-    return whole, first, run(smoke(steps=6, ema=0.5, resume=str(path.with_name("3.pt")), **knobs))
+    options = {"steps": 4, "ema": 0.5, "eval_every": 0, **knobs}
+    whole = run(smoke(**options))
+    first = run(smoke(**options, checkpoint=str(path), save_every=2))
+    return whole, first, run(smoke(**options, resume=str(path.with_name("2.pt"))))
 
 
 def test_a_run_resumes_exactly(tmp_path: Path, folder: Callable[..., Path]) -> None:
     for data in ("shapes", str(folder(per_class=4))):
         whole, first, second = resumed(tmp_path / "{step}.pt", data=data)
         assert whole.losses == first.losses
-        assert second.resumed_at == 3
-        assert second.losses == whole.losses[3:]
+        assert second.resumed_at == 2
+        assert second.losses == whole.losses[2:]
         assert second.evals[-1] == whole.evals[-1]
 
 
 @pytest.mark.slow
 def test_a_run_resumes_on_another_mesh(tmp_path: Path) -> None:
     whole, _, _ = resumed(tmp_path / "{step}.pt")
-    arguments = ["--steps=6", "--ema=0.5", f"--resume={tmp_path / '3.pt'}"]
+    arguments = ["--steps=4", "--ema=0.5", f"--resume={tmp_path / '2.pt'}"]
     report = report_of(tmp_path / "r.json", *arguments, devices=8, mesh="data=2,height=2,width=2")
-    assert report["losses"] == pytest.approx(whole.losses[3:], rel=1e-4)
+    assert report["losses"] == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
 def test_a_saved_run_of_other_options(tmp_path: Path) -> None:
