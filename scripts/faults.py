@@ -104,7 +104,7 @@ FAULTS = (
         "[(step - 1, 0) if d == dim + 1 else (0, 0)",
     ),
     Fault(
-        "spmd_core/ops/pool.py",
+        "spmd_core/ops/mean_pool.py",
         "avg_pool in ceil mode counts elements beyond the padding",
         "last = np.minimum(first + kernel[d], size + padding[d])",
         "last = first + kernel[d]",

@@ -46,9 +46,16 @@ from examples.training.compare import CompareError, Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
-from examples.training.mfu import ModelSize, flops_per_token, known_peak, measured_peak
+from examples.training.mfu import (
+    ModelSize,
+    device_kind,
+    flops_per_token,
+    known_peak,
+    measured_peak,
+)
 from examples.training.remat import recompute
 from examples.training.resume import ResumeError, SaveError
+from examples.training.schedule import lr_factor
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -300,26 +307,6 @@ def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast
 def perplexity(loss: float) -> float:
     """`exp(loss)`, or infinity where a float cannot hold it."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def lr_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:
-    """The learning rate at a step, counted from 0, as a fraction of the peak.
-
-    It rises linearly over `warmup` steps, then falls along a cosine to `floor`.
-
-    Example:
-        >>> [round(lr_factor(step, steps=6, warmup=2, floor=0.1), 3) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.868, 0.55, 0.232]
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
-    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def device_kind(device: torch.device) -> str:
-    """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200"."""
-    return str(spmd.device_attributes()[0]["kind"]) if device.type == "xla" else device.type
 
 
 # --- The command line -----------------------------------------------------------------------------

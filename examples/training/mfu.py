@@ -91,6 +91,11 @@ def mfu(
     }
 
 
+def device_kind(device: torch.device) -> str:
+    """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200"."""
+    return str(spmd.device_attributes()[0]["kind"]) if device.type == "xla" else device.type
+
+
 def known_peak(device_kind: str) -> Peak | None:
     """The data sheet's peak of one device, or None for a kind that is not in the table."""
     matches = [kind for kind in PEAK_FLOPS_BY_KIND if device_kind.startswith(kind)]

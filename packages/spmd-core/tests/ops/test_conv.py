@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from oracle import check, lower
 from spmd_core import dtypes
@@ -213,3 +214,18 @@ def test_a_padded_dim_of_one_element_under_a_stride(size, kernel):
         results.append([t.detach().cpu() for t in (y, *grads)])
     for right, mine in zip(*results):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_one_row_under_a_stride_and_a_dilation():
+    """XLA's simplifier ended the process: the result has one row, and the kernel has gaps."""
+    results = []
+    for device in ("cpu", "xla"):
+        torch.manual_seed(0)
+        x, w = (
+            torch.randn(shape).to(device).requires_grad_()
+            for shape in ((3, 2, 5, 18), (4, 2, 4, 2))
+        )
+        out = F.conv2d(x, w, stride=(3, 2), padding=(2, 1), dilation=(2, 1))
+        results.append([t.cpu() for t in torch.autograd.grad(out.square().sum(), [x, w])])
+    for mine, right in zip(*results):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-3)

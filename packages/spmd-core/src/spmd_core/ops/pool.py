@@ -1,6 +1,7 @@
-"""Max and average pooling over the last 2 or 3 dims (batch optional), forward and backward."""
+"""Max pooling over the last 2 or 3 dims (batch optional), forward and backward."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 from jax import lax
 
 from spmd_core.ops.kernels import windows
+from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
-from spmd_core.ops.kernels.windows import crop_or_pad, per_dim
+from spmd_core.ops.kernels.windows import adaptive_windows, crop_or_pad, per_dim
 from spmd_core.ops.registry import Context, lowering
 
 _INT64 = np.dtype(np.int64)
@@ -29,15 +31,6 @@ def _pad_dim(x: jax.Array, dim: int, low: int, high: int, value: Any) -> jax.Arr
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (low, high, 0)
     return lax.pad(x, jnp.asarray(value, x.dtype), config)
-
-
-def _adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first element of each window and one past its last, as in torch.
-
-    These are floor(i * in / out) and ceil((i + 1) * in / out).
-    """
-    i = np.arange(num_out)
-    return i * num_in // num_out, -((-(i + 1) * num_in) // num_out)
 
 
 # ---- maximum -------------------------------------------------------------------------------------
@@ -68,6 +61,14 @@ def _best_of(
     return best, best_position
 
 
+@dataclass(frozen=True)
+class _Within:
+    """Where the rows that one device reads begin in the whole images, and the images' sizes."""
+
+    starts: Sequence[Any]
+    sizes: Sequence[int]
+
+
 def _max_pool(
     ctx: Context,
     x: jax.Array,
@@ -76,6 +77,7 @@ def _max_pool(
     padding: Sequence[int],
     dilation: Sequence[int],
     sizes: Sequence[int],
+    within: "_Within | None" = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The maxima, and their flat positions among the spatial elements; of equal values the first.
 
@@ -96,6 +98,9 @@ def _max_pool(
             - x.shape[dim]
         )
         position = lax.broadcasted_iota(_INT64, fields[0].shape, dim)
+        if within is not None:
+            position = position + within.starts[d]
+            position = jnp.where((position >= 0) & (position < within.sizes[d]), position, -1)
         padded = [
             _pad_dim(f, dim, padding[d], high, lowest if i == 0 else 0)
             for i, f in enumerate(fields)
@@ -114,7 +119,8 @@ def _max_pool(
         windows.keep_whole_unless_halo_fits(ctx, f, sizes, kernel, dilation, num_dims=num_dims)
         for f in fields
     ]
-    return fields[0], _flat_position(fields[1:], x.shape[x.ndim - num_dims :])
+    spatial = x.shape[x.ndim - num_dims :] if within is None else within.sizes
+    return fields[0], _flat_position(fields[1:], spatial)
 
 
 def _flat_position(positions: Sequence[jax.Array], sizes: Sequence[int]) -> jax.Array:
@@ -144,6 +150,7 @@ def _gradient_per_tap(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    within: _Within | None = None,
 ) -> jax.Array:
     """As `_gradient_by_scatter`, for regular windows: a masked sum for each element of the kernel.
 
@@ -153,6 +160,7 @@ def _gradient_per_tap(
     """
     num_dims = len(kernel)
     spatial, out_sizes = shape[len(shape) - num_dims :], grad.shape[len(shape) - num_dims :]
+    within = _Within((0,) * num_dims, spatial) if within is None else within
     grad, indices = (
         windows.keep_whole_unless_halo_fits(ctx, t, out_sizes, kernel, dilation, num_dims=num_dims)
         for t in (grad, indices)
@@ -165,10 +173,11 @@ def _gradient_per_tap(
             along = [1] * num_dims
             along[d] = out_size
             coordinate = (np.arange(out_size) * stride[d] + first).reshape(along)
-            coordinates.append(jnp.asarray(coordinate))
-            inside.append((coordinate >= 0) & (coordinate < size))
+            coordinate = jnp.asarray(coordinate) + within.starts[d]
+            coordinates.append(coordinate)
+            inside.append((coordinate >= 0) & (coordinate < within.sizes[d]))
             edges.append((first, size - first - (out_size - 1) * stride[d] - 1))
-        won = indices == _flat_position(coordinates, spatial)
+        won = indices == _flat_position(coordinates, within.sizes)
         for mask in inside:
             won &= mask
         total += crop_or_pad(
@@ -177,6 +186,63 @@ def _gradient_per_tap(
     return windows.keep_whole_unless_halo_fits(
         ctx, total, out_sizes, kernel, dilation, num_dims=num_dims
     )
+
+
+# ---- over split images: every device pools the rows that it has and fetches ----------------------
+
+
+def _within(images: Images, sizes: Sequence[int], lead: int) -> _Within:
+    starts = images.window_starts()
+    return _Within([starts.get(lead + d, 0) for d in range(len(sizes))], sizes)
+
+
+def _max_pool_of_images(
+    ctx: Context,
+    images: Images,
+    x: jax.Array,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    sizes: Sequence[int],
+) -> tuple[jax.Array, jax.Array]:
+    """As `_max_pool`: every device fetches the rows that its results read."""
+    alone, lead = ctx.on_one_device(), x.ndim - len(kernel)
+    spatial, inner = x.shape[lead:], images.padding(padding)
+
+    def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        within, num = _within(images, spatial, lead), images.num_inside(sizes)
+        return _max_pool(alone, images.windows(x), kernel, stride, inner, dilation, num, within)
+
+    shape = (*x.shape[:lead], *sizes)
+    best, position = images.run(part, [x], [], [shape, shape])
+    return best, position
+
+
+def _max_gradient_of_images(
+    ctx: Context,
+    images: Images,
+    grad: jax.Array,
+    indices: jax.Array,
+    shape: tuple[int, ...],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> jax.Array:
+    """As `_gradient_per_tap`: devices send gradients of the rows that they fetched back."""
+    alone, lead = ctx.on_one_device(), len(shape) - len(kernel)
+    inner = images.padding(padding)
+
+    def part(grad: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        within = _within(images, shape[lead:], lead)
+        read = images.read_shape((*grad.shape[:lead], *shape[lead:]))
+        total = _gradient_per_tap(
+            alone, grad, indices, read, kernel, stride, inner, dilation, within
+        )
+        return [images.returned(total)]
+
+    return images.run(part, [grad, indices], [], [shape])[0]
 
 
 # For kernels with more elements a scatter costs less than `_gradient_per_tap`, whose program grows
@@ -205,9 +271,20 @@ def _register_max_pool(num_dims: int) -> None:
         ceil_mode: bool = False,
     ) -> tuple[jax.Array, jax.Array]:
         kernel, strides, paddings, dilations = geometry(kernel_size, stride, padding, dilation)
-        return _max_pool(
-            ctx, x, kernel, strides, paddings, dilations, ctx.shape[len(ctx.shape) - num_dims :]
+        sizes = ctx.shape[len(ctx.shape) - num_dims :]
+        images = Images.of(
+            ctx.images,
+            x.shape,
+            sizes,
+            kernel,
+            strides,
+            paddings,
+            dilations,
+            has_whole_channels=False,
         )
+        if images is not None:
+            return _max_pool_of_images(ctx, images, x, kernel, strides, paddings, dilations, sizes)
+        return _max_pool(ctx, x, kernel, strides, paddings, dilations, sizes)
 
     @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
     def backward(
@@ -223,6 +300,12 @@ def _register_max_pool(num_dims: int) -> None:
     ) -> jax.Array:
         kernel, *rest = geometry(kernel_size, stride, padding, dilation)
         wide = grad.astype(opmath(grad.dtype))
+        sizes = grad.shape[grad.ndim - num_dims :]
+        images = Images.of(ctx.images, x.shape, sizes, kernel, *rest, has_whole_channels=False)
+        if np.prod(kernel) <= _LARGE_KERNEL and images is not None:
+            return _max_gradient_of_images(
+                ctx, images, wide, indices, x.shape, kernel, *rest
+            ).astype(ctx.dtype)
         if np.prod(kernel) > _LARGE_KERNEL:
             return _gradient_by_scatter(wide, indices, x.shape, num_dims).astype(ctx.dtype)
         return _gradient_per_tap(ctx, wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
@@ -232,7 +315,7 @@ def _register_max_pool(num_dims: int) -> None:
         fields = [x]
         for d in reversed(range(num_dims)):
             dim = x.ndim - num_dims + d
-            first, last = _adaptive_windows(x.shape[dim], ctx.shape[dim])
+            first, last = adaptive_windows(x.shape[dim], ctx.shape[dim])
             candidates = []
             for k in range(int((last - first).max(initial=1))):
                 index = np.minimum(first + k, x.shape[dim] - 1)
@@ -311,190 +394,7 @@ def _register_fractional_max_pool(num_dims: int) -> None:
         ).astype(ctx.dtype)
 
 
-# ---- mean ----------------------------------------------------------------------------------------
-
-
-def _window_sums(
-    ctx: Context,
-    x: jax.Array,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    sizes: Sequence[int],
-) -> jax.Array:
-    halo_fits = windows.halo_fits_shard(ctx, sizes, kernel, (1,) * len(kernel))
-    is_split = windows.last_dims_may_be_split(ctx, len(kernel)) and halo_fits
-    if is_split and max(stride) > 1:
-        moved_by_one = [(n - 1) * s + 1 for n, s in zip(sizes, stride)]
-        return windows.subsample(
-            _window_sums(ctx, x, kernel, (1,) * len(kernel), padding, moved_by_one), stride
-        )
-    x = x if is_split else ctx.keep_whole(x, len(kernel))
-    lead = x.ndim - len(kernel)
-    high = [
-        (n - 1) * s + k - p - num_in
-        for n, s, k, p, num_in in zip(sizes, stride, kernel, padding, x.shape[lead:])
-    ]
-    # reduce_window takes no negative padding: elements that no window reaches are cropped first.
-    x = lax.slice(
-        x,
-        (0,) * x.ndim,
-        (*x.shape[:lead], *(num_in + min(h, 0) for num_in, h in zip(x.shape[lead:], high))),
-    )
-    pads = [(0, 0)] * lead + [(p, max(h, 0)) for p, h in zip(padding, high)]
-    sums = lax.reduce_window(
-        x,
-        np.zeros((), x.dtype),
-        lax.add,
-        (1,) * lead + tuple(kernel),
-        (1,) * lead + tuple(stride),
-        pads,
-    )
-    return sums if is_split else ctx.keep_whole(sums, len(kernel))
-
-
-def _window_counts(
-    in_sizes: Sequence[int],
-    out_sizes: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    include_pad: bool,
-) -> np.ndarray:
-    """The number of elements in each window.
-
-    Padding counts if `include_pad`; what ceil mode adds beyond the padding never counts.
-    """
-    counts = np.ones((1,) * len(kernel), np.int64)
-    for d, (size, out_size) in enumerate(zip(in_sizes, out_sizes)):
-        first = np.arange(out_size) * stride[d] - padding[d]
-        last = np.minimum(first + kernel[d], size + padding[d])
-        if not include_pad:
-            first, last = np.maximum(first, 0), np.minimum(last, size)
-        along = [1] * len(kernel)
-        along[d] = out_size
-        counts = counts * (last - first).reshape(along)
-    return counts
-
-
-def _divided(total: jax.Array, counts: Any) -> jax.Array:
-    divisor = jnp.broadcast_to(jnp.asarray(counts).astype(total.dtype), total.shape)
-    return total / divisor if is_inexact(total.dtype) else lax.div(total, divisor)
-
-
-def _adaptive_sums(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    lead = x.ndim - len(sizes)
-    for dim, num_out in enumerate(sizes, start=lead):
-        num_in = x.shape[dim]
-        if num_out and num_in % num_out == 0:
-            x = jnp.sum(
-                x.reshape(*x.shape[:dim], num_out, num_in // num_out, *x.shape[dim + 1 :]),
-                axis=dim + 1,
-            )
-            continue
-        first, last = _adaptive_windows(num_in, num_out)
-        index = first[:, None] + np.arange(int((last - first).max(initial=1)))
-        inside = (index < last[:, None]).reshape(*index.shape, *(1,) * (x.ndim - dim - 1))
-        windows = jnp.take(x, np.minimum(index, num_in - 1), axis=dim)
-        x = jnp.sum(jnp.where(inside, windows, jnp.zeros((), x.dtype)), axis=dim + 1)
-    return x
-
-
-def _adaptive_counts(in_sizes: Sequence[int], out_sizes: Sequence[int]) -> np.ndarray:
-    counts = np.ones((1,) * len(out_sizes), np.int64)
-    for d, (num_in, num_out) in enumerate(zip(in_sizes, out_sizes)):
-        first, last = _adaptive_windows(num_in, num_out)
-        along = [1] * len(out_sizes)
-        along[d] = num_out
-        counts = counts * (last - first).reshape(along)
-    return counts
-
-
-def _register_mean_pool(num_dims: int) -> None:
-    def spatial(x: jax.Array) -> tuple[int, ...]:
-        return x.shape[x.ndim - num_dims :]
-
-    @lowering(f"aten.avg_pool{num_dims}d.default")
-    def forward(
-        ctx: Context,
-        x: Any,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = (0,),
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> jax.Array:
-        kernel = per_dim(kernel_size, num_dims)
-        stride, padding = per_dim(stride, num_dims, kernel), per_dim(padding, num_dims)
-        sizes = ctx.shape[len(ctx.shape) - num_dims :]
-        total = _window_sums(ctx, x.astype(opmath(x.dtype)), kernel, stride, padding, sizes)
-        counts = divisor_override or _window_counts(
-            spatial(x), sizes, kernel, stride, padding, count_include_pad
-        )
-        return _divided(total, counts).astype(ctx.dtype)
-
-    @lowering(f"aten.avg_pool{num_dims}d_backward.default")
-    def backward(
-        ctx: Context,
-        grad: Any,
-        x: Any,
-        kernel_size: Any,
-        stride: Any,
-        padding: Any,
-        ceil_mode: bool,
-        count_include_pad: bool,
-        divisor_override: int | None,
-    ) -> jax.Array:
-        kernel = per_dim(kernel_size, num_dims)
-        stride, padding = per_dim(stride, num_dims, kernel), per_dim(padding, num_dims)
-        dtype = opmath(x.dtype)
-        counts = divisor_override or _window_counts(
-            spatial(x), spatial(grad), kernel, stride, padding, count_include_pad
-        )
-        sums = jax.linear_transpose(
-            lambda x: _window_sums(ctx, x, kernel, stride, padding, spatial(grad)),
-            jax.ShapeDtypeStruct(x.shape, dtype),
-        )
-        return sums(_divided(grad.astype(dtype), counts))[0].astype(ctx.dtype)
-
-
 _register_max_pool(2)
 _register_max_pool(3)
 _register_fractional_max_pool(2)
 _register_fractional_max_pool(3)
-_register_mean_pool(2)
-_register_mean_pool(3)
-
-
-@lowering("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
-def _adaptive_avg_pool(ctx: Context, x: Any, output_size: Any) -> jax.Array:
-    sizes = tuple(output_size)
-    total = _adaptive_sums(x.astype(opmath(x.dtype)), sizes)
-    return _divided(total, _adaptive_counts(x.shape[x.ndim - len(sizes) :], sizes)).astype(
-        ctx.dtype
-    )
-
-
-def _adaptive_avg_pool_backward(
-    ctx: Context, grad: jax.Array, x: jax.Array, num_dims: int
-) -> jax.Array:
-    dtype = opmath(x.dtype)
-    lead = x.ndim - num_dims
-    sizes = grad.shape[lead:]
-    sums = jax.linear_transpose(
-        lambda x: _adaptive_sums(x, sizes), jax.ShapeDtypeStruct(x.shape, dtype)
-    )
-    return sums(_divided(grad.astype(dtype), _adaptive_counts(x.shape[lead:], sizes)))[0].astype(
-        ctx.dtype
-    )
-
-
-@lowering("aten._adaptive_avg_pool2d_backward.default")
-def _adaptive_avg_pool2d_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
-    return _adaptive_avg_pool_backward(ctx, grad, x, 2)
-
-
-@lowering("aten._adaptive_avg_pool3d_backward.default")
-def _adaptive_avg_pool3d_backward(ctx: Context, grad: Any, x: Any) -> jax.Array:
-    return _adaptive_avg_pool_backward(ctx, grad, x, 3)

@@ -52,6 +52,19 @@ class Out:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class ImageLayout:
+    """How an operation's images are split, where its windows then exchange halos by themselves.
+
+    Attributes:
+        mesh: the program's.
+        axes: for each dim of the images, the axes that split it, the major one first.
+    """
+
+    mesh: jax.sharding.Mesh
+    axes: tuple[tuple[str, ...], ...]
+
+
 @dataclass
 class Context:
     """What a lowering may use besides its arguments."""
@@ -64,8 +77,14 @@ class Context:
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
+    # how the images that the operation reads are split, if behind the channels, and if it is known
+    images: ImageLayout | None = None
     # under `config.check_indices`, receives for each check whether an index lies outside its dim
     index_checks: list[jax.Array] | None = None
+
+    def on_one_device(self) -> "Context":
+        """For what every device computes by itself, inside a manual region."""
+        return Context(self.outs, self.platform)
 
     def check_index(self, index: Any, size: int, *, wraps: bool = False, skip: Any = None) -> None:
         """Has the program check that indices lie in a dim, under `config.check_indices`.

@@ -21,7 +21,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.program import batch_sums, narrow_gathers, regions
+from spmd_core.program import batch_sums, image_layouts, narrow_gathers, regions
 from spmd_core.program.exact_values import stored_values
 from spmd_core.program.gradient_plans import Plans
 from spmd_core.program.index_checks import first_offender
@@ -267,6 +267,19 @@ class Function:
             has_whole_indices=self._whole is Whole.INDICES,
         )
 
+    def _image_layouts(self) -> Mapping[int, registry.ImageLayout]:
+        """How the images of convolutions and poolings are split, by the node's position."""
+        if self._whole is Whole.EVERYTHING:
+            return {}
+
+        def to_named(entry: Entry) -> jax.sharding.NamedSharding:
+            assert entry.sharding is not None
+            return named_sharding(entry.sharding, self.device_ids)
+
+        return image_layouts.find(
+            self.graph, self._common_mesh, to_named, lambda number: self._manual(number) is not None
+        )
+
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
         return self._with_whole(x, range(x.ndim - num, x.ndim))
@@ -327,6 +340,7 @@ class Function:
 
         sums = PartialSums(graph, plans, platform, read)
         gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
+        images = self._image_layouts()
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
@@ -335,7 +349,13 @@ class Function:
             key = _prng_key(numbers.pop().value) if entry.random else None
             outs = tuple(registry.Out(s.shape, s.dtype) for s in entry.outs)
             context = registry.Context(
-                outs, platform, key, len(self.device_ids), self._split_dims, self._with_whole_dims
+                outs,
+                platform,
+                key,
+                len(self.device_ids),
+                self._split_dims,
+                self._with_whole_dims,
+                images.get(position),
             )
             if graph.checks_indices:
                 context.index_checks = []

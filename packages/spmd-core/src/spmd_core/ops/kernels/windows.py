@@ -140,3 +140,12 @@ def crop_or_pad(x: jax.Array, edges: Sequence[tuple[int, int]], value: Any = 0) 
     return lax.pad(
         x, np.asarray(value, x.dtype), [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges]
     )
+
+
+def adaptive_windows(num_in: int, num_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first element of each window and one past its last, as in torch.
+
+    These are floor(i * in / out) and ceil((i + 1) * in / out).
+    """
+    i = np.arange(num_out)
+    return i * num_in // num_out, -((-(i + 1) * num_in) // num_out)

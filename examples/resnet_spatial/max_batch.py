@@ -1,0 +1,287 @@
+"""Finds the largest batch that fits the memory of a device, by compiling train steps: none runs.
+
+The compiler knows the peak memory of a program that it has compiled. A batch's peak is nearly a
+straight line over its size, so two small batches predict the largest one, and compiling around the
+prediction confirms it. Each compilation has a process of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+import spmd_core as spmd
+from examples.resnet_spatial import shardings
+from examples.resnet_spatial.config import TrainConfig, num_classes, parsed_mesh
+from examples.resnet_spatial.model import build_model
+from examples.resnet_spatial.pictures import memory_curves
+from examples.training.knobs import KnobError
+
+FOLDER = Path("results/resnet_spatial")
+MESHES = ("", "data=4", "height=2,width=2")
+GIB = 2**30
+# How near the found batch has to be to one that does not fit, as a share.
+PRECISION = 1 / 32
+
+
+class CompileError(RuntimeError):
+    """A batch did not compile."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to search.
+
+    Attributes:
+        memory_gib: of a device.
+        meshes: by text; empty: one device.
+        folder: for max_batch.json, .md and .png.
+    """
+
+    memory_gib: float
+    meshes: tuple[str, ...]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found for a mesh.
+
+    Attributes:
+        mesh: as text.
+        batch: the most images in a step, over all devices; 0 if none fit.
+        share: parts of the batch; a device has a part of each of `batch / share` images.
+        points: (images, bytes of a device's peak) of all compilations.
+    """
+
+    mesh: str
+    batch: int
+    share: int
+    points: list[tuple[int, int]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --max-batch and its options."""
+    parser.add_argument(
+        "--max-batch",
+        action="store_true",
+        help=f"only find the largest batch that fits --memory-gib on each of {MESHES}",
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, default=16.0, help="memory of a device (default: 16)"
+    )
+    parser.add_argument(
+        "--max-batch-meshes",
+        nargs="+",
+        default=list(MESHES),
+        help="meshes of --max-batch; an empty one is one device",
+    )
+    parser.add_argument(
+        "--max-batch-folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})"
+    )
+
+
+def search_from(values: argparse.Namespace) -> Search | None:
+    """The search that the options describe; None without --max-batch."""
+    if not values.max_batch:
+        return None
+    if values.memory_gib <= 0:
+        raise KnobError(
+            f"--memory-gib must be above 0; got {values.memory_gib}. Pass for instance 16."
+        )
+    return Search(values.memory_gib, tuple(values.max_batch_meshes), Path(values.max_batch_folder))
+
+
+def run(search: Search, config: TrainConfig) -> list[Found]:
+    """Searches every mesh, prints a table, and writes it with the curve.
+
+    Raises:
+        KnobError: a mesh cannot work, or the images are files.
+        CompileError: a batch did not compile.
+    """
+    if config.data not in ("fake", "shapes"):
+        raise KnobError(
+            f"--max-batch needs no images; got --data {config.data!r}. Leave it out, and pass "
+            "--classes."
+        )
+    limit = int(search.memory_gib * GIB)
+    found = []
+    for mesh in search.meshes:
+        sizes = _sizes(mesh)
+        share = sizes.get("data", 1)
+
+        def peak(batch: int, mesh: str = mesh) -> int:
+            return _in_process(dataclasses.replace(config, mesh=mesh, batch=batch))
+
+        batch, points = largest(peak, limit, multiple=share, first=8 * share)
+        found.append(Found(mesh, batch, share, sorted(points.items())))
+        print(f"{mesh or 'one device'}: {batch} images", flush=True)
+    _publish(search, config, found)
+    return found
+
+
+def _sizes(mesh: str) -> dict[str, int]:
+    """The axes of a mesh's text, whose sizes must be numbers."""
+    axes = [part.partition("=") for part in mesh.split(",") if part]
+    unknown = [name for name, _, size in axes if name not in shardings.MESH_AXES or not size]
+    if unknown or not all(size.isdigit() and int(size) > 0 for _, _, size in axes):
+        raise KnobError(
+            f"meshes of --max-batch name axes among {', '.join(shardings.MESH_AXES)} with their "
+            f"sizes; got {mesh!r}. Write for instance height=2,width=2."
+        )
+    return {name: int(size) for name, _, size in axes}
+
+
+def largest(
+    peak: Callable[[int], int], limit: int, *, multiple: int, first: int
+) -> tuple[int, dict[int, int]]:
+    """The largest multiple whose peak is at most the limit, to within `PRECISION`.
+
+    Returns:
+        The batch, 0 if none fits, and the peaks of all batches that were tried.
+    """
+    points: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        if batch not in points:
+            points[batch] = peak(batch)
+        return points[batch] <= limit
+
+    low, high = 0, 0  # the largest known to fit, the smallest known not to
+    guess = first
+    while True:
+        if fits(guess):
+            low = max(low, guess)
+        else:
+            high = min(high or guess, guess)
+        step = max(multiple, int(low * PRECISION) // multiple * multiple)
+        if high and high - low <= step:
+            return low, points
+        if high == multiple:
+            return 0, points
+        guess = _next_guess(points, limit, low, high, step, multiple)
+
+
+def _next_guess(
+    points: dict[int, int], limit: int, low: int, high: int, step: int, multiple: int
+) -> int:
+    """A batch between the two, by the straight line through the two batches nearest the limit.
+
+    Between two bounds, every second guess is the middle: the line may be wrong.
+    """
+    if low and high and len(points) > 4 and len(points) % 2:
+        return (low + high) // 2 // multiple * multiple
+    if len(points) < 2:
+        return max(multiple, (low * 3 if low else high // 2) // multiple * multiple)
+    (a, at_a), (b, at_b) = sorted(points.items(), key=lambda point: abs(point[1] - limit))[:2]
+    slope = max((at_b - at_a) / (b - a), 1.0)
+    line = int(a + (limit - at_a) / slope) // multiple * multiple
+    # Inside of what is not known yet. Where the line says that a bound is right, a step from it.
+    if low and line <= low:
+        line = low + step
+    if high and line >= high:
+        line = high - step
+    upper = high - multiple if high else 2**31
+    return min(max(line, low + multiple), upper)
+
+
+# --- One compilation ------------------------------------------------------------------------------
+
+
+def compiled_peak(config: TrainConfig) -> int:
+    """Bytes of a device's peak in a train step that is compiled and not run."""
+    spmd.config.cache_dir = None
+    sizes = _sizes(config.mesh)
+    num_devices = 1
+    for size in sizes.values():
+        num_devices *= size
+    spmd.simulate(num_devices)
+    spmd.use_spmd()
+    mesh = parsed_mesh(config)
+    model = build_model(config.model, num_classes=num_classes(config)).to("xla")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    images = torch.empty(config.batch, 3, config.image_size, config.image_size).to("xla")
+    labels = torch.zeros(config.batch, dtype=torch.int64).to("xla")
+    if mesh:
+        shardings.replicate([model], mesh)
+        sharding = shardings.batch_sharding(mesh)
+        spmd.mark_sharding(images, mesh, sharding.partition_spec)
+        spmd.mark_sharding(labels, mesh, sharding.partition_spec[:1])
+    spmd.sync()  # the momentum's zeros
+    with torch.autocast("xla", dtype=torch.bfloat16, enabled=config.dtype == "bf16"):
+        logits = model(images)
+    loss = F.cross_entropy(logits.float(), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del logits
+    spmd.debugging.hlo()  # compiles what is pending, as a sync would
+    return spmd.metrics.programs()[-1].peak_bytes
+
+
+def _in_process(config: TrainConfig) -> int:
+    values = json.dumps(dataclasses.asdict(config))
+    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(
+            f"a train step of each batch must compile; got exit code {done.returncode} for "
+            f"{config.batch} images on {config.mesh or 'one device'}: {done.stderr[-500:]}. "
+            "Try another model or --image-size."
+        )
+    return int(done.stdout.splitlines()[-1])
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
+    columns = ["mesh", "images in a step", "images that a device has a part of", "times unsplit"]
+    unsplit = next((f.batch for f in found if not f.mesh), 0)
+    rows = [
+        [
+            f.mesh or "one device",
+            f"{f.batch:,}",
+            f"{f.batch // f.share:,}",
+            f"{f.batch / unsplit:.2f}" if unsplit else "-",
+        ]
+        for f in found
+    ]
+    title = (
+        f"{config.model}, {config.image_size} x {config.image_size}, {config.dtype}: the largest "
+        f"batch in {search.memory_gib:g} GiB"
+    )
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
+    search.folder.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {"memory_gib": search.memory_gib, "config": dataclasses.asdict(config)}
+    data["found"] = [dataclasses.asdict(f) for f in found]
+    (search.folder / "max_batch.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    (search.folder / "max_batch.md").write_text("\n".join(lines) + "\n")
+    curves = {
+        f.mesh or "one device": [(batch, peak / GIB) for batch, peak in f.points] for f in found
+    }
+    memory_curves(search.folder / "max_batch.png", curves, limit_gib=search.memory_gib, title=title)
+    print(f"written: {search.folder / 'max_batch'}.json, .md and .png")
+
+
+if __name__ == "__main__":
+    print(compiled_peak(TrainConfig(**json.loads(sys.argv[1]))))

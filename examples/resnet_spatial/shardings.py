@@ -1,0 +1,33 @@
+"""Where images, weights and statistics lie on a mesh with axes among data, height and width."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+import spmd_core as spmd
+
+# What each dim of a batch of images (N, C, H, W) is split over.
+IMAGES_NCHW = ("data", None, "height", "width")
+MESH_AXES = ("data", "height", "width")
+
+
+def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
+    """The sharding of images; labels of shape (N,) take its first entry, the batch's."""
+    axes = mesh.shape()
+    return spmd.ShardingSpec(mesh, tuple(axis if axis in axes else None for axis in IMAGES_NCHW))
+
+
+def replicate(models: Iterable[nn.Module], mesh: spmd.Mesh) -> None:
+    """Puts all weights and running statistics on each device, whole.
+
+    Gradients and batch norm's statistics are sums over all images and all their positions. The
+    partitioner makes these sums over the devices, as the tensors are whole tensors to the program.
+    """
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            spmd.mark_sharding(tensor, mesh, ())
+
+
+def axis_size(mesh: spmd.Mesh | None, axis: str) -> int:
+    """The number of positions along an axis; 1 where the mesh lacks it."""
+    return 1 if mesh is None else {str(k): v for k, v in mesh.shape().items()}.get(axis, 1)

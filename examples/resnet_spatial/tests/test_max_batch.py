@@ -1,0 +1,82 @@
+"""The search for the largest batch: on made-up memory, on compiled programs, and its files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from children import figures
+
+from examples.resnet_spatial import max_batch
+from examples.resnet_spatial.config import TrainConfig
+from examples.resnet_spatial.train import main
+
+PEAKS: dict[str, Callable[[int], int]] = {
+    "a straight line": lambda batch: 1000 + 7 * batch,
+    "a step": lambda batch: 1000 + 7 * batch + 2000 * (batch > 500),
+    "bent": lambda batch: int(1000 + 3 * batch**1.2),
+}
+
+
+@pytest.mark.parametrize("limit", [900, 1010, 1100, 4000, 9000, 70000])
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_largest_that_fits_is_found(name: str, multiple: int, limit: int) -> None:
+    peak = PEAKS[name]
+    batch, points = max_batch.largest(peak, limit, multiple=multiple, first=8 * multiple)
+    assert batch % multiple == 0
+    assert batch == 0 or peak(batch) <= limit
+    step = max(multiple, int(batch * max_batch.PRECISION))
+    assert peak(batch + step) > limit
+    assert len(points) <= 25
+    assert points == {tried: peak(tried) for tried in points}
+
+
+@pytest.mark.exhaustive
+def test_resnet50_takes_3_6_times_the_batch_over_four_devices() -> None:
+    script = """
+from examples.resnet_spatial.config import TrainConfig
+from examples.resnet_spatial.max_batch import compiled_peak
+print(compiled_peak(TrainConfig(batch=%d, mesh="%s")))
+"""
+    assert figures(script % (231, "height=2,width=2")) <= figures(script % (64, ""))
+
+
+def test_the_files_of_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peak(config: TrainConfig) -> int:
+        parts = 4 if config.mesh else 1
+        return int((0.1 + config.batch / parts / 100) * max_batch.GIB)
+
+    monkeypatch.setattr(max_batch, "_in_process", peak)
+    options = ["--memory-gib", "4", "--max-batch-folder", str(tmp_path)]
+    assert main(["--max-batch", "--model", "small", *options]) == 0
+    found = json.loads((tmp_path / "max_batch.json").read_text())["found"]
+    batches = [each["batch"] for each in found]
+    assert [each["mesh"] for each in found] == list(max_batch.MESHES)
+    assert batches[0] == pytest.approx(390, rel=0.04) and batches[2] / batches[0] > 3.6
+    assert (tmp_path / "max_batch.png").stat().st_size > 10_000
+    assert "| height=2,width=2 |" in (tmp_path / "max_batch.md").read_text()
+    assert "one device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory-gib", "0"], "--memory-gib must be above 0; got 0.0"),
+        (["--data", "photos"], "--max-batch needs no images; got --data 'photos'"),
+        (["--max-batch-meshes", "rows=2"], "meshes of --max-batch name axes among data, height"),
+    ],
+)
+def test_what_a_search_refuses(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--max-batch", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_compile() -> None:
+    config = TrainConfig(model="smoke", batch=2, mesh="data=4", image_size=32)
+    with pytest.raises(max_batch.CompileError, match="for 2 images on data=4"):
+        max_batch._in_process(config)
