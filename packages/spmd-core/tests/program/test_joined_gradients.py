@@ -210,3 +210,18 @@ def test_autocast_reduces_in_float32(num_parts, spec, num_devices):
         torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=0.05, atol=0.3)
     if num_devices > 1:
         assert reduced(text) and not reduced(text, dtype="bf16")
+
+
+@pytest.mark.parametrize("size", [16, 14, 7])
+@pytest.mark.parametrize("spec", [("x",), ()], ids=["split", "whole"])
+def test_a_convolution_whose_positions_are_split_too(spec, size, num_devices):
+    """Inside a region over the batch, uneven blocks of rows had gradients of zeros."""
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("x", "y"))
+    torch.manual_seed(0)
+    model, parts = nn.Conv2d(8, 16, 3, padding=1), torch.randn(2, 4, 8, size, size)
+    ours = sharded(model, mesh, spec)
+    for x in parts:
+        backward(ours, spmd.mark_sharding(x.to("xla"), mesh, ("x", None, "y")))
+    check(ours, model, parts)

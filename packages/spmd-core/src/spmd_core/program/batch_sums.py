@@ -68,17 +68,20 @@ _BATCH_REDUCTIONS = {
 }
 
 
-def find(graph: Graph, is_local: Callable[[int], bool]) -> Plans:
+def find(
+    graph: Graph, is_local: Callable[[int], bool], split_dims: frozenset[int] = frozenset()
+) -> Plans:
     """The marked gradients of a graph to reduce in manual regions.
 
     Args:
         graph: the recorded operations.
         is_local: whether the value of a number is local to a manual region.
+        split_dims: the dims that the program splits, as in `registry.Context`.
     """
     marks = [i for i, node in enumerate(graph.nodes) if node.entry.summed_over is not None]
     if not marks or graph.growth is not None or len(graph.device_ids) == 1:
         return Plans()
-    finder = _Finder(graph)
+    finder = _Finder(graph, split_dims)
     found: dict[int, Gradient] = {}
     for mark in marks:
         node = graph.nodes[mark]
@@ -104,8 +107,8 @@ def find(graph: Graph, is_local: Callable[[int], bool]) -> Plans:
 class _Finder:
     """Finds the sums over the batch in a graph."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, split_dims: frozenset[int]) -> None:
+        self._graph, self._split = graph, split_dims
         self._made_by = [
             (position, result)
             for position, node in enumerate(graph.nodes)
@@ -173,10 +176,21 @@ class _Finder:
             return self._total(position, node, reduction) if is_same else None
         if node.entry.outs[result].shape != spec.shape and reduction.others:
             return None  # other axes split dims of the gradient, which that result lacks
+        if "convolution" in node.entry.name and self._splits_positions(node):
+            return None
         split_dims = _split_dims(node.entry, result, self._specs(node), reduction)
         if split_dims is not None:
             return Sum(position, result, number, split_dims, spec)
         return self._lookup(position, node, number, reduction, spec)
+
+    def _splits_positions(self, node: Node) -> bool:
+        """Whether the program may split what a convolution's windows move over.
+
+        Inside a region over the batch, XLA's partitioner returns zeros for the gradient of a weight
+        where that split is uneven.
+        """
+        rank = max(len(spec.shape) for spec in self._specs(node))
+        return any(dim >= 2 - rank for dim in self._split)
 
     def _lookup(
         self, position: int, node: Node, number: int, reduction: Reduction, spec: Spec

@@ -332,7 +332,9 @@ class Function:
         plans = (
             Plans()
             if self._whole is Whole.EVERYTHING
-            else batch_sums.find(graph, lambda number: self._manual(number) is not None)
+            else batch_sums.find(
+                graph, lambda number: self._manual(number) is not None, self._split_dims
+            )
         )
 
         def read(number: int) -> jax.Array:
