@@ -298,7 +298,7 @@ class _Schedule:
             inputs.pop(t - 2 * (p - 1), None)
             if t >= 2 * (p - 1):
                 self._backward_before(t - 2 * (p - 1), gradient, sums)
-            y, gradient = self._in_order(t, y, gradient, sums)
+            y, gradient = self._in_order(t, y, gradient, inputs, sums)
         assert total is not None
         return total, sums
 
@@ -410,17 +410,22 @@ class _Schedule:
         t: int,
         y: torch.Tensor | None,
         gradient: torch.Tensor,
+        inputs: dict[int, torch.Tensor],
         sums: list[torch.Tensor | None],
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Makes the next tick wait for this one: the compiler would run all forwards first."""
+        """Makes the next tick wait for this one: the compiler would run all forwards first.
+
+        The inputs wait too, from which the next ticks compute again.
+        """
         added = [i for i, each in enumerate(sums) if each is not None]
         following = list(self._microbatches[t + 1]) if t + 1 < len(self._microbatches) else []
-        held = [gradient, *(sums[i] for i in added), *([] if y is None else [y])]
+        held = [gradient, *(sums[i] for i in added), *inputs.values(), *([] if y is None else [y])]
         held += [x for x in following if isinstance(x, torch.Tensor)]
         behind = iter(optimization_barrier(held))  # type: ignore[arg-type]
         gradient = next(behind)
         for i in added:
             sums[i] = next(behind)
+        inputs.update({tick: next(behind) for tick in inputs})
         y = None if y is None else next(behind)
         if following:
             self._microbatches[t + 1] = tuple(
