@@ -1,6 +1,7 @@
 """Pipelines against eager torch on the CPU: losses, gradients, names, and what is refused."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
+from spmd_core.graph import storage
 
 
 def mesh_of(**axes):
@@ -138,6 +140,26 @@ def test_dropout_has_one_mask_for_forward_and_backward(num_devices, schedule):
             assert products == pytest.approx([loss.item()] * 2, rel=1e-4)
         losses.append(loss.item())
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_step_leaves_nothing_to_the_garbage_collector(num_devices):
+    """What lives until a collection is computed by the program, or by the next one."""
+    mesh = mesh_of(pipe=2, data=num_devices // 2)
+    model = nn.Sequential(Scaled(), Scaled()).to("xla")
+    spmd.pipeline(model, mesh, num_microbatches=2, schedule="1f1b", batch_axes=("data",))
+    x = torch.ones(2 * num_devices, LENGTH, WIDTH).to("xla")
+
+    def num_pending():
+        return sum(ref() is not None for ref in storage._pending)
+
+    gc.collect()
+    before = num_pending()
+    gc.disable()
+    try:
+        spmd.pipeline_loss(lambda model, x: model(x).mean(), model, x)
+        assert num_pending() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

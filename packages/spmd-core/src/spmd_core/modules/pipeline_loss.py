@@ -13,7 +13,8 @@ from them, where what was before is recorded again, is not needed, and so is not
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,11 +105,27 @@ class _LossAndGradients(torch.autograd.Function):
         )
 
 
-class _Reached(BaseException):
-    """Ends the part of a loss function before the blocks. No Exception: models catch these."""
+class _Stop(BaseException):
+    """Ends the part of a loss function before the blocks. No Exception: models catch these.
 
-    def __init__(self, x: torch.Tensor, args: Any, kwargs: Any) -> None:
-        self.x, self.arguments, self.keywords = x, args, kwargs
+    It holds no tensor: one in a traceback would live until the next garbage collection, and the
+    program would compute it.
+    """
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What a model calls its blocks with.
+
+    Attributes:
+        x: the first argument.
+        arguments: the other ones.
+        keywords: by name.
+    """
+
+    x: torch.Tensor
+    arguments: Any
+    keywords: Any
 
 
 class _Inside:
@@ -215,14 +232,16 @@ class _Schedule:
 
     def _before(self, microbatch: int) -> _Reached:
         """What reaches the blocks of a microbatch."""
+        found: list[_Reached] = []
 
         def reach(x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-            raise _Reached(x, args, kwargs)
+            found.append(_Reached(x, args, kwargs))
+            raise _Stop
 
-        try:
+        with suppress(_Stop):
             self._called(reach, self._microbatches[microbatch])
-        except _Reached as reached:
-            return reached
+        if found:
+            return found[0]
         raise WrapError(
             "a loss function calls the model, and the model its blocks, for pipeline_loss; got "
             "one that does not. Write loss_function(model, *batch)."
