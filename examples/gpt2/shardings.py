@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2LMHeadModel
 
 import spmd_core as spmd
 
@@ -130,7 +131,7 @@ def compared(num_devices: int) -> list[tuple[str, str]]:
     return meshes
 
 
-def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
+def parallelize(model: GPT2LMHeadModel, mesh: spmd.Mesh, strategy: str) -> None:
     """Lays a model's parameters and activations out over the mesh, in place.
 
     Args:
@@ -149,7 +150,7 @@ def parallelize(model: nn.Module, mesh: spmd.Mesh, strategy: str) -> None:
 
 
 def pipeline(
-    model: nn.Module, mesh: spmd.Mesh, *, num_microbatches: int, schedule: str, rounds: int
+    model: GPT2LMHeadModel, mesh: spmd.Mesh, *, num_microbatches: int, schedule: str, rounds: int
 ) -> spmd.Pipeline:
     """Makes a model's blocks the stages along mesh axis pipe, in place; returns the stages.
 

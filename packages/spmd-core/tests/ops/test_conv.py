@@ -31,6 +31,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "2d one number for all": ((2, 4, 9, 8), (6, 4, 3, 3), [2], [1], [1], False, [0], 1),
     "2d grouped": ((2, 4, 6, 6), (6, 2, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 2),
+    "2d, kernel larger than image": (
+        *((2, 4, 2, 2), (6, 4, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+    "2d, kernel larger than result, dilated": (
+        *((2, 4, 4, 9), (6, 4, 3, 5), [2, 1], [1, 3], [1, 2], False, [0, 0], 1),
+    ),
+    "3d, kernel larger than image": (
+        *((2, 3, 2, 5, 4), (4, 3, 3, 2, 3), [1, 2, 1], [1, 0, 1], [1, 1, 1], False, [0, 0, 0], 1),
+    ),
+    "1d, kernel larger than image": ((3, 4, 3), (6, 4, 5), [1], [2], [1], False, [0], 1),
     "2d depthwise": ((2, 4, 6, 6), (8, 1, 3, 3), [1, 1], [1, 1], [1, 1], False, [0, 0], 4),
     "1d depthwise": ((2, 3, 9), (3, 1, 4), [1], [3], [1], False, [0], 3),
     "2d depthwise, strided, dilated": (

@@ -108,15 +108,14 @@ def convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) ->
         )
     elif _is_depthwise_on_cpu(ctx, x, weight, options):
         out = _convolve_depthwise(x, weight, options)
+    elif _is_small_on_cpu(ctx, x, weight, options):
+        out = _convolve_by_tap(x, weight, options)
     elif ctx.platform == "cpu" and num_dims == 3 and 0 not in x.shape:
         out = _convolve_by_depth(x, weight, options)
     else:
         pads, stride = [(p, p) for p in options.padding], options.stride
         reach = [d * (k - 1) + 1 for d, k in zip(options.dilation, weight.shape[2:])]
-        nums = [
-            (n + 2 * p - r) // step + 1
-            for n, p, r, step in zip(x.shape[2:], options.padding, reach, stride)
-        ]
+        nums = _result_sizes(x, weight, options)
         if 1 in (*x.shape[2:], *nums):
             # XLA's simplifier ends the process on the gradient for a padded dim of one element
             # under a stride, and for a dim whose result has one element. That one needs no stride.
@@ -171,6 +170,48 @@ def _convolve_depthwise(x: jax.Array, weight: jax.Array, options: Options) -> ja
         factor = by_channel[(..., *tap)].reshape(1, *by_channel.shape[:2], *(1,) * num_dims)
         total = total + seen[:, :, None] * factor
     return total.reshape(x.shape[0], weight.shape[0], *sizes)
+
+
+def _is_small_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) -> bool:
+    """Whether a dim of the input or the result is smaller than the kernel.
+
+    XLA's CPU backend has no fast convolution for these; the gradient is a convolution of a result.
+    """
+    kernel = weight.shape[2:]
+    sizes = _result_sizes(x, weight, options)
+    is_small = any(k > min(n, num) > 0 for k, n, num in zip(kernel, x.shape[2:], sizes))
+    is_plain = options.groups == 1 and math.prod(kernel) <= _LARGE_KERNEL
+    return ctx.platform == "cpu" and is_plain and is_small and 0 not in (*x.shape, *sizes)
+
+
+def _result_sizes(x: jax.Array, weight: jax.Array, options: Options) -> list[int]:
+    """The spatial sizes of an ordinary convolution's result."""
+    reach = [d * (k - 1) + 1 for d, k in zip(options.dilation, weight.shape[2:])]
+    return [
+        (n + 2 * p - r) // step + 1
+        for n, p, r, step in zip(x.shape[2:], options.padding, reach, options.stride)
+    ]
+
+
+def _convolve_by_tap(x: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
+    """The sum over the kernel's elements of the shifted input times one matrix.
+
+    Takes a tenth to a twentieth of the time of XLA's convolution for images smaller than the kernel
+    on a CPU (128 channels, kernels 3 x 3 to 7 x 7), and so does its transpose.
+    """
+    padded = jnp.pad(x, [(0, 0), (0, 0), *((p, p) for p in options.padding)])
+    sizes = _result_sizes(x, weight, options)
+    precision = matmul_precision(x.dtype)
+    total: Any = 0
+    for tap in np.ndindex(*weight.shape[2:]):
+        starts = [at * d for at, d in zip(tap, options.dilation)]
+        limits = [a + (n - 1) * step + 1 for a, n, step in zip(starts, sizes, options.stride)]
+        seen = lax.slice(
+            padded, (0, 0, *starts), (*padded.shape[:2], *limits), (1, 1, *options.stride)
+        )
+        matrix = weight[(slice(None), slice(None), *tap)]
+        total = total + jnp.einsum("nc...,oc->no...", seen, matrix, precision=precision)
+    return total
 
 
 def _convolve_by_depth(x: jax.Array, weight: jax.Array, options: Options) -> jax.Array:

@@ -1,0 +1,256 @@
+"""Does training cost more than under PyTorch's own FSDP2 and DDP, in CPU time?
+
+The same models, data and optimizers, on two devices: two emulated ones in one process here, two
+processes over gloo there. Losses are compared step by step.
+
+- GPT-2 (4 layers, width 256) with `fully_shard` on each block, of this package and of torch.
+- ResNet-18 on images of 64 x 64, with the batch split here and `DistributedDataParallel` there. Its
+  norms are of groups: each process of DDP would have its own statistics of a batch.
+
+    python -m benchmarks.peers
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import resnet18
+
+import spmd_core as spmd  # before torchvision, whose compiled part may be built for another torch
+from benchmarks.report import Table, argument_parser, publish, verdict
+from examples.gpt2 import shardings
+from examples.gpt2.model import build_model
+from examples.gpt2.presets import PRESETS
+
+RECIPES = ("gpt2", "resnet")
+NUM_DEVICES = 2
+NUM_WARM = 4  # steps before the measured ones: two compile, and gloo connects
+MOST_DIFFERENCE = 1e-4  # of two losses, relative; float32 sums in another order
+VOCAB, SEQ, BATCH = 2048, 128, 8
+IMAGES, SIZE, NUM_CLASSES = 16, 64, 10
+
+
+def model_of(recipe: str) -> Any:
+    """The model, with weights from a fixed seed, on the CPU."""
+    torch.manual_seed(0)
+    if recipe == "gpt2":
+        return build_model(PRESETS["tiny"], vocab_size=VOCAB, dropout=0.0)
+    return resnet18(num_classes=NUM_CLASSES, norm_layer=lambda channels: nn.GroupNorm(8, channels))
+
+
+def optimizer_of(recipe: str, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the recipe has."""
+    if recipe == "gpt2":
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+
+def batch_of(recipe: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a step, over all devices."""
+    generator = torch.Generator().manual_seed(step)
+    if recipe == "gpt2":
+        tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(NUM_CLASSES, (IMAGES,), generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy."""
+    out = model(x)
+    logits = out.logits if hasattr(out, "logits") else out
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_steps: int,
+    batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    end_step: Callable[[], None],
+    wait: Callable[[], None],
+) -> dict[str, Any]:
+    """Losses, and this process's CPU and wall seconds of a step."""
+    losses = []
+    for step in range(NUM_WARM + num_steps):
+        if step == NUM_WARM:
+            wait()
+            start, wall = time.process_time(), time.perf_counter()
+        loss = loss_of(model, *batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        end_step()
+    wait()
+    cpu_s, wall_s = time.process_time() - start, time.perf_counter() - wall
+    return {
+        "losses": [loss.item() for loss in losses],
+        "cpu_s": cpu_s / num_steps,
+        "wall_s": wall_s / num_steps,
+    }
+
+
+def ours(recipe: str, num_steps: int, folder: Path) -> None:
+    """Trains in this process on two emulated devices."""
+    spmd.simulate(NUM_DEVICES)
+    spmd.use_spmd()
+    axis = "fsdp" if recipe == "gpt2" else "data"
+    mesh = spmd.parse_mesh(f"{axis}={NUM_DEVICES}", NUM_DEVICES)
+    model = model_of(recipe).to("xla")
+    if recipe == "gpt2":
+        shardings.parallelize(model, mesh, "fsdp")
+    else:
+        spmd.shard_module(model, {".*": ()}, mesh)
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = (t.to("xla") for t in batch_of(recipe, step))
+        return spmd.mark_sharding(x, mesh, (axis,)), spmd.mark_sharding(y, mesh, (axis,))
+
+    optimizer = optimizer_of(recipe, model)
+    wait = partial(spmd.sync, wait=True)
+    figures = train(model, optimizer, num_steps, batch, end_step=spmd.sync, wait=wait)
+    (folder / "0.json").write_text(json.dumps(figures))
+
+
+def theirs(recipe: str, num_steps: int, folder: Path, rank: int) -> None:
+    """Trains one of two processes over gloo."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // NUM_DEVICES))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=NUM_DEVICES
+    )
+    model = model_of(recipe)
+    if recipe == "gpt2":
+        mesh = dist.init_device_mesh("cpu", (NUM_DEVICES,))
+        for block in model.transformer.h:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = (t.chunk(NUM_DEVICES)[rank] for t in batch_of(recipe, step))
+        return x, y
+
+    optimizer = optimizer_of(recipe, model)
+    figures = train(model, optimizer, num_steps, batch, end_step=lambda: None, wait=dist.barrier)
+    (folder / f"{rank}.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def measured(recipe: str, side: str, num_steps: int) -> dict[str, Any]:
+    """The figures of one side: mean losses, CPU seconds of all processes, wall seconds.
+
+    Raises:
+        RuntimeError: a process failed; its output is on the console.
+    """
+    num = 1 if side == "ours" else NUM_DEVICES
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.peers", "--recipe", recipe, "--side", side]
+        command += ["--steps", str(num_steps), "--folder", folder]
+        children = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(num)]
+        codes = [child.wait() for child in children]
+        if any(codes):
+            raise RuntimeError(
+                f"every process must end well; got exit codes {codes} of {' '.join(command)}. "
+                "What they said is above."
+            )
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num)]
+    losses = [sum(each) / num for each in zip(*(figures["losses"] for figures in found))]
+    return {
+        "losses": losses,
+        "cpu_s": sum(figures["cpu_s"] for figures in found),
+        "wall_s": max(figures["wall_s"] for figures in found),
+    }
+
+
+def compared(num_steps: int, rounds: int, recipes: Sequence[str]) -> list[dict[str, Any]]:
+    """Both sides of each recipe in turns, `rounds` times; the least CPU time of each counts."""
+    results = []
+    for recipe in recipes:
+        sides: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
+        for number in range(rounds):
+            for side, found in sides.items():
+                print(f"{recipe}, {side}, round {number + 1} of {rounds}", flush=True)
+                found.append(measured(recipe, side, num_steps))
+        best = {side: min(found, key=lambda f: f["cpu_s"]) for side, found in sides.items()}
+        pairs = zip(best["theirs"]["losses"], best["ours"]["losses"])
+        difference = max(abs(a - b) / abs(a) for a, b in pairs)
+        results.append({"recipe": recipe, "difference": difference, **best})
+    return results
+
+
+def table_of(results: Sequence[dict[str, Any]], agrees: bool, is_cheaper: bool) -> Table:
+    """The table of the results."""
+    peers = {"gpt2": "torch's fully_shard", "resnet": "DistributedDataParallel"}
+    rows = [
+        (
+            f"{r['recipe']}, against {peers[r['recipe']]}",
+            f"{r['theirs']['losses'][-1]:.4f}",
+            f"{r['ours']['losses'][-1]:.4f}",
+            f"{r['difference']:.0e}",
+            f"{r['theirs']['cpu_s'] * 1e3:,.0f} ms",
+            f"{r['ours']['cpu_s'] * 1e3:,.0f} ms",
+            f"{r['ours']['cpu_s'] / r['theirs']['cpu_s']:.2f}",
+            f"{r['ours']['wall_s'] / r['theirs']['wall_s']:.2f}",
+        )
+        for r in results
+    ]
+    columns = ("", "last loss, theirs", "ours", "largest difference", "CPU of a step, theirs")
+    notes = (
+        "Theirs: two processes over gloo. Ours: one process with two emulated devices. CPU time is "
+        "of all processes and threads; of several rounds in turns, the least counts.",
+        f"{verdict(agrees)}: losses differ by at most {MOST_DIFFERENCE:.0e}.",
+        f"{verdict(is_cheaper)}: the CPU time is at most theirs.",
+    )
+    return Table(
+        "Training beside PyTorch's own FSDP2 and DDP",
+        (*columns, "ours", "ratio", "wall ratio"),
+        rows,
+        notes,
+    )
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: 3)")
+    parser.add_argument("--recipe", choices=RECIPES, help="one recipe alone")
+    parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side == "ours":
+        ours(args.recipe, args.steps, args.folder)
+        return 0
+    if args.side == "theirs":
+        theirs(args.recipe, args.steps, args.folder, args.rank)
+        return 0
+    recipes = [args.recipe] if args.recipe else list(RECIPES)
+    results = compared(args.steps, args.rounds, recipes)
+    agrees = all(r["difference"] <= MOST_DIFFERENCE for r in results)
+    is_cheaper = all(r["ours"]["cpu_s"] <= r["theirs"]["cpu_s"] for r in results)
+    table = table_of(results, agrees, is_cheaper)
+    table.show()
+    if not args.recipe:
+        publish("peers", table, {"results": results})
+    return 0 if agrees and is_cheaper else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
