@@ -1,14 +1,10 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
-import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,17 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from spmd_core import dtypes, metrics, releases, source_lines
+from spmd_core import dtypes, metrics, source_lines
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.values import Entry, Spec
+from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.program import batch_sums, image_layouts, narrow_gathers, regions
+from spmd_core.program import batch_sums, image_layouts, narrow_gathers, regions, split_dims
 from spmd_core.program.exact_values import stored_values
 from spmd_core.program.gradient_plans import Plans
 from spmd_core.program.index_checks import first_offender
+from spmd_core.program.operation_names import named
 from spmd_core.program.partial_sums import PartialSums
-from spmd_core.program.partitioner_rules import Splits, in_safe_forms
+from spmd_core.program.partitioner_rules import in_safe_forms
 from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
 from spmd_core.program.recorded_order import late_results
 from spmd_core.runtime import devices
@@ -37,8 +34,6 @@ from spmd_core.runtime.jax_sharding import (
     replicated,
 )
 from spmd_core.sharding.sharding import Manual, Sharding
-
-_source_info = releases.jax_module("jax.extend.source_info_util", "current", "user_context")
 
 # They subtract the largest operand before they take exponentials. A NaN among the operands makes
 # their results NaN, whatever that largest one is.
@@ -136,7 +131,14 @@ class Function:
         self._common_mesh = common_mesh = CommonMesh([*placed, *marks], self.device_ids)
         everywhere = common_mesh(replicated(self.device_ids))
         self._mesh = everywhere.mesh
-        self._split_dims, self._splits = self._find_split_dims(), self._find_splits()
+        found = split_dims.shardings(graph)
+        self._split_dims = split_dims.split_dims(found)
+        self._splits = split_dims.splits(
+            found,
+            self._with_whole_dims,
+            len(self.device_ids),
+            has_whole_indices=self._whole is Whole.INDICES,
+        )
         numbers = [
             jax.ShapeDtypeStruct((count,), dtype, sharding=everywhere)
             for count, dtype in (
@@ -212,60 +214,6 @@ class Function:
     def _placement(self, output: Output) -> Placement | None:
         manual = self._manual(output.value)
         return output.placement if manual is None else regions.placement(manual)
-
-    def _find_shardings(self) -> list[tuple[Spec, jax.sharding.NamedSharding]]:
-        """The sharding of each leaf, mark and result, with the spec of its tensor."""
-        graph = self.graph
-        marked = [
-            (node.entry.outs[0], named_sharding(node.entry.sharding, self.device_ids))
-            for node in graph.nodes
-            if node.entry.sharding
-        ]
-        placed = [(leaf.spec, leaf.placement.device_sharding) for leaf in graph.leaves]
-        results = [
-            (output.spec, output.placement.device_sharding)
-            for output in graph.outputs
-            if output.placement is not None
-        ]
-        return [*marked, *placed, *results]
-
-    def _find_split_dims(self) -> frozenset[int]:
-        """The dims that a leaf, a mark or a result splits, as negative numbers: -1 is the last dim.
-
-        Floating-point and complex tensors of at most two dims are taken for weights and left out.
-        Integer tensors may be indices into a table, whose rows become an additional last dim, so a
-        split dim of an integer tensor also counts as the dim before it.
-        """
-        found = set()
-        for spec, sharding in self._find_shardings():
-            ndim, is_float = len(spec.shape), spec.dtype.is_floating_point or spec.dtype.is_complex
-            split = (
-                {dim - ndim for dim, axes in enumerate(sharding.spec) if axes}
-                if ndim > 2 or not is_float
-                else set()
-            )
-            found |= split if is_float else split | {dim - 1 for dim in split}
-        return frozenset(found)
-
-    def _find_splits(self) -> Splits:
-        """How leaves, marks and results split their dims."""
-        uneven: set[int] = set()
-        axes_used: set[tuple[str, int]] = set()  # with sizes: two meshes may share names
-        for spec, sharding in self._find_shardings():
-            for size, axes in zip(spec.shape, sharding.spec):
-                names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-                sizes = {name: sharding.mesh.shape[name] for name in names}
-                axes_used |= sizes.items()
-                count = math.prod(sizes.values())
-                if size % count:
-                    uneven.add(count)
-        return Splits(
-            self._with_whole_dims,
-            len(self.device_ids),
-            tuple(size for _, size in axes_used),
-            frozenset(uneven),
-            has_whole_indices=self._whole is Whole.INDICES,
-        )
 
     def _image_layouts(self) -> Mapping[int, registry.ImageLayout]:
         """How the images of convolutions and poolings are split, by the node's position."""
@@ -383,7 +331,7 @@ class Function:
                         inputs[i] = x
                     for i, x in zip(local, behind):
                         values[i] = x
-            with _named(node, position):
+            with named(node, position):
                 gradient = sums.gradient(position)
                 if gradient is not None:
                     inputs = [gradient]
@@ -535,38 +483,6 @@ class Traced(Function):
     def lowered_text(self) -> Callable[[], str]:
         """A function that returns the StableHLO as text."""
         return self.lowered.as_text
-
-
-@contextmanager
-def _named(node: Node, position: int) -> Iterator[None]:
-    """Names what is traced inside after the node's torch operation.
-
-    A node with an origin is also named after its module, its position and the user's line.
-    """
-    origin = node.origin
-    if origin is None:
-        with jax.named_scope(node.entry.name):
-            yield
-        return
-    line = f"{Path(origin.file).name}:{origin.line}"
-    scope = f"{origin.module}/{node.entry.name}#{position}/{line}".lstrip("/")
-    with (
-        _source_info.user_context(_traceback(origin.file, origin.line, origin.function)),
-        jax.named_scope(scope),
-    ):
-        yield
-
-
-@functools.lru_cache(maxsize=4096)
-def _traceback(file: str, line: int, function: str) -> Any:
-    """A traceback of jax whose innermost frame is the user's line.
-
-    It is taken by code that is compiled as if it were in that file, line and function.
-    """
-    code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
-    return eval(
-        code.replace(co_name=function, co_qualname=function), {"current": _source_info.current}
-    )
 
 
 def _number(kind: type, sources: Mapping[type, Iterator[jax.Array]]) -> registry.Number:

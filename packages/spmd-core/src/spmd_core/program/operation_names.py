@@ -1,0 +1,46 @@
+"""Names the operations of a lowered program after torch's, and after the user's lines."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd_core import releases
+from spmd_core.program.program_graph import Node
+
+_source_info = releases.jax_module("jax.extend.source_info_util", "current", "user_context")
+
+
+@contextmanager
+def named(node: Node, position: int) -> Iterator[None]:
+    """Names what is traced inside after the node's torch operation.
+
+    A node with an origin is also named after its module, its position and the user's line.
+    """
+    origin = node.origin
+    if origin is None:
+        with jax.named_scope(node.entry.name):
+            yield
+        return
+    line = f"{Path(origin.file).name}:{origin.line}"
+    scope = f"{origin.module}/{node.entry.name}#{position}/{line}".lstrip("/")
+    with (
+        _source_info.user_context(_traceback(origin.file, origin.line, origin.function)),
+        jax.named_scope(scope),
+    ):
+        yield
+
+
+@functools.lru_cache(maxsize=4096)
+def _traceback(file: str, line: int, function: str) -> Any:
+    """A traceback of jax whose innermost frame is the user's line.
+
+    It is taken by code that is compiled as if it were in that file, line and function.
+    """
+    code = compile("\n" * (line - 1) + "current().traceback", file, "eval")
+    return eval(
+        code.replace(co_name=function, co_qualname=function), {"current": _source_info.current}
+    )
