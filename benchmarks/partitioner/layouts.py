@@ -105,6 +105,12 @@ CALLS: dict[str, Call] = {
     "conv_stride": Call(
         lambda a, b: F.conv1d(a, b, padding=1, stride=2), lambda b, t, d: [(b, t, d), (6, t, 3)]
     ),
+    "conv_small": Call(
+        lambda a, b: F.conv1d(a, b, padding=1), lambda b, t, d: [(b, t, 2), (6, t, 3)]
+    ),
+    "conv_few_positions": Call(
+        lambda a, b: F.conv1d(a, b, padding=1), lambda b, t, d: [(2, t, d), (2 * d, t, 3)]
+    ),
     "conv_transpose": Call(
         lambda a, b: F.conv_transpose1d(a, b, padding=1, stride=2),
         lambda b, t, d: [(b, t, d), (t, 6, 3)],

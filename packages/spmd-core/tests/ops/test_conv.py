@@ -37,6 +37,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "2d, kernel larger than result, dilated": (
         *((2, 4, 4, 9), (6, 4, 3, 5), [2, 1], [1, 3], [1, 2], False, [0, 0], 1),
     ),
+    "2d, fewer positions than channels": (
+        *((2, 3, 4, 5), (24, 3, 3, 2), [2, 1], [1, 1], [1, 2], False, [0, 0], 1),
+    ),
+    "2d 1x1, fewer positions than channels": (
+        *((2, 3, 4, 4), (9, 3, 1, 1), [2, 2], [0, 0], [1, 1], False, [0, 0], 1),
+    ),
     "3d, kernel larger than image": (
         *((2, 3, 2, 5, 4), (4, 3, 3, 2, 3), [1, 2, 1], [1, 0, 1], [1, 1, 1], False, [0, 0, 0], 1),
     ),

@@ -68,3 +68,27 @@ def test_split_channels_are_gathered(mesh):
     x = spmd.mark_sharding(X.to("xla"), mesh, (None, "data", "rows"))
     got = convolve(x, W)
     torch.testing.assert_close(got.cpu(), convolve(X, W), rtol=1e-4, atol=1e-4)
+
+
+def test_split_labels_do_not_change_convolutions_over_whole_rows(mesh):
+    """Labels might be indices that split rows, but the layout of the images is known."""
+    torch.manual_seed(0)
+    pixels, labels = torch.randn(4, 4, 16, 16), torch.randint(4, (4,))
+    weight = W.clone().requires_grad_()
+    F.cross_entropy(convolve(pixels, weight).mean((2, 3)), labels).backward()
+    images = spmd.mark_sharding(pixels.to("xla"), mesh, ("data",))
+    targets = spmd.mark_sharding(labels.to("xla"), mesh, ("data",))
+    w = W.to("xla").requires_grad_()
+    loss = F.cross_entropy(convolve(images, w).mean((2, 3)), targets)
+    (gradient,) = torch.autograd.grad(loss, [w])
+    assert "stride=2x2" in spmd.debugging.hlo(loss)
+    torch.testing.assert_close(gradient.cpu(), weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_split_weight_scatters_beside_split_labels(mesh):
+    w = spmd.mark_sharding(W.to("xla"), mesh, ("data",)).requires_grad_()
+    images = spmd.mark_sharding(X.to("xla"), mesh, ("data",))
+    targets = spmd.mark_sharding(torch.arange(4).to("xla"), mesh, ("data",))
+    loss = F.cross_entropy(convolve(images, w).mean((2, 3)), targets)
+    (gradient,) = torch.autograd.grad(loss, [w])
+    assert "reduce-scatter" in {c.kind for c in spmd.debugging.collectives(gradient)}

@@ -17,6 +17,7 @@ foreach forms are derived from the schema.
 """
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +55,7 @@ class Out:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """How an operation's images are split, where its windows then exchange halos by themselves.
+    """How the images that an operation's windows read are split.
 
     Attributes:
         mesh: the program's.
@@ -63,6 +64,10 @@ class ImageLayout:
 
     mesh: jax.sharding.Mesh
     axes: tuple[tuple[str, ...], ...]
+
+    def num_parts(self, dim: int) -> int:
+        """The number of parts that a dim of the images is split into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes[dim])
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Context:
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
-    # how the images that the operation reads are split, if behind the channels, and if it is known
+    # how the images that the operation reads are split, if it is known
     images: ImageLayout | None = None
     # under `config.check_indices`, receives for each check whether an index lies outside its dim
     index_checks: list[jax.Array] | None = None

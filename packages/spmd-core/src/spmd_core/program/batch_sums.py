@@ -15,10 +15,12 @@ operations, whatever the shardings of their inputs. A gradient that is computed 
 left to the partitioner.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.ops.registry import ImageLayout
 from spmd_core.program.gradient_plans import (
     UNCHANGED,
     Gradient,
@@ -69,7 +71,10 @@ _BATCH_REDUCTIONS = {
 
 
 def find(
-    graph: Graph, is_local: Callable[[int], bool], split_dims: frozenset[int] = frozenset()
+    graph: Graph,
+    is_local: Callable[[int], bool],
+    split_dims: frozenset[int] = frozenset(),
+    images: Mapping[int, ImageLayout] = MappingProxyType({}),
 ) -> Plans:
     """The marked gradients of a graph to reduce in manual regions.
 
@@ -77,11 +82,12 @@ def find(
         graph: the recorded operations.
         is_local: whether the value of a number is local to a manual region.
         split_dims: the dims that the program splits, as in `registry.Context`.
+        images: the layouts of convolutions, by the node's position, where they are known.
     """
     marks = [i for i, node in enumerate(graph.nodes) if node.entry.summed_over is not None]
     if not marks or graph.growth is not None or len(graph.device_ids) == 1:
         return Plans()
-    finder = _Finder(graph, split_dims)
+    finder = _Finder(graph, split_dims, images)
     found: dict[int, Gradient] = {}
     for mark in marks:
         node = graph.nodes[mark]
@@ -107,8 +113,10 @@ def find(
 class _Finder:
     """Finds the sums over the batch in a graph."""
 
-    def __init__(self, graph: Graph, split_dims: frozenset[int]) -> None:
-        self._graph, self._split = graph, split_dims
+    def __init__(
+        self, graph: Graph, split_dims: frozenset[int], images: Mapping[int, ImageLayout]
+    ) -> None:
+        self._graph, self._split, self._images = graph, split_dims, images
         self._made_by = [
             (position, result)
             for position, node in enumerate(graph.nodes)
@@ -176,19 +184,22 @@ class _Finder:
             return self._total(position, node, reduction) if is_same else None
         if node.entry.outs[result].shape != spec.shape and reduction.others:
             return None  # other axes split dims of the gradient, which that result lacks
-        if "convolution" in node.entry.name and self._splits_positions(node):
+        if "convolution" in node.entry.name and self._splits_positions(position, node):
             return None
         split_dims = _split_dims(node.entry, result, self._specs(node), reduction)
         if split_dims is not None:
             return Sum(position, result, number, split_dims, spec)
         return self._lookup(position, node, number, reduction, spec)
 
-    def _splits_positions(self, node: Node) -> bool:
+    def _splits_positions(self, position: int, node: Node) -> bool:
         """Whether the program may split what a convolution's windows move over.
 
         Inside a region over the batch, XLA's partitioner returns zeros for the gradient of a weight
         where that split is uneven.
         """
+        layout = self._images.get(position)
+        if layout is not None:
+            return any(layout.axes[2:])
         rank = max(len(spec.shape) for spec in self._specs(node))
         return any(dim >= 2 - rank for dim in self._split)
 

@@ -41,7 +41,7 @@ def find(
     to_named: Callable[[Entry], NamedSharding],
     is_local: Callable[[int], bool],
 ) -> dict[int, ImageLayout]:
-    """The layout of the images of each convolution and pooling over split positions.
+    """The layout of the images of each convolution and pooling.
 
     Args:
         graph: the recorded operations.
@@ -50,8 +50,7 @@ def find(
         is_local: whether the value of a number is local to a manual region.
 
     Returns:
-        The layouts by the node's position, where they are known and split a dim behind the
-        channels.
+        The layouts by the node's position, where they are known.
     """
     names = {node.entry.name for node in graph.nodes}
     if graph.growth is not None or len(graph.device_ids) == 1 or not common_mesh.exists:
@@ -80,7 +79,7 @@ def find(
             values.append((marked, axes_of(to_named(node.entry), marked)))
             continue
         images = () if local else _images(node.entry, inputs)
-        if any(images[1:]):
+        if any(images):
             layouts[position] = ImageLayout(mesh, images)
         values += [
             (spec, () if local else _result(node.entry, spec, inputs)) for spec in node.entry.outs

@@ -277,11 +277,15 @@ class Function:
         ]
         values: list[jax.Array] = []
         stored = stored_values(graph)
+        images = self._image_layouts()
         plans = (
             Plans()
             if self._whole is Whole.EVERYTHING
             else batch_sums.find(
-                graph, lambda number: self._manual(number) is not None, self._split_dims
+                graph,
+                lambda number: self._manual(number) is not None,
+                self._split_dims,
+                images,
             )
         )
 
@@ -290,7 +294,6 @@ class Function:
 
         sums = PartialSums(graph, plans, platform, read)
         gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
-        images = self._image_layouts()
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):

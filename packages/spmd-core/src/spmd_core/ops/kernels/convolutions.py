@@ -108,8 +108,8 @@ def convolve(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) ->
         )
     elif _is_depthwise_on_cpu(ctx, x, weight, options):
         out = _convolve_depthwise(x, weight, options)
-    elif _is_small_on_cpu(ctx, x, weight, options):
-        out = _convolve_by_tap(x, weight, options)
+    elif _is_product_on_cpu(ctx, x, weight, options):
+        out = _convolve_as_product(x, weight, options)
     elif ctx.platform == "cpu" and num_dims == 3 and 0 not in x.shape:
         out = _convolve_by_depth(x, weight, options)
     else:
@@ -172,16 +172,22 @@ def _convolve_depthwise(x: jax.Array, weight: jax.Array, options: Options) -> ja
     return total.reshape(x.shape[0], weight.shape[0], *sizes)
 
 
-def _is_small_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) -> bool:
-    """Whether a dim of the input or the result is smaller than the kernel.
+def _is_product_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: Options) -> bool:
+    """Whether a product of patches takes less time than the convolution of XLA's CPU backend.
 
-    XLA's CPU backend has no fast convolution for these; the gradient is a convolution of a result.
+    That has no fast convolution where a dim of the input or the result is smaller than the kernel
+    (the gradient is a convolution of a result). And it copies the weight into another order, which
+    is most of the work where a device has fewer positions than the result has channels.
     """
     kernel = weight.shape[2:]
     sizes = _result_sizes(x, weight, options)
-    is_small = any(k > min(n, num) > 0 for k, n, num in zip(kernel, x.shape[2:], sizes))
     is_plain = options.groups == 1 and math.prod(kernel) <= _LARGE_KERNEL
-    return ctx.platform == "cpu" and is_plain and is_small and 0 not in (*x.shape, *sizes)
+    if ctx.platform != "cpu" or not is_plain or min(*x.shape, *sizes) <= 0:
+        return False
+    num_batches = 1 if ctx.images is None else ctx.images.num_parts(0)
+    num_positions = -(-x.shape[0] // num_batches) * math.prod(sizes)
+    is_small = any(k > min(n, num) for k, n, num in zip(kernel, x.shape[2:], sizes))
+    return is_small or num_positions <= weight.shape[0]
 
 
 def _result_sizes(x: jax.Array, weight: jax.Array, options: Options) -> list[int]:
@@ -193,25 +199,27 @@ def _result_sizes(x: jax.Array, weight: jax.Array, options: Options) -> list[int
     ]
 
 
-def _convolve_by_tap(x: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
-    """The sum over the kernel's elements of the shifted input times one matrix.
+def _convolve_as_product(x: jax.Array, weight: jax.Array, options: Options) -> jax.Array:
+    """The product of the weight and the patches of the input under each position of the kernel.
 
-    Takes a tenth to a twentieth of the time of XLA's convolution for images smaller than the kernel
-    on a CPU (128 channels, kernels 3 x 3 to 7 x 7), and so does its transpose.
+    On a CPU it takes about a hundredth of the time of XLA's convolution for images smaller than the
+    kernel (512 channels, images of 2 x 2, kernel 3 x 3, batch 8), and 0.7 to 0.8 of it for images
+    of 4 x 4 with 256 channels; and so do its transposes.
     """
     padded = jnp.pad(x, [(0, 0), (0, 0), *((p, p) for p in options.padding)])
-    sizes = _result_sizes(x, weight, options)
-    precision = matmul_precision(x.dtype)
-    total: Any = 0
-    for tap in np.ndindex(*weight.shape[2:]):
+    kernel, sizes = weight.shape[2:], _result_sizes(x, weight, options)
+    taps = []
+    for tap in np.ndindex(*kernel):
         starts = [at * d for at, d in zip(tap, options.dilation)]
         limits = [a + (n - 1) * step + 1 for a, n, step in zip(starts, sizes, options.stride)]
-        seen = lax.slice(
-            padded, (0, 0, *starts), (*padded.shape[:2], *limits), (1, 1, *options.stride)
+        taps.append(
+            lax.slice(
+                padded, (0, 0, *starts), (*padded.shape[:2], *limits), (1, 1, *options.stride)
+            )
         )
-        matrix = weight[(slice(None), slice(None), *tap)]
-        total = total + jnp.einsum("nc...,oc->no...", seen, matrix, precision=precision)
-    return total
+    matrix = weight.reshape(*weight.shape[:2], len(taps))
+    patches = jnp.stack(taps, axis=2)
+    return jnp.einsum("nck...,ock->no...", patches, matrix, precision=matmul_precision(x.dtype))
 
 
 def _convolve_by_depth(x: jax.Array, weight: jax.Array, options: Options) -> jax.Array:

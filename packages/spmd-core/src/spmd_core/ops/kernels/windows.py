@@ -29,10 +29,13 @@ def per_dim(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) ->
 
 
 def last_dims_may_be_split(ctx: Context, num_dims: int) -> bool:
-    """Whether any sharding in the program splits one of the last `num_dims` dims of a value.
+    """Whether the last `num_dims` dims of what an operation reads may be split.
 
-    Windows over those dims then need the forms of this module.
+    Windows over those dims then need the forms of this module. They may be if the layout of its
+    images says so, or, where no layout is known, any sharding in the program.
     """
+    if ctx.images is not None:
+        return any(ctx.images.axes[-num_dims:])
     return ctx.num_devices > 1 and any(dim >= -num_dims for dim in ctx.split_dims)
 
 
