@@ -88,7 +88,8 @@ class TrainConfig:
     remat: str = knob(
         "none",
         "what a block computes again in backward instead of keeping it; none; full: everything; "
-        "products: all but matrix products; attention: all but attention",
+        "products: all but matrix products; attention: all but attention; offload: everything, "
+        "from inputs that are kept in the memory of the host",
         choices=("none", *POLICIES),
         resumable=True,
     )

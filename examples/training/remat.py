@@ -10,9 +10,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import spmd_core as spmd
 
 # What is kept between forward and backward, beside each block's input: the results of operations
-# whose name contains one of these.
+# whose name contains one of these. "offload" keeps the input itself in the memory of the host.
 POLICIES: dict[str, tuple[str, ...]] = {
     "full": (),
+    "offload": (),
     "products": ("linear", "mm"),
     "attention": ("attention",),
 }
@@ -30,7 +31,9 @@ def recompute(blocks: Iterable[nn.Module], policy: str) -> None:
     kept = POLICIES[policy]
     context_fn = partial(create_selective_checkpoint_contexts, partial(_decide, kept))
     for block in blocks:
-        spmd.checkpoint_module(block, context_fn=context_fn if kept else None)
+        spmd.checkpoint_module(
+            block, context_fn=context_fn if kept else None, on_host=policy == "offload"
+        )
 
 
 def _decide(

@@ -54,6 +54,7 @@ from spmd_core.modules.checkpointing import CheckpointedForward as _Checkpointed
 from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
+from spmd_core.modules.offloading import save_on_host
 from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
 from spmd_core.modules.wrap_policies import (
@@ -176,7 +177,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "send_to_device",
     "to_cpu",
     "autocast",
-    # Modules: FSDP, pipelines, checkpointing, barriers
+    # Modules: FSDP, pipelines, checkpointing, offloading, barriers
     "fully_shard",
     "SpmdFullyShardedDataParallel",
     "always_wrap_policy",
@@ -188,6 +189,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "pipeline_loss",
     "Pipeline",
     "checkpoint_module",
+    "save_on_host",
     "optimization_barrier_",
     "apply_backward_optimization_barrier",
     "EinsumLinear",

@@ -7,6 +7,7 @@ first (`recording.second_runs`).
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from spmd_core.modules.barrier import optimization_barrier
+from spmd_core.modules.offloading import save_on_host
 from spmd_core.recording.second_runs import second_run
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -116,19 +118,29 @@ class CheckpointedForward:
         module: the module.
         inner: computes the module's result: an earlier replacement of `forward`, or None for the
             method of the module's class.
+        on_host: whether the module's inputs are kept in the memory of the host.
         options: more arguments of `torch.utils.checkpoint.checkpoint`.
     """
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
     __qualname__ = "_CheckpointedForward"
     options: Mapping[str, Any] = MappingProxyType({})  # of pickles without options
+    on_host = False  # of pickles without it
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, **options: Any) -> None:
-        self.module, self.inner, self.options = module, inner, options
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: Callable[..., Any] | None,
+        *,
+        on_host: bool = False,
+        **options: Any,
+    ) -> None:
+        self.module, self.inner, self.on_host, self.options = module, inner, on_host, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = inner_forward(self.module, self.inner)
-        return checkpointed(forward, *args, **self.options, **kwargs)
+        with save_on_host() if self.on_host else nullcontext():
+            return checkpointed(forward, *args, **self.options, **kwargs)
 
 
 def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -144,7 +156,10 @@ def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callab
 
 
 def checkpoint_module(
-    module: nn.Module, *, context_fn: Callable[[], tuple[Any, Any]] | None = None
+    module: nn.Module,
+    *,
+    context_fn: Callable[[], tuple[Any, Any]] | None = None,
+    on_host: bool = False,
 ) -> nn.Module:
     """Makes a module run its forward again in backward, instead of keeping what it saved.
 
@@ -158,6 +173,7 @@ def checkpoint_module(
         context_fn: as of `torch.utils.checkpoint.checkpoint`; with
             `create_selective_checkpoint_contexts` a policy decides which results of the first run
             are kept. It sees a linear layer as `aten.linear`, attention as `spmd.attention`.
+        on_host: keep the module's inputs in the memory of the host, as `save_on_host` does.
 
     Returns:
         The module.
@@ -189,5 +205,5 @@ def checkpoint_module(
             "sharded. Call checkpoint_module on the block first, and shard it then."
         )
     options = {} if context_fn is None else {"context_fn": context_fn}
-    module.forward = CheckpointedForward(module, own, **options)
+    module.forward = CheckpointedForward(module, own, on_host=on_host, **options)
     return module

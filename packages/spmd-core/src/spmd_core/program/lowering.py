@@ -16,6 +16,7 @@ from spmd_core import dtypes, metrics, source_lines
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
+from spmd_core.ops.host_memory import FROM_HOST, in_device_memory
 from spmd_core.ops.kernels.blocks import apart
 from spmd_core.program import batch_sums, image_layouts, narrow_gathers, regions, split_dims
 from spmd_core.program.exact_values import stored_values
@@ -334,6 +335,8 @@ class Function:
                         inputs[i] = x
                     for i, x in zip(local, behind):
                         values[i] = x
+            if entry.name == FROM_HOST and platform != "cpu":
+                self._copy_late(inputs, values)
             with named(node, position):
                 gradient = sums.gradient(position)
                 if gradient is not None:
@@ -355,12 +358,23 @@ class Function:
                 values.append(apart(x) if len(values) in stored else x)
         return self._outputs(values, leaves)
 
+    def _copy_late(self, inputs: list[jax.Array], values: list[jax.Array]) -> None:
+        """Makes what comes back from the host wait for what was recorded just before.
+
+        XLA would copy everything back as soon as it is on the host.
+        """
+        whole = (i for i in reversed(range(len(values))) if self._manual(i) is None)
+        last = next((i for i in whole if values[i] is not inputs[0]), None)
+        if last is not None:
+            # Read behind the barrier from here on: XLA drops what nobody reads there.
+            inputs[0], values[last] = jax.lax.optimization_barrier((inputs[0], values[last]))
+
     def _outputs(self, values: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The program's results, with the padding of uneven shards."""
         returned = {id(x) for x in leaves}
         outputs = []
         for output in self.graph.outputs:
-            x = values[output.value]
+            x = in_device_memory(values[output.value])
             target = padded_shape(output.spec, output.sharding)
             if target != x.shape and self._manual(output.value) is None:
                 x = self._with_padding(x, target)
