@@ -14,6 +14,7 @@ Run: python -m benchmarks.partitioner.layouts
 import argparse
 import fnmatch
 import itertools
+import math
 import os
 import random
 import sys
@@ -49,15 +50,25 @@ class Call:
     function: Callable[..., torch.Tensor]
     shapes: Callable[[int, int, int], Sequence[Any]]
 
-    def operands(self, size: str) -> list[torch.Tensor]:
-        """Float64 or int64 tensors on the CPU, the same at each call."""
+    def operands(self, size: str, *, has_nonfinite: bool = False) -> list[torch.Tensor]:
+        """Float64 or int64 tensors on the CPU, the same at each call.
+
+        Args:
+            size: key of `SIZES`.
+            has_nonfinite: whether the first float64 tensor has a NaN and both infinities.
+        """
         generator = torch.Generator().manual_seed(0)
-        return [
+        found = [
             torch.randint(shape[0], shape[1], generator=generator)
             if isinstance(shape[-1], tuple)
             else torch.randn(shape, generator=generator, dtype=torch.float64)
             for shape in self.shapes(*SIZES[size])
         ]
+        first = next((x for x in found if x.is_floating_point()), None)
+        if has_nonfinite and first is not None:
+            for value, part in ((math.nan, 7), (math.inf, 3), (-math.inf, 2)):
+                first.view(-1)[first.numel() // part] = value
+        return found
 
 
 def _write_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -260,15 +271,28 @@ def evaluate(
     result = call.function(*(marked(x * 1, spec) for x, spec in zip(leaves, marks))) * 1
     marked(result, marks[-1])
     weight = torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view(result.shape)
-    (result.sin() * weight.to(device)).sum().backward()
+    # The sine of an infinity is NaN: all gradients would be.
+    has_nonfinite = not all(x.isfinite().all() for x in operands)
+    ((result if has_nonfinite else result.sin()) * weight.to(device)).sum().backward()
     return [result.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
+def _error(got: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest difference; NaN where one alone is NaN or an infinity of that sign."""
+    same = (got == right) | (got.isnan() & right.isnan())
+    return float((got - right).abs().where(~same, 0.0).max()) if right.numel() else 0.0
+
+
 def failures(
-    call: Call, size: str, mesh: spmd.Mesh, tried: Sequence[tuple[Spec, ...]]
+    call: Call,
+    size: str,
+    mesh: spmd.Mesh,
+    tried: Sequence[tuple[Spec, ...]],
+    *,
+    has_nonfinite: bool = False,
 ) -> Iterator[str]:
     """A line for each layout under which a value is not that of eager torch."""
-    operands = call.operands(size)
+    operands = call.operands(size, has_nonfinite=has_nonfinite)
     expected = evaluate(call, [x.clone() for x in operands], "cpu")
     for first in range(0, len(tried), AT_ONCE):
         batch = tried[first : first + AT_ONCE]
@@ -276,10 +300,9 @@ def failures(
         spmd.sync()
         for layout, values in zip(batch, found):
             errors = [
-                float((got.cpu() - right).abs().max()) if right.numel() else 0.0
-                for got, right in zip(values, expected, strict=True)
+                _error(got.cpu(), right) for got, right in zip(values, expected, strict=True)
             ]
-            if not max(errors) <= TOLERANCE:
+            if not all(error <= TOLERANCE for error in errors):  # false for NaN too
                 yield f"{layout}: errors {', '.join(f'{error:.1e}' for error in errors)}"
 
 
@@ -290,6 +313,9 @@ def main() -> int:
         "--limit", type=int, default=128, help="layouts of a call; 0: every one (default 128)"
     )
     parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
+    parser.add_argument(
+        "--nonfinite", action="store_true", help="the first tensor has a NaN and both infinities"
+    )
     parser.add_argument("--show", action="store_true", help="print the table, write no files")
     args: argparse.Namespace = parser.parse_args()
     names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
@@ -304,7 +330,7 @@ def main() -> int:
         call = CALLS[name]
         operands = call.operands(size)
         tried = layouts([*(x.dim() for x in operands), call.function(*operands).dim()], args.limit)
-        wrong = list(failures(call, size, mesh, tried))
+        wrong = list(failures(call, size, mesh, tried, has_nonfinite=args.nonfinite))
         rows.append([name, size, str(len(tried)), str(len(wrong))])
         notes += [f"**wrong**: {name}, {size} sizes, {line}" for line in wrong]
         data.append({"call": name, "sizes": size, "layouts": len(tried), "wrong": wrong})

@@ -41,3 +41,17 @@ def test_the_same_operands_at_each_call() -> None:
     for call in CALLS.values():
         for first, second in zip(call.operands("uneven"), call.operands("uneven")):
             assert torch.equal(first, second)
+
+
+def test_a_nan_in_another_place_is_found(mesh: spmd.Mesh) -> None:
+    calls = {
+        "kept": Call(lambda a: a.flip(0).flip(0), lambda b, t, d: [(b, d)]),
+        "moved": Call(
+            lambda a: a.flip(0) if a.device.type == "xla" else a, lambda b, t, d: [(b, d)]
+        ),
+    }
+    found = {
+        name: list(failures(call, "even", mesh, layouts([2, 2], 3), has_nonfinite=True))
+        for name, call in calls.items()
+    }
+    assert found["kept"] == [] and len(found["moved"]) == 3

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -197,6 +198,7 @@ SHORT = {"steps": 4, "eval_every": 0, "eval_batches": 1}
     ("strategy", "mesh"),
     [
         ("spmd", ""),
+        ("ddp", "data=2"),
         ("spmd", "fsdp=4,tensor=2"),
         ("fsdp", "data=2,fsdp=4"),
         ("pipeline", "pipe=2,fsdp=2,tensor=2"),
@@ -209,7 +211,7 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     strategy: str, mesh: str, cache_dir: str, tmp_path: Path
 ) -> None:
     expected = run(smoke(cache_dir, **SHORT))
-    devices = 8 if mesh else 1
+    devices = math.prod(int(axis.partition("=")[2]) for axis in mesh.split(",") if axis)
     knobs = {**SHORT, "devices": devices, "mesh": mesh, "strategy": strategy}
     report = run_apart(cache_dir, tmp_path, knobs)
     check_equal(report, expected)
@@ -220,6 +222,7 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
     kinds = {c["kind"] for c in report["collectives"]}
     expected_kinds = {
         "": set(),
+        "data=2": {"all-reduce"},
         "data=8": {"all-reduce"},
     }.get(mesh, {"all-gather", "all-reduce"}) | {
         "fsdp": {"reduce-scatter"},
