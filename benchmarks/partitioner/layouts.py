@@ -299,9 +299,7 @@ def failures(
         found = [evaluate(call, operands, "xla", mesh, layout) for layout in batch]
         spmd.sync()
         for layout, values in zip(batch, found):
-            errors = [
-                _error(got.cpu(), right) for got, right in zip(values, expected, strict=True)
-            ]
+            errors = [_error(got.cpu(), right) for got, right in zip(values, expected, strict=True)]
             if not all(error <= TOLERANCE for error in errors):  # false for NaN too
                 yield f"{layout}: errors {', '.join(f'{error:.1e}' for error in errors)}"
 

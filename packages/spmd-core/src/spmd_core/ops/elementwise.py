@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core import dtypes
+from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import is_inexact, is_sixteen_bit, opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
@@ -557,7 +558,7 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if dtype == jnp.float8_e4m3fn and dtypes.float8_saturates():
         largest = float(jnp.finfo(dtype).max)
         x = jnp.clip(x.astype(opmath(x.dtype)), -largest, largest)
-    return x.astype(dtype)
+    return cast(x, dtype)
 
 
 @lowering("aten._to_copy.default")

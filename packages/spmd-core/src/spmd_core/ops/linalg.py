@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.matrix_batches import on_matrices
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, lowering
@@ -177,7 +178,7 @@ def _unpacked(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _permutation_matrix(permutation: jax.Array, dtype: np.dtype) -> jax.Array:
     """P of `a = P L U`: the 1 of column i is in row permutation[i]."""
     rows = jnp.arange(permutation.shape[-1])
-    return (rows[:, None] == permutation[..., None, :]).astype(dtype)
+    return cast(rows[:, None] == permutation[..., None, :], dtype)
 
 
 def _permutation_of(pivots: jax.Array, size: int) -> jax.Array:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
@@ -247,7 +248,7 @@ def _coin(key: Any, p: float, shape: tuple[int, ...]) -> jax.Array:
 
 @lowering("aten.bernoulli.p", random=True)
 def _bernoulli_p(ctx: Context, x: jax.Array, p: float = 0.5, *, generator: Any = None) -> jax.Array:
-    return _coin(_key(ctx), p, ctx.shape).astype(ctx.dtype)
+    return cast(_coin(_key(ctx), p, ctx.shape), ctx.dtype)
 
 
 @lowering("aten.bernoulli.default", "aten.bernoulli.Tensor", random=True)
@@ -256,9 +257,8 @@ def _bernoulli(
 ) -> jax.Array:
     probability = x if p is None else p
     wide = _sampling_dtype(probability.dtype)
-    return (jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)).astype(
-        ctx.dtype
-    )
+    drawn = jax.random.uniform(_key(ctx), ctx.shape, wide) < probability.astype(wide)
+    return cast(drawn, ctx.dtype)
 
 
 @lowering("aten.native_dropout.default", random=True)
@@ -271,7 +271,7 @@ def _native_dropout(
     scale = 0.0 if p >= 1 else 1.0 / (1.0 - p)
     # A product and not a select: a dropped NaN stays NaN, as in torch.
     wide = opmath(x.dtype)
-    return (x.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(ctx.dtype), mask
+    return (x.astype(wide) * cast(mask, wide) * jnp.asarray(scale, wide)).astype(ctx.dtype), mask
 
 
 @lowering("aten.native_dropout_backward.default")
@@ -279,7 +279,7 @@ def _native_dropout_backward(
     ctx: Context, grad_output: jax.Array, mask: jax.Array, scale: float
 ) -> jax.Array:
     wide = opmath(ctx.dtype)
-    return (grad_output.astype(wide) * mask.astype(wide) * jnp.asarray(scale, wide)).astype(
+    return (grad_output.astype(wide) * cast(mask, wide) * jnp.asarray(scale, wide)).astype(
         ctx.dtype
     )
 

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from spmd_core import dtypes, releases
+from spmd_core.ops.kernels.booleans import cast
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def as_array(x: Any, dtype: np.dtype) -> jax.Array:
     """
     if isinstance(x, Number):
         return x.astype(dtype)
-    return jnp.asarray(x).astype(dtype)
+    return cast(jnp.asarray(x), dtype)
 
 
 def result_dtype(*operands: Any) -> np.dtype:
