@@ -5,6 +5,7 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 import torch
 from torch import nn
@@ -76,6 +77,12 @@ def test_programs_for_accelerators_copy_to_the_host_and_back(platform, copies):
 
 
 @pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.xfail(
+    jaxlib.__version__ == "0.10.0" and spmd.global_runtime_device_count() > 1,
+    raises=spmd.ProgramError,
+    strict=True,
+    reason="its partitioner refuses copies to the host",
+)
 def test_a_program_of_an_accelerator(monkeypatch, mesh, synced):
     """XLA's CPU compiler accepts copies to the host, so their place in programs is tested here."""
     x, right = torch.randn(8, 6), model()
