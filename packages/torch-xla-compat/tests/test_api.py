@@ -1,5 +1,7 @@
 """Tests torch_xla.distributed.spmd.api: DTensor's functions on an xla mesh."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -127,13 +129,15 @@ def test_what_distributing_a_module_refuses(mesh):
         xs.xla_distribute_module(torch.nn.Linear(2, 2), mesh, None, lambda inputs, mesh: None)
 
 
-def test_torchs_tensor_parallelism_says_what_to_use(mesh):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for plan in (
-        {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()},
-        parallel.SequenceParallel(),
-    ):
-        with pytest.raises(NotImplementedError, match=r"Mark the parameters.*shard_module\("):
-            parallel.parallelize_module(model, mesh, plan)
+def test_torchs_tensor_parallelism(mesh):
+    right = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+    plan = {
+        "0": parallel.ColwiseParallel(output_layouts=Shard(0)),
+        "1": parallel.SequenceParallel(sequence_dim=0),
+        "2": parallel.RowwiseParallel(input_layouts=Shard(0)),
+    }
+    x = torch.randn(16, 8)
+    ours = parallel.parallelize_module(copy.deepcopy(right), mesh, plan)
+    torch.testing.assert_close(ours(x.to("xla")).detach().cpu(), right(x).detach())
     whole = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
     assert (whole @ whole).full_tensor().tolist() == [[8.0] * 8] * 8

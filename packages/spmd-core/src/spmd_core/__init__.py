@@ -1,5 +1,7 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
+import typing
+
 from spmd_core import debugging, metrics, releases
 from spmd_core.config import config, strict
 from spmd_core.debugging import profiler
@@ -57,6 +59,7 @@ from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_sh
 from spmd_core.modules.offloading import save_on_host
 from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
+from spmd_core.modules.tensor_parallel import loss_parallel, parallelize_module
 from spmd_core.modules.wrap_policies import (
     always_wrap_policy,
     lambda_auto_wrap_policy,
@@ -114,6 +117,17 @@ from spmd_core.tensor.shards import XLAShard
 from spmd_core.torch_backend import autocast
 from spmd_core.torch_backend.random_state import fork_rng, get_rng_state, manual_seed, set_rng_state
 from spmd_core.torch_backend.registration import device
+
+if typing.TYPE_CHECKING:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
 releases.warn_if_untested()
 
@@ -177,7 +191,17 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "send_to_device",
     "to_cpu",
     "autocast",
-    # Modules: FSDP, pipelines, checkpointing, offloading, barriers
+    # Modules: tensor parallelism, FSDP, pipelines, checkpointing, offloading, barriers
+    "parallelize_module",
+    "loss_parallel",
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "PrepareModuleInput",
+    "PrepareModuleOutput",
+    "PrepareModuleInputOutput",
+    "Shard",
+    "Replicate",
     "fully_shard",
     "SpmdFullyShardedDataParallel",
     "always_wrap_policy",
@@ -265,3 +289,19 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "VerificationError",
     "DataError",
 ]
+
+# torch's placements and styles of tensor parallelism. Their import takes a second, which only
+# programs that use them should pay.
+_FROM_TORCH = (
+    *("Shard", "Replicate", "ColwiseParallel", "RowwiseParallel", "SequenceParallel"),
+    *("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"),
+)
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _FROM_TORCH:
+        raise AttributeError(f"module 'spmd_core' has no attribute {name!r}")
+    from torch.distributed import tensor  # noqa: PLC0415
+    from torch.distributed.tensor import parallel  # noqa: PLC0415
+
+    return getattr(tensor if name in ("Shard", "Replicate") else parallel, name)

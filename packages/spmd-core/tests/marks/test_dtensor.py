@@ -377,23 +377,7 @@ def test_the_spec_of_an_unmarked_tensor_is_one_value(num_devices):
 # torch's own tensor parallelism and FSDP, which exchange blocks between processes.
 
 
-def test_parallel_styles_say_what_to_use(device_mesh):
-    # What torch's `parallelize_module` passes, for a mesh of this device type.
-    column, sequence = parallel.ColwiseParallel(), parallel.SequenceParallel()
-    for partition_fn, name in (
-        (column._partition_linear_fn, "ColwiseParallel"),
-        (sequence._replicate_module_fn, "SequenceParallel"),
-    ):
-        layer = nn.Linear(8, 8)
-        with pytest.raises(
-            spmd.UnsupportedOpError,
-            match=rf"parallelize_module with {name}\. .*spmd_core\.shard_module\(",
-        ):
-            spmd.distribute_module(layer, device_mesh, partition_fn)
-        assert layer.weight.device.type == "cpu"
-
-
-def test_the_advice_for_parallel_styles(mesh_2d):
+def test_a_column_and_a_row_layer_by_marks(mesh_2d):
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     x = torch.randn(4, 8)
     right = model(x).detach()

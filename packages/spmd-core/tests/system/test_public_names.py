@@ -30,6 +30,8 @@ def found():
     for info in pkgutil.walk_packages(torch_xla.__path__, "torch_xla."):
         names |= {info.name, *public_names(importlib.import_module(info.name), info.name)}
     names |= public_names(torch_xla, "torch_xla")
+    # Some names are torch's, and imported when they are asked for.
+    names |= {f"spmd_core.{name}" for name in spmd.__all__ if hasattr(spmd, name)}
     return names | public_names(spmd, "spmd_core") | public_names(spmd_data, "spmd_data")
 
 

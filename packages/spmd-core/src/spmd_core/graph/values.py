@@ -101,8 +101,11 @@ class Entry:
         number_kinds: the types of the Python numbers that are inputs of the program.
         random: whether the operation draws random numbers.
         sharding: the mark, if the operation is one.
-        summed_over: if the operation marks the gradient of a leaf, the axes of the mesh that split
-            the batch, the major one first; empty where they are not known. Else None.
+        along: the axes of the mesh that the mark speaks of; None for all. It leaves the others to
+            the partitioner.
+        summed_over: if the operation marks a sum of what devices compute, the axes over which they
+            add up, the major one first; for the gradient of a leaf, those that split the batch,
+            empty where they are not known. Else None.
         border: the way in or out, if the operation enters or leaves a manual region.
         arguments: the arguments of torch's call by name: a `Spec` for a tensor, a type for a number
             that is an input of the program, else the value itself. None if the operation is not one
@@ -118,6 +121,7 @@ class Entry:
 
     __slots__ = (
         "accepted",
+        "along",
         "arguments",
         "as_list",
         "border",
@@ -146,6 +150,7 @@ class Entry:
         number_kinds: tuple[type, ...] = (),
         random: bool = False,
         sharding: Sharding | None = None,
+        along: tuple[int, ...] | None = None,
         summed_over: tuple[int, ...] | None = None,
         border: Border | None = None,
         arguments: Mapping[str, Any] | None = None,
@@ -158,7 +163,7 @@ class Entry:
             as_list,
         )
         self.number_kinds, self.random, self.sharding = number_kinds, random, sharding
-        self.summed_over = summed_over
+        self.along, self.summed_over = along, summed_over
         self.spec = outs[0]
         self.border = border
         self.arguments = arguments

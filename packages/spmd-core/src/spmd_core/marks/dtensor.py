@@ -1,7 +1,6 @@
 """DTensor's interface: `distribute_tensor`, `distribute_module`, methods of our tensors."""
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -108,8 +107,7 @@ def distribute_module(
         RuntimeError: the module was distributed before.
         ValueError: `input_fn` or `output_fn` does not take three arguments (two, without the
             module, are accepted with a warning).
-        UnsupportedOpError: `partition_fn` is `auto_policy`, or a method of one of torch's parallel
-            styles, as from `parallelize_module`.
+        UnsupportedOpError: `partition_fn` is `auto_policy`.
         MeshError: see `from_device_mesh`.
     """
     devices.require_spmd("distribute_module")
@@ -120,7 +118,6 @@ def distribute_module(
             "which is not available. "
             "Pass a partition_fn that marks the parameters, or call shard_module(module, rules)."
         )
-    _refuse_parallel_style(partition_fn)
     num_for_input, num_for_output = (
         _num_arguments(input_fn, "input_fn"),
         _num_arguments(output_fn, "output_fn"),
@@ -145,19 +142,6 @@ def distribute_module(
         module.register_forward_hook(_hook(output_fn, num_for_output, given))
     module._spmd_distributed = True  # type: ignore[assignment]
     return module
-
-
-def _refuse_parallel_style(partition_fn: Callable[..., Any] | None) -> None:
-    """Refuses the functions of `parallelize_module`'s styles, which pass blocks between layers."""
-    module = sys.modules.get("torch.distributed.tensor.parallel.style")
-    style = getattr(partition_fn, "__self__", None)
-    if module is not None and isinstance(style, module.ParallelStyle):
-        raise UnsupportedOpError(
-            "a parallel style of torch gives each process its own block, and a tensor of device "
-            f"'xla' is always whole; got parallelize_module with {type(style).__name__}. "
-            "Mark the parameters instead, with spmd_core.shard_module(module, rules, mesh): a "
-            "Linear's weight by (axis, None) for ColwiseParallel, (None, axis) for RowwiseParallel."
-        )
 
 
 def _hook(fn: Callable[..., Any], count: int, device_mesh: AnyMesh) -> Callable[..., Any]:

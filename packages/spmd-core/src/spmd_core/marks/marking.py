@@ -10,12 +10,10 @@ from torch.utils import _pytree as pytree
 from spmd_core.config import config
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, lock, read
-from spmd_core.graph.strides import is_dense
-from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.ops.kernels.shard_alike import shard_alike
 from spmd_core.program import execution, leaves
-from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
-from spmd_core.recording.calls import known
+from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE, MARK_SHARDING
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices
@@ -71,7 +69,7 @@ def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAS
     tensor, sharding = _check_arguments(t, mesh, partition_spec, "annotate")
     handle = tensor._handle
     with lock:
-        value = _constrained(read(handle), sharding)
+        value = constrained(read(handle), sharding)
         if isinstance(handle, Storage):
             handle.write(value)
         else:
@@ -252,30 +250,12 @@ def _marked_copy(
     x: XLAShardedTensor, sharding: Sharding, summed_over: tuple[int, ...] | None = None
 ) -> XLAShardedTensor:
     """A new tensor of the same value, constrained and marked."""
-    spec = x._handle.spec
-    if not is_dense(spec.shape, spec.strides):
-        # An expanded gradient, for instance, whose copy is written to when gradients are added up.
-        spec = Spec.contiguous(spec.shape, spec.dtype)
+    mark = MARK if config.reduce_gradients_once else MARK_AT_ONCE
+    name = MARK_SHARDING if summed_over is None else mark
     with lock:
-        storage = Storage(_constrained(read(x._handle), sharding, summed_over), spec)
+        storage = constrained_copy(x, sharding, name, summed_over=summed_over)
         storage.sharding = sharding
     return wrap(storage)
-
-
-def _constrained(
-    value: Value, sharding: Sharding, summed_over: tuple[int, ...] | None = None
-) -> Value:
-    mark = MARK if config.reduce_gradients_once else MARK_AT_ONCE
-    name = "spmd::mark_sharding" if summed_over is None else mark
-    entry = known(
-        (name, value.spec, sharding, summed_over),
-        lambda: Entry(name, _identity, (value.spec,), sharding=sharding, summed_over=summed_over),
-    )
-    return Value(entry, (value,), ())
-
-
-def _identity(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
-    return inputs
 
 
 def _mark(handle: Handle, sharding: Sharding) -> None:
@@ -284,11 +264,11 @@ def _mark(handle: Handle, sharding: Sharding) -> None:
     value = read(handle)
     if not isinstance(handle, Storage):
         # A mark on a view is a constraint on its value; its storage keeps its own sharding.
-        handle.value, handle.sharding = _constrained(value, sharding), sharding
+        handle.value, handle.sharding = constrained(value, sharding), sharding
         return
     if value.data is None:
         handle.sharding = sharding
-        handle.write(_constrained(value, sharding))
+        handle.write(constrained(value, sharding))
     else:
         leaves.set_sharding(handle, sharding)
 

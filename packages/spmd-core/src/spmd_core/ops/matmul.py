@@ -87,7 +87,9 @@ def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     of one dim has one output, without an output dim.
     """
     product = _contract(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
-    return product.astype(ctx.dtype) if bias is None else _plus_product(ctx, bias, product, 1, 1)
+    # Not by `ctx.shape`: a device may compute its part of the rows (`program.partial_sums`).
+    total = product if bias is None else as_array(bias, product.dtype) + product
+    return total.astype(ctx.dtype)
 
 
 def _meta_linear_backward(

@@ -1,4 +1,4 @@
-"""Finds the gradients that are sums over the batch, so that devices reduce them once.
+"""Finds the marked values that are sums over devices, so that these reduce them once.
 
 The gradient of a parameter is a sum over the batch. If the batch is split, each device can sum over
 its own part, and one reduction remains: a reduce-scatter if the batch's axes also split the
@@ -13,8 +13,13 @@ manual region over the batch's axes (`partial_sums`): those whose reduction scat
 another dtype than the gradient, or which are added up. The values are those of the whole
 operations, whatever the shardings of their inputs. A gradient that is computed in another way is
 left to the partitioner.
+
+The same holds for the activations of tensor parallelism, and for their gradients: a linear layer
+whose input's features are split sums over these (`modules/tensor_parallel.py` marks such a sum with
+the axes that split them). "The batch" stands for the features there.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,6 +27,7 @@ from types import MappingProxyType
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops.registry import ImageLayout
 from spmd_core.program.gradient_plans import (
+    MARK_SUM,
     UNCHANGED,
     Gradient,
     Lookup,
@@ -31,6 +37,7 @@ from spmd_core.program.gradient_plans import (
     Total,
     is_plain_addition,
     sums,
+    uses,
 )
 from spmd_core.program.joined_gradients import Joins
 from spmd_core.program.program_graph import Graph, Node
@@ -39,34 +46,48 @@ from spmd_core.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class _BatchReduction:
-    """How an operation sums over the batch.
+    """How results of an operation sum over the batch.
 
     Attributes:
         batch_dims: for each input, the dim that is the batch; None for an input without one.
-        first_summed: the first of torch's results that is a sum over the batch; those after it are
-            sums too.
-        sources: for each dim of that first result, the inputs and their dims whose parts make a
-            part of it; empty where the operation's code asks for the whole dim.
+        sources: for each dim of the result, the inputs and their dims whose parts make a part of
+            it; empty where the operation's code asks for the whole dim.
+        rows: inputs that have the dims of the result, but for the last one.
+        once: an input that is added to the sum, so that one device alone adds it.
     """
 
     batch_dims: tuple[int | None, ...]
-    first_summed: int
     sources: tuple[tuple[tuple[int, int], ...], ...] = ()
+    rows: tuple[int, ...] = ()
+    once: int | None = None
+
+    def sources_of(self, dim: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """The inputs and their dims whose parts make a part of this dim of the result."""
+        if self.rows:
+            return tuple((i, dim) for i in self.rows) if dim < rank - 1 else ()
+        return self.sources[dim] if dim < len(self.sources) else ()
 
 
+# By operation and by torch's result. Results after the last one that is listed sum over its batch.
 _BATCH_REDUCTIONS = {
+    # x, weight, bias
+    "aten::linear": {0: _BatchReduction((-1, 1, None), rows=(0,), once=2)},
+    # table, indices
+    "aten::embedding": {0: _BatchReduction((0, None), rows=(1,))},
     # x, gradient, weight
-    "aten::linear_backward": _BatchReduction(
-        (0, 0, None), 1, (((1, -1), (2, 0)), ((0, -1), (2, 1)))
-    ),
+    "aten::linear_backward": {
+        0: _BatchReduction((None, -1, 0), rows=(0, 1)),
+        1: _BatchReduction((0, 0, None), (((1, -1), (2, 0)), ((0, -1), (2, 1)))),
+        2: _BatchReduction((0, 0, None)),
+    },
     # gradient, x, weight
-    "aten::convolution_backward": _BatchReduction((0, 0, None), 1),
+    "aten::convolution_backward": {1: _BatchReduction((0, 0, None))},
     # gradient, x, mean, rstd, weight, bias
-    "aten::native_layer_norm_backward": _BatchReduction((0, 0, 0, 0, None, None), 1),
+    "aten::native_layer_norm_backward": {1: _BatchReduction((0, 0, 0, 0, None, None))},
     # gradient, indices
-    "aten::embedding_dense_backward": _BatchReduction((0, 0), 0),
-    "aten::mm": _BatchReduction((1, 0), 0, (((0, 0),), ((1, 1),))),
-    "aten::sum.dim_IntList": _BatchReduction((0,), 0),
+    "aten::embedding_dense_backward": {0: _BatchReduction((0, 0))},
+    "aten::mm": {0: _BatchReduction((1, 0), (((0, 0),), ((1, 1),)))},
+    "aten::sum.dim_IntList": {0: _BatchReduction((0,))},
 }
 
 
@@ -117,6 +138,7 @@ class _Finder:
         self, graph: Graph, split_dims: frozenset[int], images: Mapping[int, ImageLayout]
     ) -> None:
         self._graph, self._split, self._images = graph, split_dims, images
+        self._uses = uses(graph)
         self._made_by = [
             (position, result)
             for position, node in enumerate(graph.nodes)
@@ -152,6 +174,8 @@ class _Finder:
             return None
         inferred = [axes for other, axes in self._splits if other == mesh]
         choices = [mark.summed_over] if mark.summed_over else inferred
+        if mark.name == MARK_SUM:
+            split |= self._batch_of_activation(mark, split)
         whole = None
         for batch_axes in choices:
             by_batch = [
@@ -159,13 +183,32 @@ class _Finder:
             ]
             if not by_batch and whole is None:
                 others = tuple((d, axes) for d, axes in split.items() if axes)
-                whole = Reduction(mesh, batch_axes, others=others)
+                whole = Reduction(
+                    mesh, batch_axes, others=others, of_activation=mark.name == MARK_SUM
+                )
             if len(by_batch) == 1 and split[by_batch[0][0]][-1] == by_batch[0][1]:
                 ((dim, axis),) = by_batch
                 rest = {d: axes[:-1] if d == dim else axes for d, axes in split.items()}
                 others = tuple((d, axes) for d, axes in rest.items() if axes)
-                return Reduction(mesh, batch_axes, axis, dim, others)
+                return Reduction(
+                    mesh, batch_axes, axis, dim, others, of_activation=mark.name == MARK_SUM
+                )
         return whole
+
+    def _batch_of_activation(
+        self, mark: Entry, split: Mapping[int, tuple[int, ...]]
+    ) -> dict[int, tuple[int, ...]]:
+        """The axes that split an activation's batch as they split the program's data."""
+        assert mark.sharding is not None
+        used = {*(mark.summed_over or ()), *(axis for axes in split.values() for axis in axes)}
+        mesh, shape = mark.sharding.mesh, mark.spec.shape
+        if len(shape) < 2 or split[0]:
+            return {}
+        for other, axes in self._splits:
+            size = math.prod(mesh.mesh_shape[axis] for axis in axes) if other == mesh else 0
+            if size > 1 and shape[0] % size == 0 and used.isdisjoint(axes):
+                return {0: tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1)}
+        return {}
 
     def sum(self, number: int, reduction: Reduction) -> Sum | Total | None:
         """The value of this number as a sum over the batch, or None."""
@@ -173,7 +216,7 @@ class _Finder:
         if found is None:
             return None
         spec = found[1].entry.outs[found[2]]
-        while found is not None and found[1].entry.name in UNCHANGED:
+        while found is not None and self._passes_on(found[1], number, reduction):
             number = found[1].inputs[0]
             found = self._made(number)
         if found is None:
@@ -188,8 +231,17 @@ class _Finder:
             return None
         split_dims = _split_dims(node.entry, result, self._specs(node), reduction)
         if split_dims is not None:
-            return Sum(position, result, number, split_dims, spec)
+            how = _batch_reduction(node.entry, result)
+            assert how is not None
+            return Sum(position, result, number, split_dims, spec, once=how.once)
         return self._lookup(position, node, number, reduction, spec)
+
+    def _passes_on(self, node: Node, number: int, reduction: Reduction) -> bool:
+        """Whether a value, of this number, is its operand, so that a sum is looked for there."""
+        if node.entry.name == MARK_SUM:
+            # A sum that only goes into this one, which is reduced for both.
+            return node.entry.summed_over == reduction.batch_axes and self._uses[number] == 1
+        return node.entry.name in UNCHANGED
 
     def _splits_positions(self, position: int, node: Node) -> bool:
         """Whether the program may split what a convolution's windows move over.
@@ -264,25 +316,26 @@ def _split_dims(
 
     The parts have to be equal.
     """
-    how = _BATCH_REDUCTIONS.get(entry.name)
-    if how is None:
+    how = _batch_reduction(entry, result)
+    if how is None or not _is_linear(entry, inputs):
         return None
-    torch_result = result if entry.structure is None else entry.structure.index(result)
-    if torch_result < how.first_summed or not _is_linear(entry, inputs):
-        return None
+    if how.rows and not reduction.of_activation:
+        return None  # a sum over features, whereas the batch is split
     shape = entry.outs[result].shape
-    batch_dims = how.batch_dims[: len(inputs)]
+    batch_dims = tuple(
+        dim if dim is None else dim % max(len(x.shape), 1) for dim, x in zip(how.batch_dims, inputs)
+    )
     split_dims: tuple[dict[int, tuple[int, ...]], ...] = tuple(
         {} if dim is None else {dim: reduction.batch_axes} for dim in batch_dims
     )
-    sources = how.sources if torch_result == how.first_summed else ()
     for dim, axes in reduction.others:
         scattered = () if dim != reduction.dim or reduction.axis is None else (reduction.axis,)
         if scattered and shape[dim] % reduction.size((*axes, *scattered)):
             return None  # the padding would lie within the dim
-        if dim >= len(sources) or not sources[dim]:
+        sources = how.sources_of(dim, len(shape))
+        if not sources:
             return None
-        for i, d in sources[dim]:
+        for i, d in sources:
             split_dims[i][d % len(inputs[i].shape)] = axes
     batch = {
         x.shape[dim] if x.shape else 0 for x, dim in zip(inputs, batch_dims) if dim is not None
@@ -296,12 +349,22 @@ def _split_dims(
     return split_dims if is_even and len(batch) == 1 and 0 not in batch else None
 
 
+def _batch_reduction(entry: Entry, result: int) -> _BatchReduction | None:
+    """How a result of an operation sums over the batch; None if it does not, as far as known."""
+    rules = _BATCH_REDUCTIONS.get(entry.name, {})
+    torch_result = result if entry.structure is None else entry.structure.index(result)
+    first = max((listed for listed in rules if listed <= torch_result), default=None)
+    return None if first is None else rules[first]
+
+
 def _is_linear(entry: Entry, inputs: Sequence[Spec]) -> bool:
     """Whether there is a batch, and the operation is the sum of its results for parts of the batch.
 
     That may depend on its static arguments.
     """
     ranks = [len(x.shape) for x in inputs]
+    if entry.name == "aten::linear":
+        return ranks[0] > 0 and ranks[1] == 2  # x, weight
     if entry.name == "aten::linear_backward":
         return ranks[0] > 1 and ranks[2] == 2  # x, weight
     if entry.name == "aten::native_layer_norm_backward":

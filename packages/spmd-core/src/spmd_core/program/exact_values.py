@@ -8,7 +8,13 @@ tensor. The values found here are stored too.
 
 import math
 
-from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
+from spmd_core.program.gradient_plans import (
+    MARK,
+    MARK_ALONG,
+    MARK_AT_ONCE,
+    MARK_SHARDING,
+    MARK_SUM,
+)
 from spmd_core.program.program_graph import Graph, Node
 
 # Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
@@ -42,7 +48,7 @@ _MOVES = frozenset(
         *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "_unsafe_view", "view"),
         *("_reshape_alias", "_to_copy", "where"),
     )
-) | {"spmd::mark_sharding", MARK, MARK_AT_ONCE}
+) | {MARK_SHARDING, MARK_ALONG, MARK_SUM, MARK, MARK_AT_ONCE}
 
 
 def stored_values(graph: Graph) -> set[int]:

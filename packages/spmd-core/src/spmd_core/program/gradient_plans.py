@@ -1,17 +1,22 @@
 """Describes which gradients of a program are reduced over the batch, and how."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 
+# Marks: of a whole layout, along some axes of a mesh, and of a sum over the devices along them.
+MARK_SHARDING, MARK_ALONG, MARK_SUM = "spmd::mark_sharding", "spmd::mark_along", "spmd::mark_sum"
+
 # They pass a gradient on; a view, in another shape.
-UNCHANGED = ("aten::_to_copy", "aten::view", "aten::clone", "spmd::mark_sharding")
+UNCHANGED = ("aten::_to_copy", "aten::view", "aten::clone", MARK_SHARDING, MARK_ALONG)
 
 # The marks of gradients; those of the second name are reduced at once, also where they are added
 # up.
@@ -29,6 +34,7 @@ class Reduction:
         dim: the dim of the gradient that `axis` splits.
         others: the dims that are split by other axes, with these, none of which splits the batch.
             Of the axes that split a dim, `axis` is the minor one.
+        of_activation: whether the value is an activation or its gradient, a sum over features.
     """
 
     mesh: Mesh
@@ -36,6 +42,7 @@ class Reduction:
     axis: int | None = None
     dim: int | None = None
     others: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    of_activation: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -84,6 +91,7 @@ class Sum:
         split_dims: for each input of the operation, the axes that split its dims in the region.
         spec: the spec of the value, which may be a conversion or another shape of that result.
         lookup: what makes the value of that result; None if it is the value.
+        once: the input that one device alone adds to its part; None if there is none.
     """
 
     node: int
@@ -92,6 +100,7 @@ class Sum:
     split_dims: tuple[Mapping[int, tuple[int, ...]], ...]
     spec: Spec
     lookup: Lookup | None = None
+    once: int | None = None
 
     @property
     def position(self) -> int:
@@ -159,6 +168,13 @@ def sums(found: Sum | Total | int) -> Iterator[Sum]:
     elif isinstance(found, Total):
         for term in found.terms:
             yield from sums(term)
+
+
+def uses(graph: Graph) -> Counter[int]:
+    """How often each value of a graph is used, as an operand or a result, by its number."""
+    found = Counter(number for node in graph.nodes for number in node.inputs)
+    found.update(output.value for output in graph.outputs)
+    return found
 
 
 def is_plain_addition(entry: Entry) -> bool:

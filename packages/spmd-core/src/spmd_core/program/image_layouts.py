@@ -75,8 +75,8 @@ def find(
         inputs = [values[i] if i >= 0 else leaves[-i - 1] for i in node.inputs]
         local = is_local(len(values))
         if node.entry.sharding is not None and not local:
-            marked = node.entry.spec
-            values.append((marked, axes_of(to_named(node.entry), marked)))
+            marked, is_whole = node.entry.spec, node.entry.along is None
+            values.append((marked, axes_of(to_named(node.entry), marked) if is_whole else ()))
             continue
         images = () if local else _images(node.entry, inputs)
         if any(images):

@@ -1,10 +1,16 @@
 """Finds the gradients that a program adds up, as it does to accumulate them, for one reduction."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from spmd_core.graph.values import Spec
-from spmd_core.program.gradient_plans import MARK, UNCHANGED, Gradient, is_plain_addition
+from spmd_core.program.gradient_plans import (
+    MARK,
+    MARK_SUM,
+    UNCHANGED,
+    Gradient,
+    is_plain_addition,
+    uses,
+)
 from spmd_core.program.program_graph import Graph, Node
 
 
@@ -18,8 +24,7 @@ class Joins:
 
     def __init__(self, graph: Graph, gradients: Mapping[int, Gradient]) -> None:
         self._gradients = gradients
-        self._uses = Counter(number for node in graph.nodes for number in node.inputs)
-        self._uses.update(output.value for output in graph.outputs)
+        self._uses = uses(graph)
         # By the number of a value: the marks that it adds up, the values before it, and its spec.
         self._values: dict[int, tuple[int, ...]] = {}
         self._before: dict[int, tuple[int, ...]] = {}
@@ -43,7 +48,7 @@ class Joins:
     def _marks_of(self, position: int, node: Node) -> tuple[int, ...]:
         """The marks whose gradients the operation's result adds up; empty for any other value."""
         entry = node.entry
-        if position in self._gradients and entry.name == MARK:
+        if position in self._gradients and entry.name in (MARK, MARK_SUM):
             return (position,)
         if not all(n in self._values and self._uses[n] == 1 for n in node.inputs):
             return ()

@@ -30,6 +30,8 @@ from spmd_core.program.recorded_order import late_results
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
     CommonMesh,
+    jax_axis_names,
+    jax_mesh,
     jax_partition_spec,
     named_sharding,
     replicated,
@@ -60,6 +62,29 @@ def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedShardin
     wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
     wide = jax.lax.with_sharding_constraint(wide, named)
     return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
+
+
+def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> jax.Array:
+    """A sharding constraint along some axes of a mesh; the partitioner chooses the others.
+
+    It is a manual region over these axes that does nothing: jax's constraints speak of all axes.
+    """
+    names = jax_axis_names(sharding.mesh)
+    dims = (() if n == 1 else axes for n, axes in zip(x.shape, sharding.dims))
+    spec = jax.sharding.PartitionSpec(*(tuple(names[a] for a in axes) or None for axes in dims))
+    mapped = jax.shard_map(
+        lambda block: block,
+        mesh=jax_mesh(sharding.mesh),
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={names[axis] for axis in along},
+        check_vma=False,
+    )
+    padded = tuple(1 if n == 1 else p for n, p in zip(x.shape, sharding.padded_shape(x.shape)))
+    if padded == x.shape:
+        return mapped(x)
+    wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
+    return jax.lax.slice(mapped(wide), (0,) * x.ndim, x.shape)
 
 
 class Whole(Enum):
@@ -404,6 +429,8 @@ class Function:
             return self._run(node, context, inputs, numbers)
         if self._whole is Whole.EVERYTHING:
             return inputs
+        if entry.along is not None and entry.sharding.mesh.ids == self.device_ids:
+            return [constrain_along(inputs[0], entry.sharding, entry.along)]
         return [self._as_marked(inputs[0], entry.sharding)]
 
     def _as_marked(self, x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -459,6 +486,9 @@ class Function:
         ) -> list[jax.Array]:
             if entry.sharding is not None:
                 spec = jax_partition_spec(entry.sharding)
+                if entry.along is not None:
+                    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+                    spec = jax.sharding.PartitionSpec(*(axes or free for axes in spec))
                 return [jax.lax.with_sharding_constraint(blocks[0], spec)]
             # Every device runs the kernel by itself: the context has one device and no split dims.
             inner = registry.Context(context.outs, context.platform, key)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmd_core.graph.values import Spec
+from spmd_core.program.gradient_plans import MARK_SHARDING
 from spmd_core.program.program_graph import Graph
 from spmd_core.sharding.sharding import Sharding
 
-_CAST, _GATHER = "aten::_to_copy", "spmd::mark_sharding"
+_CAST, _GATHER = "aten::_to_copy", MARK_SHARDING
 _UNCHANGED = ("aten::clone", "aten::alias", "aten::detach")
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from spmd_core import dtypes
 from spmd_core.graph.values import Spec
 from spmd_core.ops import registry
-from spmd_core.program.gradient_plans import Gradient, Plans, Reduction, Sum, Total
+from spmd_core.program.gradient_plans import MARK_SUM, Gradient, Plans, Reduction, Sum, Total
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 
@@ -35,6 +35,14 @@ class PartialSums:
     ) -> None:
         self._graph, self._plans, self._platform, self._read = graph, plans, platform, read
         self._joined = {mark for marks in plans.joined.values() for mark in marks}
+        # An activation's gradient that adds up several sums is reduced once. A parameter's are
+        # reduced one by one: its parts may be computed far from each other.
+        adds_up = {
+            mark
+            for mark, gradient in plans.gradients.items()
+            if graph.nodes[mark].entry.name == MARK_SUM and isinstance(gradient.found, Total)
+        }
+        self._stacked = self._joined | adds_up
         self._parts: dict[tuple[int, int], jax.Array] = {}  # by mark and number
         self._stacks: dict[tuple[int, ...], jax.Array] = {}  # by the marks that it adds up
         self._rest: dict[tuple[int, ...], jax.Array] = {}  # values that are added as they are
@@ -51,7 +59,7 @@ class PartialSums:
                 self._plans.gradients[mark].reduction,
                 operands,
                 numbers if part.lookup is None else (),
-                reduces=mark not in self._joined,
+                reduces=mark not in self._stacked,
             )
             self._parts[mark, part.number] = array
             made.append(array)
@@ -62,10 +70,16 @@ class PartialSums:
         gradient = self._plans.gradients.get(mark)
         if gradient is None:
             return None
-        if mark not in self._joined:
+        if mark not in self._stacked:
             return self._total(gradient.found, mark)
-        self._add_joined(mark, gradient)
-        return None
+        self._add_stacks(mark, gradient)
+        if mark in self._joined:
+            return None
+        total = _reduced(
+            self._stacks.pop((mark,)), gradient.reduction, self._graph.nodes[mark].entry.spec
+        )
+        rest = self._rest.pop((mark,), None)
+        return total if rest is None else total + rest
 
     def addition(self, position: int) -> tuple[jax.Array | None, list[jax.Array]]:
         """The reduced gradient where an addition ends a join, else None; and the new arrays."""
@@ -84,7 +98,7 @@ class PartialSums:
         rest = self._rest.get(marks)
         return (total if rest is None else total + rest), []
 
-    def _add_joined(self, mark: int, gradient: Gradient) -> None:
+    def _add_stacks(self, mark: int, gradient: Gradient) -> None:
         """Adds up the stacks of one mark's gradient, and its other terms."""
         stacks, others = [], []
 
@@ -140,9 +154,14 @@ class PartialSums:
         indices = [] if lookup is None else [self._read(lookup.inputs[1])]
 
         def local(blocks: list[jax.Array], values: list[jax.Array], rows: list[jax.Array]) -> Any:
+            if part.once is not None and part.once < len(blocks):
+                own = blocks[part.once]
+                blocks[part.once] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
             typed = [registry.Number(value, kind) for value, kind in zip(values, kinds)]
             context = registry.Context(outs, self._platform)
+            found = _rows_here(blocks, reduction) if entry.name == "aten::embedding" else None
             total = entry.kernel(context, blocks, typed)[part.result]
+            total = total if found is None else jnp.where(found[..., None], total, 0)
             if part.lookup is not None and lookup is not None:
                 read = total.reshape(part.lookup.gradient.shape)
                 context = registry.Context(_outs(lookup.entry.outs), self._platform)
@@ -161,6 +180,24 @@ class PartialSums:
         )
         total = mapped(list(inputs), [number.value for number in numbers], indices)
         return _cut(total, reduction, part.spec) if reduces else total
+
+
+def _part(reduction: Reduction) -> jax.Array:
+    """Inside the region: the number of this device's part of the batch."""
+    names = jax_axis_names(reduction.mesh)
+    return lax.axis_index(tuple(names[axis] for axis in reduction.batch_axes))
+
+
+def _rows_here(operands: list[jax.Array], reduction: Reduction) -> jax.Array:
+    """Inside the region: which indices are of rows that this device has.
+
+    Changes the operands of a lookup, table and indices, to the indices of the device's own rows.
+    """
+    table, indices = operands
+    own = indices - _part(reduction) * table.shape[0]
+    found = (own >= 0) & (own < table.shape[0])
+    operands[1] = jnp.where(found, own, 0)
+    return found
 
 
 def _outs(specs: Sequence[Spec]) -> tuple[registry.Out, ...]:

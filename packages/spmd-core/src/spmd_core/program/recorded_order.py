@@ -9,6 +9,7 @@ and for overlap with communication.
 
 from dataclasses import dataclass
 
+from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
 from spmd_core.program.program_graph import Graph
 
 # Operations that read whole arrays anyway, so that a barrier before them hinders no fusion.
@@ -79,7 +80,7 @@ def late_results(graph: Graph) -> dict[int, Wait]:
         is_sum = node.entry.name == "aten::add.Tensor" and summable.issuperset(node.inputs)
         if is_product or is_sum:
             summable.update(results)
-        if is_product or is_sum or node.entry.summed_over is not None:
+        if is_product or is_sum or node.entry.name in (MARK, MARK_AT_ONCE):
             made += results
         total += len(node.entry.outs)
     return waits

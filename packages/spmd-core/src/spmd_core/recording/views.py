@@ -1,5 +1,6 @@
 """Records views: a view is a link of a chain of views over a shared storage."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import write_block_in_dim
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
+from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap_alias
 
 aten = torch.ops.aten
@@ -48,7 +50,12 @@ def view_handler(lowering: registry.Lowering) -> Handler:
 
     def make(key: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Link:
         base = spec_of(args[0])
-        result = inference.infer(func, args, kwargs, spec_of)
+        try:
+            result = inference.infer(func, args, kwargs, spec_of)
+        except RuntimeError as error:
+            if func is aten.view.default:
+                _explain_local_sizes(error, base, args[1])
+            raise
         call = (func, tuple(args[1:]), inference.without_placement(kwargs))
         offset = int(result.storage_offset())
         link = None if moving is None else moving(base, offset, result, call)
@@ -98,6 +105,18 @@ def view_handler(lowering: registry.Lowering) -> Handler:
         return tensor
 
     return record
+
+
+def _explain_local_sizes(error: RuntimeError, base: Spec, sizes: Sequence[int]) -> None:
+    """Adds a note to the error of a view whose sizes are those of one device's part."""
+    wanted = math.prod(sizes)
+    times, rest = divmod(base.num_elements, wanted) if wanted > 0 else (0, 0)
+    if rest == 0 and times > 1 and devices.global_runtime_device_count() % times == 0:
+        error.add_note(
+            f"A tensor of device xla is always the whole one, and this one has {times} times the "
+            "elements of that view: do not divide its sizes, such as the number of heads, by the "
+            "number of devices."
+        )
 
 
 def _without_base(entry: Entry) -> dict[str, Any]:

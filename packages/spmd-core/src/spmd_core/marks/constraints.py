@@ -1,0 +1,55 @@
+"""Records constraints: a value that is another one, in a layout that the program gives it."""
+
+from typing import Any
+
+from spmd_core.graph.storage import Storage, read
+from spmd_core.graph.strides import is_dense
+from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.program.gradient_plans import MARK_SHARDING
+from spmd_core.recording.calls import known
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+
+
+def constrained(
+    value: Value,
+    sharding: Sharding,
+    name: str = MARK_SHARDING,
+    *,
+    along: tuple[int, ...] | None = None,
+    summed_over: tuple[int, ...] | None = None,
+) -> Value:
+    """The value behind a mark; see `Entry` for `along` and `summed_over`. The graph is locked."""
+    entry = known(
+        (name, value.spec, sharding, along, summed_over),
+        lambda: Entry(
+            name,
+            _identity,
+            (value.spec,),
+            sharding=sharding,
+            along=along,
+            summed_over=summed_over,
+        ),
+    )
+    return Value(entry, (value,), ())
+
+
+def constrained_copy(
+    x: XLAShardedTensor,
+    sharding: Sharding,
+    name: str = MARK_SHARDING,
+    *,
+    along: tuple[int, ...] | None = None,
+    summed_over: tuple[int, ...] | None = None,
+) -> Storage:
+    """A new storage of a tensor's value behind a mark. The graph is locked."""
+    spec = x._handle.spec
+    if not is_dense(spec.shape, spec.strides):
+        # An expanded gradient, for instance, whose copy is written to when gradients are added up.
+        spec = Spec.contiguous(spec.shape, spec.dtype)
+    value = constrained(read(x._handle), sharding, name, along=along, summed_over=summed_over)
+    return Storage(value, spec)
+
+
+def _identity(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
+    return inputs

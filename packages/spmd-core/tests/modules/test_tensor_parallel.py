@@ -1,0 +1,409 @@
+"""Plans of tensor parallelism: values of eager torch, torch's collectives, and torch's errors."""
+
+import copy
+import gc
+import re
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_parallel
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial
+
+import spmd_core as spmd
+from spmd_core import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+)
+
+
+class Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.wq, self.wk, self.wv = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.wo = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        q, k, v = (w(x).unflatten(-1, (self.heads, -1)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(width, hidden) for _ in range(2))
+        self.w2 = nn.Linear(hidden, width)  # with a bias, which is added once
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, hidden):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(width, heads), FeedForward(width, hidden)
+        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary=64, width=32, heads=4, hidden=64, layers=2):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.norm = Norm(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def plan(kind):
+    """The plans of the tensor-parallel tutorial: "tensor", or "sequence" with the loss parallel."""
+    sequence = Shard(1) if kind == "sequence" else Replicate()
+    whole = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(Replicate(),))
+    block = {
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=sequence),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    ends = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
+        "output": ColwiseParallel(input_layouts=sequence, use_local_output=False),
+    }
+    if kind == "sequence":
+        block |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        block |= {"attention": whole, "feed_forward": whole}
+        ends["norm"] = SequenceParallel()
+    return {f"layers.*.{path}": style for path, style in block.items()} | ends
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending():
+    """Frees what earlier tests left in reference cycles, which these tests' programs would hold."""
+    gc.collect()
+    spmd.sync()
+
+
+@pytest.fixture
+def mesh(num_devices):
+    """Axes `data` and `tensor`; 2 x 4 of eight devices."""
+    data = 2 if num_devices > 2 else 1
+    return spmd.Mesh(range(num_devices), (data, num_devices // data), ("data", "tensor"))
+
+
+def loss_of(model, tokens, labels):
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+
+def compared(right, ours, mesh, batch=8, sequence=16):
+    """The loss and the gradients of a model and of its parallel copy, which must be equal."""
+    torch.manual_seed(1)
+    vocabulary = right.tok_embeddings.num_embeddings
+    tokens, labels = torch.randint(vocabulary, (2, batch, sequence))
+    correct = loss_of(right, tokens, labels)
+    correct.backward()
+    split = [spmd.mark_sharding(t.to("xla"), mesh, ("data",)) for t in (tokens, labels)]
+    loss = loss_of(ours, *split)
+    loss.backward()
+    torch.testing.assert_close(loss.detach().cpu(), correct.detach(), rtol=1e-5, atol=1e-6)
+    for (name, p), q in zip(right.named_parameters(), ours.parameters()):
+        assert q.grad.sharding == q.sharding, name
+        torch.testing.assert_close(
+            q.grad.cpu(),
+            p.grad,
+            rtol=1e-4,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        # neither vocabulary, hidden units, batch nor sequence is a multiple of the axes
+        {"vocabulary": 65, "hidden": 50, "batch": 7, "sequence": 13},
+    ],
+    ids=["even", "uneven"],
+)
+def test_plans_have_the_values_of_eager_torch(mesh, kind, sizes):
+    torch.manual_seed(0)
+    data = {name: sizes[name] for name in ("batch", "sequence") if name in sizes}
+    right = Transformer(**{name: n for name, n in sizes.items() if name not in data})
+    ours = spmd.parallelize_module(copy.deepcopy(right), mesh, plan(kind), axis="tensor")
+    compared(right, ours, mesh, **data)
+
+
+def test_torchs_own_function_on_a_mesh_of_this_type(mesh):
+    torch.manual_seed(0)
+    right = Transformer()
+    shape = tuple(mesh.mesh_shape)
+    device_mesh = spmd.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
+    ours = torch_parallel.parallelize_module(
+        copy.deepcopy(right).to("xla"), device_mesh["tensor"], plan("sequence")
+    )
+    assert ours.layers[0].attention.wq.weight.partition_spec == ("tensor", None)
+    compared(right, ours, mesh)
+
+
+def collectives(ours, mesh, kind=None):
+    """The collectives over `tensor` in a step, as (kind, bytes of a device's result)."""
+    tokens, labels = torch.randint(64, (2, 8, 16))
+    split = [spmd.mark_sharding(t.to("xla"), mesh, ("data",)) for t in (tokens, labels)]
+    spmd.sync()
+    loss = loss_of(ours, *split)
+    loss.backward()
+    found = spmd.debugging.collectives(loss, *(p.grad for p in ours.parameters()))
+    return [(c.kind, c.result_bytes) for c in found if c.axes == ("tensor",)]
+
+
+@pytest.fixture
+def eight(num_devices):
+    if num_devices != 8:
+        pytest.skip("counts collectives over 2 x 4 devices")
+
+
+# A device's part of an activation of 8 x 16 x 32 float32: whole, and in quarters. What a loss
+# parallel moves, and gradients of parameters of one dim, is smaller than both.
+WHOLE, QUARTER = 4 * 16 * 32 * 4, 16 * 32 * 4
+
+
+def test_tensor_parallelism_all_reduces_twice_a_block_each_way(eight, mesh):
+    ours = spmd.parallelize_module(Transformer(), mesh, plan("tensor"), axis="tensor")
+    large = [c for c in collectives(ours, mesh) if c[1] >= QUARTER]
+    # 2 blocks: attention and MLP, forward and backward; the embedding, and the gradient before
+    # the output layer.
+    assert large == [("all-reduce", WHOLE)] * 10
+
+
+def test_sequence_parallelism_gathers_and_scatters_instead(eight, mesh):
+    ours = spmd.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")
+    large = sorted(c for c in collectives(ours, mesh) if c[1] >= QUARTER)
+    assert large == [("all-gather", WHOLE)] * 10 + [("reduce-scatter", QUARTER)] * 10
+
+
+def test_no_plan_gathers_the_logits(eight, mesh):
+    """The rest: numbers for each token, and gradients of the norms' weights."""
+    ours = spmd.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")
+    small = [c for c in collectives(ours, mesh) if c[1] < QUARTER]
+    tokens = 4 * 16
+    assert {kind for kind, _ in small} == {"all-reduce"}
+    assert max(size for _, size in small) <= max(2 * tokens * 4, 5 * 32 * 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"reduction": "none"},
+        {"weight": torch.rand(64)},
+        {"ignore_index": 3},
+        {"probabilities": True},
+    ],
+    ids=str,
+)
+def test_a_loss_over_split_classes(mesh, num_devices, options):
+    torch.manual_seed(0)
+    options = dict(options)
+    logits, labels = torch.randn(16, 64), torch.randint(64, (16,))
+    if options.pop("probabilities", False):
+        labels = torch.randn(16, 64).softmax(-1)
+    leaf = logits.clone().requires_grad_()
+    F.cross_entropy(leaf, labels, **options).sum().backward()
+    ours = spmd.mark_sharding(logits.to("xla"), mesh, ("data", "tensor")).requires_grad_()
+    on_device = {k: v.to("xla") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with spmd.loss_parallel():
+        loss = F.cross_entropy(ours, labels.to("xla"), **on_device).sum()
+        loss.backward()
+    if num_devices == 8:
+        found = spmd.debugging.collectives(loss, ours.grad)
+        assert all(c.kind == "all-reduce" and c.result_bytes <= 16 * 8 for c in found)
+    torch.testing.assert_close(ours.grad.cpu(), leaf.grad)
+
+
+def test_activations_under_autocast_and_create_graph(mesh):
+    torch.manual_seed(0)
+    right = FeedForward(16, 32)
+    ours = spmd.parallelize_module(
+        copy.deepcopy(right),
+        mesh,
+        {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()},
+        axis="tensor",
+    )
+    x = torch.randn(8, 16)
+    penalties = []
+    for net, given in ((right, x), (ours, x.to("xla"))):
+        leaf = given.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(leaf).square().sum(), leaf, create_graph=True)
+        slope.square().sum().backward()
+        penalties.append([leaf.grad.cpu(), *(p.grad.cpu() for p in net.parameters())])
+    for got, correct in zip(*reversed(penalties)):
+        torch.testing.assert_close(got, correct, rtol=1e-4, atol=1e-4)
+    with torch.autocast("xla", torch.bfloat16):
+        half = ours(x.to("xla"))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.detach().float().cpu(), right(x).detach(), rtol=0.05, atol=0.05)
+
+
+class Pair(nn.Module):
+    """Two inputs, one by name, and two results."""
+
+    def forward(self, x, *, scale):
+        return x * scale, x + 1
+
+
+def test_inputs_and_results_are_redistributed(mesh):
+    style = PrepareModuleInputOutput(
+        input_layouts=(Shard(0),),
+        desired_input_layouts=(Replicate(),),
+        input_kwarg_layouts={"scale": Replicate()},
+        desired_input_kwarg_layouts={"scale": Shard(-1)},
+        output_layouts=(Replicate(), None),
+        desired_output_layouts=(Shard(1), None),
+    )
+    ours = spmd.parallelize_module(Pair(), mesh, style, axis="tensor")
+    x, scale = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
+    leaf = x.detach().to("xla").requires_grad_()
+    product, total = ours(leaf, scale=scale.to("xla"))
+    (product.sum() + total.square().sum()).backward()
+    right = Pair()(x, scale=scale)
+    (right[0].sum() + right[1].square().sum()).backward()
+    torch.testing.assert_close(product.detach().cpu(), right[0].detach())
+    torch.testing.assert_close(leaf.grad.cpu(), x.grad)
+
+
+def test_a_column_layer_of_an_embedding_and_an_input_by_name(mesh):
+    torch.manual_seed(0)
+    right = nn.ModuleDict({"table": nn.Embedding(10, 12), "layer": nn.Linear(12, 8)})
+    ours = spmd.parallelize_module(
+        copy.deepcopy(right),
+        mesh,
+        {"table": ColwiseParallel(), "layer": RowwiseParallel()},
+        axis="tensor",
+    )
+    assert ours["table"].weight.partition_spec == (None, "tensor")
+    tokens = torch.randint(10, (4, 6))
+    found = ours["layer"](input=ours["table"](tokens.to("xla")))
+    torch.testing.assert_close(
+        found.detach().cpu(), right["layer"](right["table"](tokens)).detach()
+    )
+
+
+def test_a_style_of_the_users(mesh):
+    class Doubled(torch_parallel.ParallelStyle):
+        def _apply(self, module, device_mesh):
+            assert device_mesh.mesh_dim_names == ("tensor",)
+            module.register_forward_hook(lambda module, args, output: output * 2)
+            return module
+
+    ours = spmd.parallelize_module(nn.Identity(), mesh, Doubled(), axis="tensor")
+    assert ours(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_local_sizes_are_explained(eight, mesh):
+    ours = Attention(32, 4)
+    plan = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
+    spmd.parallelize_module(ours, mesh, plan, axis="tensor")
+    x = ours.wq(torch.randn(2, 5, 32).to("xla"))
+    with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
+        x.view(2, 5, ours.heads // 4, 8)
+    assert re.search(r"4 times the elements.* do not divide its sizes", caught.value.__notes__[0])
+    with pytest.raises(RuntimeError) as caught:
+        x.view(2, 5, 7)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def refuses(error, message):
+    return pytest.raises(error, match=message)
+
+
+def test_what_plans_refuse(mesh, mesh_1d):
+    model = Transformer()
+    with refuses(spmd.MeshError, r"with 2 axes\. Name one by parallelize_module\(\.\.\., axis=\)"):
+        spmd.parallelize_module(model, mesh, plan("tensor"))
+    with refuses(spmd.MeshError, r"axis names one axis of the mesh; got 5 .*'data', 'tensor'"):
+        spmd.parallelize_module(model, mesh, plan("tensor"), axis=5)
+    with refuses(ValueError, r"'wx' matches none of wk, wo, wq, wv\. Near names: layers"):
+        spmd.parallelize_module(
+            model, mesh, {**plan("tensor"), "layers.*.attention.wx": ColwiseParallel()}, axis=1
+        )
+    with refuses(ValueError, "matches none of no modules"):
+        spmd.parallelize_module(model, mesh_1d, {"norm.scale": SequenceParallel()})
+    with refuses(TypeError, r"a plan is a style .* got \{'norm': 1\}"):
+        spmd.parallelize_module(model, mesh_1d, {"norm": 1})
+    with refuses(
+        NotImplementedError, "RowwiseParallel is for nn.Linear and nn.Embedding; got Norm"
+    ):
+        spmd.parallelize_module(
+            model, mesh_1d, {"output": ColwiseParallel(), "norm": RowwiseParallel()}
+        )
+    assert model.output.weight.device.type == "cpu"
+    with pytest.warns(UserWarning, match="changes nothing without a plan"):
+        assert spmd.parallelize_module(model, mesh_1d) is model
+
+
+def test_what_styles_refuse(mesh_1d, num_devices):
+    def parallel(module, style):
+        return spmd.parallelize_module(module, mesh_1d, style)
+
+    with refuses(NotImplementedError, r"sharded or replicated along an axis; got Partial\(sum\)"):
+        parallel(nn.Linear(2, 2), ColwiseParallel(output_layouts=Partial()))
+    x = torch.ones(2, 2, device="xla")
+    two = PrepareModuleInput(input_layouts=(None, None), desired_input_layouts=(None, None))
+    with refuses(ValueError, "got 1 inputs of Identity and 2 layouts"):
+        parallel(nn.Identity(), two)(x)
+    results = PrepareModuleOutput(output_layouts=(None, None), desired_output_layouts=(None, None))
+    with refuses(ValueError, "got 1 results of Identity and 2 layouts"):
+        parallel(nn.Identity(), results)(x)
+    with refuses(IndexError, "got dim 2 for a tensor of rank 2"):
+        parallel(nn.Identity(), SequenceParallel(sequence_dim=2))(x)
+    if num_devices > 1:
+        layer = nn.Linear(4, 4).to("xla")
+        spmd.mark_sharding(layer.weight, mesh_1d, (None, "x"))
+        with refuses(spmd.PartitionSpecError, r"with \(None, 'x'\) where .* \('x', None\)"):
+            parallel(layer, ColwiseParallel())
+
+
+def test_a_custom_style_needs_names(num_devices):
+    class Own(torch_parallel.ParallelStyle):
+        def _apply(self, module, device_mesh):
+            return module
+
+    unnamed = spmd.Mesh(range(num_devices), (1, num_devices))
+    with refuses(spmd.MeshError, "a style of your own gets a slice of a DeviceMesh, by name"):
+        spmd.parallelize_module(nn.Identity(), unnamed, Own(), axis=1)
+    one_axis = spmd.Mesh(range(num_devices), (num_devices,))
+    spmd.parallelize_module(nn.Identity(), one_axis, Own())
