@@ -341,16 +341,21 @@ def test_the_largest_dim_that_divides_is_split(mesh, num_devices, shape, dim):
     assert module.weight.local_shards[0].data.shape[expected] == -(-shape[expected] // num_devices)
 
 
-def test_a_parameter_that_is_marked_keeps_its_mark(mesh_2d):
+def test_marks_are_kept_and_split_further(mesh_2d):
     mesh = spmd.Mesh(mesh_2d.device_ids, mesh_2d.mesh_shape, ("fsdp", "tensor"))
     model = nn.Sequential(nn.Linear(D, 2 * D), nn.Tanh(), nn.Linear(2 * D, D))
     ours = copy.deepcopy(model).to("xla")
     spmd.mark_sharding(ours[0].weight, mesh, ("tensor", "fsdp"))
+    spmd.mark_sharding(ours[0].bias, mesh, ("tensor",))
     spmd.mark_sharding(ours[2].weight, mesh, (None, "tensor"))
+    spmd.mark_sharding(ours[2].bias, mesh, ())
     fully_shard(ours, mesh)
-    assert ours[0].weight.partition_spec == ("tensor", "fsdp") and ours[
-        2
-    ].weight.partition_spec == (None, "tensor")
+    assert [p.partition_spec for p in ours.parameters()] == [
+        ("tensor", "fsdp"),
+        (("tensor", "fsdp"),),
+        ("fsdp", "tensor"),
+        (None,),
+    ]
     x = torch.randn(16, D)
     model(x).square().mean().backward()
     ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).square().mean().backward()

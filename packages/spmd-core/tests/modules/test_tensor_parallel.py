@@ -178,7 +178,37 @@ def test_torchs_own_function_on_a_mesh_of_this_type(mesh):
     compared(right, ours, mesh)
 
 
-def collectives(ours, mesh, kind=None):
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_fsdp_beside_tensor_parallelism(mesh, kind):
+    """Each gets its slice of one mesh, as in torch."""
+    torch.manual_seed(0)
+    right = Transformer()
+    shape = tuple(mesh.mesh_shape)
+    device_mesh = spmd.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
+    ours = spmd.parallelize_module(copy.deepcopy(right), device_mesh["tensor"], plan(kind))
+    for layer in ours.layers:
+        spmd.fully_shard(layer, device_mesh["data"])
+    spmd.fully_shard(ours, device_mesh["data"])
+    assert ours.layers[0].attention.wo.weight.partition_spec == ("data", "tensor")
+    compared(right, ours, mesh)
+
+
+def test_hybrid_fsdp_beside_tensor_parallelism(eight):
+    torch.manual_seed(0)
+    right = Transformer(heads=2)
+    names = ("replicate", "shard", "tensor")
+    device_mesh = spmd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=names)
+    ours = spmd.parallelize_module(copy.deepcopy(right), device_mesh["tensor"], plan("sequence"))
+    hybrid = device_mesh["replicate", "shard"]
+    for layer in ours.layers:
+        spmd.fully_shard(layer, hybrid)
+    spmd.fully_shard(ours, hybrid)
+    compared(right, ours, spmd.Mesh(range(8), (4, 2), ("data", "tensor")))
+    with refuses(spmd.MeshError, "fully_shard takes a DeviceMesh of one dimension"):
+        spmd.fully_shard(Transformer(), device_mesh)
+
+
+def collectives(ours, mesh):
     """The collectives over `tensor` in a step, as (kind, bytes of a device's result)."""
     tokens, labels = torch.randint(64, (2, 8, 16))
     split = [spmd.mark_sharding(t.to("xla"), mesh, ("data",)) for t in (tokens, labels)]
@@ -229,11 +259,11 @@ def test_no_plan_gathers_the_logits(eight, mesh):
         {},
         {"label_smoothing": 0.1},
         {"reduction": "none"},
-        {"weight": torch.rand(64)},
+        {"weight": torch.linspace(0.1, 2, 64)},
         {"ignore_index": 3},
         {"probabilities": True},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 def test_a_loss_over_split_classes(mesh, num_devices, options):
     torch.manual_seed(0)

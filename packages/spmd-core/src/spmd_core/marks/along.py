@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from spmd_core.graph.storage import lock
-from spmd_core.marks.constraints import constrained_copy
+from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.program.gradient_plans import MARK_ALONG, MARK_SUM
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -66,6 +66,17 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return Redistribute.apply(grads[0], *ctx.layouts), None, None
+
+
+def annotate(x: XLAShardedTensor, layout: Layout) -> None:
+    """Constrains a tensor's present value, in place; as `marking.annotate`, along some axes."""
+    handle, sharding = x._handle, layout.sharding(x.dim())
+    with lock:
+        value = constrained(read(handle), sharding, MARK_ALONG, along=layout.axes)
+        if isinstance(handle, Storage):
+            handle.write(value)
+        else:
+            handle.value = value
 
 
 def _constrained(x: XLAShardedTensor, layout: Layout) -> XLAShardedTensor:

@@ -5,6 +5,7 @@ a module, and the modules inside that a policy selects.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 
 from spmd_core.errors import MeshError, WrapError
+from spmd_core.marks import along
+from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.modules.checkpointing import CheckpointedForward
 from spmd_core.modules.fsdp_unit import Layout, Precision, Unit, parameter_refs, unit_of
 from spmd_core.modules.wrap_policies import has_forward, recursive_wrap
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh, given_or_global
-from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 ShardOutput = Callable[[Any, Mesh], Any]
@@ -27,7 +29,7 @@ ShardOutput = Callable[[Any, Mesh], Any]
 
 def fully_shard(
     module: nn.Module,
-    mesh: Mesh | None = None,
+    mesh: AnyMesh | None = None,
     *,
     axis: str = "fsdp",
     extra_data_axis: str | None = None,
@@ -46,8 +48,10 @@ def fully_shard(
 
     A parameter without a sharding is split over `axis` along the largest of the dims that the axis
     divides evenly (the first of equals); where it divides none, along its largest dim, padded. A
-    parameter that is marked already keeps its mark; if `axis` is in it, it is gathered over that
-    axis alone. Names, class and `state_dict()` of the module stay as they are.
+    parameter that other axes of the mesh split, as by `parallelize_module`, is split over `axis`
+    too, along a dim that divides evenly, if there is one. A parameter whose mark has `axis`, or
+    replicates it, keeps its mark. A unit gathers over `axis` alone. Names, class and
+    `state_dict()` of the module stay as they are.
 
     The module is moved to device `xla`. Tensors on the meta device are created there, sharded, and
     initialised by `reset_parameters()` of the module that holds them.
@@ -55,7 +59,9 @@ def fully_shard(
     Args:
         module: the module. If its activations should not be kept, call `checkpoint_module` on it
             first.
-        mesh: the mesh, by default the global one; it has an axis `axis`.
+        mesh: the mesh, by default the global one; it has an axis `axis`. Or a DeviceMesh of device
+            type "xla", such as the slice `mesh["dp"]`, whose last dimension stands for `axis`, and
+            the one before, if there is one, for `extra_data_axis`.
         axis: the name of the axis that splits parameters. The batch is split over it too.
         extra_data_axis: the name of another axis that splits the batch, and over which parameters
             are replicated (hybrid sharding).
@@ -89,21 +95,21 @@ def fully_shard(
         ('fsdp', None)
     """
     require_spmd("fully_shard")
-    mesh = _checked(module, mesh, axis, extra_data_axis)
+    _check_module(module)
+    mesh, batch_axes = (
+        _axes_of(mesh) if isinstance(mesh, DeviceMesh) else _named_axes(mesh, axis, extra_data_axis)
+    )
     if unit_of(module) is not None or isinstance(module, SpmdFullyShardedDataParallel):
         raise WrapError(
             f"a module is sharded once; got a {type(module).__name__} that is a unit already. "
             "Call fully_shard once for each block."
         )
-    index = mesh.get_axis_name_idx(axis)
-    batch_axes = (
-        (index,) if extra_data_axis is None else (mesh.get_axis_name_idx(extra_data_axis), index)
-    )
+    index = batch_axes[-1]
     _to_device(module, mesh, index)
 
     def lay_out(output: Any) -> None:
         if shard_output is None:
-            _shard_first(output, mesh, (batch_axes,))
+            _shard_first(output, mesh, batch_axes)
         else:
             shard_output(output, mesh)
 
@@ -182,7 +188,8 @@ class SpmdFullyShardedDataParallel(nn.Module):
                 "a module is wrapped once; got a SpmdFullyShardedDataParallel. "
                 "Wrap the module inside it, or use it as it is."
             )
-        mesh = _checked(module, mesh, "fsdp", extra_data_axis)
+        _check_module(module)
+        mesh, _ = _named_axes(mesh, "fsdp", extra_data_axis)
         options: dict[str, Any] = {
             "shard_output": shard_output,
             "extra_data_axis": extra_data_axis,
@@ -220,8 +227,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
         return len(self.module)  # type: ignore[arg-type]
 
 
-def _checked(module: object, mesh: Mesh | None, axis: str, extra_data_axis: str | None) -> Mesh:
-    """The mesh, given or global; checks the module and the axes."""
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"what is sharded is a torch.nn.Module; got {type(module).__name__}. "
@@ -233,6 +239,24 @@ def _checked(module: object, mesh: Mesh | None, axis: str, extra_data_axis: str 
             "which has no forward of its own. "
             "Shard the modules in it, or the module that calls them."
         )
+
+
+def _axes_of(device_mesh: DeviceMesh) -> tuple[Mesh, tuple[int, ...]]:
+    """The mesh of a DeviceMesh, and the axes that split the batch; the last splits parameters."""
+    over = from_device_mesh(device_mesh)
+    if len(over.axes) > 2 or any(len(axes) != 1 for axes in over.axes):
+        raise MeshError(
+            "fully_shard takes a DeviceMesh of one dimension, which splits the parameters, or of "
+            f"two, the first of which replicates them; got {device_mesh}. "
+            "Pass a slice, such as mesh['dp'] or mesh['replicate', 'shard']."
+        )
+    return over.mesh, tuple(axes[0] for axes in over.axes)
+
+
+def _named_axes(
+    mesh: Mesh | None, axis: str, extra_data_axis: str | None
+) -> tuple[Mesh, tuple[int, ...]]:
+    """The mesh, given or global, and the axes that split the batch."""
     mesh = given_or_global(mesh, "sharding")
     names = mesh.axis_names or ()
     if axis not in names:
@@ -246,7 +270,10 @@ def _checked(module: object, mesh: Mesh | None, axis: str, extra_data_axis: str 
             f"got {extra_data_axis!r} for {mesh!r}. "
             f"Give one of {tuple(name for name in names if name != axis)!r}, or leave it out."
         )
-    return mesh
+    index = mesh.get_axis_name_idx(axis)
+    if extra_data_axis is None:
+        return mesh, (index,)
+    return mesh, (mesh.get_axis_name_idx(extra_data_axis), index)
 
 
 def _refuse_units_inside(module: nn.Module) -> None:
@@ -314,17 +341,30 @@ def _initialise(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
 
 
 def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
-    """Splits an unmarked parameter over the axis, along the dim that `fully_shard` says."""
-    if not isinstance(parameter, XLAShardedTensor) or parameter.sharding is not None:
+    """Splits a parameter over the axis, if none or others do, along the dim of `fully_shard`."""
+    if not isinstance(parameter, XLAShardedTensor):
         return
-    size, shape = mesh.mesh_shape[axis], parameter.shape
-    even = [dim for dim, n in enumerate(shape) if n % size == 0]
-    dim = max(even or range(len(shape)), key=lambda d: shape[d], default=-1)
-    spec: PartitionSpec = tuple(axis if d == dim else None for d in range(len(shape)))
-    mark_sharding(parameter, mesh, spec)
+    marked = parameter.sharding
+    if marked is not None and (
+        marked.mesh != mesh or marked.is_replicated or any(axis in axes for axes in marked.dims)
+    ):
+        return
+    shape, rank = parameter.shape, parameter.dim()
+    before = ((),) * rank if marked is None else marked.dims
+    tiles = (1,) * rank if marked is None else marked.tiles
+    size = mesh.mesh_shape[axis]
+    even = [dim for dim in range(rank) if shape[dim] % (tiles[dim] * size) == 0]
+    if marked is not None and not even:
+        return
+    # A dim of its own, and then the largest.
+    choices = even or range(rank)
+    dim = max(choices, key=lambda d: (not before[d], shape[d]), default=-1)
+    mark_sharding(
+        parameter, mesh, tuple((*axes, axis) if d == dim else axes for d, axes in enumerate(before))
+    )
 
 
-def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
+def _shard_first(output: Any, mesh: Mesh, batch_axes: tuple[int, ...]) -> None:
     """Marks the tensor of a module's result that has the batch in dim 0."""
     first: Any = output
     if isinstance(output, dict):
@@ -345,11 +385,14 @@ def _shard_first(output: Any, mesh: Mesh, spec: PartitionSpec) -> None:
             "Pass shard_output, a function of (output, mesh) that marks what should be split."
         )
     if isinstance(first, XLAShardedTensor) and first.dim() > 0:
-        num_shards = 1
-        for axis in spec[0]:  # type: ignore[union-attr]
-            num_shards *= mesh.mesh_shape[axis]  # type: ignore[index]
-        if first.shape[0] >= num_shards:
-            mark_sharding(first, mesh, spec)
+        num_shards = math.prod(mesh.mesh_shape[axis] for axis in batch_axes)
+        others = math.prod(mesh.mesh_shape) // num_shards
+        if first.shape[0] < num_shards:
+            return
+        if others == 1:
+            mark_sharding(first, mesh, (batch_axes,))
+        else:  # they may split another dim, such as the sequence
+            along.annotate(first, along.Layout(mesh, batch_axes, 0))
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
