@@ -8,10 +8,10 @@ from typing import Any
 
 import spmd_core as spmd
 from examples.gpt2 import shardings
-from examples.gpt2.data import DEFAULT_CACHE_DIR, PYTHON_STDLIB, TextData
 from examples.gpt2.presets import PRESETS
-from examples.training.knobs import KnobError, check_at_least, knob
+from examples.training.knobs import KnobError, check_at_least, knob, nearest_multiple
 from examples.training.remat import POLICIES
+from examples.training.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     if config.batch % config.accumulate:
         raise KnobError(
             f"--batch must divide by --accumulate; got {config.batch} and {config.accumulate}. "
-            f"Pass for instance --batch {_nearest_multiple(config.batch, config.accumulate)}."
+            f"Pass for instance --batch {nearest_multiple(config.batch, config.accumulate)}."
         )
     if config.mesh_devices and not config.mesh:
         raise KnobError(
@@ -243,7 +243,7 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
         raise KnobError(
             f"--batch must divide by {factors}; got {config.batch} for "
             f"{num_parts}. Pass for instance --batch "
-            f"{_nearest_multiple(config.batch, num_parts)}."
+            f"{nearest_multiple(config.batch, num_parts)}."
         )
     num_heads, by = PRESETS[config.preset].num_heads, shardings.axis_size(mesh, "tensor")
     if num_heads % by:
@@ -303,27 +303,3 @@ def check_resumable(config: TrainConfig, saved: Mapping[str, Any]) -> None:
             f"{config.strategy} --mesh {config.mesh!r}, and a run of {saved['strategy']} on "
             f"{saved['mesh']!r}. Resume with the strategy, pipe and schedule of that run."
         )
-
-
-def check_amount(config: TrainConfig, text: TextData) -> None:
-    """Raises KnobError if the text is too short for a training batch or for an evaluation."""
-    needed = config.batch * (config.eval_batches or 1)
-    if len(text.train_NT) < config.batch or (
-        config.eval_batches and len(text.validation_NT) < needed
-    ):
-        raise KnobError(
-            f"the text must fill one training batch of {config.batch} blocks and "
-            f"{config.eval_batches} validation batches ({needed} blocks); got {len(text.train_NT)} "
-            f"and {len(text.validation_NT)} of {config.seq} tokens. Give more text, or lower "
-            "--batch, --seq or --eval-batches."
-        )
-
-
-def _nearest_multiple(number: int, of: int) -> int:
-    """The positive multiple of `of` that is nearest to `number`.
-
-    Example:
-        >>> _nearest_multiple(8, 3), _nearest_multiple(1, 3)
-        (9, 3)
-    """
-    return max(1, round(number / of)) * of

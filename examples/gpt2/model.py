@@ -1,16 +1,9 @@
 """Builds Hugging Face's GPT-2 from a preset, with random weights and without a mesh."""
 
-from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.gpt2.presets import ModelPreset
-
-# transformers' "sdpa" without its mask builder. The builder checks whether several texts are packed
-# in one row, and reads a tensor on the host for that in every forward; on a lazy device this would
-# cut each step in two. An attention without a registered mask builder gets no mask, and
-# transformers then asks torch for causal attention (is_causal=True), which is also the fast path.
-# This can go when transformers lets the caller state that rows are not packed.
-AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+from examples.training.attention import CAUSAL_SDPA
 
 
 def build_model(preset: ModelPreset, *, vocab_size: int, dropout: float) -> GPT2LMHeadModel:
@@ -36,6 +29,6 @@ def build_model(preset: ModelPreset, *, vocab_size: int, dropout: float) -> GPT2
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
-        attn_implementation="causal_sdpa",
+        attn_implementation=CAUSAL_SDPA,
     )
     return GPT2LMHeadModel(config).train()

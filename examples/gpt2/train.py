@@ -17,7 +17,6 @@ Legend: A parts of a batch, B sequences of a part, T tokens of a sequence, V voc
 import contextlib
 import dataclasses
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -32,17 +31,16 @@ from examples.gpt2 import shardings
 from examples.gpt2.config import (
     SMOKE,
     TrainConfig,
-    check_amount,
     check_resumable,
     num_microbatches,
     parsed_mesh,
     with_defaults,
 )
-from examples.gpt2.data import BlockBatches, TextError, load_text
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
 from examples.training import resume
-from examples.training.compare import CompareError, Variant, compare
+from examples.training.command import exit_code, num_real_devices
+from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
@@ -54,8 +52,9 @@ from examples.training.mfu import (
     measured_peak,
 )
 from examples.training.remat import recompute
-from examples.training.resume import ResumeError, SaveError
+from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
+from examples.training.text import BlockBatches, TextError, check_amount, load_text
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -63,7 +62,6 @@ DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on th
 # Losses are read this many steps late, so that the device never waits for Python to send the next
 # step.
 READ_LAG = 2
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 COMPARED = Path("results/gpt2_strategies")
 
 
@@ -100,7 +98,7 @@ def run(config: TrainConfig) -> Report:
         max_mb=config.max_mb,
         cache_dir=config.cache_dir,
     )
-    check_amount(config, text)
+    check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
@@ -362,35 +360,18 @@ def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
     compare("examples.gpt2.train", variants, common=common, folder=COMPARED)
 
 
-def num_real_devices() -> int:
-    """The number of devices, from a process that ends: the runs need the devices themselves."""
-    script = "import spmd_core; print(spmd_core.global_runtime_device_count())"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line; returns its exit code (see `exit_code`)."""
+    given = sys.argv[1:] if argv is None else argv
 
-    Returns the exit code: 0; 1 if a run of a comparison failed or a file could not be written; 2
-    for options, text, a saved run or a mesh that cannot work; 130 after Ctrl-C.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        config = config_from(argv)
-        if "--compare" in argv:
-            compare_strategies(config, argv)
-            return 0
-        report = run(config)
-    except (KnobError, TextError, ResumeError, spmd.MeshError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (CompareError, SaveError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_INTERRUPTED if report.interrupted else 0
+    def command() -> bool:
+        config = config_from(given)
+        if "--compare" in given:
+            compare_strategies(config, given)
+            return False
+        return run(config).interrupted
+
+    return exit_code(command, usage=(TextError,))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,12 @@ from examples.resnet_spatial.model import build_model, forward_flops
 from examples.resnet_spatial.pictures import samples_picture
 from examples.training import resume
 from examples.training.average import MovingAverage
-from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.command import exit_code
+from examples.training.knobs import add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.mfu import device_kind, known_peak, measured_peak
-from examples.training.resume import ResumeError, SaveError
+from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
@@ -51,7 +52,6 @@ from spmd_data import MpDeviceLoader
 # Losses are read this many steps late, so that the device never waits for Python to send the next
 # step.
 READ_LAG = 2
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def run(config: TrainConfig) -> Report:
@@ -267,24 +267,16 @@ def config_from(argv: Sequence[str] | None) -> tuple[TrainConfig, max_batch.Sear
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line; returns its exit code (see `exit_code`)."""
 
-    Returns the exit code: 0; 1 if a file could not be written or a batch did not compile; 2 for
-    options, images, a saved run or a mesh that cannot work; 130 after Ctrl-C.
-    """
-    try:
+    def command() -> bool:
         config, search = config_from(argv)
         if search is not None:
             max_batch.run(search, with_defaults(config))
-            return 0
-        report = run(config)
-    except (KnobError, DataError, ResumeError, spmd.MeshError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (SaveError, max_batch.CompileError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_INTERRUPTED if report.interrupted else 0
+            return False
+        return run(config).interrupted
+
+    return exit_code(command, usage=(DataError,), failed=(max_batch.CompileError,))
 
 
 if __name__ == "__main__":

@@ -90,3 +90,13 @@ def check_at_least(config: Any, smallest: int, names: Sequence[str]) -> None:
                 f"{option(name)} must be at least {smallest}; got {getattr(config, name)}. "
                 "Leave it out for the default."
             )
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """The positive multiple of `of` that is nearest to `number`.
+
+    Example:
+        >>> nearest_multiple(8, 3), nearest_multiple(1, 3)
+        (9, 3)
+    """
+    return max(1, round(number / of)) * of

@@ -14,7 +14,7 @@ MODULES = (
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.config",
-    "examples.gpt2.data",
+    "examples.training.text",
     "examples.gpt2.presets",
     "examples.gpt2.shardings",
     "examples.gpt2.train",

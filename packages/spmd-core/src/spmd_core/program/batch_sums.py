@@ -151,15 +151,19 @@ class _Finder:
     def _batch_splits(self) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
         """The axes that split the first dim of the program's data, as far as marks tell.
 
-        Data is what is no weight: integers, and what has more than two dims.
+        Data is what is no weight: integers, and what has more than two dims. Integers may have the
+        parts of a batch before its dim, one of which is computed after the other.
         """
         placed = [(leaf.spec, leaf.placement.sharding) for leaf in self._graph.leaves]
         marks = [(node.entry.spec, node.entry.sharding) for node in self._graph.nodes]
         for spec, sharding in (*placed, *marks):
-            if sharding is None or not sharding.dims or not sharding.dims[0]:
+            if sharding is None or not sharding.dims:
                 continue
-            if not spec.dtype.is_floating_point or len(spec.shape) > 2:
+            is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+            if sharding.dims[0] and (is_integer or len(spec.shape) > 2):
                 yield sharding.mesh, sharding.dims[0]
+            elif is_integer and len(spec.shape) > 2 and sharding.dims[1]:
+                yield sharding.mesh, sharding.dims[1]
 
     def reduction(self, mark: Entry) -> Reduction | None:
         """How the gradient with this mark is reduced; None if that is left to the partitioner."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.gpt2.data import (
+from examples.training.text import (
     PYTHON_STDLIB,
     BlockBatches,
     TextData,

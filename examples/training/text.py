@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 PYTHON_STDLIB = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
-DEFAULT_CACHE_DIR = "~/.cache/spmd/gpt2"
+DEFAULT_CACHE_DIR = "~/.cache/spmd/text"
 END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of text
 VALIDATION_SHARE = 0.05
@@ -128,6 +128,18 @@ def load_text(
         + (", from the cache" if was_cached else ""),
         identity=f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]} in blocks of {seq}",
     )
+
+
+def check_amount(text: TextData, *, batch: int, eval_batches: int) -> None:
+    """Raises TextError if the text is too short for a training batch or for an evaluation."""
+    needed, seq = batch * (eval_batches or 1), text.train_NT.shape[1] - 1
+    if len(text.train_NT) < batch or (eval_batches and len(text.validation_NT) < needed):
+        raise TextError(
+            f"the text must fill one training batch of {batch} blocks and {eval_batches} "
+            f"validation batches ({needed} blocks); got {len(text.train_NT)} and "
+            f"{len(text.validation_NT)} of {seq} tokens. Give more text, or lower --batch, --seq "
+            "or --eval-batches."
+        )
 
 
 def packed_blocks(tokens: np.ndarray, seq: int) -> torch.Tensor:

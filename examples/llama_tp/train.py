@@ -1,0 +1,340 @@
+"""Trains Llama on real text by the plans of tensor, sequence and loss parallelism.
+
+    python -m examples.llama_tp.train --smoke
+        a few steps on one device, in seconds
+    python -m examples.llama_tp.train --smoke --devices 8 --mesh data=2,tensor=4 --loss-parallel
+        the same on eight emulated devices; add --sequence-parallel to split activations too
+    python -m examples.llama_tp.train --preset 7B --mesh fsdp=8,tensor=8 --dtype bf16 --remat full
+        on a pod; add --sequence-parallel --loss-parallel
+    python -m examples.llama_tp.train --smoke --device cpu
+        eager torch, whose losses every mesh must reproduce
+    python -m examples.llama_tp.train --smoke --devices 8 --compare
+        every plan in turn, with a table and a plot
+
+Legend: A parts of a batch, B sequences of a part, T tokens of a sequence, V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd_core as spmd
+from examples.llama_tp import shardings
+from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.llama_tp.model import build_model
+from examples.llama_tp.presets import PRESETS
+from examples.training import resume
+from examples.training.command import exit_code, num_real_devices
+from examples.training.compare import Variant, compare
+from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.log import Report, RunLog
+from examples.training.meter import Meter
+from examples.training.mfu import (
+    ModelSize,
+    device_kind,
+    flops_per_token,
+    known_peak,
+    measured_peak,
+)
+from examples.training.remat import recompute
+from examples.training.resume import SaveError
+from examples.training.schedule import lr_factor
+from examples.training.text import BlockBatches, TextError, check_amount, load_text
+from examples.training.timing import StopOnInterrupt
+from spmd_data import MpDeviceLoader
+
+DEVICE_INIT_ABOVE = 200_000_000  # parameters; larger models are not built on the host first
+# Losses are read this many steps late, so that the device never waits for Python to send the next
+# step.
+READ_LAG = 2
+COMPARED = Path("results/llama_plans")
+
+
+def run(config: TrainConfig) -> Report:
+    """One training run, from text to report.
+
+    Raises:
+        KnobError, TextError, ResumeError, spmd.MeshError: the options, the text, the saved run or
+            the mesh cannot work; raised before the model is built.
+        SaveError: the run's state could not be written at its end.
+    """
+    config = with_defaults(config)
+    preset = PRESETS[config.preset]
+    on_xla = config.device == "xla"
+    saved = resume.read(config.resume, config=config) if config.resume else None
+
+    # --- Mesh -------------------------------------------------------------------------------------
+    if on_xla:
+        if config.devices:
+            spmd.simulate(config.devices)
+        spmd.use_spmd()
+    mesh = parsed_mesh(config)
+    device = spmd.device() if on_xla else torch.device("cpu")
+    axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
+    num_devices = mesh.size() if mesh else 1
+
+    # --- Data: before the model, so that a wrong path fails within seconds ------------------------
+    text = load_text(
+        config.data,
+        vocab_size=config.vocab,
+        seq=config.seq,
+        max_mb=config.max_mb,
+        cache_dir=config.cache_dir,
+    )
+    check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
+
+    # --- Model: single-device code ----------------------------------------------------------------
+    torch.manual_seed(config.seed)
+    num_params = preset.num_params(config.vocab)
+    inits_on_device = config.init == "device" or (
+        config.init == "auto" and num_params > DEVICE_INIT_ABOVE
+    )
+    with device if inits_on_device else torch.device("cpu"):
+        model = build_model(preset, vocab_size=config.vocab, positions=config.seq)
+    model.to(device)
+    recompute(model.model.layers, config.remat)
+
+    # --- Shardings: everything that many devices need ---------------------------------------------
+    input_sharding = None
+    if mesh:
+        shardings.parallelize(
+            model,
+            mesh,
+            sequence_parallel=config.sequence_parallel,
+            loss_parallel=config.loss_parallel,
+        )
+        input_sharding = shardings.batch_sharding(mesh)
+    if inits_on_device and on_xla:
+        spmd.sync()  # draws the weights in a separate program; each device draws only its shards
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
+
+    # --- Optimizer --------------------------------------------------------------------------------
+    groups = [
+        {
+            "params": [p for p in model.parameters() if p.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
+    floor = config.min_lr / config.lr
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: lr_factor(step, steps=config.steps, warmup=config.warmup, floor=floor),
+    )
+
+    # --- Where the run begins ---------------------------------------------------------------------
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    first = resume.restore(saved, data=text.identity, parts=parts) if saved else 0
+    train_batches = BlockBatches(
+        text.train_NT,
+        config.batch,
+        config.steps,
+        parts=config.accumulate,
+        seed=config.seed,
+        first=first,
+    )
+    eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+
+    def save(step: int) -> None:
+        if on_xla:
+            spmd.sync()  # ends the step: its program is the same as that of a step without a save
+        path = config.checkpoint.replace("{step}", str(step))
+        resume.save(path, step=step, config=config, data=text.identity, parts=parts)
+        run_log.say(f"step {step:5d}  saved to {path}")
+
+    # --- Loop -------------------------------------------------------------------------------------
+    kind = device_kind(device)
+    peak = known_peak(kind) or measured_peak(
+        device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    )
+    run_log = RunLog(
+        log_dir=config.log_dir,
+        num_steps=config.steps,
+        first_step=first,
+        shows_progress=config.progress,
+    )
+    run_log.settings(dataclasses.asdict(config))
+    if mesh:
+        run_log.mesh(mesh)
+    run_log.say(f"text   {text.summary}")
+    run_log.say(
+        f"model  Llama {preset.name}, {num_params:,} parameters, "
+        f"on {num_devices} {config.device} device(s) {axes or ''}"
+    )
+    if saved:
+        run_log.say(f"resume after step {first} of {config.steps}, from {config.resume}")
+    report = Report(
+        config=dataclasses.asdict(config),
+        num_params=num_params,
+        num_devices=num_devices,
+        device_kind=kind,
+        mesh=axes,
+        resumed_at=first,
+        peak_flops=peak.flops_per_s,
+        peak_source=peak.source,
+    )
+    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
+    meter = Meter(
+        report,
+        items_per_step=config.batch * config.seq,
+        unit="tokens",
+        flops_per_item=flops_per_token(size),
+        run_log=run_log,
+        on_xla=on_xla,
+    )
+    start = time.perf_counter()
+
+    with (
+        contextlib.closing(run_log),
+        StopOnInterrupt() as interrupt,
+        MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
+    ):
+        # On the XLA device, the loader's next batch first sends the previous step to the device.
+        for step, (x_ABT, y_ABT) in enumerate(batches, start=first + 1):
+            losses = []
+            for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
+                with autocast:
+                    loss = next_token_loss(model, x_BT, y_BT)
+                (loss / config.accumulate).backward()
+                losses.append(loss.detach())
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            # Here and not before the backward: gradients that outlive their step would take memory.
+            optimizer.zero_grad()
+
+            meter.add(step, torch.stack(losses).mean(), grad_norm, lr)
+            if config.eval_batches and (
+                step == config.steps or (config.eval_every and step % config.eval_every == 0)
+            ):
+                if on_xla:
+                    spmd.sync()  # ends the step: the evaluation is a program of its own
+                meter.read(up_to=step)
+                eval_loss = evaluate(
+                    model,
+                    MpDeviceLoader(eval_batches, device, input_sharding=input_sharding),
+                    autocast,
+                )
+                meter.evaluated(step, loss=eval_loss)
+            elif step % config.log_every == 0:
+                meter.read(up_to=step - READ_LAG if on_xla else step)
+            if config.save_every and step % config.save_every == 0 and step < config.steps:
+                try:
+                    save(step)
+                except SaveError as error:  # the disk may have space by the next save
+                    run_log.say(f"error: {error} The run goes on.")
+            if interrupt.requested:
+                run_log.say(f"interrupted: ending after step {step} of {config.steps}")
+                break
+        if on_xla:
+            spmd.sync()
+        meter.read(up_to=config.steps)
+        if config.checkpoint and first < config.steps:
+            save(step)
+        report = meter.finished(wall_s=time.perf_counter() - start, interrupted=interrupt.requested)
+        run_log.finish(report)
+    if config.results:
+        report.write(config.results)
+    return report
+
+
+def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
+    logits_BTV = model(x_BT).logits
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast) -> float:
+    """Mean loss over the batches. Waits for the device."""
+    model.eval()
+    losses = []
+    for x_ABT, y_ABT in batches:
+        with autocast:
+            losses.append(next_token_loss(model, x_ABT[0], y_ABT[0]))
+    model.train()
+    return sum(loss.item() for loss in losses) / len(losses)
+
+
+# --- The command line -----------------------------------------------------------------------------
+
+
+def config_from(argv: Sequence[str] | None) -> TrainConfig:
+    """The command line as a configuration."""
+    parser = parser_of(
+        TrainConfig,
+        module="examples.llama_tp.train",
+        description=(__doc__ or "").split("Legend")[0],
+    )
+    add_smoke(parser, SMOKE)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs every plan, one after the other, and writes a table and a plot of losses, "
+        f"memory and collectives into {COMPARED}",
+    )
+    return parse(parser, TrainConfig, argv, smoke=SMOKE)
+
+
+def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Runs every plan on the meshes that it takes, each in a process, and compares them.
+
+    Raises:
+        KnobError: an option that the comparison chooses itself is given, or there are too few
+            devices.
+        CompareError: a run failed.
+    """
+    chosen = {"mesh": config.mesh, "results": config.results, "log-dir": config.log_dir}
+    given = [f"--{name}" for name, value in chosen.items() if value]
+    given += [name for name in ("--sequence-parallel", "--loss-parallel") if name in argv]
+    if given or config.device == "cpu":
+        raise KnobError(
+            "--compare chooses --mesh, the plans, --results, --log-dir and --device itself; got "
+            f"{', '.join(given) or '--device cpu'}. Leave them out."
+        )
+    num_devices = config.devices or num_real_devices()
+    num_heads = PRESETS[config.preset].num_heads
+    meshes = shardings.compared(num_devices, num_heads)
+    if not meshes:
+        raise KnobError(
+            f"--compare needs an even number of devices; got {num_devices}. "
+            "Pass for instance --devices 8, which emulates them."
+        )
+
+    def options(devices: int, *others: str) -> list[str]:
+        return [*(["--devices", str(devices)] if config.devices else []), *others]
+
+    variants = [Variant("one device", options(1))]
+    variants += [
+        Variant(name, options(num_devices, "--mesh", mesh, *flags)) for name, mesh, flags in meshes
+    ]
+    common = [argument for argument in argv if argument != "--compare"]
+    compare("examples.llama_tp.train", variants, common=common, folder=COMPARED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code (see `exit_code`)."""
+    given = sys.argv[1:] if argv is None else argv
+
+    def command() -> bool:
+        config = config_from(given)
+        if "--compare" in given:
+            compare_plans(config, given)
+            return False
+        return run(config).interrupted
+
+    return exit_code(command, usage=(TextError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
