@@ -543,7 +543,7 @@ def test_an_update_between_forward_and_backward_is_refused(mesh):
         block.weight.add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"modified by an inplace operation: a parameter of shape \(32, 32\) is at version 1; "
+        match=r"modified by an inplace operation: a tensor of shape \(32, 32\) is at version 1; "
         r"expected version 0",
     ):
         loss.backward()

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
+from children import figures
+from tensor_parallel_models import Attention, FeedForward, Transformer, plan
 from torch import nn
 from torch.distributed.tensor import Partial
 
@@ -22,89 +24,6 @@ from spmd_core import (
     SequenceParallel,
     Shard,
 )
-
-
-class Norm(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
-
-
-class Attention(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.wq, self.wk, self.wv = (nn.Linear(width, width, bias=False) for _ in range(3))
-        self.wo = nn.Linear(width, width, bias=False)
-
-    def forward(self, x):
-        q, k, v = (w(x).unflatten(-1, (self.heads, -1)) for w in (self.wq, self.wk, self.wv))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.wo(out.transpose(1, 2).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width, hidden):
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(width, hidden) for _ in range(2))
-        self.w2 = nn.Linear(hidden, width)  # with a bias, which is added once
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads, hidden):
-        super().__init__()
-        self.attention, self.feed_forward = Attention(width, heads), FeedForward(width, hidden)
-        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
-
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class Transformer(nn.Module):
-    def __init__(self, vocabulary=64, width=32, heads=4, hidden=64, layers=2):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
-        self.norm = Norm(width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x))
-
-
-def plan(kind):
-    """The plans of the tensor-parallel tutorial: "tensor", or "sequence" with the loss parallel."""
-    sequence = Shard(1) if kind == "sequence" else Replicate()
-    whole = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(Replicate(),))
-    block = {
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=sequence),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=sequence),
-        "feed_forward.w3": ColwiseParallel(),
-    }
-    ends = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence),
-        "output": ColwiseParallel(input_layouts=sequence, use_local_output=False),
-    }
-    if kind == "sequence":
-        block |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-        block |= {"attention": whole, "feed_forward": whole}
-        ends["norm"] = SequenceParallel()
-    return {f"layers.*.{path}": style for path, style in block.items()} | ends
 
 
 @pytest.fixture(autouse=True)
@@ -238,10 +157,49 @@ def test_tensor_parallelism_all_reduces_twice_a_block_each_way(eight, mesh):
     assert large == [("all-reduce", WHOLE)] * 10
 
 
-def test_sequence_parallelism_gathers_and_scatters_instead(eight, mesh):
-    ours = spmd.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")
+@pytest.mark.parametrize("reshards", [True, False])
+def test_sequence_parallelism_gathers_and_scatters_instead(eight, mesh, reshards):
+    """In backward, the inputs of attention, of the MLPs and of the output layer once more."""
+    ours = spmd.parallelize_module(
+        Transformer(), mesh, plan("sequence"), axis="tensor", reshard_after_forward=reshards
+    )
     large = sorted(c for c in collectives(ours, mesh) if c[1] >= QUARTER)
-    assert large == [("all-gather", WHOLE)] * 10 + [("reduce-scatter", QUARTER)] * 10
+    gathers = 15 if reshards else 10
+    assert large == [("all-gather", WHOLE)] * gathers + [("reduce-scatter", QUARTER)] * 10
+
+
+_FIGURES = """
+import json
+import torch
+import torch.nn.functional as F
+from tensor_parallel_models import Transformer, plan
+
+spmd.simulate(8)
+spmd.use_spmd()
+mesh = spmd.Mesh(range(8), (2, 4), ("data", "tensor"))
+found = {}
+for name, kind, reshards in (
+    ("tensor", "tensor", True), ("kept", "sequence", False), ("sharded", "sequence", True)
+):
+    model = Transformer(width=128, hidden=256, layers=4)
+    spmd.parallelize_module(
+        model, mesh, plan(kind), axis="tensor", reshard_after_forward=reshards
+    )
+    tokens = spmd.mark_sharding(torch.zeros(8, 64, dtype=torch.int64).to("xla"), mesh, ("data",))
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    spmd.sync()
+    found[name] = spmd.metrics.programs()[-1].temp_bytes
+print(json.dumps(found))
+"""
+
+
+def test_sequence_parallelism_saves_memory(eight):
+    """What a block keeps between its layers is in shards."""
+    found = figures(_FIGURES)
+    assert found["sharded"] < found["kept"] < found["tensor"]
+    # An activation of a device: 4 x 64 x 128 float32. In each of 4 blocks, the inputs of two norms
+    # and of two pairs of layers; three quarters of them.
+    assert found["tensor"] - found["sharded"] > 0.5 * 4 * 4 * (4 * 64 * 128 * 4)
 
 
 def test_no_plan_gathers_the_logits(eight, mesh):

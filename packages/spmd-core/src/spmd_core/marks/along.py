@@ -61,7 +61,7 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: XLAShardedTensor, to: Layout, of_gradient: Layout) -> XLAShardedTensor:
         ctx.layouts = of_gradient, to
-        return _constrained(x, to)
+        return constrained_to(x, to)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -79,7 +79,8 @@ def annotate(x: XLAShardedTensor, layout: Layout) -> None:
             handle.value = value
 
 
-def _constrained(x: XLAShardedTensor, layout: Layout) -> XLAShardedTensor:
+def constrained_to(x: XLAShardedTensor, layout: Layout) -> XLAShardedTensor:
+    """A new tensor of the same values in a layout. Not differentiable."""
     name, summed_over = (MARK_SUM, layout.axes) if layout.is_sum else (MARK_ALONG, None)
     sharding = layout.sharding(x.dim())
     with lock:

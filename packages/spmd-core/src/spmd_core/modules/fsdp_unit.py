@@ -2,31 +2,28 @@
 
 A unit's parameters are those of its module's subtree, without the units inside. During the module's
 forward, each parameter is replaced by its whole value: a pending value with a sharding constraint,
-for which the partitioner emits an all-gather. Where autograd would save a value made of gathered
-parameters, a recipe is saved instead; in backward it is replayed on parameters that are gathered
-again from their shards, behind a barrier across which the compiler cannot keep the first gather.
-Gradients are reduce-scattered (`program.batch_sums`).
+for which the partitioner emits an all-gather. From forward to backward its shards are kept
+(`regather`). Gradients are reduce-scattered (`program.batch_sums`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from spmd_core.graph.storage import Storage, lock, read
-from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.marks.marking import mark_sharding, marked_gradient
 from spmd_core.modules.checkpointing import barrier, in_backward, inner_forward
+from spmd_core.modules.regather import Regather, outer_hooks
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
 @dataclass(frozen=True)
@@ -239,10 +236,14 @@ class Unit:
         )
         # The backward of a checkpoint's second run follows at once, so the run may keep what it
         # gathered. With hooks from outside, it must save what the first run saved.
-        keeps_gathered = keeps_gathered or (in_backward() and _outer_hooks() is None)
-        regather = (
-            None if keeps_gathered else _Regather(list(parameters.values()), list(whole.values()))
-        )
+        keeps_gathered = keeps_gathered or (in_backward() and outer_hooks() is None)
+        regather = None
+        if not keeps_gathered:
+            regather = Regather(
+                [p for p, _ in parameters.values()],
+                [partial(_gathered, plan=plan) for _, plan in parameters.values()],
+                list(whole.values()),
+            )
         with (
             swapped([(ref, whole[id(ref.parameter)]) for ref, _ in refs]),
             nullcontext() if regather is None else regather.saving_recipes(),
@@ -275,153 +276,6 @@ def unit_of(module: nn.Module) -> Unit | None:
     own = module.__dict__.get("forward")
     inner = getattr(own, "inner", None)
     return own if isinstance(own, Unit) else inner if isinstance(inner, Unit) else None
-
-
-class _Regather:
-    """What one forward of a unit keeps for its backward: the shards, to gather again from."""
-
-    def __init__(
-        self, parameters: list[tuple[nn.Parameter, _Plan]], whole: list[XLAShardedTensor]
-    ) -> None:
-        # Aliases: assigning to `parameter.data` does not change them, and unlike the parameters
-        # they have no hooks.
-        self._shards = [p.data for p, _ in parameters]
-        self._plans = [plan for _, plan in parameters]
-        self._parameters = [p for p, _ in parameters]
-        self._versions = [p._version for p, _ in parameters]
-        self._sources = {read(w._handle): i for i, w in enumerate(whole)}
-        self._values: list[Value] | None = None
-
-    @contextmanager
-    def saving_recipes(self) -> Iterator[None]:
-        """Inside, autograd saves recipes for values that are made of gathered parameters.
-
-        Other values are passed to the saved-tensor hooks from outside, if there are any.
-        """
-        outer = _outer_hooks()
-        outer_pack, outer_unpack = outer if outer is not None else (_unchanged, _unchanged)
-        sources = self._sources
-
-        def pack(saved: torch.Tensor) -> Any:
-            recipe = (
-                _recipe(read(saved._handle), sources, depth=8)
-                if isinstance(saved, XLAShardedTensor)
-                else None
-            )
-            return (outer_pack(saved), None) if recipe is None else (recipe, saved._handle.spec)  # type: ignore[attr-defined]
-
-        def unpack(packed: Any) -> torch.Tensor:
-            content, spec = packed
-            if spec is None:
-                other: torch.Tensor = outer_unpack(content)
-                return other
-            with lock:
-                return wrap(Storage(_replay(content, self._regathered(None)[0]), spec))
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                yield
-        finally:
-            # This object lives until backward, and must not hold the values of forward until then.
-            self._sources = {}
-
-    def before_backward(self, output: Any) -> Any:
-        """Makes the arrival of the first gradient of `output` gather the parameters again.
-
-        A barrier makes the gather wait for that gradient, and the gradient for the shards.
-        """
-
-        def gather(gradient: torch.Tensor) -> torch.Tensor | None:
-            if (
-                self._values is not None
-                or not isinstance(gradient, XLAShardedTensor)
-                or torch.is_grad_enabled()
-            ):
-                return None
-            return self._regathered(gradient)[1]
-
-        if self._shards:
-            for leaf in pytree.tree_leaves(output):
-                if (
-                    isinstance(leaf, torch.Tensor)
-                    and leaf.requires_grad
-                    and leaf.grad_fn is not None
-                ):
-                    leaf.register_hook(gather)
-        return output
-
-    def _regathered(self, gradient: torch.Tensor | None) -> tuple[list[Value], torch.Tensor | None]:
-        """The parameters, gathered once in each backward, and the gradient behind their barrier.
-
-        The gradient is None where none was given, and where the parameters were gathered already.
-        """
-        if self._values is not None:
-            return self._values, None
-        for parameter, version in zip(self._parameters, self._versions):
-            if parameter._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by "
-                    f"an inplace operation: a parameter of shape {tuple(parameter.shape)} "
-                    f"is at version {parameter._version}; expected version {version}, "
-                    "as it was in forward. Call backward before the parameters are updated."
-                )
-        with torch.no_grad():
-            results = barrier([*self._shards, *([] if gradient is None else [gradient])])
-            whole = [_gathered(shard, plan) for shard, plan in zip(results, self._plans)]
-        # Values instead of tensors: a value that a tensor holds at a cut becomes a result of the
-        # program.
-        values = [read(w._handle) for w in whole]
-        if in_backward():
-            # Kept until the end of this backward; a later one gathers again.
-            self._values = values
-            torch.autograd.Variable._execution_engine.queue_callback(self._forget)
-        return values, None if gradient is None else results[-1]
-
-    def _forget(self) -> None:
-        self._values = None
-
-
-def _outer_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The (pack, unpack) that autograd would call on a saved tensor now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _unchanged(saved: torch.Tensor) -> torch.Tensor:
-    return saved
-
-
-# How a value is made of gathered parameters: the number of one of them, or an operation with the
-# recipes of its inputs and its numbers.
-_Recipe: TypeAlias = "int | tuple[Entry, tuple[_Recipe, ...], Sequence[Any]]"
-
-
-def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> "_Recipe | None":
-    """The recipe of a value; None if it is not made of gathered parameters alone.
-
-    Args:
-        value: the value.
-        sources: the gathered parameters, numbered.
-        depth: the largest number of nested operations.
-    """
-    if value in sources:
-        return sources[value]
-    if value.data is not None or depth == 0 or isinstance(value, Part) or not value.inputs:
-        return None
-    inputs = []
-    for x in value.inputs:
-        recipe = _recipe(x, sources, depth=depth - 1)
-        if recipe is None:
-            return None
-        inputs.append(recipe)
-    return value.entry, tuple(inputs), value.numbers
-
-
-def _replay(recipe: _Recipe, values: list[Value]) -> Value:
-    """The value that a recipe makes of the gathered parameters `values`."""
-    if isinstance(recipe, int):
-        return values[recipe]
-    entry, inputs, numbers = recipe
-    return Value(entry, tuple(_replay(x, values) for x in inputs), numbers)
 
 
 @contextmanager

@@ -9,22 +9,27 @@ no local sizes. The other axes of the mesh stay free, as for the batch.
 
 import difflib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
+from spmd_core.marks import along
 from spmd_core.marks.along import Layout, Redistribute
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh, to_device_mesh
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.marks.placements import placement_types
+from spmd_core.modules.checkpointing import in_backward, inner_forward
+from spmd_core.modules.regather import Regather, is_saved_by_others
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -42,6 +47,7 @@ def parallelize_module(
     parallelize_plan: "Plan | None" = None,
     *,
     axis: str | int | None = None,
+    reshard_after_forward: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Parallelizes modules inside a module along one axis of a mesh, in place, as a plan says.
@@ -52,7 +58,9 @@ def parallelize_module(
     or a `ParallelStyle` of your own. Modules keep their whole sizes: `view(batch, sequence, heads,
     head_dim)` takes the number of all heads. `use_local_output` changes nothing, as no tensor is
     local to a device. What a plan moves between devices is what it moves in torch: for a pair of
-    `ColwiseParallel` and `RowwiseParallel` one all-reduce in forward and one in backward.
+    `ColwiseParallel` and `RowwiseParallel` one all-reduce in forward and one in backward. A
+    module's input that is gathered from shards, as with `SequenceParallel` before it, is kept in
+    shards until backward, and gathered again there.
 
     The module is moved to device `xla`; parameters that a plan splits are uploaded in shards. Does
     not wait.
@@ -65,6 +73,8 @@ def parallelize_module(
             as in `named_modules()`. Each part of a path may have wildcards (`layers.*.wq`); the
             empty path is the module.
         axis: the axis of a `Mesh` of several axes, by name or number.
+        reshard_after_forward: False keeps inputs that are gathered from forward to backward, as
+            torch does: more memory, and a gather less for each of these modules.
         src_data_rank: accepted for torch's programs. All processes give the same values here.
 
     Returns:
@@ -88,7 +98,7 @@ def parallelize_module(
         (None, 'tensor')
     """
     require_spmd("parallelize_module")
-    over = _axis_of(device_mesh, axis)
+    over = replace(_axis_of(device_mesh, axis), reshards=reshard_after_forward)
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module changes nothing without a plan; got None. "
@@ -132,11 +142,19 @@ def loss_parallel() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of a mesh, or several that a dimension of a DeviceMesh flattens; and its source."""
+    """Along what a plan is applied.
+
+    Attributes:
+        mesh: the mesh.
+        axes: one of its axes, or several that a dimension of a DeviceMesh flattens.
+        device_mesh: what was given.
+        reshards: whether gathered inputs are kept in shards until backward.
+    """
 
     mesh: Mesh
     axes: tuple[int, ...]
     device_mesh: AnyMesh
+    reshards: bool = True
 
     def layout(self, placement: Any, *, is_sum: bool = False) -> Layout:
         """The layout that a placement says.
@@ -263,9 +281,10 @@ def _columns(style: Any, module: nn.Module, over: _Axis) -> None:
     output = over.layout(style.output_layouts[0])
     _hook(
         module,
-        lambda x: Redistribute.apply(x, over.whole(), of_input),
+        lambda x: _gathered(x, over.whole(), of_input),
         lambda y: Redistribute.apply(y, output, over.split(-1)),
     )
+    _keep_shards(module, over)
 
 
 def _rows(style: Any, module: nn.Module, over: _Axis) -> None:
@@ -317,6 +336,7 @@ def _inputs(style: Any, module: nn.Module, over: _Axis) -> None:
         return args, kwargs
 
     module.register_forward_pre_hook(prepare, with_kwargs=True)
+    _keep_shards(module, over)
 
 
 def _outputs(style: Any, module: nn.Module, over: _Axis) -> None:
@@ -345,7 +365,67 @@ def _redistributed(x: Any, over: _Axis, layout: Any, desired: Any) -> Any:
         return x
     to = over.layout(layout if desired is None else desired)
     # The gradient of what all devices use whole is a sum over them.
-    return Redistribute.apply(x, to, over.layout(layout, is_sum=to.dim is None))
+    return _gathered(x, to, over.layout(layout, is_sum=to.dim is None))
+
+
+def _gathered(x: Any, to: Layout, of_gradient: Layout) -> torch.Tensor:
+    """A module's input in the layout of its forward; `_KeepsShards` finds what that gathers."""
+    y: torch.Tensor = Redistribute.apply(x, to, of_gradient)
+    if to.dim is None and of_gradient.dim is not None:
+        y.__dict__["_gathered_from"] = _Shards(x, replace(of_gradient, is_sum=False), to)
+    return y
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """What an input was gathered from, and the layouts of both."""
+
+    tensor: XLAShardedTensor
+    layout: Layout
+    whole: Layout
+
+    def gather(self, shards: torch.Tensor) -> XLAShardedTensor:
+        """Gathers an alias of the tensor. Not differentiable."""
+        with torch.no_grad():
+            # First as it lies: the partitioner could put the gather before a barrier.
+            own = along.constrained_to(shards, self.layout)  # type: ignore[arg-type]
+            return along.constrained_to(own, self.whole)
+
+
+class _KeepsShards:
+    """Replaces the forward of a module: from forward to backward, inputs are kept in shards.
+
+    What Korthikanti et al. (2022) call sequence parallelism: the gathered input of a pair of layers
+    is dropped after forward, and gathered again in backward. Only what the hooks gathered from
+    other layouts is treated so, and nothing where a checkpoint decides what is kept.
+
+    Attributes:
+        module: the module.
+        inner: as `CheckpointedForward.inner`.
+    """
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
+        self.module, self.inner = module, inner
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = inner_forward(self.module, self.inner)
+        leaves = pytree.tree_leaves((args, kwargs))
+        inputs = [x for x in leaves if isinstance(x, XLAShardedTensor)]
+        whole = [x for x in inputs if "_gathered_from" in x.__dict__]
+        if not whole or not torch.is_grad_enabled() or is_saved_by_others() or in_backward():
+            return forward(*args, **kwargs)
+        shards: list[_Shards] = [x.__dict__.pop("_gathered_from") for x in whole]
+        regather = Regather([s.tensor for s in shards], [s.gather for s in shards], whole)
+        with regather.saving_recipes():
+            output = forward(*args, **kwargs)
+        return regather.before_backward(output)
+
+
+def _keep_shards(module: nn.Module, over: _Axis) -> None:
+    own = module.__dict__.get("forward")
+    if over.reshards and not isinstance(own, _KeepsShards):
+        module.forward = _KeepsShards(module, own)
 
 
 def _hook(
