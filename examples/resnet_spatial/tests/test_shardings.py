@@ -113,4 +113,5 @@ def test_bytes_of_resnet50_are_those_of_the_arithmetic(mesh: str, num_devices: i
         spec = shardings.batch_sharding(grid).partition_spec
         logits = ours(spmd.mark_sharding(x.to("xla"), grid, spec))
         forward = spmd.debugging.collectives(logits).where(kind="collective-permute")
-    assert forward.result_bytes <= 1.2 * borders * RESNET50_HALO * 4 * num
+    # Over four devices, 28 rows in blocks of 7 become 14 in blocks of 4, which do not lie together.
+    assert forward.result_bytes <= 1.25 * borders * RESNET50_HALO * 4 * num

@@ -369,8 +369,15 @@ def _redistributed(x: Any, over: _Axis, layout: Any, desired: Any) -> Any:
 
 
 def _gathered(x: Any, to: Layout, of_gradient: Layout) -> torch.Tensor:
-    """A module's input in the layout of its forward; `_KeepsShards` finds what that gathers."""
+    """A module's input in the layout of its forward; `_KeepsShards` finds what that gathers.
+
+    What the module around it has laid out stays as it is: its gradients add up before they are
+    redistributed.
+    """
+    if x.__dict__.get("_laid_out") == to:
+        return x
     y: torch.Tensor = Redistribute.apply(x, to, of_gradient)
+    y.__dict__["_laid_out"] = to
     if to.dim is None and of_gradient.dim is not None:
         y.__dict__["_gathered_from"] = _Shards(x, replace(of_gradient, is_sum=False), to)
     return y

@@ -37,9 +37,19 @@ def _convolve_images(
 ) -> jax.Array:
     """The convolution: every device fetches the rows that its results read."""
     alone = ctx.on_one_device()
-    inner = replace(options, padding=images.padding(options.padding))
+    # Where windows of one element skip others along a whole dim, these are not fetched.
+    split = {dim.dim for dim in images.dims}
+    skipped = [
+        step if size == 1 and pad == 0 and dim not in split else 1
+        for dim, (size, step, pad) in enumerate(
+            zip(weight.shape[2:], options.stride, options.padding), start=2
+        )
+    ]
+    stride = tuple(step // skip for step, skip in zip(options.stride, skipped))
+    inner = replace(options, padding=images.padding(options.padding), stride=stride)
 
     def part(x: jax.Array, weight: jax.Array) -> list[jax.Array]:
+        x = x[:, :, *(slice(None, None, skip) for skip in skipped)]
         read, weight = cast_operands(ctx, images.windows(x), weight)
         return [convolve(alone, read, weight, inner)]
 

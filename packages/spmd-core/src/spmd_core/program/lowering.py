@@ -320,6 +320,7 @@ class Function:
 
         sums = PartialSums(graph, plans, platform, read)
         gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
+        gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
@@ -367,14 +368,17 @@ class Function:
                 if gradient is not None:
                     inputs = [gradient]
                 total, made = sums.addition(position)
-                results: Sequence[jax.Array] = (
-                    [total]
-                    if total is not None
-                    else self._results(node, manual, context, inputs, numbers)
-                )
-                if gather is not None:
-                    cast = self._as_marked(results[0], gather.before)
-                    results = [self._as_marked(cast, gather.after)]
+                results: Sequence[jax.Array]
+                if total is not None:
+                    results = [total]
+                elif (gather, entry) in gathered:
+                    results = gathered[gather, entry]
+                else:
+                    results = self._results(node, manual, context, inputs, numbers)
+                    if gather is not None:
+                        cast = self._as_marked(results[0], gather.before, gather.along)
+                        results = [self._as_marked(cast, gather.after, gather.along)]
+                        gathered[gather, entry] = results
                 made += sums.lower(position, inputs, numbers)
                 ready += made if waits else []
             _check(entry, results, is_local=manual is not None)
@@ -429,11 +433,14 @@ class Function:
             return self._run(node, context, inputs, numbers)
         if self._whole is Whole.EVERYTHING:
             return inputs
-        if entry.along is not None and entry.sharding.mesh.ids == self.device_ids:
-            return [constrain_along(inputs[0], entry.sharding, entry.along)]
-        return [self._as_marked(inputs[0], entry.sharding)]
+        return [self._as_marked(inputs[0], entry.sharding, entry.along)]
 
-    def _as_marked(self, x: jax.Array, sharding: Sharding) -> jax.Array:
+    def _as_marked(
+        self, x: jax.Array, sharding: Sharding, along: tuple[int, ...] | None
+    ) -> jax.Array:
+        # A manual region is over all devices of its program, in the program's order.
+        if along is not None and sharding.mesh.ids == self.device_ids:
+            return constrain_along(x, sharding, along)
         named = self._common_mesh(named_sharding(sharding, self.device_ids))
         return constrain(x, sharding, named)
 
