@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd_core as spmd
-from examples.gpt2 import shardings
+from examples.gpt2 import data, shardings
 from examples.gpt2.config import (
     SMOKE,
     TrainConfig,
@@ -54,7 +54,7 @@ from examples.training.mfu import (
 from examples.training.remat import recompute
 from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
-from examples.training.text import BlockBatches, TextError, check_amount, load_text
+from examples.training.text import TextError
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -91,14 +91,7 @@ def run(config: TrainConfig) -> Report:
     num_devices = mesh.size() if mesh else 1
 
     # --- Data: before the model, so that a wrong path fails within seconds ------------------------
-    text = load_text(
-        config.data,
-        vocab_size=config.vocab,
-        seq=config.seq,
-        max_mb=config.max_mb,
-        cache_dir=config.cache_dir,
-    )
-    check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
+    text = data.load(config)
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
@@ -152,15 +145,7 @@ def run(config: TrainConfig) -> Report:
     # --- Where the run begins ---------------------------------------------------------------------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     first = resume.restore(saved, data=text.identity, parts=parts) if saved else 0
-    train_batches = BlockBatches(
-        text.train_NT,
-        config.batch,
-        config.steps,
-        parts=config.accumulate,
-        seed=config.seed,
-        first=first,
-    )
-    eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+    train_batches, eval_batches = data.batches(text, config, first=first)
 
     def save(step: int) -> None:
         if on_xla:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd_core as spmd
-from examples.llama_tp import shardings
+from examples.llama_tp import data, shardings
 from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
 from examples.llama_tp.model import build_model
 from examples.llama_tp.presets import PRESETS
@@ -47,7 +47,7 @@ from examples.training.mfu import (
 from examples.training.remat import recompute
 from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
-from examples.training.text import BlockBatches, TextError, check_amount, load_text
+from examples.training.text import TextError
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -82,14 +82,7 @@ def run(config: TrainConfig) -> Report:
     num_devices = mesh.size() if mesh else 1
 
     # --- Data: before the model, so that a wrong path fails within seconds ------------------------
-    text = load_text(
-        config.data,
-        vocab_size=config.vocab,
-        seq=config.seq,
-        max_mb=config.max_mb,
-        cache_dir=config.cache_dir,
-    )
-    check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
+    text = data.load(config)
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
@@ -134,15 +127,7 @@ def run(config: TrainConfig) -> Report:
     # --- Where the run begins ---------------------------------------------------------------------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     first = resume.restore(saved, data=text.identity, parts=parts) if saved else 0
-    train_batches = BlockBatches(
-        text.train_NT,
-        config.batch,
-        config.steps,
-        parts=config.accumulate,
-        seed=config.seed,
-        first=first,
-    )
-    eval_batches = BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+    train_batches, eval_batches = data.batches(text, config, first=first)
 
     def save(step: int) -> None:
         if on_xla:

@@ -14,6 +14,8 @@ MODULES = (
     "spmd_data.loader",
     "spmd_data.placement",
     "examples.gpt2.config",
+    "examples.llama_tp.shardings",
+    "examples.training.knobs",
     "examples.training.text",
     "examples.gpt2.presets",
     "examples.gpt2.shardings",

@@ -1,0 +1,116 @@
+"""The plans: every parameter's layout, the literature's collectives, more devices than heads."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd_core as spmd
+from examples.llama_tp import shardings
+from examples.llama_tp.model import build_model
+from examples.llama_tp.presets import PRESETS
+
+TOKENS = 64
+
+
+def model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return build_model(PRESETS["debug"], vocab_size=512, positions=TOKENS)
+
+
+def step(net: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(net(tokens).logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def on(mesh: spmd.Mesh, **options: bool) -> tuple[Any, Any]:
+    """The model, in eager torch and over the mesh."""
+    right = model()
+    ours = copy.deepcopy(right).to("xla")
+    defaults = {"sequence_parallel": True, "loss_parallel": True}
+    shardings.parallelize(ours, mesh, **{**defaults, **options})
+    return right, ours
+
+
+def batch(mesh: spmd.Mesh) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens and labels, on the host and split over the mesh."""
+    given = [*torch.randint(512, (2, 8, TOKENS))]
+    spec = shardings.batch_sharding(mesh).partition_spec[1:]
+    return given, [spmd.mark_sharding(t.to("xla"), mesh, spec) for t in given]
+
+
+@pytest.fixture
+def eight(num_devices: int) -> None:
+    if num_devices != 8:
+        pytest.skip("the meshes are those of 8 devices")
+
+
+def test_where_parameters_lie(eight: None) -> None:
+    _, ours = on(spmd.parse_mesh("fsdp=2,tensor=4", 8))
+    specs = {name: p.partition_spec for name, p in ours.named_parameters()}
+    layer = "model.layers.1."
+    assert specs[layer + "self_attn.q_proj.weight"] == ("tensor", "fsdp")
+    assert specs[layer + "self_attn.o_proj.weight"] == ("fsdp", "tensor")
+    assert specs[layer + "mlp.down_proj.weight"] == ("fsdp", "tensor")
+    assert specs[layer + "input_layernorm.weight"] == (None,)
+    assert specs["model.embed_tokens.weight"] == specs["lm_head.weight"] == ("tensor", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "mesh", ["tensor=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "data=4,tensor=2"]
+)
+def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:
+    """With tensor=8 there are more devices than heads of keys and values."""
+    grid = spmd.parse_mesh(mesh, 8)
+    right, ours = on(grid)
+    given, split = batch(grid)
+    torch.testing.assert_close(step(ours, *split).cpu(), step(right, *given), rtol=1e-5, atol=1e-5)
+    for (name, p), q in zip(right.named_parameters(), ours.named_parameters()):
+        torch.testing.assert_close(
+            q[1].grad.cpu(), p.grad, rtol=2e-4, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "expected"),
+    [
+        # 2 layers, each with attention and an MLP, forward and backward; embedding and output.
+        (False, {("all-reduce", 65_536): 10}),
+        # The inputs of attention, MLPs and the output layer are gathered again in backward.
+        (True, {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10}),
+    ],
+)
+def test_the_collectives_of_a_step(
+    sequence_parallel: bool, expected: dict[Any, int], eight: None
+) -> None:
+    grid = spmd.parse_mesh("data=2,tensor=4", 8)
+    _, ours = on(grid, sequence_parallel=sequence_parallel)
+    _, split = batch(grid)
+    spmd.sync()
+    loss = step(ours, *split)
+    moved = spmd.debugging.collectives(loss, *(p.grad for p in ours.parameters()))
+    over_tensor = [c for c in moved if c.axes == ("tensor",)]
+    found = Counter((c.kind, c.result_bytes) for c in over_tensor if c.result_bytes > 4096)
+    assert found == expected
+    # The rest: numbers for each token of the loss, and gradients of the norms.
+    rest = [c for c in over_tensor if c.result_bytes <= 4096]
+    assert {c.kind for c in rest} == {"all-reduce"}
+    assert sum(c.result_bytes for c in rest) <= 4 * 4 * TOKENS * 4 + 5 * 64 * 4
+    assert {c.axes for c in moved} == {("tensor",), ("data",)}
+
+
+def test_without_loss_parallelism_the_logits_are_gathered(eight: None) -> None:
+    grid = spmd.parse_mesh("data=2,tensor=4", 8)
+    found = []
+    for loss_parallel in (False, True):
+        _, ours = on(grid, loss_parallel=loss_parallel)
+        _, split = batch(grid)
+        spmd.sync()
+        loss = step(ours, *split)
+        moved = spmd.debugging.collectives(loss, *(p.grad for p in ours.parameters()))
+        found.append(max(c.result_bytes for c in moved))
+    assert found[0] == 4 * TOKENS * 512 * 4 and found[1] < found[0] / 6

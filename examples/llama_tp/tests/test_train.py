@@ -1,0 +1,194 @@
+"""The whole script: equal losses for all plans, resuming, options and their errors."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import spmd_core as spmd
+from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.llama_tp.train import config_from, main, run
+from examples.training.knobs import KnobError
+
+ROOT = Path(__file__).parents[3]
+SHORT = {"steps": 4, "eval_every": 0, "eval_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One cache for all tests, so that the tokenizer is trained only once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def expected(cache_dir: str) -> Any:
+    """A short run in eager torch."""
+    return run(smoke(cache_dir, device="cpu"))
+
+
+def smoke(cache_dir: str, **knobs: Any) -> TrainConfig:
+    return TrainConfig(**{**SMOKE, **SHORT, "cache_dir": cache_dir, "progress": False, **knobs})
+
+
+def check_equal(report: Any, expected: Any) -> None:
+    assert report.losses == pytest.approx(expected.losses, rel=2e-4)
+    assert report.grad_norms == pytest.approx(expected.grad_norms, rel=2e-3)
+    assert report.evals[-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
+
+
+@pytest.mark.one_device
+def test_one_device_has_the_losses_of_eager_torch(
+    cache_dir: str, expected: Any, num_devices: int
+) -> None:
+    mesh = "" if num_devices == 1 else f"tensor={num_devices}"
+    parallel = {"sequence_parallel": bool(mesh), "loss_parallel": bool(mesh)}
+    report = run(smoke(cache_dir, mesh=mesh, **parallel))
+    check_equal(report, expected)
+    # The first step, which makes the optimizer's state; the other steps; the evaluation.
+    assert report.compiles == 3
+    assert report.losses[-1] < report.losses[0]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"mesh": "data=2,tensor=4"},
+        {"mesh": "data=2,tensor=4", "sequence_parallel": True, "loss_parallel": True},
+        {"mesh": "data=2,fsdp=2,tensor=2", "sequence_parallel": True, "accumulate": 2},
+        {"mesh": "fsdp=2,tensor=4", "sequence_parallel": True, "remat": "full"},
+    ],
+    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed"],
+)
+def test_every_plan_has_the_losses_of_eager_torch(
+    knobs: dict[str, Any], cache_dir: str, expected: Any, num_devices: int
+) -> None:
+    if num_devices != 8:
+        pytest.skip("the meshes are those of 8 devices")
+    report = run(smoke(cache_dir, **knobs))
+    check_equal(report, expected)
+    assert report.num_devices == 8
+    kinds = {(c["kind"], c["axes"]) for c in report.collectives}
+    split = knobs.get("sequence_parallel", False)
+    assert (("reduce-scatter" if split else "all-reduce"), "tensor") in kinds
+
+
+def test_bf16_is_close_to_fp32(cache_dir: str, expected: Any, num_devices: int) -> None:
+    report = run(smoke(cache_dir, mesh=f"tensor={num_devices}", dtype="bf16", eval_batches=0))
+    assert report.losses == pytest.approx(expected.losses, abs=0.03)
+    assert report.losses != expected.losses
+
+
+def test_a_run_resumes_on_another_mesh(
+    cache_dir: str, tmp_path: Path, expected: Any, num_devices: int
+) -> None:
+    path = str(tmp_path / "{step}")
+    run(smoke(cache_dir, mesh=f"tensor={num_devices}", checkpoint=path, save_every=2))
+    rest = run(smoke(cache_dir, device="cpu", resume=str(tmp_path / "2")))
+    assert rest.resumed_at == 2
+    assert rest.losses == pytest.approx(expected.losses[2:], rel=2e-4)
+
+
+def test_the_command_line(cache_dir: str, tmp_path: Path) -> None:
+    results = tmp_path / "r.json"
+    arguments = ["--steps", "3", "--eval-batches", "0", "--device", "cpu", "--no-progress"]
+    arguments += ["--cache-dir", cache_dir, "--log-dir", str(tmp_path), "--results", str(results)]
+    assert main(["--smoke", *arguments]) == 0
+    report = json.loads(results.read_text())
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert len(report["losses"]) == 3 and set(report["mfu"]) == {"6N", "6N+12LdS", "6N+6LdS"}
+
+
+def test_the_sample_of_the_readme() -> None:
+    text = (ROOT / "examples" / "llama_tp" / "README.md").read_text()
+    (sample,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", sample], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    loss, per_s, peak = map(float, done.stdout.splitlines()[-1].split())
+    assert loss < 6.2 and min(per_s, peak) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--device", "cpu", "--mesh", "tensor=8"],
+            "a mesh needs the xla device; got --device cpu",
+        ),
+        (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
+        (["--devices", "8"], "got --devices 8 and no --mesh. Add for instance --mesh tensor=8"),
+        (["--device", "cpu", "--save-every", "2"], "got 2 and no --checkpoint"),
+        (["--device", "cpu", "--accumulate", "3"], "got 8 and 3. Pass for instance --batch 9"),
+        (["--device", "cpu", "--resume", "missing.pt"], "'missing.pt' is none"),
+        (
+            ["--device", "cpu", "--sequence-parallel"],
+            "--sequence-parallel splits over a mesh axis tensor; got --mesh ''",
+        ),
+        (
+            ["--device", "cpu", "--batch", "4000"],
+            "the text must fill one training batch of 4000 blocks",
+        ),
+        (["--compare", "--loss-parallel"], "--compare chooses --mesh, the plans"),
+        (["--compare", "--devices", "3"], "--compare needs an even number of devices; got 3"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(
+    arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--smoke", "--cache-dir", cache_dir, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ")
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"mesh": "model=8"}, "mesh axes must be among data, fsdp, tensor; got ['model']"),
+        ({"mesh": "data=8", "batch": 12}, "got 12 for 8. Pass for instance --batch 16"),
+        ({"mesh": "data=8", "loss_parallel": True}, "--loss-parallel splits over a mesh axis"),
+        (
+            {"mesh": "tensor=8", "preset": "125M"},
+            "tensor=8 for the 12 heads of 125M. Pass one of tensor=1, 2, 3, 4, 6, 12, or another",
+        ),
+        (
+            {"mesh": "tensor=8", "sequence_parallel": True, "seq": 1023},
+            "must divide --seq; got tensor=8 for 1023 tokens. Pass for instance --seq 1024",
+        ),
+    ],
+)
+def test_a_mesh_must_fit(knobs: dict[str, Any], message: str, num_devices: int) -> None:
+    if num_devices != 8:
+        pytest.skip("the numbers are those of 8 devices")
+    spmd.use_spmd()
+    with pytest.raises(KnobError, match=re.escape(message)):
+        parsed_mesh(with_defaults(TrainConfig(**{"preset": "debug", **knobs})))
+
+
+def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_from(["--help"])
+    out = capsys.readouterr().out
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert all(f"--{name.replace('_', '-')}" in out for name in names)
+
+
+def test_a_comparison_runs_every_plan(cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def compared(module: str, variants: Any, *, common: Any, folder: Path) -> None:
+        seen.update({v.name: v.options for v in variants})
+
+    monkeypatch.setattr("examples.llama_tp.train.compare", compared)
+    assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
+    assert seen["one device"] == ["--devices", "1"]
+    loss = ["--sequence-parallel", "--loss-parallel"]
+    assert seen["TP"] == ["--devices", "8", "--mesh", "data=2,tensor=4"]
+    assert seen["HSDP x TP"] == ["--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2", *loss]
+    assert len(seen) == 6
