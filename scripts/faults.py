@@ -422,10 +422,34 @@ FAULTS = (
         "terms = [sums.pop(key) for key in [*sums] if set(key) <= set(marks)][-1:]",
     ),
     Fault(
+        "spmd_core/program/partial_sums.py",
+        "each device adds the bias of a row-parallel layer",
+        "jnp.where(_part(reduction) == 0, own",
+        "jnp.where(_part(reduction) >= 0, own",
+    ),
+    Fault(
+        "spmd_core/program/partial_sums.py",
+        "each device looks all rows of a split table up",
+        "found = (own >= 0) & (own < table.shape[0])",
+        "found = own < table.shape[0]",
+    ),
+    Fault(
         "spmd_core/program/narrow_gathers.py",
         "what a block uses in two dtypes is gathered in both",
         "or len(uses[number]) > 1:",
         "or False:",
+    ),
+    Fault(
+        "spmd_core/modules/tensor_parallel.py",
+        "what is gathered for a layer is kept from forward to backward",
+        "if over.reshards and not isinstance",
+        "if not over.reshards and not isinstance",
+    ),
+    Fault(
+        "spmd_core/modules/tensor_parallel.py",
+        "gradients of a column-parallel layer's input are not reduced as a sum",
+        "of_input = over.layout(style.input_layouts[0], is_sum=True)",
+        "of_input = over.layout(style.input_layouts[0])",
     ),
     Fault(
         "spmd_core/modules/fsdp_unit.py",
@@ -434,10 +458,10 @@ FAULTS = (
         "self.reshard_after_forward or self.inside_checkpoint",
     ),
     Fault(
-        "spmd_core/modules/fsdp_unit.py",
+        "spmd_core/modules/regather.py",
         "backward after an update of the parameters is silently wrong",
-        "if parameter._version != version:",
-        "if parameter._version < version:",
+        "if tensor._version != version:",
+        "if tensor._version < version:",
     ),
     Fault(
         "spmd_core/modules/wrap_policies.py",
