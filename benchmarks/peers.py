@@ -1,4 +1,4 @@
-"""Does training cost more than under PyTorch's own FSDP2 and DDP, in CPU time?
+"""Does training cost more than under PyTorch's own FSDP2, DDP and tensor parallelism, in CPU time?
 
 The same models, data and optimizers, on two devices: two emulated ones in one process here, two
 processes over gloo there. Losses are compared step by step.
@@ -6,6 +6,8 @@ processes over gloo there. Losses are compared step by step.
 - GPT-2 (4 layers, width 256) with `fully_shard` on each block, of this package and of torch.
 - ResNet-18 on images of 64 x 64, with the batch split here and `DistributedDataParallel` there. Its
   norms are of groups: each process of DDP would have its own statistics of a batch.
+- Llama (4 layers, width 256) by the recipe's plan of tensor and sequence parallelism, which
+  `parallelize_module` gets, of this package and of torch.
 
     python -m benchmarks.peers
 """
@@ -27,16 +29,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
+from transformers import LlamaForCausalLM
 
 import spmd_core as spmd  # before torchvision, whose compiled part may be built for another torch
 from benchmarks.report import Table, argument_parser, publish, verdict
-from examples.gpt2 import shardings
-from examples.gpt2.model import build_model
-from examples.gpt2.presets import PRESETS
+from examples.gpt2 import model as gpt2
+from examples.gpt2 import presets as gpt2_presets
+from examples.gpt2 import shardings as gpt2_shardings
+from examples.llama_tp import model as llama
+from examples.llama_tp import presets as llama_presets
+from examples.llama_tp import shardings as llama_shardings
 
-RECIPES = ("gpt2", "resnet")
+RECIPES = ("gpt2", "resnet", "llama")
 NUM_DEVICES = 2
 NUM_WARM = 4  # steps before the measured ones: two compile, and gloo connects
 MOST_DIFFERENCE = 1e-4  # of two losses, relative; float32 sums in another order
@@ -48,13 +55,15 @@ def model_of(recipe: str) -> Any:
     """The model, with weights from a fixed seed, on the CPU."""
     torch.manual_seed(0)
     if recipe == "gpt2":
-        return build_model(PRESETS["tiny"], vocab_size=VOCAB, dropout=0.0)
+        return gpt2.build_model(gpt2_presets.PRESETS["tiny"], vocab_size=VOCAB, dropout=0.0)
+    if recipe == "llama":
+        return llama.build_model(llama_presets.PRESETS["tiny"], vocab_size=VOCAB, positions=SEQ)
     return resnet18(num_classes=NUM_CLASSES, norm_layer=lambda channels: nn.GroupNorm(8, channels))
 
 
 def optimizer_of(recipe: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the recipe has."""
-    if recipe == "gpt2":
+    if recipe != "resnet":
         return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     # At 1e-3, eager torch's own losses in float32 and float64 are 6e-4 apart by step 13.
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True)
@@ -63,7 +72,7 @@ def optimizer_of(recipe: str, model: nn.Module) -> torch.optim.Optimizer:
 def batch_of(recipe: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of a step, over all devices."""
     generator = torch.Generator().manual_seed(step)
-    if recipe == "gpt2":
+    if recipe != "resnet":
         tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=generator)
@@ -72,7 +81,11 @@ def batch_of(recipe: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The mean cross entropy."""
-    out = model(x)
+    # Under torch's sequence parallelism a Llama sees a part of the sequence, whose positions it
+    # would count.
+    is_llama = isinstance(model, LlamaForCausalLM)
+    positions = {"position_ids": torch.arange(SEQ, device=x.device)[None]} if is_llama else {}
+    out = model(x, **positions)
     logits = out.logits if hasattr(out, "logits") else out
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
@@ -111,17 +124,20 @@ def ours(recipe: str, num_steps: int, folder: Path) -> None:
     """Trains in this process on two emulated devices."""
     spmd.simulate(NUM_DEVICES)
     spmd.use_spmd()
-    axis = "fsdp" if recipe == "gpt2" else "data"
+    axis = {"gpt2": "fsdp", "resnet": "data", "llama": "tensor"}[recipe]
     mesh = spmd.parse_mesh(f"{axis}={NUM_DEVICES}", NUM_DEVICES)
     model = model_of(recipe).to("xla")
     if recipe == "gpt2":
-        shardings.parallelize(model, mesh, "fsdp")
+        gpt2_shardings.parallelize(model, mesh, "fsdp")
+    elif recipe == "llama":
+        llama_shardings.parallelize(model, mesh, sequence_parallel=True, loss_parallel=False)
     else:
         spmd.shard_module(model, {".*": ()}, mesh)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = (t.to("xla") for t in batch_of(recipe, step))
-        return spmd.mark_sharding(x, mesh, (axis,)), spmd.mark_sharding(y, mesh, (axis,))
+        spec = () if recipe == "llama" else (axis,)
+        return spmd.mark_sharding(x, mesh, spec), spmd.mark_sharding(y, mesh, spec)
 
     optimizer = optimizer_of(recipe, model)
     wait = partial(spmd.sync, wait=True)
@@ -141,10 +157,17 @@ def theirs(recipe: str, num_steps: int, folder: Path, rank: int) -> None:
         for block in model.transformer.h:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    elif recipe == "llama":
+        plan = llama_shardings.plan(
+            sequence_parallel=True, loss_parallel=False, splits_kv_heads=True
+        )
+        parallelize_module(model, dist.init_device_mesh("cpu", (NUM_DEVICES,)), plan)
     else:
         model = DistributedDataParallel(model)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if recipe == "llama":  # each process has its part of every sequence
+            return batch_of(recipe, step)
         x, y = (t.chunk(NUM_DEVICES)[rank] for t in batch_of(recipe, step))
         return x, y
 
@@ -198,7 +221,11 @@ def compared(num_steps: int, rounds: int, recipes: Sequence[str]) -> list[dict[s
 
 def table_of(results: Sequence[dict[str, Any]], agrees: bool, is_cheaper: bool) -> Table:
     """The table of the results."""
-    peers = {"gpt2": "torch's fully_shard", "resnet": "DistributedDataParallel"}
+    peers = {
+        "gpt2": "torch's fully_shard",
+        "resnet": "DistributedDataParallel",
+        "llama": "torch's parallelize_module",
+    }
     rows = [
         (
             f"{r['recipe']}, against {peers[r['recipe']]}",
@@ -220,7 +247,7 @@ def table_of(results: Sequence[dict[str, Any]], agrees: bool, is_cheaper: bool) 
         f"{verdict(is_cheaper)}: the CPU time is at most theirs.",
     )
     return Table(
-        "Training beside PyTorch's own FSDP2 and DDP",
+        "Training beside PyTorch's own FSDP2, DDP and tensor parallelism",
         (*columns, "ours", "ratio", "wall ratio"),
         rows,
         notes,
