@@ -56,6 +56,7 @@ from spmd_core.modules.checkpointing import CheckpointedForward as _Checkpointed
 from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
+from spmd_core.modules.linear_cross_entropy import linear_cross_entropy
 from spmd_core.modules.offloading import save_on_host
 from spmd_core.modules.pipeline import Pipeline, pipeline
 from spmd_core.modules.pipeline_loss import pipeline_loss
@@ -194,6 +195,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     # Modules: tensor parallelism, FSDP, pipelines, checkpointing, offloading, barriers
     "parallelize_module",
     "loss_parallel",
+    "linear_cross_entropy",
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",

@@ -71,6 +71,19 @@ class ImageLayout:
         return math.prod(self.mesh.shape[axis] for axis in self.axes[dim])
 
 
+@dataclass(frozen=True)
+class BatchSplit:
+    """How mesh axes split the first dim of a program's data.
+
+    Attributes:
+        count: into how many parts; 1 where it is whole, or not known.
+        split: an array whose first dim is split by these axes; the partitioner chooses the others.
+    """
+
+    count: int = 1
+    split: Callable[[jax.Array], jax.Array] = lambda x: x
+
+
 @dataclass
 class Context:
     """What a lowering may use besides its arguments."""
@@ -87,6 +100,8 @@ class Context:
     images: ImageLayout | None = None
     # under `config.check_indices`, receives for each check whether an index lies outside its dim
     index_checks: list[jax.Array] | None = None
+    # how the program's data splits the batch, as far as it is known
+    batch: BatchSplit = field(default_factory=BatchSplit)
 
     def on_one_device(self) -> "Context":
         """For what every device computes by itself, inside a manual region."""

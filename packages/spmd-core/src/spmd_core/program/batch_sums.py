@@ -20,7 +20,7 @@ the axes that split them). "The batch" stands for the features there.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -91,6 +91,27 @@ _BATCH_REDUCTIONS = {
 }
 
 
+def batch_splits(graph: Graph) -> list[tuple[Mesh, tuple[int, ...]]]:
+    """The axes that split the first dim of a program's data, as far as marks tell.
+
+    Data is what is no weight: integers, and what has more than two dims. Integers may have the
+    parts of a batch before its dim, one of which is computed after the other. Those of most axes
+    come first.
+    """
+    placed = [(leaf.spec, leaf.placement.sharding) for leaf in graph.leaves]
+    marks = [(node.entry.spec, node.entry.sharding) for node in graph.nodes]
+    found: dict[tuple[Mesh, tuple[int, ...]], None] = {}
+    for spec, sharding in (*placed, *marks):
+        if sharding is None or not sharding.dims:
+            continue
+        is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        if sharding.dims[0] and (is_integer or len(spec.shape) > 2):
+            found[sharding.mesh, sharding.dims[0]] = None
+        elif is_integer and len(spec.shape) > 2 and sharding.dims[1]:
+            found[sharding.mesh, sharding.dims[1]] = None
+    return sorted(found, key=lambda split: -len(split[1]))
+
+
 def find(
     graph: Graph,
     is_local: Callable[[int], bool],
@@ -145,25 +166,7 @@ class _Finder:
             for result in range(len(node.entry.outs))
         ]
         # The longest first: a gradient sums over all axes that split the batch.
-        splits = dict.fromkeys(self._batch_splits())
-        self._splits = sorted(splits, key=lambda split: -len(split[1]))
-
-    def _batch_splits(self) -> Iterator[tuple[Mesh, tuple[int, ...]]]:
-        """The axes that split the first dim of the program's data, as far as marks tell.
-
-        Data is what is no weight: integers, and what has more than two dims. Integers may have the
-        parts of a batch before its dim, one of which is computed after the other.
-        """
-        placed = [(leaf.spec, leaf.placement.sharding) for leaf in self._graph.leaves]
-        marks = [(node.entry.spec, node.entry.sharding) for node in self._graph.nodes]
-        for spec, sharding in (*placed, *marks):
-            if sharding is None or not sharding.dims:
-                continue
-            is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-            if sharding.dims[0] and (is_integer or len(spec.shape) > 2):
-                yield sharding.mesh, sharding.dims[0]
-            elif is_integer and len(spec.shape) > 2 and sharding.dims[1]:
-                yield sharding.mesh, sharding.dims[1]
+        self._splits = batch_splits(graph)
 
     def reduction(self, mark: Entry) -> Reduction | None:
         """How the gradient with this mark is reduced; None if that is left to the partitioner."""

@@ -1,5 +1,6 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -241,6 +242,25 @@ class Function:
         manual = self._manual(output.value)
         return output.placement if manual is None else regions.placement(manual)
 
+    def _batch_split(self) -> registry.BatchSplit:
+        """How the program's data splits the batch, for operations that keep it so."""
+        if self._whole is Whole.EVERYTHING or not self._common_mesh.exists:
+            return registry.BatchSplit()
+        for mesh, axes in batch_sums.batch_splits(self.graph):
+            sharding = Sharding.of(mesh, (axes,), 1)
+            if sharding.num_shards > 1 and mesh.ids == self.device_ids:
+                (names,) = self._common_mesh(named_sharding(sharding, self.device_ids)).spec
+                return registry.BatchSplit(
+                    sharding.num_shards, functools.partial(self._with_first_dim, names)
+                )
+        return registry.BatchSplit()
+
+    def _with_first_dim(self, names: Any, x: jax.Array) -> jax.Array:
+        """`x` with its first dim split by these axes; the partitioner chooses the others."""
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        spec = jax.sharding.PartitionSpec(names, *(free for _ in x.shape[1:]))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+
     def _image_layouts(self) -> Mapping[int, registry.ImageLayout]:
         """How the images of convolutions and poolings are split, by the node's position."""
         if self._whole is Whole.EVERYTHING:
@@ -320,6 +340,7 @@ class Function:
 
         sums = PartialSums(graph, plans, platform, read)
         gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
+        batch = self._batch_split()
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
@@ -336,6 +357,7 @@ class Function:
                 self._split_dims,
                 self._with_whole_dims,
                 images.get(position),
+                batch=batch,
             )
             if graph.checks_indices:
                 context.index_checks = []
