@@ -23,8 +23,8 @@ class TrainConfig:
     )
     mesh: str = knob(
         "",
-        "device mesh with axes among data, fsdp and tensor, as in data=2,tensor=4; empty: one "
-        "device",
+        "device mesh with axes among data, fsdp, context and tensor, as in data=2,tensor=4; empty: "
+        "one device",
         resumable=True,
     )
     sequence_parallel: bool = knob(
@@ -211,9 +211,21 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
             f"tensor={by} for the {num_heads} heads of {config.preset}. Pass one of tensor="
             f"{', '.join(map(str, fitting))}, or another preset."
         )
+    if config.sequence_parallel and shardings.axis_size(mesh, "context") > 1:
+        raise KnobError(
+            "--sequence-parallel and the axis context both split sequences; got --mesh "
+            f"{config.mesh}. Leave out one of them."
+        )
     if config.sequence_parallel and config.seq % by:
         raise KnobError(
             f"with --sequence-parallel the axis tensor must divide --seq; got tensor={by} for "
             f"{config.seq} tokens. Pass for instance --seq {nearest_multiple(config.seq, by)}."
+        )
+    chunks = 2 * shardings.axis_size(mesh, "context")
+    if chunks > 2 and config.seq % chunks:
+        raise KnobError(
+            "the axis context cuts --seq into two equal parts for each device; got "
+            f"{config.seq} tokens for {chunks} parts. Pass for instance --seq "
+            f"{nearest_multiple(config.seq, chunks)}."
         )
     return mesh

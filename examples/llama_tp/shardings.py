@@ -1,7 +1,8 @@
-"""Where a Llama's tensors lie on a mesh with axes among data, fsdp and tensor: the plans.
+"""Where a Llama's tensors lie on a mesh with axes among data, fsdp, context and tensor: the plans.
 
 The plans are those of torch's tutorial on tensor parallelism, with its names. Beside them the batch
-is split over data and fsdp, and `fully_shard` splits every parameter over fsdp.
+is split over data and fsdp, sequences over context, and `fully_shard` splits every parameter over
+fsdp.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from spmd_core import (
     Shard,
 )
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 # The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
 # optimizer state.
@@ -85,6 +86,10 @@ def parallelize(
             splits_kv_heads=model.config.num_key_value_heads % by == 0,
         )
         spmd.parallelize_module(model, mesh, styles, axis="tensor")
+    if "context" in mesh.shape():
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.forward = spmd.context_parallel(mesh, "context")(attention.forward)
     if "fsdp" in mesh.shape():
         replicas = "data" if "data" in mesh.shape() else None
         for layer in model.model.layers:
@@ -106,7 +111,8 @@ def axis_size(mesh: spmd.Mesh, axis: str) -> int:
 def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
     """The sharding of token ids of shape (A, B, T), where a batch has A parts of B sequences."""
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.shape())
-    return spmd.ShardingSpec(mesh, (None, axes or None, None))
+    sequence = "context" if "context" in mesh.shape() else None
+    return spmd.ShardingSpec(mesh, (None, axes or None, sequence))
 
 
 def compared(num_devices: int, num_heads: int) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -114,7 +120,7 @@ def compared(num_devices: int, num_heads: int) -> list[tuple[str, str, tuple[str
 
     Example:
         >>> [(name, mesh) for name, mesh, _ in compared(8, 8)][0::3]
-        [('TP', 'data=2,tensor=4'), ('FSDP x TP', 'fsdp=2,tensor=4')]
+        [('TP', 'data=2,tensor=4'), ('CP', 'data=2,context=4')]
     """
     if num_devices % 2:
         return []
@@ -127,6 +133,7 @@ def compared(num_devices: int, num_heads: int) -> list[tuple[str, str, tuple[str
         ("TP", f"data={data},tensor={by}", ()),
         ("TP + SP", f"data={data},tensor={by}", (sequence,)),
         ("TP + SP + loss", f"data={data},tensor={by}", (sequence, loss)),
+        ("CP", f"data={data},context={by}", ()),
         ("FSDP x TP", f"fsdp={data},tensor={by}", (sequence, loss)),
     ]
     if num_devices % 8 == 0 and num_heads % 2 == 0:

@@ -236,7 +236,7 @@ def run(config: TrainConfig) -> Report:
 def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
     logits_BTV = model(x_BT).logits
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
+    return F.cross_entropy(logits_BTV.float().transpose(1, 2), y_BT)
 
 
 @torch.no_grad()

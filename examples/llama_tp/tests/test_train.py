@@ -61,8 +61,10 @@ def test_one_device_has_the_losses_of_eager_torch(
         {"mesh": "data=2,tensor=4", "sequence_parallel": True, "loss_parallel": True},
         {"mesh": "data=2,fsdp=2,tensor=2", "sequence_parallel": True, "accumulate": 2},
         {"mesh": "fsdp=2,tensor=4", "sequence_parallel": True, "remat": "full"},
+        {"mesh": "data=2,context=4"},
+        {"mesh": "fsdp=2,context=2,tensor=2", "loss_parallel": True, "remat": "full"},
     ],
-    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed"],
+    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed", "CP", "FSDP, CP and TP, recomputed"],
 )
 def test_every_plan_has_the_losses_of_eager_torch(
     knobs: dict[str, Any], cache_dir: str, expected: Any, num_devices: int
@@ -74,7 +76,11 @@ def test_every_plan_has_the_losses_of_eager_torch(
     assert report.num_devices == 8
     kinds = {(c["kind"], c["axes"]) for c in report.collectives}
     split = knobs.get("sequence_parallel", False)
-    assert (("reduce-scatter" if split else "all-reduce"), "tensor") in kinds
+    if "tensor" in knobs["mesh"]:
+        assert (("reduce-scatter" if split else "all-reduce"), "tensor") in kinds
+    if "context" in knobs["mesh"]:
+        assert ("collective-permute", "context") in kinds
+        assert ("all-gather", "context") not in kinds
 
 
 def test_bf16_is_close_to_fp32(cache_dir: str, expected: Any, num_devices: int) -> None:
@@ -150,7 +156,7 @@ def test_what_cannot_work_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"mesh": "model=8"}, "mesh axes must be among data, fsdp, tensor; got ['model']"),
+        ({"mesh": "model=8"}, "mesh axes must be among data, fsdp, context, tensor; got ['model']"),
         ({"mesh": "data=8", "batch": 12}, "got 12 for 8. Pass for instance --batch 16"),
         ({"mesh": "data=8", "loss_parallel": True}, "--loss-parallel splits over a mesh axis"),
         (
@@ -160,6 +166,14 @@ def test_what_cannot_work_is_said_in_a_line(
         (
             {"mesh": "tensor=8", "sequence_parallel": True, "seq": 1023},
             "must divide --seq; got tensor=8 for 1023 tokens. Pass for instance --seq 1024",
+        ),
+        (
+            {"mesh": "data=2,context=4", "seq": 1020},
+            "got 1020 tokens for 8 parts. Pass for instance --seq 1024",
+        ),
+        (
+            {"mesh": "context=4,tensor=2", "sequence_parallel": True},
+            "both split sequences; got --mesh context=4,tensor=2. Leave out one of them",
         ),
     ],
 )
@@ -191,4 +205,4 @@ def test_a_comparison_runs_every_plan(cache_dir: str, monkeypatch: pytest.Monkey
     loss = ["--sequence-parallel", "--loss-parallel"]
     assert seen["TP"] == ["--devices", "8", "--mesh", "data=2,tensor=4"]
     assert seen["HSDP x TP"] == ["--devices", "8", "--mesh", "data=2,fsdp=2,tensor=2", *loss]
-    assert len(seen) == 6
+    assert len(seen) == 7

@@ -54,6 +54,7 @@ from spmd_core.marks.placements import partition_spec_of, placements_of
 from spmd_core.modules.barrier import apply_backward_optimization_barrier, optimization_barrier_
 from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
 from spmd_core.modules.checkpointing import checkpoint_module
+from spmd_core.modules.context_parallel import context_parallel
 from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
 from spmd_core.modules.linear_cross_entropy import linear_cross_entropy
@@ -196,6 +197,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "parallelize_module",
     "loss_parallel",
     "linear_cross_entropy",
+    "context_parallel",
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",

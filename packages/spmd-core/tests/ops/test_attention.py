@@ -328,6 +328,7 @@ def text_for(
     is_causal=True,
     backward=False,
     num_devices=1,
+    layout=None,
 ) -> str:
     """The StableHLO of attention (or its backward) for a platform that need not be present."""
     gqa = q[1] != kv[1]
@@ -335,7 +336,10 @@ def text_for(
 
     def forward(query, key, value):
         ctx = registry.Context(
-            (registry.Out((*q[:-1], kv[-1]), torch_dtype),), platform, num_devices=num_devices
+            (registry.Out((*q[:-1], kv[-1]), torch_dtype),),
+            platform,
+            num_devices=num_devices,
+            attention=layout,
         )
         return attention._attention_lse(
             ctx, query, key, value, None, None, 0.0, is_causal, None, gqa
@@ -343,7 +347,9 @@ def text_for(
 
     def both(query, key, value):
         out, lse = forward(query, key, value)
-        ctx = registry.Context((registry.Out(q, torch_dtype),), platform, num_devices=num_devices)
+        ctx = registry.Context(
+            (registry.Out(q, torch_dtype),), platform, num_devices=num_devices, attention=layout
+        )
         return attention._attention_backward(
             ctx,
             out,
@@ -425,6 +431,43 @@ def test_tpus_use_splash_attention():
     assert "tpu_custom_call" not in text_for(
         "tpu", "tpu", jnp.bfloat16, q=(2, 4, 200, 64), kv=(2, 2, 200, 64), backward=True
     )
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("batch", [4, 3])
+def test_tpus_use_splash_attention_on_a_mesh(batch, kv_heads, num_devices):
+    """Each device has its rows of the batch and its heads; also with fewer heads of keys."""
+    if num_devices != 8:
+        pytest.skip("the mesh is of eight devices")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
+    layout = registry.AttentionLayout(mesh, ("data",), ("tensor",))
+    shapes = {"q": (batch, 4, 256, 64), "kv": (batch, kv_heads, 256, 64)}
+    text = text_for(
+        "tpu", "tpu", jnp.bfloat16, backward=True, num_devices=8, layout=layout, **shapes
+    )
+    kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
+    assert kernels
+    # A device's block: two batch elements (of three: one is filled up) of one head.
+    assert all("tensor<2x1x256x64xbf16>" in line for line in kernels)
+
+
+def test_a_kernel_in_a_manual_region_computes_what_the_whole_does(num_devices):
+    if num_devices < 2:
+        pytest.skip("one device has nothing to split")
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "tensor"))
+    layout = registry.AttentionLayout(mesh, ("data",), ("tensor",))
+    plan = flash.Plan(16, 16, 1.0, True, 0.0)
+    arrays = [
+        np.random.default_rng(0).normal(size=s).astype(np.float32)
+        for s in ((5, 4, 2, 16, 8), (5, 4, 16, 8), (5, 4, 16, 8))
+    ]
+
+    def kernel(*given):
+        return flash.forward(plan, *given, None, None)
+
+    found = jax.jit(lambda *given: attention._per_block(layout, kernel, *given))(*arrays)
+    for mine, right in zip(found, kernel(*map(jnp.asarray, arrays))):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -120,6 +120,23 @@ def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
         assert "all-to-all(" not in text
 
 
+@pytest.mark.parametrize("length", [8, 6])
+@pytest.mark.parametrize("parts", [(), (None,)])
+def test_sequences_are_split_too(parts, length, num_devices):
+    """The gradients are sums over batch and sequences; of uneven ones, if need be, otherwise."""
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("fsdp", "context"))
+    torch.manual_seed(0)
+    x = torch.randint(16, (2, 16, length) if parts else (16, length))
+    text = compare(
+        Tied(), x, mesh, (*parts, "fsdp", "context"), lambda p: ("fsdp",) if p.dim() > 1 else ()
+    )
+    if length == 8:
+        assert reduced(text, "reduce-scatter")
+        assert max(reduced(text, "all-gather")) <= 16 * 8  # the table, and no activation
+
+
 @pytest.mark.parametrize("batch", [(), (None, "fsdp"), ("other",)])
 def test_a_batch_that_the_axis_does_not_split(batch, num_devices):
     if num_devices < 4:

@@ -16,7 +16,7 @@ from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
-from spmd_core.recording import random_stream
+from spmd_core.recording import random_stream, split_sequences
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler, known, record_own
 from spmd_core.recording.views import conjugated
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -80,6 +80,9 @@ def attention(
         return aten.scaled_dot_product_attention.default.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    split = split_sequences.current.get()
+    if split is not None:
+        query, key, value = split(query, key, value, attn_mask, dropout_p, is_causal)
     leading = query.shape[:-2]
     if key.shape[:-2] != leading or value.shape[:-2] != leading:
         query, key, value, enable_gqa = _align_leading_dims(query, key, value, enable_gqa)

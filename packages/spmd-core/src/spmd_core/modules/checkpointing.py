@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.modules.barrier import optimization_barrier
 from spmd_core.modules.offloading import save_on_host
+from spmd_core.recording import split_sequences
 from spmd_core.recording.second_runs import second_run
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -48,12 +49,17 @@ class _Rerun:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.gradient: torch.Tensor | None = None
+        self._split = split_sequences.current.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
             gradient, self.gradient = self.gradient, None
-            with second_run(pytree.tree_leaves((args, kwargs)), gradient):
-                return self.function(*args, **kwargs)
+            token = split_sequences.current.set(self._split)
+            try:
+                with second_run(pytree.tree_leaves((args, kwargs)), gradient):
+                    return self.function(*args, **kwargs)
+            finally:
+                split_sequences.current.reset(token)
         results = self.function(*args, **kwargs)
         for result in pytree.tree_leaves(results):
             if isinstance(result, XLAShardedTensor) and result.grad_fn is not None:

@@ -2,11 +2,14 @@
 
 - cpu: blocks in plain jax (`kernels.flash`), a single block where the sequences are short;
 - gpu: cuDNN's flash attention where `_cudnn_takes` allows, else the blocks;
-- tpu: jax's splash attention kernel on one device where `_splash_takes` allows, else the blocks.
+- tpu: jax's splash attention kernel where `_splash_takes` allows, else the blocks.
 
-XLA cannot partition cuDNN's and jax's kernels; `_per_shard` splits them over batch and heads. Their
-backward computes the forward again under `jax.vjp`, because jax has no function that takes the
-forward's saved results.
+Where mesh axes split the sequences, the blocks go round in a ring (`kernels.ring`).
+
+XLA cannot partition cuDNN's and jax's kernels. On GPUs `_per_shard` splits them over batch and
+heads as the partitioner chose; on TPUs, where nothing may be asked of Python at that time,
+`_per_block` splits them as `program.attention_layouts` found. Their backward computes the forward
+again under `jax.vjp`, because jax has no function that takes the forward's saved results.
 """
 
 import math
@@ -21,9 +24,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core import releases
-from spmd_core.ops.kernels import flash
+from spmd_core.ops.kernels import flash, ring
 from spmd_core.ops.kernels.precision import is_sixteen_bit, opmath
-from spmd_core.ops.registry import Context, Number, lowering
+from spmd_core.ops.registry import AttentionLayout, Context, Number, lowering
 
 _core = releases.jax_module("jax.extend.core", "ClosedJaxpr", "jaxpr_as_fun")
 _partitioning = releases.jax_module("jax.experimental.custom_partitioning", "custom_partitioning")
@@ -197,6 +200,39 @@ def _with_head_dim(key: jax.Array) -> jax.Array:
     return key[None] if key.ndim == 2 else key
 
 
+def _repeats(ctx: Context, kv_heads: int) -> int:
+    """How often each kv head occurs where axes split a group of query heads, else 1."""
+    layout = ctx.attention
+    if layout is None or not (layout.rows or ctx.platform == "tpu"):
+        return 1  # the partitioner finds a way of its own
+    return math.lcm(kv_heads, layout.count(layout.heads)) // kv_heads
+
+
+def _repeated(ctx: Context, key: jax.Array) -> jax.Array:
+    repeats = _repeats(ctx, key.shape[-3])
+    return key if repeats == 1 else jnp.repeat(key, repeats, axis=-3)
+
+
+def _summed(grad: jax.Array | None, kv_heads: int) -> jax.Array | None:
+    """The gradient of keys or values from that of the repeated ones."""
+    if grad is None:
+        return None
+    repeats = grad.shape[-3] // kv_heads
+    return grad.reshape(*grad.shape[:-3], kv_heads, repeats, *grad.shape[-2:]).sum(-3)
+
+
+def _ring_layout(ctx: Context, plan: flash.Plan, seed: Any) -> AttentionLayout | None:
+    """The layout of a ring, or None where the sequences are whole.
+
+    A mask that needs a gradient, dropout, and a causal mask of two lengths are the partitioner's.
+    """
+    layout = ctx.attention
+    is_whole = layout is None or layout.count(layout.rows) == 1
+    if is_whole or seed is not None or min(plan.num_queries, plan.num_keys) == 1:
+        return None
+    return None if plan.is_causal and plan.num_queries != plan.num_keys else layout
+
+
 def _grouped_mask(mask: jax.Array, num_heads: int, ndim: int) -> jax.Array:
     """The mask with all `ndim` dims of the grouped scores."""
     mask = mask.reshape((1,) * (ndim - 1 - mask.ndim) + mask.shape)
@@ -238,9 +274,8 @@ def _kernel(
         return None
     if ctx.platform == "gpu" and _cudnn_takes(plan, query, value, _cuda_capability()):
         return lambda query, key, value, differentiable: _cudnn(plan, query, key, value)
-    # On one device only: libtpu compiles no call that a partitioner in Python must split ("Custom
-    # emitter for CustomSPMDPartitioning not found"). This condition ends when libtpu does.
-    if ctx.platform == "tpu" and ctx.num_devices == 1 and _splash_takes(plan, query, value):
+    is_split_known = ctx.num_devices == 1 or ctx.attention is not None
+    if ctx.platform == "tpu" and is_split_known and _splash_takes(plan, query, value):
         return lambda query, key, value, differentiable: _splash(
             plan, query, key, value, differentiable=differentiable
         )
@@ -263,17 +298,21 @@ def _forward(
     plan = _plan(query, key, dropout_p, is_causal, scale)
     if math.prod(shape[:-1]) * key.shape[-2] == 0:  # no scores at all
         return jnp.zeros(shape, ctx.dtype), jnp.full(shape[:-1], -np.inf, wide)
-    key, value = _with_head_dim(key), _with_head_dim(value)
+    key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query = _grouped(query, heads)
     mask = None if mask is None else _grouped_mask(mask, heads, query.ndim)
-    kernel = _kernel(ctx, plan, query, key, value, mask, seed)
+    layout = _ring_layout(ctx, plan, seed)
+    kernel = None if layout else _kernel(ctx, plan, query, key, value, mask, seed)
     if kernel is not None:
-        out, lse = _per_shard(lambda *args: kernel(*args, False), query, key, value)
+        out, lse = _split(ctx, lambda *args: kernel(*args, False), query, key, value)
     else:
         query, mask = _ungrouped(query, mask)
         query, key, value = _cast_operands(ctx, query, key, value)
-        out, lse = flash.forward(plan, query, key, value, mask, _random_key(seed))
+        if layout:
+            out, lse = ring.forward(plan, layout, query, key, value, mask)
+        else:
+            out, lse = flash.forward(plan, query, key, value, mask, _random_key(seed))
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
@@ -331,11 +370,13 @@ def _attention_backward(
     if grad.size * key.shape[-2] == 0:
         return [jnp.zeros(x.shape, x.dtype) for x, yes in zip(given, output_mask) if yes]
     plan = _plan(query, key, dropout_p, is_causal, scale)
-    key, value = _with_head_dim(key), _with_head_dim(value)
+    num_heads = _with_head_dim(key).shape[-3]
+    key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query, grad, out, lse = (_grouped(x, heads) for x in (query, grad, out, lse[..., None]))
     mask = None if attn_mask is None else _grouped_mask(attn_mask, heads, query.ndim)
-    kernel = _kernel(ctx, plan, query, key, value, mask, seed)
+    layout = None if wanted.mask else _ring_layout(ctx, plan, seed)
+    kernel = None if layout else _kernel(ctx, plan, query, key, value, mask, seed)
     grads: Sequence[jax.Array | None]
     if kernel is not None:
 
@@ -345,13 +386,18 @@ def _attention_backward(
             _, vjp = jax.vjp(lambda *args: kernel(*args, True)[0], query, key, value)
             return vjp(grad)
 
-        grads = _per_shard(shard_gradients, query, key, value, grad)
+        grads = _split(ctx, shard_gradients, query, key, value, grad)
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _cast_operands(ctx, grad, query, key, value)
-        grads = flash.backward(
-            plan, grad, query, key, value, mask, out, lse[..., 0], _random_key(seed), wanted
+        arrays = (grad, query, key, value, mask, out, lse[..., 0])
+        grads = (
+            ring.backward(plan, layout, *arrays)
+            if layout
+            else flash.backward(plan, *arrays, _random_key(seed), wanted)
         )
+    if heads > num_heads:
+        grads = [grads[0], *(_summed(g, num_heads) for g in grads[1:3]), *grads[3:]]
     return [
         g.reshape(x.shape).astype(x.dtype)
         for g, x, yes in zip([*grads, None][:4], given, output_mask)
@@ -375,11 +421,11 @@ def _attention_kept(
 # ---- kernels that XLA cannot partition -----------------------------------------------------------
 
 
-def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
+def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
     """`kernel(*args)`, on each device for the batch elements and kv heads that the device holds.
 
     Batch and kv heads are the first two dims of every argument and result; the other dims are
-    gathered. Without this function the partitioner would gather all dims of the arguments.
+    gathered.
     """
 
     def call(*given: jax.Array) -> Any:
@@ -387,6 +433,32 @@ def _per_shard(kernel: Callable[..., Any], *args: jax.Array) -> Any:
         with jax.enable_x64(False):
             return kernel(*given)
 
+    if ctx.platform == "tpu":
+        return call(*args) if ctx.attention is None else _per_block(ctx.attention, call, *args)
+    return _per_shard(call, *args)
+
+
+def _per_block(layout: AttentionLayout, call: Callable[..., Any], *args: jax.Array) -> Any:
+    """`call(*args)` in a manual region, for TPUs.
+
+    libtpu compiles no call that a partitioner in Python must split ("Custom emitter for
+    CustomSPMDPartitioning not found").
+    """
+    spec = PartitionSpec(layout.batch or None, layout.heads or None)
+    size = args[0].shape[0]
+    missing = -size % layout.count(layout.batch)
+    padded = [jnp.pad(x, [(0, missing), *((0, 0),) * (x.ndim - 1)]) for x in args]
+    mapped: Callable[..., Any] = jax.shard_map(
+        call, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return jax.tree.map(lambda x: x[:size], mapped(*padded))
+
+
+def _per_shard(call: Callable[..., Any], *args: jax.Array) -> Any:
+    """`call(*args)`, split as the partitioner splits the arguments.
+
+    Without this function the partitioner would gather all dims of the arguments.
+    """
     # A partitioned function may hold no constants, such as a kernel's table of blocks: those of the
     # whole call are replicated arguments instead. `on_shard` makes each shard's own constants, for
     # its number of heads.

@@ -118,8 +118,8 @@ def _embedding_dense_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> jax.Array:
-    rows = indices.reshape(-1)
-    grad = grad_output.reshape(rows.shape[0], *ctx.shape[1:]).astype(opmath(grad_output.dtype))
+    # The dims of the indices stay apart: of two split dims, merged, no sharding tells.
+    rows, grad = indices, grad_output.astype(opmath(grad_output.dtype))
     if padding_idx >= 0:
         # The row past the end does not exist: the scatter drops writes to it.
         rows = jnp.where(rows == padding_idx, num_weights, rows)
@@ -129,7 +129,7 @@ def _embedding_dense_backward(
             .at[rows]
             .add(1, mode="drop", wrap_negative_indices=False)
         )
-        grad = grad / jnp.take(counts, rows, mode="clip").reshape(-1, *(1,) * (grad.ndim - 1))
+        grad = grad / jnp.take(counts, rows, mode="clip")[..., None]
     total = (
         jnp.zeros(ctx.shape, grad.dtype)
         .at[rows]

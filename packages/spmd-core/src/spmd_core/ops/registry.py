@@ -18,7 +18,7 @@ foreach forms are derived from the schema.
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,27 @@ class ImageLayout:
 
 
 @dataclass(frozen=True)
+class AttentionLayout:
+    """How mesh axes split the dims of an attention.
+
+    Attributes:
+        mesh: the program's.
+        batch: the axes that split the first dim, if there is one before the heads.
+        heads: those that split the kv heads.
+        rows: those that split both sequences, in the order of the mesh.
+    """
+
+    mesh: jax.sharding.Mesh
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    def count(self, axes: Iterable[str]) -> int:
+        """The number of positions along some axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+@dataclass(frozen=True)
 class BatchSplit:
     """How mesh axes split the first dim of a program's data.
 
@@ -98,6 +119,8 @@ class Context:
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
     # how the images that the operation reads are split, if it is known
     images: ImageLayout | None = None
+    # how an attention's dims may be split, if it is known
+    attention: AttentionLayout | None = None
     # under `config.check_indices`, receives for each check whether an index lies outside its dim
     index_checks: list[jax.Array] | None = None
     # how the program's data splits the batch, as far as it is known

@@ -41,7 +41,7 @@ from spmd_core.program.gradient_plans import (
 )
 from spmd_core.program.joined_gradients import Joins
 from spmd_core.program.program_graph import Graph, Node
-from spmd_core.sharding.mesh import Mesh
+from spmd_core.program.split_dims import data_splits
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,6 @@ _BATCH_REDUCTIONS = {
     "aten::mm": {0: _BatchReduction((1, 0), (((0, 0),), ((1, 1),)))},
     "aten::sum.dim_IntList": {0: _BatchReduction((0,))},
 }
-
-
-def batch_splits(graph: Graph) -> list[tuple[Mesh, tuple[int, ...]]]:
-    """The axes that split the first dim of a program's data, as far as marks tell.
-
-    Data is what is no weight: integers, and what has more than two dims. Integers may have the
-    parts of a batch before its dim, one of which is computed after the other. Those of most axes
-    come first.
-    """
-    placed = [(leaf.spec, leaf.placement.sharding) for leaf in graph.leaves]
-    marks = [(node.entry.spec, node.entry.sharding) for node in graph.nodes]
-    found: dict[tuple[Mesh, tuple[int, ...]], None] = {}
-    for spec, sharding in (*placed, *marks):
-        if sharding is None or not sharding.dims:
-            continue
-        is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        if sharding.dims[0] and (is_integer or len(spec.shape) > 2):
-            found[sharding.mesh, sharding.dims[0]] = None
-        elif is_integer and len(spec.shape) > 2 and sharding.dims[1]:
-            found[sharding.mesh, sharding.dims[1]] = None
-    return sorted(found, key=lambda split: -len(split[1]))
 
 
 def find(
@@ -166,7 +145,7 @@ class _Finder:
             for result in range(len(node.entry.outs))
         ]
         # The longest first: a gradient sums over all axes that split the batch.
-        self._splits = batch_splits(graph)
+        self._splits = data_splits(graph)
 
     def reduction(self, mark: Entry) -> Reduction | None:
         """How the gradient with this mark is reduced; None if that is left to the partitioner."""
@@ -179,28 +158,51 @@ class _Finder:
         # A manual region is over all devices of its program, in the program's order.
         if mesh.ids != self._graph.device_ids:
             return None
-        inferred = [axes for other, axes in self._splits if other == mesh]
-        choices = [mark.summed_over] if mark.summed_over else inferred
+        choices = self._choices(mark)
         if mark.name == MARK_SUM:
             split |= self._batch_of_activation(mark, split)
         whole = None
-        for batch_axes in choices:
+        for batch_axes, sequence_axes in choices:
             by_batch = [
                 (dim, axis) for dim, axes in split.items() for axis in axes if axis in batch_axes
             ]
             if not by_batch and whole is None:
                 others = tuple((d, axes) for d, axes in split.items() if axes)
                 whole = Reduction(
-                    mesh, batch_axes, others=others, of_activation=mark.name == MARK_SUM
+                    mesh,
+                    batch_axes,
+                    others=others,
+                    of_activation=mark.name == MARK_SUM,
+                    sequence_axes=sequence_axes,
                 )
             if len(by_batch) == 1 and split[by_batch[0][0]][-1] == by_batch[0][1]:
                 ((dim, axis),) = by_batch
                 rest = {d: axes[:-1] if d == dim else axes for d, axes in split.items()}
                 others = tuple((d, axes) for d, axes in rest.items() if axes)
                 return Reduction(
-                    mesh, batch_axes, axis, dim, others, of_activation=mark.name == MARK_SUM
+                    mesh,
+                    batch_axes,
+                    axis,
+                    dim,
+                    others,
+                    of_activation=mark.name == MARK_SUM,
+                    sequence_axes=sequence_axes,
                 )
         return whole
+
+    def _choices(self, mark: Entry) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The axes that a marked gradient may be summed over; those of the sequence come apart."""
+        assert mark.sharding is not None and mark.summed_over is not None
+        known = [split for split in self._splits if split.mesh == mark.sharding.mesh]
+        if mark.name == MARK_SUM:
+            return [(mark.summed_over, ())]
+        if mark.summed_over:
+            # The mark speaks of the batch; no other axis of the data may split a sequence of it.
+            given = mark.summed_over
+            sequences = [split.sequence for split in known if {*split.batch} <= {*given}]
+            sequence = next((axes for axes in sequences if {*axes}.isdisjoint(given)), ())
+            return [((*given, *sequence), sequence)]
+        return [((*split.batch, *split.sequence), split.sequence) for split in known]
 
     def _batch_of_activation(
         self, mark: Entry, split: Mapping[int, tuple[int, ...]]
@@ -211,10 +213,22 @@ class _Finder:
         mesh, shape = mark.sharding.mesh, mark.spec.shape
         if len(shape) < 2 or split[0]:
             return {}
-        for other, axes in self._splits:
-            size = math.prod(mesh.mesh_shape[axis] for axis in axes) if other == mesh else 0
-            if size > 1 and shape[0] % size == 0 and used.isdisjoint(axes):
-                return {0: tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1)}
+        for known in self._splits:
+            if known.mesh != mesh:
+                continue
+            by_dim = {0: known.batch, 1: known.sequence if len(shape) > 2 else ()}
+            found = {
+                dim: tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1)
+                for dim, axes in by_dim.items()
+                if axes and not split[dim] and used.isdisjoint(axes)
+            }
+            sizes = {
+                dim: math.prod(mesh.mesh_shape[axis] for axis in axes)
+                for dim, axes in found.items()
+            }
+            even = {dim: found[dim] for dim, n in sizes.items() if n > 1 and shape[dim] % n == 0}
+            if even:
+                return even
         return {}
 
     def sum(self, number: int, reduction: Reduction) -> Sum | Total | None:
@@ -268,6 +282,8 @@ class _Finder:
         """The gradient of a table of which the whole batch looks up the same rows."""
         if node.entry.name != "aten::embedding_dense_backward" or reduction.others:
             return None
+        if reduction.sequence_axes:
+            return None  # each part of the batch looks up a part of the rows
         found = self.sum(node.inputs[0], reduction)
         if not isinstance(found, Sum) or found.lookup is not None:
             return None
@@ -332,8 +348,13 @@ def _split_dims(
     batch_dims = tuple(
         dim if dim is None else dim % max(len(x.shape), 1) for dim, x in zip(how.batch_dims, inputs)
     )
+    sequence = reduction.sequence_axes
+    if sequence and not _sums_over_sequences(entry, inputs):
+        return None
+    batch_axes = tuple(axis for axis in reduction.batch_axes if axis not in sequence)
     split_dims: tuple[dict[int, tuple[int, ...]], ...] = tuple(
-        {} if dim is None else {dim: reduction.batch_axes} for dim in batch_dims
+        {} if dim is None else {dim: batch_axes} | ({dim + 1: sequence} if sequence else {})
+        for dim in batch_dims
     )
     for dim, axes in reduction.others:
         scattered = () if dim != reduction.dim or reduction.axis is None else (reduction.axis,)
@@ -362,6 +383,16 @@ def _batch_reduction(entry: Entry, result: int) -> _BatchReduction | None:
     torch_result = result if entry.structure is None else entry.structure.index(result)
     first = max((listed for listed in rules if listed <= torch_result), default=None)
     return None if first is None else rules[first]
+
+
+def _sums_over_sequences(entry: Entry, inputs: Sequence[Spec]) -> bool:
+    """Whether a sum over the batch, the first dim, is one over the second dim too."""
+    rank = len(inputs[0].shape)
+    if entry.name == "aten::sum.dim_IntList":
+        return rank > 2 and {0, 1} <= _summed_dims(entry, rank)
+    with_sequences = ("aten::linear_backward", "aten::embedding_dense_backward")
+    is_norm = entry.name == "aten::native_layer_norm_backward" and len(inputs[4].shape) < rank - 1
+    return rank > 2 and (entry.name in with_sequences or is_norm)
 
 
 def _is_linear(entry: Entry, inputs: Sequence[Spec]) -> bool:

@@ -29,12 +29,14 @@ class Reduction:
 
     Attributes:
         mesh: the mesh.
-        batch_axes: the axes that split the batch, the major one first.
+        batch_axes: the axes that split the batch, the major one first, and behind them those of
+            `sequence_axes`.
         axis: the one of them over which the gradient is scattered; None if each device gets all.
         dim: the dim of the gradient that `axis` splits.
         others: the dims that are split by other axes, with these, none of which splits the batch.
             Of the axes that split a dim, `axis` is the minor one.
         of_activation: whether the value is an activation or its gradient, a sum over features.
+        sequence_axes: those of the batch's axes that split the dim behind the first one.
     """
 
     mesh: Mesh
@@ -43,6 +45,7 @@ class Reduction:
     dim: int | None = None
     others: tuple[tuple[int, tuple[int, ...]], ...] = ()
     of_activation: bool = False
+    sequence_axes: tuple[int, ...] = ()
 
     @property
     def num_parts(self) -> int:

@@ -1,6 +1,7 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,14 @@ from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
 from spmd_core.ops.host_memory import FROM_HOST, in_device_memory
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.program import batch_sums, image_layouts, narrow_gathers, regions, split_dims
+from spmd_core.program import (
+    attention_layouts,
+    batch_sums,
+    image_layouts,
+    narrow_gathers,
+    regions,
+    split_dims,
+)
 from spmd_core.program.exact_values import stored_values
 from spmd_core.program.gradient_plans import Plans
 from spmd_core.program.index_checks import first_offender
@@ -246,19 +254,14 @@ class Function:
         """How the program's data splits the batch, for operations that keep it so."""
         if self._whole is Whole.EVERYTHING or not self._common_mesh.exists:
             return registry.BatchSplit()
-        for mesh, axes in batch_sums.batch_splits(self.graph):
-            sharding = Sharding.of(mesh, (axes,), 1)
-            if sharding.num_shards > 1 and mesh.ids == self.device_ids:
-                (names,) = self._common_mesh(named_sharding(sharding, self.device_ids)).spec
-                return registry.BatchSplit(
-                    sharding.num_shards, functools.partial(self._with_first_dim, names)
-                )
-        return registry.BatchSplit()
+        axes = split_dims.batch_axes(self.graph, self._common_mesh)
+        count = math.prod(self._mesh.shape[axis] for axis in axes)
+        return registry.BatchSplit(count, functools.partial(self._with_first_dim, axes))
 
-    def _with_first_dim(self, names: Any, x: jax.Array) -> jax.Array:
+    def _with_first_dim(self, names: tuple[str, ...], x: jax.Array) -> jax.Array:
         """`x` with its first dim split by these axes; the partitioner chooses the others."""
         free = jax.sharding.PartitionSpec.UNCONSTRAINED
-        spec = jax.sharding.PartitionSpec(names, *(free for _ in x.shape[1:]))
+        spec = jax.sharding.PartitionSpec(names or None, *(free for _ in x.shape[1:]))
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
 
     def _image_layouts(self) -> Mapping[int, registry.ImageLayout]:
@@ -341,6 +344,13 @@ class Function:
         sums = PartialSums(graph, plans, platform, read)
         gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
         batch = self._batch_split()
+        attentions = (
+            {}
+            if self._whole is Whole.EVERYTHING
+            else attention_layouts.find(
+                graph, self._common_mesh, lambda number: self._manual(number) is not None
+            )
+        )
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
@@ -357,6 +367,7 @@ class Function:
                 self._split_dims,
                 self._with_whole_dims,
                 images.get(position),
+                attentions.get(position),
                 batch=batch,
             )
             if graph.checks_indices:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
@@ -10,7 +11,9 @@ from jax.sharding import NamedSharding
 from spmd_core.graph.values import Spec
 from spmd_core.program.partitioner_rules import Splits
 from spmd_core.program.program_graph import Graph
-from spmd_core.runtime.jax_sharding import named_sharding
+from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding
+from spmd_core.sharding.mesh import Mesh
+from spmd_core.sharding.sharding import Sharding
 
 # The sharding of a leaf, mark or result, with the spec of its tensor.
 Placed: TypeAlias = tuple[Spec, NamedSharding]
@@ -83,3 +86,50 @@ def splits(
         frozenset(uneven),
         has_whole_indices=has_whole_indices,
     )
+
+
+@dataclass(frozen=True)
+class DataSplit:
+    """How axes of a mesh, by number, split the program's data.
+
+    Attributes:
+        mesh: the mesh.
+        batch: those that split the batch, the first dim.
+        sequence: those that split the dim behind it, of tokens.
+    """
+
+    mesh: Mesh
+    batch: tuple[int, ...]
+    sequence: tuple[int, ...] = ()
+
+
+def data_splits(graph: Graph) -> list[DataSplit]:
+    """How the program's data is split, as far as marks tell.
+
+    Data is what is no weight: integers, and what has more than two dims. Integers may have the
+    parts of a batch before its dim, one of which is computed after the other. Those of most axes
+    come first.
+    """
+    placed = [(leaf.spec, leaf.placement.sharding) for leaf in graph.leaves]
+    marks = [(node.entry.spec, node.entry.sharding) for node in graph.nodes]
+    found: dict[DataSplit, None] = {}
+    for spec, sharding in (*placed, *marks):
+        if sharding is None or not sharding.dims:
+            continue
+        is_integer = not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        ndim, dims = len(spec.shape), (*sharding.dims, ())
+        at = 1 if is_integer and ndim > 2 and not dims[0] else 0
+        split = DataSplit(sharding.mesh, dims[at], dims[at + 1] if is_integer else ())
+        if (is_integer or ndim > 2) and (split.batch or split.sequence):
+            found[split] = None
+    return sorted(found, key=lambda split: -len(split.batch) - len(split.sequence))
+
+
+def batch_axes(graph: Graph, common_mesh: CommonMesh) -> tuple[str, ...]:
+    """The names of the axes that split the batch, over the program's mesh; empty if not known."""
+    for split in data_splits(graph):
+        sharding = Sharding.of(split.mesh, (split.batch,), 1)
+        if sharding.num_shards > 1 and split.mesh.ids == graph.device_ids:
+            (names,) = common_mesh(named_sharding(sharding, graph.device_ids)).spec
+            return (names,) if isinstance(names, str) else tuple(names or ())
+    return ()

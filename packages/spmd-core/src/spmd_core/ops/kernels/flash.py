@@ -37,13 +37,22 @@ MAX_BLOCK = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """The static options of one attention: the sizes, their blocks, and the treatment of scores."""
+    """The static options of one attention: the sizes, their blocks, and the treatment of scores.
+
+    Attributes:
+        num_queries, num_keys: the lengths of the sequences.
+        scale: the factor of the products.
+        is_causal: whether query i attends to keys up to i.
+        dropout_p: the probability that a weight is dropped.
+        is_part: whether the keys are a part of those that the queries attend to.
+    """
 
     num_queries: int
     num_keys: int
     scale: float
     is_causal: bool
     dropout_p: float
+    is_part: bool = False
 
     @property
     def query_blocks(self) -> tuple[int, int]:
@@ -338,12 +347,17 @@ def backward(
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array | None,
-    out: jax.Array,
+    out: jax.Array | None,
     lse: jax.Array,
     seed: jax.Array | None,
     wanted: Wanted,
+    *,
+    delta: jax.Array | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """The gradients of query, key, value and mask in torch's compute dtype, None if not wanted."""
+    """The gradients of query, key, value and mask in torch's compute dtype, None if not wanted.
+
+    `delta` may be given instead of `out`: the sum of its products with `grad`, for each query.
+    """
     wide = opmath(query.dtype)
     size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]
     rows, columns = query.ndim - 2, key.ndim - 2
@@ -351,10 +365,12 @@ def backward(
     # One block of keys holds whole rows, and values computed from these are more exact than from
     # `lse` and `out`. A row with one weight of nearly 1 has a gradient of nearly 0: the difference
     # of two nearly equal numbers, which must have the same rounding.
-    whole_rows = plan.key_blocks[1] == 1
+    whole_rows = plan.key_blocks[1] == 1 and not plan.is_part
     # The number that the softmax's backward subtracts from each row (D in Dao 2023, section 2.2).
     # It is right under dropout too, because `out` is the result after dropout.
-    delta = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
+    if delta is None:
+        assert out is not None
+        delta = jnp.sum(grad.astype(wide) * out.astype(wide), axis=-1)
     shift = _padded(_finite(lse, mask), rows, plan.query_blocks)
     delta, grad, query = (_padded(x, rows, plan.query_blocks) for x in (delta, grad, query))
     key, value = _padded(key, columns, plan.key_blocks), _padded(value, columns, plan.key_blocks)
