@@ -35,6 +35,7 @@ from examples.training import resume
 from examples.training.command import exit_code, num_real_devices
 from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.layouts import layout_table
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.mfu import (
@@ -150,6 +151,7 @@ def run(config: TrainConfig) -> Report:
     run_log.settings(dataclasses.asdict(config))
     if mesh:
         run_log.mesh(mesh)
+        run_log.table(layout_table(model, input_sharding))
     run_log.say(f"text   {text.summary}")
     run_log.say(
         f"model  Llama {preset.name}, {num_params:,} parameters, "

@@ -178,6 +178,10 @@ class RunLog:
         """Prints a line on the console, above the progress bar."""
         tqdm.write(text)
 
+    def table(self, table: Table) -> None:
+        """Prints a table on the console, before the progress bar moves."""
+        Console().print(table)
+
     def settings(self, values: Mapping[str, Any]) -> None:
         """Writes the configuration as a text for TensorBoard."""
         if self._writer is not None:
@@ -218,7 +222,7 @@ class RunLog:
         self.close()
         if self._folder is not None:
             report.write(self._folder / "report.json")
-        Console().print(report.table())
+        self.table(report.table())
 
     def _hyperparameters(self, report: Report) -> None:
         """The run as one row of TensorBoard's table of runs."""
