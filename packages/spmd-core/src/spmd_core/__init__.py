@@ -114,6 +114,7 @@ from spmd_core.steps.closures import add_step_closure, wait_for_closures
 from spmd_core.steps.compile import allow_execution, compile, step
 from spmd_core.steps.loop import RateTracker, optimizer_step, unlazy, wait_device_ops
 from spmd_core.steps.structures import save, send_to_device, to_cpu
+from spmd_core.steps.weight_saving import save_safetensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, _rebuild_parameter
 from spmd_core.tensor.shards import XLAShard
 from spmd_core.torch_backend import autocast
@@ -130,6 +131,8 @@ if typing.TYPE_CHECKING:
         RowwiseParallel,
         SequenceParallel,
     )
+
+    from spmd_core.steps.weight_loading import load_safetensors
 
 releases.warn_if_untested()
 
@@ -192,6 +195,8 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "save",
     "send_to_device",
     "to_cpu",
+    "load_safetensors",
+    "save_safetensors",
     "autocast",
     # Modules: tensor parallelism, FSDP, pipelines, checkpointing, offloading, barriers
     "parallelize_module",
@@ -303,6 +308,10 @@ _FROM_TORCH = (
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name == "load_safetensors":  # needs a package that not every installation has
+        from spmd_core.steps.weight_loading import load_safetensors  # noqa: PLC0415
+
+        return load_safetensors
     if name not in _FROM_TORCH:
         raise AttributeError(f"module 'spmd_core' has no attribute {name!r}")
     from torch.distributed import tensor  # noqa: PLC0415

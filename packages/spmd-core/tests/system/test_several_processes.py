@@ -67,6 +67,14 @@ try:
     structures.save(w, f"{folder}/missing/master.pt")
 except (spmd.SpmdError, RuntimeError, OSError) as error:
     say("failed", isinstance(error, spmd.SpmdError), error)
+spmd.save_safetensors({"w": w, "v": w + 1}, f"{folder}/weights", max_shard_bytes=64)
+v = spmd.mark_sharding(torch.zeros(6, 2, device="xla"), mesh, ("x",))
+spmd.load_safetensors({"w": v, "v": torch.zeros(6, 2)}, f"{folder}/weights")
+say("loaded", [shard.unpadded_data.tolist() for shard in v.local_shards])
+try:
+    spmd.save_safetensors({"w": w, "v": w + 1}, f"{folder}/master.pt/below", max_shard_bytes=64)
+except (spmd.SpmdError, OSError) as error:
+    say("unsaved", isinstance(error, spmd.SpmdError), error)
 say("end")
 """
 
@@ -155,3 +163,11 @@ def test_a_file_that_the_master_cannot_write_fails_in_each_process(lines):
     assert second.startswith(
         "True every process that writes must succeed; process [0] could not write its file"
     )
+
+
+def test_weights_are_written_once_and_each_process_reads_its_shards(lines):
+    for out in lines[1]:
+        assert starting_with("loaded", out) == starting_with("shards", out)
+    first, second = (starting_with("unsaved", out)[0] for out in lines[1])
+    assert first.startswith("False weights must fit on the disk") and "master.pt/below" in first
+    assert second.startswith("True every process that writes must succeed")

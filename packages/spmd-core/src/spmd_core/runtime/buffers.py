@@ -15,6 +15,8 @@ from spmd_core.errors import ProgramError
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
 
+# Of arrays that are smaller, jax may keep a copy in host memory (see `_alias`).
+_KEPT_BYTES = 1 << 20
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
@@ -66,6 +68,49 @@ def from_blocks(
         return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
 
 
+def blocks_of(
+    jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
+) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+    """The blocks on this process's devices: the devices that hold each, by its bounds.
+
+    Bounds are a start and a stop for each dim.
+    """
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in jax_sharding.addressable_devices_indices_map(padded_shape).items():
+        assert index is not None
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, padded_shape))
+        holders.setdefault(bounds, []).append(device)
+    return holders
+
+
+def put(block: torch.Tensor, holders: Sequence[jax.Device]) -> list[jax.Array]:
+    """Host data on each of the devices, as arrays of one device. Waits for the transfers.
+
+    On the CPU, the arrays may use the block's memory: the caller must not write to it any more.
+    """
+    data = dtypes.numpy_view(block)
+    metrics.count("uploads")
+    metrics.count("uploaded_bytes", data.nbytes * len(holders))
+    with jax.enable_x64(True):
+        arrays = [jax.device_put(data, device) for device in holders]
+    for array in arrays:
+        wait_for(array)
+    return arrays
+
+
+def joined(
+    arrays: Sequence[jax.Array],
+    jax_sharding: jax.sharding.Sharding,
+    padded_shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> jax.Array:
+    """One array from those of this process's devices, without a copy."""
+    with jax.enable_x64(True):
+        return jax.make_array_from_single_device_arrays(
+            padded_shape, jax_sharding, arrays, dtype=dtypes.to_jax(dtype)
+        )
+
+
 def reshard(
     array: jax.Array,
     jax_sharding: jax.sharding.Sharding,
@@ -113,12 +158,28 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     metrics.count("host_reads")
     wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
-        host = np.asarray(array)
+        is_large = array.nbytes >= _KEPT_BYTES
+        host = np.asarray(_alias(array) if is_large else array)
+        if is_large and host.flags.owndata:  # assembled of blocks, and referred to by nothing else
+            host.flags.writeable = True
     else:
         host = _multihost_utils.process_allgather(array, tiled=True)
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]
-    return dtypes.tensor_view(np.array(host, copy=True, order="C"))
+    if not (host.flags.owndata and host.flags.writeable):
+        host = np.array(host, copy=True, order="C")
+    return dtypes.tensor_view(host)
+
+
+def _alias(array: jax.Array) -> jax.Array:
+    """Another array over the same blocks.
+
+    jax holds what it has read in host memory as long as the array lives: after a checkpoint, a copy
+    of the whole model. So large arrays are read through an alias, which is dropped.
+    """
+    blocks = [shard.data for shard in array.addressable_shards]
+    with jax.enable_x64(True):
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, blocks)
 
 
 def addressable(array: jax.Array) -> Sequence[jax.Shard]:

@@ -135,6 +135,18 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
             torch.save(host, path)
         except Exception as raised:
             error = raised
+    raise_together(error)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Ends what each of several processes did: none returns before all have called this.
+
+    Args:
+        error: this process's own error, which is raised here; None if it has none.
+
+    Raises:
+        SpmdError: another process has an error, and this one has none.
+    """
     if processes.process_count() > 1:
         # Also in a process that failed, as the others wait here.
         failed = np.flatnonzero(_multihost_utils.process_allgather(np.array(error is not None)))

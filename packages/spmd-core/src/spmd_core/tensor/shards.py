@@ -1,6 +1,6 @@
 """`XLAShard`: one device's part of a tensor, in host memory; reads and writes the local shards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
@@ -11,6 +11,7 @@ from spmd_core import dtypes
 from spmd_core.errors import ShardError
 from spmd_core.graph.storage import Handle, Storage, lock
 from spmd_core.program import execution, leaves
+from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers, devices
 from spmd_core.sharding.sharding import Sharding
 
@@ -124,6 +125,31 @@ def write_local(storage: Storage, shards: Sequence[XLAShard]) -> None:
         sharding.padded_shape(storage.spec.shape),
     )
     with lock:
+        leaves.replace(storage, array, placement)
+
+
+def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], None]) -> None:
+    """Replaces a storage's value, computed or pending, by blocks that come one by one.
+
+    The storage keeps its mark; without one, each device gets the whole. A block that several of
+    this process's devices hold is read once. The host holds one block at a time, so this waits for
+    each to be on its devices.
+
+    Args:
+        storage: of any shape and dtype.
+        read: called with a slice for each dim, with bounds, and a CPU tensor of that shape and of
+            the storage's dtype, which it fills.
+    """
+    spec, placement = storage.spec, leaves.device_placement(storage.sharding)
+    stored_shape = padded_shape(spec, placement.sharding)
+    arrays = []
+    for bounds, holders in buffers.blocks_of(placement.device_sharding, stored_shape).items():
+        inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, spec.shape))
+        block = torch.zeros([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
+        read(inside, block[tuple(slice(s.stop - s.start) for s in inside)])
+        arrays += buffers.put(block, holders)
+    with lock:
+        array = buffers.joined(arrays, placement.device_sharding, stored_shape, spec.dtype)
         leaves.replace(storage, array, placement)
 
 
