@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_core as spmd
-from examples.llama_tp import shardings
-from examples.llama_tp.presets import PRESETS
-from examples.training.knobs import KnobError, check_at_least, knob, nearest_multiple
+from examples.llama_tp import shardings, weights
+from examples.llama_tp.presets import PRESETS, ModelPreset
+from examples.training.knobs import KnobError, check_at_least, knob, nearest_multiple, option
 from examples.training.remat import POLICIES
 from examples.training.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB
 
@@ -19,8 +19,19 @@ class TrainConfig:
     """All options of a run; `--help` prints a line for each."""
 
     preset: str = knob(
-        "125M", "model size", choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params())
+        "125M",
+        "model size, and its defaults for --batch, --seq and --lr; with --weights not given",
+        choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params()),
     )
+    weights: str = knob(
+        "",
+        "folder of a Llama in Hugging Face's layout to start from: config.json, safetensors and "
+        "tokenizer.json; sizes and vocabulary are its own; empty: random weights",
+    )
+    lora: int = knob(
+        0, "rank of LoRA adapters (package peft), which alone are trained; 0: train all weights"
+    )
+    lora_alpha: float = knob(0.0, "LoRA's alpha; adapters count alpha / rank; 0: twice the rank")
     mesh: str = knob(
         "",
         "device mesh with axes among data, fsdp, context and tensor, as in data=2,tensor=4; empty: "
@@ -100,6 +111,17 @@ class TrainConfig:
     resume: str = knob(
         "", "saved run to go on from, also on another mesh; empty: a new run", resumable=True
     )
+    export: str = knob(
+        "",
+        "folder to write the trained model and its tokenizer to, for transformers; adapters are "
+        "merged into it; empty: none",
+        resumable=True,
+    )
+    adapters: str = knob(
+        "", "folder to write the LoRA adapters to, for peft; empty: none", resumable=True
+    )
+    prompt: str = knob("", "text that the trained model continues; empty: none", resumable=True)
+    new_tokens: int = knob(32, "tokens of that continuation, each the likeliest", resumable=True)
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
     log_every: int = knob(10, "steps between log lines", resumable=True)
@@ -133,7 +155,11 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
-    preset = PRESETS[config.preset]
+    preset = sizes(config)
+    if config.weights and config.vocab:
+        raise KnobError(
+            f"--weights brings its own vocabulary; got --vocab {config.vocab} too. Leave it out."
+        )
     lr = config.lr or preset.lr
     config = dataclasses.replace(
         config,
@@ -145,7 +171,17 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         data=tuple(config.data),
     )
     check_at_least(config, 1, ("steps", "batch", "accumulate", "seq", "log_every"))
-    check_at_least(config, 0, ("devices", "save_every"))
+    check_at_least(config, 1, ("new_tokens",))
+    check_at_least(config, 0, ("devices", "save_every", "lora"))
+    if config.adapters and not config.lora:
+        raise KnobError(
+            f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "
+            "instance --lora 8, or write all weights with --export."
+        )
+    if config.weights:
+        weights.check(config.weights, seq=config.seq)
+    for name in ("export", "adapters"):
+        weights.check_target(option(name), getattr(config, name), config.weights)
     if config.save_every and not config.checkpoint:
         raise KnobError(
             f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "
@@ -167,6 +203,16 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"Add for instance --mesh tensor={config.devices}."
         )
     return config
+
+
+def sizes(config: TrainConfig) -> ModelPreset:
+    """The model's sizes: the preset's, or those of the folder that --weights names.
+
+    Raises:
+        KnobError: the folder has no Llama.
+    """
+    preset = PRESETS[config.preset]
+    return weights.sizes(config.weights, defaults=preset) if config.weights else preset
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
@@ -203,13 +249,14 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
             f"--batch must divide by data x fsdp x --accumulate; got {config.batch} for "
             f"{num_parts}. Pass for instance --batch {nearest_multiple(config.batch, num_parts)}."
         )
-    num_heads, by = PRESETS[config.preset].num_heads, shardings.axis_size(mesh, "tensor")
+    model = sizes(config)
+    num_heads, by = model.num_heads, shardings.axis_size(mesh, "tensor")
     if num_heads % by:
         fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise KnobError(
             f"the axis tensor splits attention by heads, whose number it must divide; got "
-            f"tensor={by} for the {num_heads} heads of {config.preset}. Pass one of tensor="
-            f"{', '.join(map(str, fitting))}, or another preset."
+            f"tensor={by} for the {num_heads} heads of {model.name}. Pass one of tensor="
+            f"{', '.join(map(str, fitting))}, or another model."
         )
     if config.sequence_parallel and shardings.axis_size(mesh, "context") > 1:
         raise KnobError(

@@ -1,5 +1,6 @@
 """The text of a run, and its batches: blocks of tokens, in an order that the seed decides."""
 
+from examples.llama_tp import weights
 from examples.llama_tp.config import TrainConfig
 from examples.training.text import BlockBatches, TextData, check_amount, load_text
 
@@ -9,6 +10,7 @@ def load(config: TrainConfig) -> TextData:
 
     Raises:
         TextError: a source cannot be read, or the text is too short.
+        KnobError: the tokenizer of --weights cannot be read, or does not fit its vocabulary.
     """
     text = load_text(
         config.data,
@@ -16,6 +18,7 @@ def load(config: TrainConfig) -> TextData:
         seq=config.seq,
         max_mb=config.max_mb,
         cache_dir=config.cache_dir,
+        given=weights.tokenizer(config.weights) if config.weights else None,
     )
     check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
     return text

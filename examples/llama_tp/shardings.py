@@ -8,6 +8,7 @@ fsdp.
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed.tensor import Placement
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
@@ -52,24 +53,60 @@ def plan(*, sequence_parallel: bool, loss_parallel: bool, splits_kv_heads: bool)
     }
     sequence = {
         "model.layers.*.input_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": Shard(1)},
-            desired_input_kwarg_layouts={"hidden_states": Replicate()},
-        ),
         "model.layers.*.post_attention_layernorm": SequenceParallel(),
-        "model.layers.*.mlp": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
         "model.norm": SequenceParallel(),
     }
-    styles = tensor | (sequence if sequence_parallel else {})
+    styles = tensor | (inputs_of_blocks(hidden) | sequence if sequence_parallel else {})
     if not splits_kv_heads:
         del styles["model.layers.*.self_attn.k_proj"], styles["model.layers.*.self_attn.v_proj"]
     return styles
 
 
+def inputs_of_blocks(hidden: Placement) -> dict[str, Any]:
+    """Attention and MLPs take their input whole, once for all their layers, as do its gradients.
+
+    Args:
+        hidden: how the hidden state lies between them.
+    """
+    return {
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": hidden},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        ),
+        "model.layers.*.mlp": PrepareModuleInput(
+            input_layouts=(hidden,), desired_input_layouts=(Replicate(),)
+        ),
+    }
+
+
+def with_adapters(styles: Mapping[str, Any], *, sequence_parallel: bool) -> dict[str, Any]:
+    """The plan of a model whose blocks' linear layers have LoRA adapters.
+
+    The adapter's matrix that has the split features is split like the layer's weight, the other one
+    is whole: beside the layer's own collectives, only (batch, sequence, rank) moves. The gradients
+    of layers and adapters with one input add up before they are reduced.
+    """
+    hidden = Shard(1) if sequence_parallel else Replicate()
+    found: dict[str, Any] = inputs_of_blocks(hidden)
+    for path, style in styles.items():
+        if not path.endswith("_proj"):
+            found[path] = style
+            continue
+        found[f"{path}.base_layer"] = style
+        if isinstance(style, ColwiseParallel):
+            found[f"{path}.lora_B.default"] = ColwiseParallel()
+        else:
+            found[f"{path}.lora_A.default"] = RowwiseParallel(output_layouts=hidden)
+    return found
+
+
 def parallelize(
-    model: LlamaForCausalLM, mesh: spmd.Mesh, *, sequence_parallel: bool, loss_parallel: bool
+    model: LlamaForCausalLM,
+    mesh: spmd.Mesh,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+    has_adapters: bool = False,
 ) -> None:
     """Lays a model's parameters and activations out over the mesh, in place.
 
@@ -77,6 +114,7 @@ def parallelize(
         model: a Llama on device `xla`.
         mesh: with axes among `MESH_AXES`.
         sequence_parallel, loss_parallel: as for `plan`.
+        has_adapters: whether its blocks' linear layers have LoRA adapters.
     """
     by = axis_size(mesh, "tensor")
     if "tensor" in mesh.shape():
@@ -85,6 +123,8 @@ def parallelize(
             loss_parallel=loss_parallel,
             splits_kv_heads=model.config.num_key_value_heads % by == 0,
         )
+        if has_adapters:
+            styles = with_adapters(styles, sequence_parallel=sequence_parallel)
         spmd.parallelize_module(model, mesh, styles, axis="tensor")
     if "context" in mesh.shape():
         for layer in model.model.layers:

@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
-from examples.llama_tp import data, shardings
-from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.llama_tp import data, lora, shardings, weights
+from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, sizes, with_defaults
 from examples.llama_tp.model import build_model
-from examples.llama_tp.presets import PRESETS
 from examples.training import resume
 from examples.training.command import exit_code, num_real_devices
 from examples.training.compare import Variant, compare
@@ -48,7 +48,7 @@ from examples.training.mfu import (
 from examples.training.remat import recompute
 from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
-from examples.training.text import TextError
+from examples.training.text import TextData, TextError
 from examples.training.timing import StopOnInterrupt
 from spmd_data import MpDeviceLoader
 
@@ -68,7 +68,7 @@ def run(config: TrainConfig) -> Report:
         SaveError: the run's state could not be written at its end.
     """
     config = with_defaults(config)
-    preset = PRESETS[config.preset]
+    preset = sizes(config)
     on_xla = config.device == "xla"
     saved = resume.read(config.resume, config=config) if config.resume else None
 
@@ -87,13 +87,22 @@ def run(config: TrainConfig) -> Report:
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
-    num_params = preset.num_params(config.vocab)
-    inits_on_device = config.init == "device" or (
-        config.init == "auto" and num_params > DEVICE_INIT_ABOVE
-    )
+    is_large = preset.num_params(config.vocab) > DEVICE_INIT_ABOVE
+    # Weights that come from files are recorded on the device and then never drawn.
+    inits_on_device = bool(config.weights) or config.init == "device"
+    inits_on_device = inits_on_device or (config.init == "auto" and is_large)
     with device if inits_on_device else torch.device("cpu"):
-        model = build_model(preset, vocab_size=config.vocab, positions=config.seq)
+        model = (
+            LlamaForCausalLM(weights.model_config(config.weights)).train()
+            if config.weights
+            else build_model(preset, vocab_size=config.vocab, positions=config.seq)
+        )
     model.to(device)
+    num_params = sum(p.numel() for p in model.parameters())
+    stored = model.state_dict(keep_vars=True)  # by the names in files; adapters change them
+    adapted = None
+    if config.lora:
+        adapted = lora.add(model, rank=config.lora, alpha=config.lora_alpha, seed=config.seed)
     recompute(model.model.layers, config.remat)
 
     # --- Shardings: everything that many devices need ---------------------------------------------
@@ -104,19 +113,21 @@ def run(config: TrainConfig) -> Report:
             mesh,
             sequence_parallel=config.sequence_parallel,
             loss_parallel=config.loss_parallel,
+            has_adapters=bool(config.lora),
         )
         input_sharding = shardings.batch_sharding(mesh)
+    if config.weights and not saved:
+        spmd.load_safetensors(stored, config.weights)  # each device's shards alone
     if inits_on_device and on_xla:
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
     # --- Optimizer --------------------------------------------------------------------------------
+    trained = [p for p in model.parameters() if p.requires_grad]  # with LoRA, only the adapters
+    num_trained = sum(p.numel() for p in trained)
     groups = [
-        {
-            "params": [p for p in model.parameters() if p.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
     floor = config.min_lr / config.lr
@@ -157,6 +168,8 @@ def run(config: TrainConfig) -> Report:
         f"model  Llama {preset.name}, {num_params:,} parameters, "
         f"on {num_devices} {config.device} device(s) {axes or ''}"
     )
+    if config.lora:
+        run_log.say(f"lora   rank {config.lora}, {num_trained:,} parameters")
     if saved:
         run_log.say(f"resume after step {first} of {config.steps}, from {config.resume}")
     report = Report(
@@ -169,7 +182,7 @@ def run(config: TrainConfig) -> Report:
         peak_flops=peak.flops_per_s,
         peak_source=peak.source,
     )
-    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
+    size = ModelSize(num_params, preset.num_layers, preset.width, config.seq, num_trained)
     meter = Meter(
         report,
         items_per_step=config.batch * config.seq,
@@ -193,7 +206,7 @@ def run(config: TrainConfig) -> Report:
                     loss = next_token_loss(model, x_BT, y_BT)
                 (loss / config.accumulate).backward()
                 losses.append(loss.detach())
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+            grad_norm = nn.utils.clip_grad_norm_(trained, config.clip or math.inf)
             lr = optimizer.param_groups[0]["lr"]
             optimizer.step()
             scheduler.step()
@@ -232,6 +245,15 @@ def run(config: TrainConfig) -> Report:
         run_log.finish(report)
     if config.results:
         report.write(config.results)
+
+    # --- What was trained: text, and files for other machines -------------------------------------
+    if config.prompt:
+        print(continued(model, text, config.prompt, num_tokens=config.new_tokens))
+    if config.adapters:
+        lora.save(adapted, config.adapters)
+    if config.export:
+        merged = adapted.merge_and_unload() if adapted else model
+        weights.export(merged, text, config.export, source=config.weights)
     return report
 
 
@@ -239,6 +261,23 @@ def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) ->
     """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
     logits_BTV = model(x_BT).logits
     return F.cross_entropy(logits_BTV.float().transpose(1, 2), y_BT)
+
+
+def continued(model: LlamaForCausalLM, text: TextData, prompt: str, *, num_tokens: int) -> str:
+    """The prompt and its likeliest continuation, token by token. Waits for the device."""
+    ids = [text.separator, *text.tokenizer.encode(prompt, add_special_tokens=False).ids]
+    ids_BT = torch.tensor([ids], device=model.device)
+    model.eval()
+    found_BT = model.generate(
+        ids_BT,
+        attention_mask=torch.ones_like(ids_BT),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=text.separator,
+    )
+    model.train()
+    return text.tokenizer.decode(found_BT[0].tolist()[1:])
 
 
 @torch.no_grad()
@@ -270,7 +309,14 @@ def config_from(argv: Sequence[str] | None) -> TrainConfig:
         help="runs every plan, one after the other, and writes a table and a plot of losses, "
         f"memory and collectives into {COMPARED}",
     )
-    return parse(parser, TrainConfig, argv, smoke=SMOKE)
+    config = parse(parser, TrainConfig, argv, smoke=SMOKE)
+    given = sys.argv[1:] if argv is None else argv
+    if config.weights and any(a.split("=")[0] == "--preset" for a in given):
+        raise KnobError(
+            f"--weights brings the sizes of the model; got --preset {config.preset} too. "
+            "Leave one of them out."
+        )
+    return config
 
 
 def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
@@ -290,7 +336,7 @@ def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
             f"{', '.join(given) or '--device cpu'}. Leave them out."
         )
     num_devices = config.devices or num_real_devices()
-    num_heads = PRESETS[config.preset].num_heads
+    num_heads = sizes(config).num_heads
     meshes = shardings.compared(num_devices, num_heads)
     if not meshes:
         raise KnobError(
@@ -320,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return False
         return run(config).interrupted
 
-    return exit_code(command, usage=(TextError,))
+    return exit_code(command, usage=(TextError, spmd.DataError))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,17 @@ _LONG_ENOUGH_FLOPS = 1e10  # time alone is not enough: on a busy machine a small
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The four numbers of a transformer that the formulas need."""
+    """The numbers of a transformer that the formulas need.
+
+    `num_trained` counts the parameters that get a gradient; None: all. A frozen one takes 4 FLOPs
+    for a token instead of 6.
+    """
 
     num_params: int
     num_layers: int
     width: int
     seq: int
+    num_trained: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ def flops_per_token(size: ModelSize) -> dict[str, int]:
         >>> flops_per_token(ModelSize(num_params=100, num_layers=2, width=3, seq=5))
         {'6N': 600, '6N+12LdS': 960, '6N+6LdS': 780}
     """
-    matrices, square = 6 * size.num_params, 12 * size.num_layers * size.width * size.seq
+    trained = size.num_params if size.num_trained is None else size.num_trained
+    matrices = 4 * size.num_params + 2 * trained
+    square = 12 * size.num_layers * size.width * size.seq
     return {"6N": matrices, "6N+12LdS": matrices + square, "6N+6LdS": matrices + square // 2}
 
 

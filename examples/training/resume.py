@@ -111,7 +111,8 @@ def read(path: str | Path, *, config: Any) -> dict[str, Any]:
     before, now = saved["config"], _plain(config)
     for field in dataclasses.fields(config):
         name = field.name
-        if not field.metadata["resumable"] and before.get(name) != now[name]:
+        # A run that was saved before an option existed had its default.
+        if not field.metadata["resumable"] and before.get(name, field.default) != now[name]:
             raise ResumeError(
                 f"a run resumes with the options that it began with; got {option(name)} "
                 f"{now[name]}, and {before.get(name)} in {str(path)!r}. Pass {option(name)} "

@@ -40,6 +40,19 @@ class TextError(ValueError):
 
 
 @dataclass(frozen=True)
+class GivenTokenizer:
+    """A tokenizer to encode the text with, instead of one that is trained on it.
+
+    Attributes:
+        tokenizer: encodes and decodes text.
+        separator: the id of the token that stands before every document.
+    """
+
+    tokenizer: Tokenizer
+    separator: int
+
+
+@dataclass(frozen=True)
 class TextData:
     """Text as token ids, ready to be cut into batches.
 
@@ -48,6 +61,7 @@ class TextData:
             block and targets the last T, so consecutive blocks share one token.
         validation_NT: validation blocks in the same form; no token position is in both parts.
         tokenizer: encodes and decodes text.
+        separator: the id of the token before every document.
         was_cached: whether the tokens were read from the cache.
         summary: source and number of tokens, in one line for the console.
         identity: a hash of the tokens and the length of a block.
@@ -56,6 +70,7 @@ class TextData:
     train_NT: torch.Tensor
     validation_NT: torch.Tensor
     tokenizer: Tokenizer
+    separator: int
     was_cached: bool
     summary: str
     identity: str
@@ -68,6 +83,7 @@ def load_text(
     seq: int,
     max_mb: float = 0.0,
     cache_dir: str = DEFAULT_CACHE_DIR,
+    given: GivenTokenizer | None = None,
 ) -> TextData:
     """Reads the text or its cache, trains the tokenizer and cuts the tokens into blocks.
 
@@ -79,12 +95,13 @@ def load_text(
         seq: tokens in a sequence (T).
         max_mb: how much text to use, in millions of bytes; 0: all.
         cache_dir: folder for the cached tokenizers and tokens.
+        given: a tokenizer; then none is trained, and `vocab_size` is not used.
 
     Raises:
         TextError: a source cannot be read, or the text is too short for a training block and a
             validation block.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
+    if given is None and vocab_size < MIN_VOCAB_SIZE:
         raise TextError(
             f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; "
             f"got --vocab {vocab_size}. Pass --vocab 512 or more."
@@ -92,7 +109,7 @@ def load_text(
     documents = _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
     key = documents.key() | {
         "format": _CACHE_FORMAT,
-        "vocab_size": vocab_size,
+        **({"vocab_size": vocab_size} if given is None else _key_of(given)),
         "max_mb": max_mb,
         "tokenizers": tokenizers.__version__,
     }
@@ -104,8 +121,10 @@ def load_text(
     was_cached = (folder / "tokens.npy").exists()
     if not was_cached:
         texts = _within(documents.read(), max_mb)
-        tokenizer = _trained_tokenizer(texts, vocab_size)
-        _write_cache(folder, tokenizer, _encoded(texts, tokenizer), key)
+        if given is None:
+            trained = _trained_tokenizer(texts, vocab_size)
+            given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
+        _write_cache(folder, given.tokenizer, _encoded(texts, given), key)
     tokenizer, tokens = (
         Tokenizer.from_file(str(folder / "tokenizer.json")),
         np.load(folder / "tokens.npy"),
@@ -123,6 +142,7 @@ def load_text(
         train_NT=packed_blocks(tokens[:num_train], seq),
         validation_NT=packed_blocks(tokens[num_train:], seq),
         tokenizer=tokenizer,
+        separator=given.separator if given else tokenizer.token_to_id(END_OF_TEXT),
         was_cached=was_cached,
         summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
         + (", from the cache" if was_cached else ""),
@@ -416,14 +436,18 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    """The documents' token ids in one array, int32, with an end of text before each document."""
-    end = [tokenizer.token_to_id(END_OF_TEXT)]
-    pieces = [
-        np.array(end + encoding.ids, dtype=np.int32)
-        for encoding in tokenizer.encode_batch_fast(texts)
-    ]
-    return np.concatenate(pieces)
+def _key_of(given: GivenTokenizer) -> dict[str, Any]:
+    """What decides the tokens of a text, for the cache."""
+    digest = hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()
+    return {"tokenizer": digest, "separator": given.separator}
+
+
+def _encoded(texts: list[str], given: GivenTokenizer) -> np.ndarray:
+    """The documents' token ids in one array, int32, with the separator before each document."""
+    encodings = given.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return np.concatenate(
+        [np.array([given.separator, *encoding.ids], dtype=np.int32) for encoding in encodings]
+    )
 
 
 def _write_cache(

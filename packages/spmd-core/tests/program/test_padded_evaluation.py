@@ -91,8 +91,17 @@ def attention(n, q, k, v, w):
     return jnp.concatenate([k, out @ w], axis=1), out
 
 
+def beside_a_region(n, x, y):
+    """A mark along one axis is a shard_map, here of what does not grow."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = jax.sharding.PartitionSpec()
+    region = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
+    return x.sum(0) + region(y)
+
+
 CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
     "elementwise": (lambda n, x, y: jnp.sin(x) * y + n, [("n", 3), ("n", 3)]),
+    "beside a region": (beside_a_region, [("n", 3), (3,)]),
     "where": (lambda n, m, x: jnp.where(m, x, -1.0), [("b", "n"), ("n",)]),
     "sum": (lambda n, x: x.sum(0), [("n", 3)]),
     "mean": (lambda n, x: x.mean(1), [(2, "n")]),

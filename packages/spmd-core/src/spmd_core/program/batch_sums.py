@@ -295,12 +295,16 @@ class _Finder:
     def gains(self, gradient: Gradient) -> bool:
         """Whether the partitioner would reduce a gradient, used once, less well.
 
-        It would all-reduce what can be scattered, or reduce in the dtype of the sum.
+        It would all-reduce what can be scattered, or reduce in the dtype of the sum. Of several
+        sums over features, such as those of layers with one input, it would reduce each by itself
+        where something else is added in between, such as the gradient of an adapter.
         """
         parts = [*sums(gradient.found)]
         # A sum behind a lookup is small. With a further axis, its region takes more memory.
         scatters = gradient.reduction.axis is not None and not any(p.lookup for p in parts)
         dtypes = (self._graph.nodes[p.node].entry.outs[p.result].dtype for p in parts)
+        if gradient.reduction.of_activation and len(parts) > 1:
+            return True
         return scatters or any(dtype != p.spec.dtype for dtype, p in zip(dtypes, parts))
 
     def _total(self, position: int, node: Node, reduction: Reduction) -> Total | None:

@@ -115,7 +115,11 @@ class Evaluation:
             isinstance(size, Affine) for sizes in outs for size in sizes
         )
         if not grows and equation.is_fixed():
-            results = first.primitive.bind(*(x.array for x in read), **first.params)
+            # Of a shard_map, such as a mark along one axis, parameters hold a function. Some
+            # releases of jax give it apart from the others.
+            found = first.primitive.get_bind_params(first.params)
+            functions, params = found if isinstance(found, tuple) else ((), found)
+            results = first.primitive.bind(*functions, *(x.array for x in read), **params)
             arrays = results if first.primitive.multiple_results else [results]
         else:
             rule = _RULES.get(first.primitive.name)

@@ -1,0 +1,199 @@
+"""A Llama in Hugging Face's layout: its sizes, model and tokenizer from a folder, and into one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import spmd_core as spmd
+from examples.llama_tp.presets import ModelPreset
+from examples.training.attention import CAUSAL_SDPA
+from examples.training.knobs import KnobError
+from examples.training.resume import SaveError
+from examples.training.text import END_OF_TEXT, GivenTokenizer, TextData
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# What else may belong to a tokenizer; copied as it is.
+TOKENIZER_FILES = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "tokenizer.model"),
+)
+
+
+# --- From a folder --------------------------------------------------------------------------------
+
+
+def sizes(folder: str, *, defaults: ModelPreset) -> ModelPreset:
+    """The sizes in a folder's config.json; batch and learning rate of `defaults`.
+
+    Raises:
+        KnobError: the folder has no Llama.
+    """
+    config = model_config(folder)
+    return ModelPreset(
+        name=Path(folder).expanduser().resolve().name,
+        num_layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        hidden=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        vocab_size=config.vocab_size,
+        seq=min(defaults.seq, config.max_position_embeddings),
+        batch=defaults.batch,
+        lr=defaults.lr,
+    )
+
+
+def model_config(folder: str) -> LlamaConfig:
+    """The model's configuration, with the attention and without the cache that training needs.
+
+    Raises:
+        KnobError: the folder has no config.json of a Llama.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    try:
+        found = json.loads(path.read_text())
+        kind = found.get("model_type")
+        if kind == "llama" and "quantization_config" not in found:
+            config = LlamaConfig.from_dict(found)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise KnobError(
+            f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}; {str(path)!r} "
+            f"cannot be read: {error}. Name the folder of a downloaded or exported model."
+        ) from error
+    if kind != "llama" or "quantization_config" in found:
+        got = f"model_type {kind!r}" if kind != "llama" else "quantized weights"
+        raise KnobError(
+            f"--weights takes a Llama with plain weights; got {got} in {str(path)!r}. "
+            "Name another model."
+        )
+    config.use_cache = False
+    config._attn_implementation = CAUSAL_SDPA
+    return config
+
+
+def check(folder: str, *, seq: int) -> None:
+    """Checks in no time that a folder has all that a run with sequences of `seq` tokens needs.
+
+    Raises:
+        KnobError: a file is missing, or the model is meant for shorter sequences.
+    """
+    path, positions = Path(folder).expanduser(), model_config(folder).max_position_embeddings
+    wanted = [TOKENIZER] if any((path / name).exists() for name in WEIGHTS) else [WEIGHTS[0]]
+    missing = [name for name in wanted if not (path / name).exists()]
+    if missing:
+        raise KnobError(
+            f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}; got {folder!r} "
+            f"without {missing[0]}. Convert what is there with transformers' save_pretrained."
+        )
+    if seq > positions:
+        raise KnobError(
+            f"--seq may not exceed the positions that the model is meant for; got {seq}, and "
+            f"{positions} in {folder!r}. Pass --seq {positions} or less."
+        )
+
+
+def tokenizer(folder: str) -> GivenTokenizer:
+    """The folder's tokenizer, without the special tokens that it puts around a text.
+
+    The token that begins a text (the config's `bos_token_id`), or else the one that ends it, stands
+    before every document.
+
+    Raises:
+        KnobError: it cannot be read, or it has more tokens than the model's table has rows.
+    """
+    path, config = Path(folder).expanduser() / TOKENIZER, model_config(folder)
+    try:
+        found = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise KnobError(
+            f"--weights needs a tokenizer that the library tokenizers reads; {str(path)!r} cannot "
+            f"be read: {error}. Save it with transformers' save_pretrained."
+        ) from error
+    found.no_truncation()
+    found.no_padding()
+    num_tokens = max(found.get_vocab(with_added_tokens=True).values()) + 1
+    if num_tokens > config.vocab_size:
+        raise KnobError(
+            "each token needs a row in the model's table; got a tokenizer of "
+            f"{num_tokens} tokens and a table of {config.vocab_size} rows in {folder!r}. "
+            "Name the folder of a model with its own tokenizer."
+        )
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    separator = next((i for i in (config.bos_token_id, *ends) if i is not None), None)
+    if separator is None:
+        raise KnobError(
+            "documents are told apart by the token that begins or ends a text; got neither "
+            f"bos_token_id nor eos_token_id in {folder!r}. Add one to its {CONFIG}."
+        )
+    return GivenTokenizer(found, separator)
+
+
+# --- Into a folder --------------------------------------------------------------------------------
+
+
+def check_target(option: str, target: str, source: str) -> None:
+    """Checks that a folder to write to is none that is read, and no file.
+
+    Raises:
+        KnobError: it is.
+    """
+    path = Path(target).expanduser()
+    if target and path.exists() and not path.is_dir():
+        raise KnobError(f"{option} names a folder; got {target!r}, a file. Name another.")
+    if target and source and path.resolve() == Path(source).expanduser().resolve():
+        raise KnobError(
+            f"{option} writes to another folder than --weights reads; got {target!r} for both. "
+            "Name another."
+        )
+
+
+def export(model: LlamaForCausalLM, text: TextData, folder: str, *, source: str) -> None:
+    """Writes a model and its tokenizer, for transformers on any machine.
+
+    Waits for the device; under several processes, each must call it.
+
+    Args:
+        model: on any device.
+        text: has the tokenizer of a model that began with random weights.
+        folder: is made if it is missing.
+        source: the folder that the model began with, whose tokenizer is copied; or empty.
+
+    Raises:
+        SaveError: a file could not be written.
+    """
+    target = Path(folder).expanduser()
+    try:
+        spmd.save_safetensors(model, target)
+        if spmd.is_master():
+            _write_config(model, target)
+            if source:
+                for name in TOKENIZER_FILES:
+                    if (found := Path(source).expanduser() / name).exists():
+                        shutil.copyfile(found, target / name)
+            else:
+                PreTrainedTokenizerFast(
+                    tokenizer_object=text.tokenizer,
+                    bos_token=END_OF_TEXT,
+                    eos_token=END_OF_TEXT,
+                    model_max_length=model.config.max_position_embeddings,
+                    clean_up_tokenization_spaces=False,
+                ).save_pretrained(target)
+    except OSError as error:
+        raise SaveError(
+            f"--export must be able to write the model; {folder!r} got no whole one: {error}"
+        ) from error
+
+
+def _write_config(model: LlamaForCausalLM, target: Path) -> None:
+    values: dict[str, Any] = model.config.to_diff_dict() | {
+        "architectures": [type(model).__name__],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "use_cache": True,
+    }
+    (target / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    model.generation_config.save_pretrained(target)
