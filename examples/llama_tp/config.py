@@ -20,7 +20,7 @@ class TrainConfig:
 
     preset: str = knob(
         "125M",
-        "model size, and its defaults for --batch, --seq and --lr; with --weights not given",
+        "model size, with defaults for --batch, --seq and --lr; not together with --weights",
         choices=sorted(PRESETS, key=lambda name: PRESETS[name].num_params()),
     )
     weights: str = knob(
@@ -64,8 +64,8 @@ class TrainConfig:
     )
     init: str = knob(
         "auto",
-        "where weights are drawn; auto: on the host up to 125M (a seed gives the same weights on "
-        "every mesh), on the device above",
+        "where random weights are drawn; auto: on the host up to 125M (a seed gives the same "
+        "weights on every mesh), on the device above",
         choices=("auto", "host", "device"),
         resumable=True,
     )

@@ -328,11 +328,13 @@ def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
         CompareError: a run failed.
     """
     chosen = {"mesh": config.mesh, "results": config.results, "log-dir": config.log_dir}
+    chosen |= {"export": config.export, "adapters": config.adapters}
     given = [f"--{name}" for name, value in chosen.items() if value]
     given += [name for name in ("--sequence-parallel", "--loss-parallel") if name in argv]
     if given or config.device == "cpu":
         raise KnobError(
-            "--compare chooses --mesh, the plans, --results, --log-dir and --device itself; got "
+            "--compare chooses --mesh, the plans, --results, --log-dir and --device itself, and "
+            f"writes no model; got "
             f"{', '.join(given) or '--device cpu'}. Leave them out."
         )
     num_devices = config.devices or num_real_devices()

@@ -83,12 +83,13 @@ def check(folder: str, *, seq: int) -> None:
         KnobError: a file is missing, or the model is meant for shorter sequences.
     """
     path, positions = Path(folder).expanduser(), model_config(folder).max_position_embeddings
-    wanted = [TOKENIZER] if any((path / name).exists() for name in WEIGHTS) else [WEIGHTS[0]]
-    missing = [name for name in wanted if not (path / name).exists()]
+    missing = [] if (path / TOKENIZER).exists() else [TOKENIZER]
+    if not any((path / name).exists() for name in WEIGHTS):
+        missing.insert(0, WEIGHTS[0])
     if missing:
         raise KnobError(
             f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}; got {folder!r} "
-            f"without {missing[0]}. Convert what is there with transformers' save_pretrained."
+            f"without {' and '.join(missing)}. Convert what is there with transformers' save_pretrained."
         )
     if seq > positions:
         raise KnobError(

@@ -108,15 +108,15 @@ def read(path: str | Path, *, config: Any) -> dict[str, Any]:
             f"--resume reads files of format {_FORMAT}; got format {found} in {str(path)!r}. "
             "Resume with the release that wrote it."
         )
-    before, now = saved["config"], _plain(config)
+    # A run that was saved before an option existed had the option's default.
+    before, now = _plain(type(config)()) | saved["config"], _plain(config)
     for field in dataclasses.fields(config):
         name = field.name
-        # A run that was saved before an option existed had its default.
-        if not field.metadata["resumable"] and before.get(name, field.default) != now[name]:
+        if not field.metadata["resumable"] and before[name] != now[name]:
             raise ResumeError(
                 f"a run resumes with the options that it began with; got {option(name)} "
-                f"{now[name]}, and {before.get(name)} in {str(path)!r}. Pass {option(name)} "
-                f"{before.get(name)}, or begin a new run without --resume."
+                f"{now[name]}, and {before[name]} in {str(path)!r}. Pass {option(name)} "
+                f"{before[name]}, or begin a new run without --resume."
             )
     return saved
 

@@ -221,7 +221,9 @@ def test_files_that_are_missing(downloaded: Path, tmp_path: Path) -> None:
     with pytest.raises(KnobError, match=r"without tokenizer\.json"):
         with_defaults(smoke(folder))
     (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(KnobError, match=r"without model\.safetensors\. Convert"):
+    with pytest.raises(
+        KnobError, match=r"without model\.safetensors and tokenizer\.json\. Convert"
+    ):
         with_defaults(smoke(folder))
 
 

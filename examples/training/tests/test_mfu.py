@@ -27,6 +27,11 @@ def test_the_formulas_differ_as_published() -> None:
     assert flops["6N+6LdS"] - flops["6N"] == (flops["6N+12LdS"] - flops["6N"]) / 2
 
 
+def test_frozen_parameters_get_no_gradient() -> None:
+    size = ModelSize(num_params=100, num_layers=2, width=3, seq=5, num_trained=10)
+    assert flops_per_token(size)["6N"] == 2 * 100 + 2 * 100 + 2 * 10  # forward, inputs, weights
+
+
 def test_the_announcements_formula() -> None:
     # 6 * global_batch * seq_len * num_params / step_time / chips / peak, with a batch of 128 x 1024
     # tokens in 2 s on 8 chips of 275 TFLOP/s.

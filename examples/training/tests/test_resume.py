@@ -88,6 +88,16 @@ def test_another_option_is_named(tmp_path: Path) -> None:
         resume.read(tmp_path / "run.pt", config=Config(lr=0.2))
 
 
+def test_a_run_from_before_an_option_existed_had_its_default(tmp_path: Path) -> None:
+    save(tmp_path / "run.pt", parts("cpu"))
+    state = torch.load(tmp_path / "run.pt")
+    del state["config"]["lr"], state["config"]["data"]
+    torch.save(state, tmp_path / "run.pt")
+    resume.read(tmp_path / "run.pt", config=Config())
+    with pytest.raises(ResumeError, match=r"got --lr 0\.2, and 0\.1 in"):
+        resume.read(tmp_path / "run.pt", config=Config(lr=0.2))
+
+
 def test_other_data_is_refused(tmp_path: Path) -> None:
     made = parts("cpu")
     save(tmp_path / "run.pt", made)

@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import resource
+import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,26 +85,29 @@ def test_a_tied_weight_is_written_once(tmp_path):
         assert spmd.load_safetensors(right, tmp_path) == ([], [])
 
 
-@pytest.mark.parametrize("where", ["a part", "the last part"])
-def test_a_full_disk_keeps_the_earlier_save(tmp_path, monkeypatch, where):
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+@contextmanager
+def full_disk(num_bytes):
+    """No file may become larger than this within the block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("room", [100, 500], ids=["the first part", "a later part"])
+def test_a_full_disk_keeps_the_earlier_save(tmp_path, room):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16))
     spmd.save_safetensors(net, tmp_path, max_shard_bytes=300)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    header = weight_saving._write_header
-    calls = []
-
-    def full(file, *arguments):
-        calls.append(file)
-        if len(calls) == (1 if where == "a part" else 3):
-            raise OSError(28, "No space left on device")
-        header(file, *arguments)
-
-    monkeypatch.setattr(weight_saving, "_write_header", full)
     with torch.no_grad():
         net[0].weight.zero_()
-    with pytest.raises(OSError, match="weights must fit on the disk") as error:
+    with full_disk(room), pytest.raises(OSError, match="weights must fit on the disk") as error:
         spmd.save_safetensors(net, tmp_path, max_shard_bytes=300)
-    assert "No space left on device" in str(error.value)
+    assert "File too large" in str(error.value) and "An earlier save" in str(error.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
