@@ -6,6 +6,8 @@
         the same on eight emulated devices; add --sequence-parallel to split activations too
     python -m examples.llama_tp.train --preset 7B --mesh fsdp=8,tensor=8 --dtype bf16 --remat full
         on a pod; add --sequence-parallel --loss-parallel
+    python -m examples.llama_tp.train --weights FOLDER --lora 16 --adapters OUT --prompt "Once"
+        fine-tuning of a model in Hugging Face's layout, by adapters
     python -m examples.llama_tp.train --smoke --device cpu
         eager torch, whose losses every mesh must reproduce
     python -m examples.llama_tp.train --smoke --devices 8 --compare
@@ -65,7 +67,9 @@ def run(config: TrainConfig) -> Report:
     Raises:
         KnobError, TextError, ResumeError, spmd.MeshError: the options, the text, the saved run or
             the mesh cannot work; raised before the model is built.
-        SaveError: the run's state could not be written at its end.
+        spmd.DataError: the files of --weights are damaged, or do not hold the model of their
+            config.json.
+        SaveError: the run's state, the model or the adapters could not be written at its end.
     """
     config = with_defaults(config)
     preset = sizes(config)
@@ -334,8 +338,7 @@ def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
     if given or config.device == "cpu":
         raise KnobError(
             "--compare chooses --mesh, the plans, --results, --log-dir and --device itself, and "
-            f"writes no model; got "
-            f"{', '.join(given) or '--device cpu'}. Leave them out."
+            f"writes no model; got {', '.join(given) or '--device cpu'}. Leave them out."
         )
     num_devices = config.devices or num_real_devices()
     num_heads = sizes(config).num_heads

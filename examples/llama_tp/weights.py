@@ -89,7 +89,8 @@ def check(folder: str, *, seq: int) -> None:
     if missing:
         raise KnobError(
             f"--weights names a folder with {CONFIG}, safetensors and {TOKENIZER}; got {folder!r} "
-            f"without {' and '.join(missing)}. Convert what is there with transformers' save_pretrained."
+            f"without {' and '.join(missing)}. Convert what is there with transformers' "
+            "save_pretrained."
         )
     if seq > positions:
         raise KnobError(
