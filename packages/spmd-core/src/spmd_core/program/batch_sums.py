@@ -16,7 +16,9 @@ left to the partitioner.
 
 The same holds for the activations of tensor parallelism, and for their gradients: a linear layer
 whose input's features are split sums over these (`modules/tensor_parallel.py` marks such a sum with
-the axes that split them). "The batch" stands for the features there.
+the axes that split them). "The batch" stands for the features there. Several such
+sums that are added up, as are gradients of layers with one input, are always found: the partitioner
+joins them only where nothing else, such as the gradient of an adapter, is added in between.
 """
 
 import math
