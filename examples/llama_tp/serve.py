@@ -1,0 +1,211 @@
+"""Serves a Llama over HTTP, by OpenAI's interface, with prompts and tokens split over a mesh.
+
+python -m examples.llama_tp.serve --model FOLDER
+    a folder of Hugging Face's, on one device
+python -m examples.llama_tp.serve --model FOLDER --mesh tensor=8
+    on eight accelerators; add --devices 8 to emulate them
+curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 16, "stream": true}'
+    asks it, and a browser at the address that is printed too
+"""
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+import spmd_core as spmd
+from examples.llama_tp.serving.app import Served, make_app
+from examples.llama_tp.serving.engine import Engine
+from examples.llama_tp.serving.loading import (
+    ModelFolderError,
+    end_tokens,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
+from examples.llama_tp.serving.measures import Measures
+from examples.llama_tp.serving.programs import Programs
+from examples.llama_tp.serving.server import Server, address, listening_socket
+from examples.llama_tp.serving.text import PromptEncoder
+from examples.training.command import exit_code
+from examples.training.knobs import KnobError, check_at_least, knob, parser_of
+
+DEFAULT_LENGTH = 2048
+_DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All options of a server; `--help` prints a line for each."""
+
+    model: str = knob("", "folder with config.json, safetensors and tokenizer files")
+    mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
+    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
+    dtype: str = knob(
+        "auto", "of parameters and cache; auto: that of the files", choices=[*_DTYPES]
+    )
+    slots: int = knob(16, "requests that are answered at the same time")
+    max_length: int = knob(
+        0, f"tokens of a prompt and its answer; 0: the model's positions, at most {DEFAULT_LENGTH}"
+    )
+    queue: int = knob(256, "requests that may wait for a slot")
+    host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
+    port: int = knob(8000, "port to listen at; 0: a free one")
+    name: str = knob("", "the model's name to clients; empty: the folder's")
+    grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C")
+
+
+def checked(config: ServeConfig) -> None:
+    """Checks what needs neither the model nor a device.
+
+    Raises:
+        KnobError: an option is out of range.
+    """
+    if not config.model:
+        raise KnobError(
+            "--model names the folder of the model; got none. Add for instance --model llama/."
+        )
+    check_at_least(config, 1, ("slots", "queue"))
+    check_at_least(config, 0, ("devices", "max_length", "port", "grace_s"))
+    if config.devices > 1 and not config.mesh:
+        raise KnobError(
+            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
+            f"Add for instance --mesh tensor={config.devices}."
+        )
+
+
+def parsed_mesh(text: str, config: LlamaConfig) -> spmd.Mesh | None:
+    """The mesh, or None for one device.
+
+    Raises:
+        KnobError: it has another axis than `tensor`, or does not divide the model's heads.
+        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+    """
+    if not text:
+        return None
+    mesh = spmd.parse_mesh(text, spmd.global_runtime_device_count())
+    if [*mesh.shape()] != ["tensor"]:
+        raise KnobError(
+            f"a server splits over one axis, tensor; got {text!r}. Pass for instance --mesh "
+            f"tensor={mesh.size()}."
+        )
+    num_heads = config.num_attention_heads
+    if num_heads % mesh.size():
+        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise KnobError(
+            f"the axis tensor splits attention by heads, whose number it must divide; got "
+            f"tensor={mesh.size()} for {num_heads} heads. Pass one of tensor="
+            f"{', '.join(map(str, fitting))}."
+        )
+    return mesh
+
+
+def slot_length(max_length: int, config: LlamaConfig) -> int:
+    """The positions of a slot.
+
+    Raises:
+        KnobError: there are more than the model has.
+    """
+    positions = config.max_position_embeddings
+    if max_length > positions:
+        raise KnobError(
+            f"--max-length must be at most the model's positions; got {max_length} for "
+            f"{positions}. Pass at most {positions}."
+        )
+    if max_length == 1:
+        raise KnobError(
+            "--max-length has room for a prompt and its answer; got 1. Pass at least 2."
+        )
+    return max_length or min(DEFAULT_LENGTH, positions)
+
+
+def serve(config: ServeConfig) -> bool:
+    """Loads, compiles and serves until Ctrl-C or SIGTERM; whether it was Ctrl-C.
+
+    Raises:
+        KnobError, ModelFolderError, spmd.MeshError: the options, the folder or the mesh cannot
+            work; raised before the model is loaded.
+    """
+    checked(config)
+    folder = Path(config.model)
+
+    # --- Checks, before anything that takes minutes -----------------------------------------------
+    model_config = read_config(folder)
+    length = slot_length(config.max_length, model_config)
+    tokenizer = read_tokenizer(folder, model_config)
+    if config.devices:
+        spmd.simulate(config.devices)
+    spmd.use_spmd()
+    mesh = parsed_mesh(config.mesh, model_config)
+    try:
+        listening = listening_socket(config.host, config.port)
+    except OSError as error:
+        raise KnobError(
+            f"--host and --port name a free address of this machine; got {config.host} and "
+            f"{config.port}: {error}. Pass another one, or --port 0 for any."
+        ) from None
+
+    with closing(listening):
+        # --- Model and programs -------------------------------------------------------------------
+        start = time.perf_counter()
+        _say(f"loading {folder}")
+        model = load_model(folder, dtype=_DTYPES[config.dtype], mesh=mesh)
+        programs = Programs(model, num_slots=config.slots, length=length, mesh=mesh)
+        for program in programs.compile_all():
+            _say(f"compiling: {program}")
+        _say(f"ready after {time.perf_counter() - start:.0f} s")
+
+        # --- Engine and server --------------------------------------------------------------------
+        measures = Measures()
+        engine = Engine(
+            programs,
+            tokenizer,
+            end_tokens=end_tokens(model),
+            max_queued=config.queue,
+            measures=measures,
+        )
+        name = config.name or folder.resolve().name
+        encoder = PromptEncoder(tokenizer)
+        app = make_app(Served(engine, encoder, measures, name, model_config.vocab_size))
+        server = Server(app, engine, grace_s=config.grace_s)
+        # uvicorn raises the signal that ended it once more, for these.
+        caught: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda got, frame: caught.append(got))
+        engine.start()
+        _say(f"serving {name} at {address(listening)}; Ctrl-C ends it")
+        try:
+            server.run(sockets=[listening])
+        finally:
+            engine.stop(grace_s=0)
+    _say("ended")
+    return signal.SIGINT in caught
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def config_from(argv: Sequence[str] | None) -> ServeConfig:
+    """The command line as a configuration."""
+    parser = parser_of(ServeConfig, module="examples.llama_tp.serve", description=__doc__ or "")
+    return ServeConfig(**vars(parser.parse_args(argv)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code (see `exit_code`)."""
+    return exit_code(lambda: serve(config_from(argv)), usage=(ModelFolderError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

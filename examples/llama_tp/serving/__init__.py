@@ -1,0 +1,1 @@
+"""Serving over HTTP: cache, sampling, device programs, text, engine, interface, app."""

@@ -1,0 +1,99 @@
+"""A folder of Hugging Face's: what it must be to be served, and the model and tokenizer in it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+import spmd_core as spmd
+from examples.llama_tp import shardings
+from examples.training.attention import CAUSAL_SDPA
+
+# These compute their frequencies from the longest position of a step, which is on the device.
+_DYNAMIC_ROPE = ("dynamic", "longrope")
+
+
+class ModelFolderError(ValueError):
+    """A folder has no model that can be served."""
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """The model's sizes.
+
+    Raises:
+        ModelFolderError: the folder lacks a file, or has another kind of model.
+    """
+    missing = [name for name in ("config.json", "*.safetensors") if not [*folder.glob(name)]]
+    if missing:
+        raise ModelFolderError(
+            f"--model names a folder with config.json, safetensors and a tokenizer; got {folder}, "
+            f"which lacks {' and '.join(missing)}. Name another folder, or save the model there "
+            "with save_pretrained."
+        )
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ModelFolderError(
+            f"config.json must be a JSON object; got what is none: {error}. Save the model anew."
+        ) from None
+    if kind != "llama":
+        raise ModelFolderError(
+            f"the model must be of type 'llama'; got {kind!r} in {folder}. Name another folder."
+        )
+    config = LlamaConfig.from_pretrained(folder)
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope in _DYNAMIC_ROPE:
+        raise ModelFolderError(
+            "position embeddings must not depend on the longest text of a step; got rope_type "
+            f"{rope!r}. Serve a model with 'default', 'linear', 'yarn' or 'llama3'."
+        )
+    return config
+
+
+def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        ModelFolderError: there is none, or it has tokens that the model lacks.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(
+            f"the folder must have a tokenizer; got {folder}, whose tokenizer cannot be read: "
+            f"{error}. Save it there with save_pretrained."
+        ) from None
+    if len(tokenizer) > config.vocab_size:
+        raise ModelFolderError(
+            "the tokenizer must fit the model's vocabulary; got a tokenizer of "
+            f"{len(tokenizer)} tokens and a vocabulary of {config.vocab_size}. Save the tokenizer "
+            "that the model was trained with."
+        )
+    return tokenizer
+
+
+def load_model(
+    folder: Path, *, dtype: torch.dtype | str, mesh: spmd.Mesh | None
+) -> LlamaForCausalLM:
+    """The model in evaluation mode on device `xla`, laid out over the mesh.
+
+    Args:
+        folder: with config.json and safetensors.
+        dtype: of the parameters; "auto" keeps that of the files.
+        mesh: with the axis `tensor`; None for one device.
+    """
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=CAUSAL_SDPA)
+    model = model.eval().requires_grad_(False).to("xla")
+    if mesh is not None:
+        # Logits stay split by vocabulary, until the program gathers those of the last tokens.
+        shardings.parallelize(model, mesh, sequence_parallel=False, loss_parallel=True)
+    return model
+
+
+def end_tokens(model: LlamaForCausalLM) -> Sequence[int]:
+    """The tokens that end a text, as the folder says."""
+    ids = model.generation_config.eos_token_id
+    ids = model.config.eos_token_id if ids is None else ids
+    return [ids] if isinstance(ids, int) else list(ids or ())
