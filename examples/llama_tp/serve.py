@@ -1,11 +1,13 @@
 """Serves a Llama over HTTP, by OpenAI's interface, with prompts and tokens split over a mesh.
 
-python -m examples.llama_tp.serve --model FOLDER
-    a folder of Hugging Face's, on one device
-python -m examples.llama_tp.serve --model FOLDER --mesh tensor=8
-    on eight accelerators; add --devices 8 to emulate them
-curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 16, "stream": true}'
-    asks it, and a browser at the address that is printed too
+    python -m examples.llama_tp.serve --model FOLDER
+        a folder of Hugging Face's, on one device
+    python -m examples.llama_tp.serve --model FOLDER --mesh tensor=8
+        on eight accelerators; add --devices 8 to emulate them
+    curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 16, "stream": true}'
+        asks it; the printed address is also that of a page for browsers
+
+`--help` lists the options.
 """
 
 import signal
@@ -198,7 +200,11 @@ def _say(text: str) -> None:
 
 def config_from(argv: Sequence[str] | None) -> ServeConfig:
     """The command line as a configuration."""
-    parser = parser_of(ServeConfig, module="examples.llama_tp.serve", description=__doc__ or "")
+    parser = parser_of(
+        ServeConfig,
+        module="examples.llama_tp.serve",
+        description=(__doc__ or "").split("`--help`")[0],
+    )
     return ServeConfig(**vars(parser.parse_args(argv)))
 
 

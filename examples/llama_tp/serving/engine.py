@@ -150,7 +150,8 @@ class Engine:
         self._slots: list[Generation | None] = [None] * programs.num_slots
         self._in_flight: dict[Generation, None] = {}  # taken from the queue, and not at an end
         self._queue: deque[Generation] = deque()
-        self._changed = threading.Condition()  # guards the queue and the two below
+        self._changed = threading.Condition()  # guards the queue and the three below
+        self._is_waiting = False
         self._failure: EngineFailedError | None = None
         self._stop_at: float | None = None  # on the clock of `time.perf_counter`
         self._last_end_s = self._waited_s = 0.0
@@ -162,6 +163,12 @@ class Engine:
     def max_length(self) -> int:
         """The most tokens of a prompt and its continuation together."""
         return self._programs.length
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or is answered, and no program is on its way."""
+        with self._changed:
+            return self._is_waiting and not self._queue
 
     @property
     def failure(self) -> EngineFailedError | None:
@@ -224,10 +231,11 @@ class Engine:
             unread: list[_Sent] = []
             while unread or self._wait_for_requests():
                 start_s, self._waited_s = time.perf_counter(), 0.0
-                sent = self._send()
-                self._read(unread)
-                unread = sent
-                if len(sent) == 1 and sent[0].is_decode:
+                prompts, steps = self._send()
+                # A step is sent behind the prompts: their first tokens need not wait for a turn.
+                self._read([*unread, *prompts])
+                unread = steps
+                if steps and not prompts:
                     turn_s = time.perf_counter() - start_s
                     self._measures.decode_host_s.add(turn_s - self._waited_s)
         except Exception as error:
@@ -244,26 +252,29 @@ class Engine:
         """Waits while there is nothing to do; False when the thread shall end."""
         with self._changed:
             while not self._queue and not self._in_flight and self._stop_at is None:
+                self._is_waiting = True
                 self._changed.wait()
+            self._is_waiting = False
             if self._stop_at is None:
                 return True
             has_work = bool(self._queue or self._in_flight)
             return has_work and time.perf_counter() < self._stop_at
 
-    def _send(self) -> list[_Sent]:
+    def _send(self) -> tuple[list[_Sent], list[_Sent]]:
         """Sends a turn's programs: the prompts that free slots take, and a step of all slots."""
         if self._stop_at is not None and time.perf_counter() >= self._stop_at:
-            return []
+            return [], []
         self._drop_cancelled()
-        sent = [self._send_prompt(slot, generation) for slot, generation in self._taken()]
+        steps: list[_Sent] = []
+        prompts = [self._send_prompt(slot, generation) for slot, generation in self._taken()]
         holders = {slot: held for slot, held in enumerate(self._slots) if held is not None}
         if holders:
             start_s = time.perf_counter()
             tokens = self._programs.decode()
-            sent.append(_Sent(tokens, holders, start_s, is_decode=True))
+            steps.append(_Sent(tokens, holders, start_s, is_decode=True))
             for slot, generation in holders.items():
                 self._count_sent(slot, generation)
-        return sent
+        return prompts, steps
 
     def _drop_cancelled(self) -> None:
         with self._changed:

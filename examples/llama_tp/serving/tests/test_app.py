@@ -1,0 +1,368 @@
+"""OpenAI's interface over a real socket: answers, streams, errors, clients that hang up."""
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+
+import spmd_core as spmd
+from examples.llama_tp.serving.app import MAX_BODY_BYTES, Served, make_app
+from examples.llama_tp.serving.engine import Engine, EngineFailedError
+from examples.llama_tp.serving.measures import Measures
+from examples.llama_tp.serving.programs import Programs
+from examples.llama_tp.serving.server import Server, address, listening_socket
+from examples.llama_tp.serving.tests.tiny import LENGTH, QUEUE, make_engine, wait_idle
+from examples.llama_tp.serving.text import PromptEncoder
+
+TEXT = {"prompt": "the cat sat", "max_tokens": 12, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 8, "temperature": 0}
+
+
+@dataclass
+class Running:
+    """A server in a thread."""
+
+    url: str
+    engine: Engine
+    server: Server
+    thread: threading.Thread
+    measures: Measures
+
+    def client(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60)
+
+    def end(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive() and not self.engine._thread.is_alive()
+
+
+def start(programs: Programs, tokenizer: Any, **options: Any) -> Running:
+    measures = Measures()
+    engine = make_engine(programs, tokenizer, measures=measures, **options)
+    engine.start()
+    served = Served(engine, PromptEncoder(tokenizer), measures, "tiny", 320)
+    server = Server(make_app(served), engine, grace_s=30)
+    listening = listening_socket("127.0.0.1", 0)
+    url = address(listening)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    return Running(url, engine, server, thread, measures)
+
+
+@pytest.fixture(scope="module")
+def running(programs: Programs, tokenizer: Any) -> Iterator[Running]:
+    server = start(programs, tokenizer)
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx2.Client]:
+    with running.client() as client:
+        yield client
+    wait_idle(running.engine)
+
+
+def streamed(client: httpx2.Client, path: str, asked: dict[str, Any]) -> list[Any]:
+    """The decoded events of a stream; the last one is "[DONE]"."""
+    with client.stream("POST", path, json=asked | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    return [json.loads(one) for one in data[:-1]] + [data[-1]]
+
+
+def text_of(events: list[Any], choice: int = 0) -> str:
+    choices = [event["choices"][0] for event in events[:-1]]
+    return "".join(
+        c["text"] if "text" in c else c["delta"]["content"] for c in choices if c["index"] == choice
+    )
+
+
+def error_of(response: httpx2.Response) -> tuple[int, str]:
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    return response.status_code, error["message"]
+
+
+# --- Answers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_device
+def test_a_completion_whole_and_streamed(
+    client: httpx2.Client, expected: Callable[..., list[int]], tokenizer: Any
+) -> None:
+    answer = client.post("/v1/completions", json=TEXT).json()
+    ids = tokenizer(TEXT["prompt"]).input_ids
+    tokens = expected(ids, 12)
+    text = tokenizer.decode([*ids, *tokens], skip_special_tokens=True)
+    assert TEXT["prompt"] + answer["choices"][0]["text"] == text
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(tokens),
+        "total_tokens": len(ids) + len(tokens),
+    }
+    events = streamed(client, "/v1/completions", TEXT)
+    assert events[-1] == "[DONE]" and len({event["id"] for event in events[:-1]}) == 1
+    assert text_of(events) == answer["choices"][0]["text"]
+    assert events[-2]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
+
+
+def test_a_chat_whole_and_streamed(client: httpx2.Client) -> None:
+    answer = client.post("/v1/chat/completions", json=CHAT).json()
+    message = answer["choices"][0]["message"]
+    assert answer["object"] == "chat.completion" and message["role"] == "assistant"
+    events = streamed(client, "/v1/chat/completions", CHAT)
+    assert text_of(events) == message["content"] != ""
+    assert {event["object"] for event in events[:-1]} == {"chat.completion.chunk"}
+    plain = {**TEXT, "prompt": "user: the cat\n\nassistant:", "max_tokens": 8}
+    as_text = client.post("/v1/completions", json=plain).json()
+    assert as_text["choices"][0]["text"] == message["content"]
+    shorter = {**CHAT, "max_completion_tokens": 2}
+    assert (
+        client.post("/v1/chat/completions", json=shorter).json()["usage"]["completion_tokens"] <= 2
+    )
+
+
+def test_several_prompts_and_choices(client: httpx2.Client) -> None:
+    asked = {"prompt": ["the cat", "a dog"], "n": 2, "seed": 4, "max_tokens": 10, "top_p": 0.9}
+    choices = client.post("/v1/completions", json=asked).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in choices]
+    assert len(set(texts)) == 4
+    events = streamed(client, "/v1/completions", asked)
+    assert [text_of(events, i) for i in range(4)] == texts
+    # A choice is the request with the next seed.
+    alone = {**asked, "prompt": "the cat", "n": 1, "seed": 5}
+    assert client.post("/v1/completions", json=alone).json()["choices"][0]["text"] == texts[1]
+    unseeded = {"prompt": "the cat", "n": 4, "max_tokens": 10}
+    choices = client.post("/v1/completions", json=unseeded).json()["choices"]
+    assert len({choice["text"] for choice in choices}) > 1
+
+
+def test_stop_strings_and_token_ids(client: httpx2.Client, tokenizer: Any) -> None:
+    text = client.post("/v1/completions", json=TEXT).json()["choices"][0]["text"]
+    stop = text[3:5]
+    answer = client.post("/v1/completions", json=TEXT | {"stop": stop}).json()["choices"][0]
+    assert answer["text"] == text[: text.find(stop)] and answer["finish_reason"] == "stop"
+    ids = TEXT | {"prompt": tokenizer(TEXT["prompt"]).input_ids}
+    assert client.post("/v1/completions", json=ids).json()["choices"][0]["text"] == text
+
+
+def test_tokens_are_as_many_as_fit_unless_said(client: httpx2.Client) -> None:
+    asked: dict[str, Any] = {"prompt": [5] * 90, "temperature": 0}
+    usage = client.post("/v1/completions", json=asked).json()["usage"]
+    assert usage["completion_tokens"] <= LENGTH - 90
+    chat = {"messages": CHAT["messages"], "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    by_length = answer["choices"][0]["finish_reason"] == "length"
+    assert by_length == (answer["usage"]["total_tokens"] == LENGTH)
+
+
+def test_models_health_figures_and_page(client: httpx2.Client) -> None:
+    assert client.get("/v1/models").json()["data"] == [
+        {"id": "tiny", "object": "model", "owned_by": "local", "max_model_len": LENGTH}
+    ]
+    assert client.get("/health").json() == {"status": "ok"}
+    figures = client.get("/metrics")
+    assert figures.headers["content-type"].startswith("text/plain; version=0.0.4")
+    for line in figures.text.splitlines():
+        assert re.fullmatch(r'# (HELP|TYPE) llama_\w+ .+|llama_\w+(\{\w+="[^"]+"\})? \S+', line)
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "http://" not in page.text and "https://" not in page.text
+
+
+# --- Many clients ---------------------------------------------------------------------------------
+
+
+@pytest.mark.one_device
+def test_64_clients_at_once(running: Running, client: httpx2.Client) -> None:
+    """Each is answered, streamed or not, with its own text; some hang up in between."""
+    client.post("/v1/completions", json=TEXT)
+    compiles = spmd.metrics.counter("compiles")
+
+    def ask(i: int) -> str:
+        asked = {"prompt": f"the {i % 16} cats", "seed": i % 16, "max_tokens": 6 + i % 16}
+        with running.client() as own:
+            if i >= 48:  # hangs up
+                with own.stream("POST", "/v1/completions", json=asked | {"stream": True}) as r:
+                    next(r.iter_lines())
+                return ""
+            if i >= 32:
+                return text_of(streamed(own, "/v1/completions", asked))
+            return own.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(64) as threads:
+        texts = list(threads.map(ask, range(64)))
+    assert texts[:16] == texts[16:32] == texts[32:48] and len(set(texts[:16])) > 12
+    assert spmd.metrics.counter("compiles") == compiles
+    wait_idle(running.engine)
+    assert not any(running.engine._slots)
+
+
+def test_a_client_that_hangs_up_frees_its_slot(running: Running, client: httpx2.Client) -> None:
+    before = running.measures.num_requests("cancelled")
+    release = threading.Event()
+    decode = running.engine._programs.decode
+    running.engine._programs.decode = lambda: (release.wait(60), decode())[1]  # type: ignore
+    try:
+        for stream in (False, True):
+            body = json.dumps({"prompt": [5], "max_tokens": 90, "stream": stream}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            with socket.create_connection(("127.0.0.1", int(running.url.split(":")[-1]))) as s:
+                s.sendall(head.encode() + b"\r\n\r\n" + body)
+                until(lambda: any(running.engine._slots))
+            time.sleep(0.2)  # the server sees the end of the connection
+            release.set()
+            until(lambda: running.engine.is_idle)
+            release.clear()
+    finally:
+        release.set()
+        del running.engine._programs.decode  # type: ignore
+    assert running.measures.num_requests("cancelled") == before + 2
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "message"),
+    [
+        ({}, 422, "prompt is required; got a body without it. Add it."),
+        ([], 400, "the body must be a JSON object; got []. Send for instance"),
+        ({"prompt": 3}, 422, "prompt should be a text, token ids, or a list of 1 to 16 texts; got"),
+        ({"prompt": [2, "a"]}, 422, "prompt.1 should be a valid integer; got 'a'. Change it."),
+        (TEXT | {"temperature": 3}, 422, "temperature should be less than or equal to 2; got 3."),
+        (TEXT | {"temperature": "1"}, 422, "temperature should be a valid number; got '1'."),
+        (TEXT | {"max_tokens": True}, 422, "max_tokens should be a valid integer; got True."),
+        (TEXT | {"max_tokens": 0}, 422, "max_tokens should be greater than or equal to 1; got 0."),
+        (TEXT | {"top_p": 0}, 422, "top_p should be greater than 0; got 0. Change it."),
+        (TEXT | {"n": 17}, 422, "n should be less than or equal to 16; got 17. Change it."),
+        (TEXT | {"seed": 2**63}, 422, "seed should be less than 9223372036854775808; got"),
+        (TEXT | {"stop": 5}, 422, "stop should be a text, or a list of at most 16 texts; got 5."),
+        (TEXT | {"stop": ["a", ""]}, 400, "stop strings must not be empty; got ''. Leave it out."),
+        (TEXT | {"tokens": 5}, 422, "tokens is no option of this interface. Leave it out."),
+        (TEXT | {"logprobs": 0}, 400, "logprobs is not supported by this server; got 0. Leave it"),
+        (TEXT | {"echo": True}, 400, "echo is not supported by this server; got True."),
+        (TEXT | {"model": "gpt"}, 404, "this server has the model 'tiny'; got 'gpt'. Leave the"),
+        (TEXT | {"prompt": ""}, 400, "prompt must have at least one token; got none. Write"),
+        (TEXT | {"prompt": [2, 320]}, 400, "token ids must be from 0 to 319; got 320. Use the"),
+        (TEXT | {"prompt": [2] * 96}, 400, "room for a token within 96 tokens; got 96 tokens."),
+        (TEXT | {"prompt": [2] * 90}, 400, "at most 96 tokens; got 90 and 12. Pass at most 6, or"),
+    ],
+)
+def test_a_refusal_says_what_to_do(
+    asked: Any, status: int, message: str, client: httpx2.Client
+) -> None:
+    found, text = error_of(client.post("/v1/completions", json=asked))
+    assert (found, message in text) == (status, True), text
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages should have at least 1 item"),
+        ([{"role": "tool", "content": "a"}], "messages.0.role should be 'system', 'developer', "),
+        ([{"role": "user"}], "messages.0.content is required; got a body without it. Add it."),
+        ([{"role": "user", "content": ["a"]}], "messages.0.content should be a valid string; got"),
+    ],
+)
+def test_a_chat_is_refused(messages: Any, message: str, client: httpx2.Client) -> None:
+    found, text = error_of(client.post("/v1/chat/completions", json={"messages": messages}))
+    assert (found, message in text) == (422, True), text
+
+
+def test_options_that_ask_for_nothing_are_taken(client: httpx2.Client) -> None:
+    neutral = {"echo": False, "logprobs": None, "presence_penalty": 0.0, "user": "me", "n": 1}
+    assert client.post("/v1/completions", json=TEXT | neutral).status_code == 200
+
+
+def test_what_is_no_request(client: httpx2.Client) -> None:
+    for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}'):
+        status, message = error_of(client.post("/v1/completions", content=body))
+        assert status == 400 and message.startswith("the body must be JSON; got what is none")
+    status, message = error_of(client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)))
+    assert status == 413 and f"at most {MAX_BODY_BYTES} bytes; got {MAX_BODY_BYTES + 1}" in message
+    status, message = error_of(client.get("/v1/engines"))
+    assert (status, message) == (
+        404,
+        "paths are those of OpenAI's interface; got /v1/engines. Try /v1/completions.",
+    )
+    response = client.get("/v1/completions")
+    assert response.headers["allow"] == "POST"
+    assert error_of(response) == (405, "/v1/completions takes POST; got GET. Change the method.")
+
+
+def test_a_full_queue_asks_to_come_again(running: Running, client: httpx2.Client) -> None:
+    asked = {"prompt": ["a"] * 16, "n": 16}
+    response = client.post("/v1/completions", json=asked)
+    status, message = error_of(response)
+    assert status == 429 and f"at most {QUEUE} requests may wait; got 256 more while 0" in message
+    assert response.headers["retry-after"] == "1"
+
+
+def test_a_failed_engine_says_so(programs: Programs, tokenizer: Any) -> None:
+    server = start(programs, tokenizer)
+    release = threading.Event()
+
+    class Broken:
+        num_slots, length = programs.num_slots, programs.length
+
+        def prefill(self, *args: Any) -> Any:
+            release.wait(60)
+            raise RuntimeError("no memory")
+
+    server.engine._programs = Broken()  # type: ignore
+    try:
+        with server.client() as client, ThreadPoolExecutor() as threads:
+            whole = threads.submit(client.post, "/v1/completions", json=TEXT)
+            stream = threads.submit(streamed_lines, client)
+            until(lambda: server.measures.queue_length() + server.measures.active_slots() >= 2)
+            release.set()
+            message = "a step on the device failed: no memory. Restart the server."
+            assert error_of(whole.result()) == (500, message)
+            (event,) = stream.result()
+            assert json.loads(event)["error"]["message"] == message
+            assert error_of(client.post("/v1/completions", json=TEXT)) == (500, message)
+            health = client.get("/health")
+            assert health.status_code == 503
+            assert health.json() == {"status": "failed", "error": message}
+        assert isinstance(server.engine.failure, EngineFailedError)
+    finally:
+        server.end()
+
+
+def streamed_lines(client: httpx2.Client) -> list[str]:
+    with client.stream("POST", "/v1/completions", json=TEXT | {"stream": True}) as response:
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+def test_a_shutdown_lets_requests_end(programs: Programs, tokenizer: Any) -> None:
+    server = start(programs, tokenizer)
+    asked = TEXT | {"prompt": [5], "max_tokens": 60}
+    with server.client() as client, ThreadPoolExecutor() as threads:
+        found = threads.submit(streamed, client, "/v1/completions", asked)
+        until(lambda: server.measures.active_slots() > 0)
+        server.end()
+        assert found.result()[-1] == "[DONE]"
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(server.url + "/health")
