@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import spmd_core as spmd
@@ -42,7 +43,13 @@ def read_config(folder: Path) -> LlamaConfig:
         raise ModelFolderError(
             f"the model must be of type 'llama'; got {kind!r} in {folder}. Name another folder."
         )
-    config = LlamaConfig.from_pretrained(folder)
+    try:
+        config = LlamaConfig.from_pretrained(folder)
+    except (ValueError, StrictDataclassError) as error:
+        raise ModelFolderError(
+            "config.json must describe a Llama that transformers can build; got one that it "
+            f"refuses: {_in_a_line(error)}. Save the model anew."
+        ) from None
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in _DYNAMIC_ROPE:
         raise ModelFolderError(
@@ -63,7 +70,7 @@ def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase
     except (OSError, ValueError) as error:
         raise ModelFolderError(
             f"the folder must have a tokenizer; got {folder}, whose tokenizer cannot be read: "
-            f"{error}. Save it there with save_pretrained."
+            f"{_in_a_line(error)}. Save it there with save_pretrained."
         ) from None
     if len(tokenizer) > config.vocab_size:
         raise ModelFolderError(
@@ -72,6 +79,10 @@ def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase
             "that the model was trained with."
         )
     return tokenizer
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def load_model(

@@ -229,7 +229,7 @@ def test_a_client_that_hangs_up_frees_its_slot(running: Running, client: httpx2.
             release.clear()
     finally:
         release.set()
-        del running.engine._programs.decode  # type: ignore
+        del running.engine._programs.decode
     assert running.measures.num_requests("cancelled") == before + 2
 
 

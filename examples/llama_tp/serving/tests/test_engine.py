@@ -179,13 +179,14 @@ def test_a_step_is_sent_before_the_last_one_is_read(
     counting: CountingPrograms, counter: Engine
 ) -> None:
     sent_at: list[int] = []
+    done = Client()
 
     def listener(event: Event) -> None:
         if isinstance(event, Piece):
             sent_at.append(counting.calls.count("decode"))
+        done(event)
 
-    done = Client()
-    counter.submit([(Request([39], 5), lambda event: (listener(event), done(event))[0])])
+    counter.submit([(Request([39], 5), listener)])
     done.end()
     # The token of the prompt is read after the first decode step was sent, and so on.
     assert sent_at == [1, 2, 3, 4, 4]

@@ -109,7 +109,7 @@ def test_a_prompt_is_continued_and_stopped(
         until(lambda: bool(browser.execute_script(shown)))
         element("halt").click()
         until(lambda: element("status").text == "Stopped")
-        del server.engine._programs.decode  # type: ignore
+        del server.engine._programs.decode
         wait_idle(server.engine)
         assert server.measures.num_requests("cancelled") == 1
         severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

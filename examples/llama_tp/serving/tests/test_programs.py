@@ -69,7 +69,8 @@ def test_heads_that_the_axis_divides(tmp_path: Path, num_devices: int) -> None:
     assert decode.alias_bytes >= cache_bytes > decode.temp_bytes
     assert decode.output_bytes - decode.alias_bytes < 1000
     if num_devices > 1:
-        shards = programs._cache.keys[0].local_shards
+        keys: Any = programs._cache.keys[0]
+        shards = keys.local_shards
         assert [tuple(shard.data.shape) for shard in shards] == [
             (SLOTS, 8 // num_devices, LENGTH, 8)
         ] * num_devices

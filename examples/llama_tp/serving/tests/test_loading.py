@@ -1,0 +1,76 @@
+"""What a folder must have to be served; each refusal names what was got."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from examples.llama_tp.serving.loading import (
+    ModelFolderError,
+    end_tokens,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
+from examples.llama_tp.serving.tests.tiny import END, tensor_mesh
+
+
+def write(folder: Path, config: Any) -> Path:
+    (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_a_folder_is_read(folder: Path, num_devices: int) -> None:
+    config = read_config(folder)
+    tokenizer = read_tokenizer(folder, config)
+    assert tokenizer.decode(tokenizer("the cat").input_ids) == "the cat"
+    model = load_model(folder, dtype=torch.bfloat16, mesh=tensor_mesh(num_devices))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.bfloat16 and not model.training and not weight.requires_grad
+    if num_devices > 1:
+        assert weight.local_shards[0].data.shape == (96 // num_devices, 64)
+    assert end_tokens(model) == [END]
+    model.generation_config.eos_token_id = [1, 7]
+    assert end_tokens(model) == [1, 7]
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"lacks config.json and \*.safetensors. Name anoth"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelFolderError, match=r"which lacks \*.safetensors"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "config.json must be a JSON object; got what is none"),
+        ("[]", "config.json must be a JSON object; got what is none"),
+        (
+            {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 12},
+            r"got one that it refuses: .*size \(100\) is not a multiple .*Save the model anew",
+        ),
+        ({"model_type": "mistral"}, "the model must be of type 'llama'; got 'mistral' in"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "must not depend on the longest text of a step; got rope_type 'dynamic'. Serve a model",
+        ),
+    ],
+)
+def test_another_kind_of_model(config: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=message):
+        read_config(write(tmp_path, config))
+
+
+def test_a_tokenizer_must_be_there_and_fit(folder: Path, tmp_path: Path) -> None:
+    config = LlamaConfig(vocab_size=100)
+    with pytest.raises(ModelFolderError, match="a tokenizer of 297 tokens and a vocabulary of 100"):
+        read_tokenizer(folder, config)
+    write(tmp_path, {"model_type": "llama"})
+    with pytest.raises(ModelFolderError, match=r"the folder must have a tokenizer; got .* Save it"):
+        read_tokenizer(tmp_path, config)

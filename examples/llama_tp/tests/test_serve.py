@@ -1,0 +1,122 @@
+"""The server's command: what cannot work is said in a line, and a run from start to Ctrl-C."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+from tiers import exhaustive
+from transformers import LlamaConfig
+
+from examples.llama_tp.serve import ServeConfig, config_from, main, parsed_mesh, slot_length
+from examples.llama_tp.serving.server import listening_socket
+from examples.llama_tp.serving.tests.tiny import save_tiny_model
+from examples.training.knobs import KnobError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(path, kv_heads=2)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model names the folder of the model; got none. Add for instance --model llama/."),
+        (["--model", "/missing"], "got /missing, which lacks config.json and *.safetensors"),
+        (["--model", "x", "--slots", "0"], "--slots must be at least 1; got 0"),
+        (["--model", "x", "--grace-s", "-1"], "--grace-s must be at least 0; got -1.0"),
+        (["--model", "x", "--devices", "8"], "got --devices 8 and no --mesh. Add for instance"),
+        (["--max-length", "129"], "at most the model's positions; got 129 for 128. Pass at most"),
+        (["--max-length", "1"], "--max-length has room for a prompt and its answer; got 1"),
+        (["--mesh", "data=1"], "a server splits over one axis, tensor; got 'data=1'"),
+        (["--mesh", "tensor=7"], "must multiply to the number of devices"),
+        (["--host", "192.0.2.1"], "--host and --port name a free address of this machine; got 192"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(
+    arguments: list[str],
+    message: str,
+    folder: str,
+    num_devices: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "data=1" in arguments:
+        arguments = ["--mesh", f"data={num_devices}"]
+        message = message.replace("data=1", arguments[1])
+    model = [] if not arguments or "--model" in arguments else ["--model", folder]
+    assert main([*model, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.startswith("error: ")
+    assert captured.out == ""
+
+
+def test_a_mesh_must_divide_the_heads(num_devices: int) -> None:
+    if num_devices != 8:
+        pytest.skip("the numbers are those of 8 devices")
+    config = LlamaConfig(hidden_size=96, num_attention_heads=12)
+    message = "tensor=8 for 12 heads. Pass one of tensor=1, 2, 3, 4, 6, 12."
+    with pytest.raises(KnobError, match=message):
+        parsed_mesh("tensor=8", config)
+
+
+def test_a_slot_has_the_models_positions_and_not_too_many() -> None:
+    assert slot_length(0, LlamaConfig(max_position_embeddings=512)) == 512
+    assert slot_length(0, LlamaConfig(max_position_embeddings=131072)) == 2048
+    assert slot_length(100, LlamaConfig(max_position_embeddings=512)) == 100
+
+
+def test_a_port_that_is_taken(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening_socket("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["--model", folder, "--port", port]) == 2
+    assert f"got 127.0.0.1 and {port}: " in capsys.readouterr().err
+
+
+def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_from(["--help"])
+    out = capsys.readouterr().out
+    names = [field.name for field in dataclasses.fields(ServeConfig)]
+    assert all(f"--{name.replace('_', '-')}" in out for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
+def test_a_server_runs_until_it_is_told_to_end(number: signal.Signals, folder: str) -> None:
+    command = [sys.executable, "-m", "examples.llama_tp.serve", "--model", folder, "--port", "0"]
+    command += ["--devices", "2", "--mesh", "tensor=2", "--max-length", "64", "--name", "little"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("serving"):
+                break
+        assert [line for line in said if "compiling" in line] == [
+            "compiling: prompts of up to 32 tokens\n",
+            "compiling: prompts of up to 64 tokens\n",
+            "compiling: a token of 16 slots\n",
+        ]
+        (url,) = re.findall(r"^serving little at (http://127.0.0.1:\d+); Ctrl-C", said[-1])
+        asked = {"prompt": "the", "max_tokens": 4, "model": "little"}
+        answer = httpx2.post(f"{url}/v1/completions", json=asked, timeout=60)
+        assert answer.status_code == 200
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert out == "ended\n" and "Traceback" not in err
+    assert process.returncode == (130 if number == signal.SIGINT else 0)
