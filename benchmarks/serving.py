@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -79,12 +79,14 @@ def main() -> int:
     compiled = sum(run["compiles"] for run in runs) + tiny_compiles
     flat = growth <= MAX_GROWTH_BYTES
     notes = [
-        f"A Llama of {args.layers} layers, width {args.width}, in float32, tensor={args.devices} on "
-        f"emulated devices, {SLOTS} slots of {LENGTH} tokens; prompts of {PROMPT_TOKENS} tokens, "
-        f"answers of {ANSWER_TOKENS}, sampled with temperature 1. Clients, server and devices "
+        f"A Llama of {args.layers} layers, width {args.width}, in float32, tensor={args.devices} "
+        f"on emulated devices, {SLOTS} slots of {LENGTH} tokens; prompts of {PROMPT_TOKENS}, "
+        f"answers of {ANSWER_TOKENS} tokens, at temperature 1. Clients, server and devices "
         "share the cores of one machine.",
-        f"{verdict(compiled == 0)}: no request compiled anything; {compiles:.0f} programs at start.",
-        f"{verdict(hidden)}: the host's part of a decode step is smaller than the device's.",
+        f"{verdict(compiled == 0)}: no request compiled anything; {compiles:.0f} programs at the "
+        "start.",
+        f"{verdict(hidden)}: the host's part of a decode step, in CPU time, is smaller than the "
+        "device's.",
         f"{verdict(flat)}: over {args.tiny:,} tiny requests, {memory['per_s']:.0f} a second, the "
         f"server's memory grew by {growth / 1e6:.1f} MB after the first tenth, from "
         f"{memory['rss_bytes'][1] / 1e6:.0f} MB.",

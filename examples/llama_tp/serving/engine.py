@@ -154,7 +154,7 @@ class Engine:
         self._is_waiting = False
         self._failure: EngineFailedError | None = None
         self._stop_at: float | None = None  # on the clock of `time.perf_counter`
-        self._last_end_s = self._waited_s = 0.0
+        self._last_end_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         measures.queue_length = lambda: len(self._queue)
         measures.active_slots = lambda: sum(slot is not None for slot in self._slots)
@@ -230,14 +230,13 @@ class Engine:
         try:
             unread: list[_Sent] = []
             while unread or self._wait_for_requests():
-                start_s, self._waited_s = time.perf_counter(), 0.0
+                start_s = time.thread_time()
                 prompts, steps = self._send()
                 # A step is sent behind the prompts: their first tokens need not wait for a turn.
                 self._read([*unread, *prompts])
                 unread = steps
                 if steps and not prompts:
-                    turn_s = time.perf_counter() - start_s
-                    self._measures.decode_host_s.add(turn_s - self._waited_s)
+                    self._measures.decode_host_s.add(time.thread_time() - start_s)
         except Exception as error:
             _log.exception("a step on the device failed")
             with self._changed:
@@ -319,10 +318,8 @@ class Engine:
     def _read(self, unread: Sequence[_Sent]) -> None:
         """Waits for programs and hands out their tokens, but those of requests that have ended."""
         for sent in unread:
-            read_s = time.perf_counter()
             tokens = sent.tokens.tolist()
             now_s = time.perf_counter()
-            self._waited_s += now_s - read_s
             if sent.is_decode:
                 began_s = max(sent.start_s, self._last_end_s)
                 self._measures.decode_device_s.add(now_s - began_s)

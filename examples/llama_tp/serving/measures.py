@@ -55,8 +55,8 @@ class Measures:
         queue_length, active_slots: asked when the text is made; the engine sets them.
         first_token_s: from a request's arrival to its first token.
         token_s: from a token of a request to its next one.
-        decode_host_s: what Python does for a decode step: recording it, starting it, and handing
-            out its tokens.
+        decode_host_s: CPU time of the engine's thread for a decode step: recording it, starting it,
+            and handing out the tokens of the one before. Waiting takes none.
         decode_device_s: from the start of a decode step, or the end of what ran before it, to its
             end, as the host sees it: exact if the host waits for the step, else too long.
     """
