@@ -77,6 +77,7 @@ def make_app(served: Served) -> Starlette:
             RefusedError: endpoints.refused,
             serving.EngineError: endpoints.engine_error,
             ClientDisconnect: _gone,
+            Exception: _internal_error,
         },
     )
 
@@ -333,7 +334,9 @@ async def _json_body(request: Request) -> Any:
             status=413,
         )
     try:
-        return json.loads(bytes(body))
+        data = json.loads(bytes(body))
+        json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of half a character
+        return data
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body must be JSON; got what is none: {error}. Mend it.") from None
 
@@ -363,6 +366,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = error.detail
     body = error_body(message, kind="invalid_request_error")
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """A fault of the server's own; Starlette logs it too."""
+    message = f"the server has a fault: {error!r}. Report it."
+    body = error_body(message, kind="server_error", code="internal_error")
+    return JSONResponse(body, status_code=500)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

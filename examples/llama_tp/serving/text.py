@@ -31,8 +31,10 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # A tokenizer changes its own settings at a call.
         self._lock = threading.Lock()
+        # The first call may change settings that its file has, such as truncation. It must not be
+        # while another thread decodes.
+        self.encode("")
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens, with the special tokens that the tokenizer puts around a text."""

@@ -297,7 +297,8 @@ def test_options_that_ask_for_nothing_are_taken(client: httpx2.Client) -> None:
 
 
 def test_what_is_no_request(client: httpx2.Client) -> None:
-    for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}'):
+    half = rb'{"prompt": "\ud800"}'
+    for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}', half):
         status, message = error_of(client.post("/v1/completions", content=body))
         assert status == 400 and message.startswith("the body must be JSON; got what is none")
     status, message = error_of(client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1)))
@@ -310,6 +311,15 @@ def test_what_is_no_request(client: httpx2.Client) -> None:
     response = client.get("/v1/completions")
     assert response.headers["allow"] == "POST"
     assert error_of(response) == (405, "/v1/completions takes POST; got GET. Change the method.")
+
+
+def test_a_fault_is_said_as_json(
+    running: Running, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptEncoder, "encode", lambda self, text: 1 / 0)
+    status, message = error_of(client.post("/v1/completions", json=TEXT))
+    assert status == 500
+    assert message == "the server has a fault: ZeroDivisionError('division by zero'). Report it."
 
 
 def test_a_full_queue_asks_to_come_again(running: Running, client: httpx2.Client) -> None:
