@@ -59,15 +59,15 @@ class SlotCache:
 
     def for_tokens(self, positions_S: torch.Tensor) -> Cache:
         """What the model writes a token of each slot to: each at the slot's own position."""
-        return Cache(
-            layers=[_TokensLayer(k, v, positions_S) for k, v in zip(self.keys, self.values)]
-        )
+        slots_S = torch.arange(self.num_slots, device="xla")
+        layers = [_TokensLayer(k, v, slots_S, positions_S) for k, v in zip(self.keys, self.values)]
+        return Cache(layers=layers)
 
 
 class _SlotLayer(CacheLayerMixin):
     """One layer's keys and values (S, K, L, H), and where the next `update` writes."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, *where: torch.Tensor) -> None:
         super().__init__()
         self.keys, self.values, self.where = keys, values, where
         self.is_initialized = True
@@ -101,7 +101,7 @@ class _PromptLayer(_SlotLayer):
             # is finite, but a NaN times a weight of zero is NaN.
             room = all_SKLH.shape[2] - new.shape[2]
             row = torch.nn.functional.pad(new, (0, 0, 0, room)).to(all_SKLH.dtype)
-            all_SKLH.index_copy_(0, self.where, row)
+            all_SKLH.index_copy_(0, *self.where, row)
         return key_states, value_states
 
 
@@ -112,7 +112,7 @@ class _TokensLayer(_SlotLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes (S, K, 1, H), each at its slot's position, and returns all slots."""
-        slots = torch.arange(len(self.where), device=self.where.device)
-        self.keys[slots, :, self.where] = key_states[:, :, 0].to(self.keys.dtype)
-        self.values[slots, :, self.where] = value_states[:, :, 0].to(self.values.dtype)
+        slots_S, positions_S = self.where
+        for all_SKLH, new in ((self.keys, key_states), (self.values, value_states)):
+            all_SKLH[slots_S, :, positions_S] = new[:, :, 0].to(all_SKLH.dtype)
         return self.keys, self.values
