@@ -150,7 +150,7 @@ def figures(url: str) -> dict[str, float]:
 
 async def measured(url: str, clients: int) -> dict[str, Any]:
     """Rates and latencies with so many clients at once."""
-    requests_each = max(2, 64 // clients)
+    requests_each = max(2, 16 // clients)
     first_s: list[float] = []
     token_s: list[float] = []
     before = figures(url)

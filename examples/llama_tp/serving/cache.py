@@ -96,12 +96,13 @@ class _PromptLayer(_SlotLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes (1, K, T, H) at the positions from 0 on, and returns it."""
+        (slot_1,) = self.where
         for all_SKLH, new in ((self.keys, key_states), (self.values, value_states)):
             # The whole row: what the slot's last request left behind would count nothing where it
             # is finite, but a NaN times a weight of zero is NaN.
             room = all_SKLH.shape[2] - new.shape[2]
             row = torch.nn.functional.pad(new, (0, 0, 0, room)).to(all_SKLH.dtype)
-            all_SKLH.index_copy_(0, *self.where, row)
+            all_SKLH.index_copy_(0, slot_1, row)
         return key_states, value_states
 
 

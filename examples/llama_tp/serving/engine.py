@@ -210,7 +210,7 @@ class Engine:
         generations = [Generation(request, tell, self._tokenizer) for request, tell in requests]
         with self._changed:
             if self._failure is not None:
-                raise self._failure
+                raise _another(self._failure)
             if self._stop_at is not None:
                 raise EngineStoppedError("the server is shutting down. Ask another one.")
             if len(self._queue) + len(requests) > self._max_queued:
@@ -368,7 +368,12 @@ class Engine:
             waiting = list(self._queue)
             self._queue.clear()
         for generation in (*self._in_flight, *waiting):
-            self._end(generation, "failed", Failed(error))
+            self._end(generation, "failed", Failed(_another(error)))
+
+
+def _another(error: EngineError) -> EngineError:
+    """An equal error: one that is raised again and again would keep each traceback."""
+    return type(error)(*error.args)
 
 
 def _check(request: Request, max_length: int) -> None:

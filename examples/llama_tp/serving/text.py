@@ -123,9 +123,9 @@ class StopStrings:
         strings: none of them empty.
 
     Example:
-        >>> stop = StopStrings(["END"])
-        >>> stop.add("a E"), stop.add("N"), stop.add("d E"), stop.add("ND b"), stop.has_stopped
-        ('a ', '', 'ENd ', '', True)
+        >>> stop = StopStrings(["stop"])
+        >>> stop.add("a s"), stop.add("to"), stop.add("re s"), stop.add("top b"), stop.has_stopped
+        ('a ', '', 'store ', '', True)
     """
 
     def __init__(self, strings: Sequence[str]) -> None:

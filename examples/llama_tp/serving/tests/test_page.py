@@ -104,7 +104,7 @@ def test_a_prompt_is_continued_and_stopped(
         server.engine._programs.decode = lambda: (time.sleep(0.05), decode())[1]  # type: ignore
         write("prompt", "the dog")
         write("max_tokens", "60")
-        element("mode").send_keys("Answer")
+        element("mode").send_keys("Chat")
         element("send").click()
         until(lambda: bool(browser.execute_script(shown)))
         element("halt").click()
