@@ -168,6 +168,12 @@ class _Endpoints:
             for prompt in prompts
             for i in range(asked.num_choices)
         ]
+        if len(requests) > self._served.engine.max_queued:  # which no waiting would change
+            raise RefusedError(
+                f"prompts times n must be at most {self._served.engine.max_queued}, the requests "
+                f"that may wait; got {len(requests)}. Send fewer at once.",
+                param="n",
+            )
         is_chat = isinstance(asked, ChatRequest)
         answer = Answer(is_chat=is_chat, model=self._served.name)
         run = _Run(self._served.engine, requests)

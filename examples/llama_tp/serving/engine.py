@@ -165,6 +165,11 @@ class Engine:
         return self._programs.length
 
     @property
+    def max_queued(self) -> int:
+        """The most requests that may wait for a slot."""
+        return self._max_queued
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request waits or is answered, and no program is on its way."""
         with self._changed:

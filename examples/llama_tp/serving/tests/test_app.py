@@ -322,11 +322,33 @@ def test_a_fault_is_said_as_json(
     assert message == "the server has a fault: ZeroDivisionError('division by zero'). Report it."
 
 
+def test_more_texts_than_may_ever_wait(client: httpx2.Client) -> None:
+    status, message = error_of(client.post("/v1/completions", json={"prompt": ["a"] * 16, "n": 16}))
+    assert status == 400
+    assert message.startswith(f"prompts times n must be at most {QUEUE}, the requests that may wa")
+
+
 def test_a_full_queue_asks_to_come_again(running: Running, client: httpx2.Client) -> None:
-    asked = {"prompt": ["a"] * 16, "n": 16}
-    response = client.post("/v1/completions", json=asked)
+    """And what was taken before is answered all the same."""
+    release = threading.Event()
+    decode = running.engine._programs.decode
+    running.engine._programs.decode = lambda: (release.wait(60), decode())[1]  # type: ignore
+    asked = {"prompt": ["a"] * 10, "n": 2, "max_tokens": 2}
+    try:
+        with ThreadPoolExecutor(16) as threads:
+            taken = []
+            for number in range(1, 6):  # 4 requests get a slot, and 96 wait
+                taken.append(threads.submit(client.post, "/v1/completions", json=asked))
+                held = number * 20
+                until(lambda held=held: in_engine(running) == held)  # type: ignore[misc]
+            response = client.post("/v1/completions", json=asked)
+            release.set()
+            assert all(one.result().status_code == 200 for one in taken)
+    finally:
+        release.set()
+        del running.engine._programs.decode  # type: ignore
     status, message = error_of(response)
-    assert status == 429 and f"at most {QUEUE} requests may wait; got 256 more while 0" in message
+    assert status == 429 and f"at most {QUEUE} requests may wait; got 20 more while 96" in message
     assert response.headers["retry-after"] == "1"
 
 
@@ -346,7 +368,7 @@ def test_a_failed_engine_says_so(programs: Programs, tokenizer: Any) -> None:
         with server.client() as client, ThreadPoolExecutor() as threads:
             whole = threads.submit(client.post, "/v1/completions", json=TEXT)
             stream = threads.submit(streamed_lines, client)
-            until(lambda: server.measures.queue_length() + server.measures.active_slots() >= 2)
+            until(lambda: in_engine(server) == 2)
             release.set()
             message = "a step on the device failed: no memory. Restart the server."
             assert error_of(whole.result()) == (500, message)
@@ -359,6 +381,10 @@ def test_a_failed_engine_says_so(programs: Programs, tokenizer: Any) -> None:
         assert isinstance(server.engine.failure, EngineFailedError)
     finally:
         server.end()
+
+
+def in_engine(running: Running) -> int:
+    return running.measures.queue_length() + running.measures.active_slots()
 
 
 def streamed_lines(client: httpx2.Client) -> list[str]:
