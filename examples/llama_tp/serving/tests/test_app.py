@@ -346,7 +346,7 @@ def test_a_full_queue_asks_to_come_again(running: Running, client: httpx2.Client
             assert all(one.result().status_code == 200 for one in taken)
     finally:
         release.set()
-        del running.engine._programs.decode  # type: ignore
+        del running.engine._programs.decode
     status, message = error_of(response)
     assert status == 429 and f"at most {QUEUE} requests may wait; got 20 more while 96" in message
     assert response.headers["retry-after"] == "1"
