@@ -93,7 +93,8 @@ def main() -> int:
     ]
     columns = ["clients", "tokens/s", "first token, median", "p95", "next token, median", "p95"]
     columns += ["host, a step", "device, a step"]
-    data = {"options": {k: str(v) for k, v in vars(args).items()}, "runs": runs, "memory": memory}
+    options = {name: value for name, value in vars(args).items() if name != "out"}
+    data = {"options": options, "runs": runs, "memory": memory}
     publish("serving", Table("Serving a Llama", columns, rows, notes), data, folder=args.out)
     return 0 if hidden and flat and compiled == 0 else 1
 
