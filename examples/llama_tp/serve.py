@@ -39,11 +39,7 @@ from examples.training.command import exit_code
 from examples.training.knobs import KnobError, check_at_least, knob, parser_of
 
 DEFAULT_LENGTH = 2048
-_DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-}
+_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class ServeConfig:
     mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
     dtype: str = knob(
-        "auto", "of parameters and cache; auto: that of the files", choices=[*_DTYPES]
+        "auto", "of parameters and cache; auto: as config.json says", choices=[*_DTYPES]
     )
     slots: int = knob(16, "requests that are answered at the same time")
     max_length: int = knob(
@@ -161,7 +157,7 @@ def serve(config: ServeConfig) -> bool:
         # --- Model and programs -------------------------------------------------------------------
         start = time.perf_counter()
         _say(f"loading {folder}")
-        model = load_model(folder, dtype=_DTYPES[config.dtype], mesh=mesh)
+        model = load_model(folder, model_config, dtype=_DTYPES[config.dtype], mesh=mesh)
         programs = Programs(model, num_slots=config.slots, length=length, mesh=mesh)
         for program in programs.compile_all():
             _say(f"compiling: {program}")
@@ -210,7 +206,7 @@ def config_from(argv: Sequence[str] | None) -> ServeConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    return exit_code(lambda: serve(config_from(argv)), usage=(ModelFolderError,))
+    return exit_code(lambda: serve(config_from(argv)), usage=(ModelFolderError, spmd.DataError))
 
 
 if __name__ == "__main__":

@@ -15,20 +15,20 @@ import spmd_core as spmd
 def layout_table(model: nn.Module, tokens: spmd.ShardingSpec | None = None) -> Table:
     """How the parameters of a model on device `xla`, and its token ids, lie on the mesh.
 
-    Layers of equal layout share a line, with * for their numbers. "(64 tensor, 192)" is a tensor of
+    Layers of equal layout share a line, with * for their numbers, x times. "(64 tensor, 192)" is a tensor of
     shape (64, 192) whose first dim the axis tensor splits.
 
     Args:
         model: the model.
-        tokens: the sharding of token ids, whose last dims are sequences and tokens.
+        tokens: the sharding of token ids, whose last dims are sequences (B) and tokens (T).
     """
     table = Table(title="Layout on the mesh", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("tensor", no_wrap=True)
-    table.add_column("shape and axes")
-    for name in ("number", "on a device"):
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape and axes", no_wrap=True)
+    for name in ("x", "a device"):
         table.add_column(name, justify="right", no_wrap=True)
     if tokens is not None:
-        spec = zip(("sequences", "tokens"), tokens.partition_spec[-2:])
+        spec = zip(("B", "T"), tokens.partition_spec[-2:])
         table.add_row("token ids", _dims_text(spec), "", "")
     lines = Counter(_line(name, parameter) for name, parameter in model.named_parameters())
     for (name, dims, num_bytes), count in lines.items():
@@ -39,13 +39,13 @@ def layout_table(model: nn.Module, tokens: spmd.ShardingSpec | None = None) -> T
 
 
 def _line(name: str, parameter: nn.Parameter) -> tuple[str, str, int]:
-    """A parameter's name, with * for numbers, its layout, and its bytes on a device."""
+    """A parameter's name with * for numbers and without "weight", its layout, its bytes here."""
     sharding = parameter.sharding if isinstance(parameter, spmd.XLAShardedTensor) else None
     spec = sharding.partition_spec if sharding else ()
     spec = (*spec, *(None,) * (parameter.dim() - len(spec)))
     block = sharding.shard_shape(tuple(parameter.shape)) if sharding else parameter.shape
     return (
-        re.sub(r"\.\d+\.", ".*.", name),
+        re.sub(r"\.\d+\.", ".*.", name).removesuffix(".weight"),
         _dims_text(zip(parameter.shape, spec)),
         math.prod(block) * parameter.element_size(),
     )

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 import spmd_core as spmd
 from examples.llama_tp import shardings
 from examples.training.attention import CAUSAL_SDPA
+
+GENERATION = "generation_config.json"  # beside config.json, if there is one
 
 # These compute their frequencies from the longest position of a step, which is on the device.
 _DYNAMIC_ROPE = ("dynamic", "longrope")
@@ -86,20 +94,30 @@ def _in_a_line(error: Exception) -> str:
 
 
 def load_model(
-    folder: Path, *, dtype: torch.dtype | str, mesh: spmd.Mesh | None
+    folder: Path, config: LlamaConfig, *, dtype: torch.dtype | None, mesh: spmd.Mesh | None
 ) -> LlamaForCausalLM:
     """The model in evaluation mode on device `xla`, laid out over the mesh.
 
+    It is recorded, split, and only then read, each device's shards by themselves. Waits for them.
+
     Args:
-        folder: with config.json and safetensors.
-        dtype: of the parameters; "auto" keeps that of the files.
+        folder: with safetensors.
+        config: of the folder.
+        dtype: of the parameters; None: the one that the configuration names.
         mesh: with the axis `tensor`; None for one device.
+
+    Raises:
+        spmd.DataError: the files are damaged, or those of another model.
     """
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=CAUSAL_SDPA)
-    model = model.eval().requires_grad_(False).to("xla")
+    with torch.device("xla"):
+        model = LlamaForCausalLM._from_config(config, attn_implementation=CAUSAL_SDPA)
+    model = model.eval().requires_grad_(False).to(dtype or config.dtype or torch.float32)
+    if (folder / GENERATION).exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     if mesh is not None:
         # Logits stay split by vocabulary, until the program gathers those of the last tokens.
         shardings.parallelize(model, mesh, sequence_parallel=False, loss_parallel=True)
+    spmd.load_safetensors(model, folder)
     return model
 
 

@@ -32,9 +32,9 @@ def test_each_dim_names_its_axes(num_devices: int) -> None:
         spmd.mark_sharding(layer.bias, mesh, ("tensor",))
     found = lines(layout_table(model, spmd.ShardingSpec(mesh, (None, "fsdp", None))))
     rows = [[cell.strip() for cell in line if cell.strip()] for line in found]
-    assert ["token ids", "(sequences fsdp, tokens)"] in rows
-    assert ["layers.*.weight", "(32 fsdp tensor, 16)", "2", "0.5 KiB"] in rows
-    assert ["layers.*.weight", "(32, 16)", "1", "2.0 KiB"] in rows
+    assert ["token ids", "(B fsdp, T)"] in rows
+    assert ["layers.*", "(32 fsdp tensor, 16)", "2", "0.5 KiB"] in rows
+    assert ["layers.*", "(32, 16)", "1", "2.0 KiB"] in rows
     assert ["layers.*.bias", "(32 tensor)", "2", "0.1 KiB"] in rows
     assert ["all parameters", "6", "2.7 KiB"] in rows
 

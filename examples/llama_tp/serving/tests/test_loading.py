@@ -28,7 +28,7 @@ def test_a_folder_is_read(folder: Path, num_devices: int) -> None:
     config = read_config(folder)
     tokenizer = read_tokenizer(folder, config)
     assert tokenizer.decode(tokenizer("the cat").input_ids) == "the cat"
-    model = load_model(folder, dtype=torch.bfloat16, mesh=tensor_mesh(num_devices))
+    model = load_model(folder, config, dtype=torch.bfloat16, mesh=tensor_mesh(num_devices))
     weight = model.model.layers[0].mlp.up_proj.weight
     assert weight.dtype == torch.bfloat16 and not model.training and not weight.requires_grad
     if num_devices > 1:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import spmd_core as spmd
 from examples.llama_tp.serving.engine import Engine, Event, Failed, Finished, Piece, Request
-from examples.llama_tp.serving.loading import load_model
+from examples.llama_tp.serving.loading import load_model, read_config
 from examples.llama_tp.serving.measures import Measures
 from examples.llama_tp.serving.programs import Programs
 
@@ -67,7 +67,7 @@ def tensor_mesh(num_devices: int) -> spmd.Mesh | None:
 
 def make_programs(folder: Path) -> Programs:
     mesh = tensor_mesh(spmd.global_runtime_device_count())
-    model = load_model(folder, dtype=torch.float32, mesh=mesh)
+    model = load_model(folder, read_config(folder), dtype=torch.float32, mesh=mesh)
     programs = Programs(model, num_slots=SLOTS, length=LENGTH, mesh=mesh)
     assert len(list(programs.compile_all())) == len(programs.buckets) + 1
     return programs

@@ -16,7 +16,7 @@ The arrays are those of `flash`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,32 @@ def backward(
         [(query.shape, queries), (key.shape, keys), (value.shape, keys)],
     )
     return of_query, of_key, of_value
+
+
+class _Meetings(NamedTuple):
+    """Chunks of rows and of keys that meet, one pair after the other.
+
+    Attributes:
+        is_causal: whether they meet under the causal mask.
+        rows, keys: the numbers of the chunks, integers of one length.
+    """
+
+    is_causal: bool
+    rows: jax.Array
+    keys: jax.Array
+
+    def fold(self, step: Callable[[Any, Any, Any], Any], start: Any) -> Any:
+        """The steps' results: `step(carry, row, key)` for each pair.
+
+        In a loop, so that one pair's blocks of scores are in memory at a time.
+        """
+        if len(self.rows) == 1:
+            return step(start, self.rows[0], self.keys[0])
+
+        def body(carry: Any, pair: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            return step(carry, *pair), None
+
+        return lax.scan(body, start, (self.rows, self.keys))[0]
 
 
 class _Ring:
@@ -220,21 +246,22 @@ class _Ring:
             axis=-2,
         )
 
-    def _own_pairs(self) -> list[tuple[int, int, bool]]:
-        """The chunks of rows and of keys that meet on a device, and whether the mask is causal."""
+    def _own_pairs(self) -> list[_Meetings]:
+        """The chunks of rows and of keys that meet on a device."""
         if not self._plan.is_causal:
-            return [(0, 0, False)]
-        return [(0, 0, True), (1, 1, True), (1, 0, False)]
+            return [_Meetings(False, jnp.zeros(1, int), jnp.zeros(1, int))]
+        both, second = jnp.arange(2), jnp.ones(1, int)
+        return [_Meetings(True, both, both), _Meetings(False, second, jnp.zeros(1, int))]
 
-    def _pairs(self, source: jax.Array) -> list[tuple[Any, Any, bool]]:
+    def _pairs(self, source: jax.Array) -> list[_Meetings]:
         """As `_own_pairs`, for keys of another device."""
         if not self._plan.is_causal:
-            return [(0, 0, False)]
+            return self._own_pairs()
         # The second chunk of rows comes after all first chunks of keys. If the keys' device comes
         # before this one, so does the first chunk of rows; else its second keys come before those
         # of the second chunk of rows.
         same = jnp.where(source < self._index(), 0, 1)
-        return [(1, 0, False), (same, same, False)]
+        return [_Meetings(False, jnp.stack([1, same]), jnp.stack([0, same]))]
 
     def _part(self, query: jax.Array, key: jax.Array, is_causal: bool) -> flash.Plan:
         sizes = {"num_queries": query.shape[-2], "num_keys": key.shape[-2]}
@@ -252,15 +279,19 @@ class _Ring:
     ) -> _Pair:
         """The rows' results, and the logs of their sums of exponentials; all in chunks."""
 
-        def add(total: _Pair, source: Any, keys: _Pair, pairs: Any) -> _Pair:
-            for i, j, is_causal in pairs:
-                rows, key, value = query[i], keys[0][j], keys[1][j]
-                found = flash.forward(
-                    self._part(rows, key, is_causal),
-                    *(rows, key, value, self._columns(masks, source, key), None),
-                )
-                joined = _joined((total[0][i], total[1][i]), found)
-                total = _updated(total[0], i, joined[0]), _updated(total[1], i, joined[1])
+        def add(total: _Pair, source: Any, keys: _Pair, pairs: Sequence[_Meetings]) -> _Pair:
+            for each in pairs:
+
+                def meet(total: _Pair, i: Any, j: Any, is_causal: bool = each.is_causal) -> _Pair:
+                    rows, key, value = query[i], keys[0][j], keys[1][j]
+                    found = flash.forward(
+                        self._part(rows, key, is_causal),
+                        *(rows, key, value, self._columns(masks, source, key), None),
+                    )
+                    joined = _joined((total[0][i], total[1][i]), found)
+                    return _updated(total[0], i, joined[0]), _updated(total[1], i, joined[1])
+
+                total = each.fold(meet, total)
             return total
 
         wide = opmath(query.dtype)
@@ -296,29 +327,33 @@ class _Ring:
         """The gradients of query, key and value; all in chunks."""
         wanted = flash.Wanted(query=True, key=True, value=True, mask=False)
 
-        def add(of_query: Any, of_keys: Any, source: Any, keys: _Pair, pairs: Any) -> Any:
-            for i, j, is_causal in pairs:
-                rows, key, value = query[i], keys[0][j], keys[1][j]
-                of_rows, *of_pair, _ = flash.backward(
-                    self._part(rows, key, is_causal),
-                    *(grad[i], rows, key, value, self._columns(masks, source, key)),
-                    *(None, lse[i], None, wanted),
-                    delta=delta[i],
-                )
-                of_query = _updated(of_query, i, of_query[i] + of_rows)
-                of_keys = tuple(_updated(x, j, x[j] + g) for x, g in zip(of_keys, of_pair))
-            return of_query, of_keys
+        def add(of: Any, source: Any, keys: _Pair, pairs: Sequence[_Meetings]) -> Any:
+            for each in pairs:
+
+                def meet(of: Any, i: Any, j: Any, is_causal: bool = each.is_causal) -> Any:
+                    rows, key, value = query[i], keys[0][j], keys[1][j]
+                    found = flash.backward(
+                        self._part(rows, key, is_causal),
+                        *(grad[i], rows, key, value, self._columns(masks, source, key)),
+                        *(None, lse[i], None, wanted),
+                        delta=delta[i],
+                    )
+                    return tuple(
+                        _updated(total, at, total[at] + part)
+                        for total, at, part in zip(of, (i, j, j), found)
+                    )
+
+                of = each.fold(meet, of)
+            return of
 
         wide = opmath(query.dtype)
-        of_query, of_key, of_value = (jnp.zeros(x.shape, wide) for x in (query, key, value))
         keys = key, value
-        of_query, of_keys = add(
-            of_query, (of_key, of_value), self._index(), keys, self._own_pairs()
-        )
+        of = tuple(jnp.zeros(x.shape, wide) for x in (query, key, value))
+        of_query, *of_keys = add(of, self._index(), keys, self._own_pairs())
 
-        def step(of_query: jax.Array, of_keys: _Pair, number: Any, keys: _Pair) -> Any:
+        def step(of_query: jax.Array, of_keys: Any, number: Any, keys: _Pair) -> Any:
             source = (self._index() - number) % self.size
-            of_query, of_keys = add(of_query, of_keys, source, keys, self._pairs(source))
+            of_query, *of_keys = add((of_query, *of_keys), source, keys, self._pairs(source))
             return of_query, self._sent_on(of_keys)
 
         def body(carry: Any, number: Any) -> Any:
