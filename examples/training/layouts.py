@@ -15,8 +15,8 @@ import spmd_core as spmd
 def layout_table(model: nn.Module, tokens: spmd.ShardingSpec | None = None) -> Table:
     """How the parameters of a model on device `xla`, and its token ids, lie on the mesh.
 
-    Layers of equal layout share a line, with * for their numbers, x times. "(64 tensor, 192)" is a tensor of
-    shape (64, 192) whose first dim the axis tensor splits.
+    Layers of equal layout share a line, with * for their numbers, x times. "(64 tensor, 192)" is a
+    tensor of shape (64, 192) whose first dim the axis tensor splits.
 
     Args:
         model: the model.
