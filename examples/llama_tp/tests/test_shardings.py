@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from children import figures
 
 import spmd_core as spmd
 from examples.llama_tp import shardings
@@ -101,6 +102,54 @@ def test_the_collectives_of_a_step(
     assert {c.kind for c in rest} == {"all-reduce"}
     assert sum(c.result_bytes for c in rest) <= 4 * 4 * TOKENS * 4 + 5 * 64 * 4
     assert {c.axes for c in moved} == {("tensor",), ("data",)}
+
+
+_MEMORY = """
+import dataclasses
+import json
+import torch
+import torch.nn.functional as F
+from examples.llama_tp import shardings
+from examples.llama_tp.model import build_model
+from examples.llama_tp.presets import PRESETS
+
+spmd.simulate(8)
+spmd.use_spmd()
+mesh = spmd.Mesh(range(8), (8,), ("tensor",))
+
+
+def temporary(layers, vocabulary, **options):
+    sizes = {"num_layers": layers, "num_kv_heads": 8}
+    with torch.device("xla"):
+        model = build_model(
+            dataclasses.replace(PRESETS["debug"], **sizes), vocab_size=vocabulary, positions=256
+        )
+        tokens = torch.zeros(4, 256, dtype=torch.int64)
+    shardings.parallelize(model, mesh, **options)
+    spmd.sync()
+    F.cross_entropy(model(tokens).logits.transpose(1, 2), tokens).backward()
+    spmd.debugging.hlo(*(p.grad for p in model.parameters()))  # compiles it, and runs nothing
+    return spmd.metrics.programs()[-1].temp_bytes
+
+
+found = {}
+for split in (False, True):
+    found[f"logits {split}"] = temporary(1, 4096, sequence_parallel=True, loss_parallel=split)
+    layers = [
+        temporary(n, 256, sequence_parallel=split, loss_parallel=True) for n in (2, 6)
+    ]
+    found[f"layer {split}"] = (layers[1] - layers[0]) / 4
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.exhaustive
+def test_what_sequence_and_loss_parallelism_save(eight: None) -> None:
+    found = figures(_MEMORY)
+    logits, hidden = 4 * 256 * 4096 * 4, 4 * 256 * 64 * 4
+    assert found["logits False"] - found["logits True"] > 0.85 * logits
+    # Inputs and results of attention, of the MLP and of the norms, of which an eighth is left.
+    assert found["layer False"] - found["layer True"] > 7 / 8 * 3.5 * hidden
 
 
 def test_without_loss_parallelism_the_logits_are_gathered(eight: None) -> None:

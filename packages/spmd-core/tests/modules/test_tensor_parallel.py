@@ -293,6 +293,14 @@ def test_inputs_and_results_are_redistributed(mesh):
     torch.testing.assert_close(leaf.grad.cpu(), x.grad)
 
 
+def test_few_rows_are_gathered_and_not_their_weight(eight):
+    mesh = spmd.Mesh(range(8), (8,), ("tensor",))
+    layer = nn.Linear(64, 256, bias=False).to("xla").requires_grad_(False)
+    spmd.parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()), axis="tensor")
+    moved = spmd.debugging.collectives(layer(torch.ones(4, 1, 64, device="xla")))
+    assert [(c.kind, c.result_bytes) for c in moved] == [("all-gather", 4 * 256 * 4)]
+
+
 def test_a_column_layer_of_an_embedding_and_an_input_by_name(mesh):
     torch.manual_seed(0)
     right = nn.ModuleDict({"table": nn.Embedding(10, 12), "layer": nn.Linear(12, 8)})

@@ -278,12 +278,15 @@ def _columns(style: Any, module: nn.Module, over: _Axis) -> None:
     """Splits a layer's output features. Its input is whole, so the input's gradient is a sum."""
     _mark(module, over, {"weight": 0, "bias": 0} if _is_linear(module) else {"weight": 1})
     of_input = over.layout(style.input_layouts[0], is_sum=True)
-    output = over.layout(style.output_layouts[0])
-    _hook(
-        module,
-        lambda x: _gathered(x, over.whole(), of_input),
-        lambda y: Redistribute.apply(y, output, over.split(-1)),
-    )
+    own, output = over.split(-1), over.layout(style.output_layouts[0])
+
+    def redistributed(y: torch.Tensor) -> torch.Tensor:
+        # First as it is computed: for few rows, the partitioner would gather the weight instead.
+        split: torch.Tensor = Redistribute.apply(y, own, own) if output != own else y
+        result: torch.Tensor = Redistribute.apply(split, output, own)
+        return result
+
+    _hook(module, lambda x: _gathered(x, over.whole(), of_input), redistributed)
     _keep_shards(module, over)
 
 
