@@ -258,21 +258,17 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
             f"tensor={by} for the {num_heads} heads of {model.name}. Pass one of tensor="
             f"{', '.join(map(str, fitting))}, or another model."
         )
-    if config.sequence_parallel and shardings.axis_size(mesh, "context") > 1:
-        raise KnobError(
-            "--sequence-parallel and the axis context both split sequences; got --mesh "
-            f"{config.mesh}. Leave out one of them."
-        )
     if config.sequence_parallel and config.seq % by:
         raise KnobError(
             f"with --sequence-parallel the axis tensor must divide --seq; got tensor={by} for "
             f"{config.seq} tokens. Pass for instance --seq {nearest_multiple(config.seq, by)}."
         )
-    chunks = 2 * shardings.axis_size(mesh, "context")
-    if chunks > 2 and config.seq % chunks:
+    context = shardings.axis_size(mesh, "context")
+    parts = 2 * context * (by if config.sequence_parallel else 1)
+    if context > 1 and config.seq % parts:
         raise KnobError(
-            "the axis context cuts --seq into two equal parts for each device; got "
-            f"{config.seq} tokens for {chunks} parts. Pass for instance --seq "
-            f"{nearest_multiple(config.seq, chunks)}."
+            "the axis context cuts --seq into two equal parts for each device, and "
+            f"--sequence-parallel into more; got {config.seq} tokens for {parts} parts. Pass for "
+            f"instance --seq {nearest_multiple(config.seq, parts)}."
         )
     return mesh

@@ -23,7 +23,7 @@ def model(seed: int = 0) -> Any:
 
 
 def step(net: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(net(tokens).logits.flatten(0, 1), labels.flatten())
+    loss = F.cross_entropy(net(tokens).logits.transpose(1, 2), labels)
     loss.backward()
     return loss.detach()
 
@@ -62,7 +62,11 @@ def test_where_parameters_lie(eight: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tensor=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "data=4,tensor=2"]
+    "mesh",
+    [
+        *("tensor=8", "data=2,fsdp=2,tensor=2", "fsdp=2,tensor=4", "data=4,tensor=2"),
+        *("fsdp=2,context=2,tensor=2", "context=8"),
+    ],
 )
 def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:
     """With tensor=8 there are more devices than heads of keys and values."""
@@ -77,18 +81,24 @@ def test_gradients_are_those_of_eager_torch(mesh: str, eight: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "expected"),
+    ("mesh", "sequence_parallel", "expected"),
     [
         # 2 layers, each with attention and an MLP, forward and backward; embedding and output.
-        (False, {("all-reduce", 65_536): 10}),
+        ("data=2,tensor=4", False, {("all-reduce", 65_536): 10}),
         # The inputs of attention, MLPs and the output layer are gathered again in backward.
-        (True, {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10}),
+        ("data=2,tensor=4", True, {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10}),
+        # Of half of each sequence, and twice as many of them.
+        (
+            "context=2,tensor=4",
+            True,
+            {("all-gather", 65_536): 15, ("reduce-scatter", 16_384): 10},
+        ),
     ],
 )
 def test_the_collectives_of_a_step(
-    sequence_parallel: bool, expected: dict[Any, int], eight: None
+    mesh: str, sequence_parallel: bool, expected: dict[Any, int], eight: None
 ) -> None:
-    grid = spmd.parse_mesh("data=2,tensor=4", 8)
+    grid = spmd.parse_mesh(mesh, 8)
     _, ours = on(grid, sequence_parallel=sequence_parallel)
     _, split = batch(grid)
     spmd.sync()
@@ -101,7 +111,11 @@ def test_the_collectives_of_a_step(
     rest = [c for c in over_tensor if c.result_bytes <= 4096]
     assert {c.kind for c in rest} == {"all-reduce"}
     assert sum(c.result_bytes for c in rest) <= 4 * 4 * TOKENS * 4 + 5 * 64 * 4
-    assert {c.axes for c in moved} == {("tensor",), ("data",)}
+    other = mesh.split("=")[0]
+    assert {c.axes for c in moved} <= {("tensor",), (other,), (other, "tensor")}
+    if other == "context":
+        kinds = {c.kind for c in moved if c.axes == ("context",)}
+        assert kinds == {"all-reduce", "collective-permute"}
 
 
 _MEMORY = """

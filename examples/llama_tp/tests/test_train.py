@@ -62,9 +62,9 @@ def test_one_device_has_the_losses_of_eager_torch(
         {"mesh": "data=2,fsdp=2,tensor=2", "sequence_parallel": True, "accumulate": 2},
         {"mesh": "fsdp=2,tensor=4", "sequence_parallel": True, "remat": "full"},
         {"mesh": "data=2,context=4"},
-        {"mesh": "fsdp=2,context=2,tensor=2", "loss_parallel": True, "remat": "full"},
+        {"mesh": "fsdp=2,context=2,tensor=2", "sequence_parallel": True, "remat": "full"},
     ],
-    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed", "CP", "FSDP, CP and TP, recomputed"],
+    ids=["TP", "SP and loss", "HSDP", "FSDP, recomputed", "CP", "FSDP, CP and SP, recomputed"],
 )
 def test_every_plan_has_the_losses_of_eager_torch(
     knobs: dict[str, Any], cache_dir: str, expected: Any, num_devices: int
@@ -172,8 +172,8 @@ def test_what_cannot_work_is_said_in_a_line(
             "got 1020 tokens for 8 parts. Pass for instance --seq 1024",
         ),
         (
-            {"mesh": "context=4,tensor=2", "sequence_parallel": True},
-            "both split sequences; got --mesh context=4,tensor=2. Leave out one of them",
+            {"mesh": "context=4,tensor=2", "sequence_parallel": True, "seq": 1032},
+            "got 1032 tokens for 16 parts. Pass for instance --seq 1040",
         ),
     ],
 )

@@ -219,10 +219,11 @@ class _Finder:
             if known.mesh != mesh:
                 continue
             by_dim = {0: known.batch, 1: known.sequence if len(shape) > 2 else ()}
+            # A sequence may be split further by the axes that the sum is scattered over.
             found = {
-                dim: tuple(axis for axis in axes if mesh.mesh_shape[axis] > 1)
+                dim: (*(axis for axis in axes if mesh.mesh_shape[axis] > 1), *split[dim])
                 for dim, axes in by_dim.items()
-                if axes and not split[dim] and used.isdisjoint(axes)
+                if axes and used.isdisjoint(axes)
             }
             sizes = {
                 dim: math.prod(mesh.mesh_shape[axis] for axis in axes)

@@ -473,9 +473,32 @@ class Function:
     ) -> jax.Array:
         # A manual region is over all devices of its program, in the program's order.
         if along is not None and sharding.mesh.ids == self.device_ids:
-            return constrain_along(x, sharding, along)
+            return constrain_along(x, *self._with_split_sequences(x, sharding, along))
         named = self._common_mesh(named_sharding(sharding, self.device_ids))
         return constrain(x, sharding, named)
+
+    def _with_split_sequences(
+        self, x: jax.Array, sharding: Sharding, along: tuple[int, ...]
+    ) -> tuple[Sharding, tuple[int, ...]]:
+        """A mark that splits the sequence, the second dim, beside the axes that split the data's.
+
+        These come first. The partitioner would put them behind the mark's.
+        """
+        if x.ndim < 3 or not sharding.dims[1]:
+            return sharding, along
+        mesh, own = sharding.mesh, sharding.dims[1]
+        for data in self._data_splits:
+            if data.mesh != mesh or not data.sequence or not {*along}.isdisjoint(data.sequence):
+                continue
+            axes = (*data.sequence, *own)
+            wider = Sharding.of(mesh, (sharding.dims[0], axes, *sharding.dims[2:]), x.ndim)
+            if x.shape[1] % wider.tiles[1] == 0:
+                return wider, (*along, *data.sequence)
+        return sharding, along
+
+    @functools.cached_property
+    def _data_splits(self) -> list[split_dims.DataSplit]:
+        return split_dims.data_splits(self.graph)
 
     def _run(
         self,
