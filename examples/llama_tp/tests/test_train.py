@@ -172,8 +172,8 @@ def test_what_cannot_work_is_said_in_a_line(
             "got 1020 tokens for 8 parts. Pass for instance --seq 1024",
         ),
         (
-            {"mesh": "context=4,tensor=2", "sequence_parallel": True, "seq": 1032},
-            "got 1032 tokens for 16 parts. Pass for instance --seq 1040",
+            {"mesh": "context=4,tensor=2", "sequence_parallel": True, "seq": 1036},
+            "got 1036 tokens for 16 parts. Pass for instance --seq 1040",
         ),
     ],
 )
