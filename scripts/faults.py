@@ -109,6 +109,18 @@ FAULTS = (
         "last = np.minimum(first + kernel[d], size + padding[d])",
         "last = first + kernel[d]",
     ),
+    Fault(
+        "spmd_core/ops/kernels/ring.py",
+        "a ring's devices keep the chunks that they have",
+        "[min(chunk, 2 * self.size - 1 - chunk) for chunk in chunks]",
+        "[chunk // 2 for chunk in chunks]",
+    ),
+    Fault(
+        "spmd_core/ops/kernels/ring.py",
+        "keys of devices before and behind are taken for each other",
+        "jnp.where(source < self._index(), 0, 1)",
+        "jnp.where(source < self._index(), 1, 0)",
+    ),
     # ---- sharding --------------------------------------------------------------------------------
     Fault(
         "spmd_core/sharding/sharding.py",
@@ -261,6 +273,12 @@ FAULTS = (
         "in a manual region every device draws the same random numbers",
         "folded = [jax.random.fold_in(k, lax.axis_index(_axes(manual))) for k in keys]",
         "folded = list(keys)",
+    ),
+    Fault(
+        "spmd_core/program/batch_sums.py",
+        "gradients are summed over the batch, and not over split sequences",
+        "return [((*given, *sequence), sequence)]",
+        "return [(given, ())]",
     ),
     # ---- tensor ----------------------------------------------------------------------------------
     Fault(
@@ -469,6 +487,18 @@ FAULTS = (
         "and self.policy(module, False, num_params - num_wrapped)",
         "and self.policy(module, False, num_params)",
     ),
+    Fault(
+        "spmd_core/modules/checkpointing.py",
+        "a checkpoint's second run attends to whole sequences",
+        "self._split = split_sequences.current.get()",
+        "self._split = None",
+    ),
+    Fault(
+        "spmd_core/modules/linear_cross_entropy.py",
+        "targets other than ignore_index are ignored",
+        "used = labels != ignore_index",
+        "used = labels != -100",
+    ),
     # ---- steps -----------------------------------------------------------------------------------
     Fault(
         "spmd_core/steps/closures.py",
@@ -481,6 +511,12 @@ FAULTS = (
         "to_cpu reads tied weights of a state dict once per name",
         "            id(t._handle),",
         "            id(t),",
+    ),
+    Fault(
+        "spmd_core/steps/weight_loading.py",
+        "weights of 8 bits are loaded without their scale",
+        "return min(source.itemsize, target.itemsize) > 1",
+        "return True",
     ),
     # ---- spmd_data -------------------------------------------------------------------------------
     Fault(

@@ -137,6 +137,23 @@ def test_sequences_are_split_too(parts, length, num_devices):
         assert max(reduced(text, "all-gather")) <= 16 * 8  # the table, and no activation
 
 
+def test_sequences_of_a_wrapped_module(num_devices):
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("fsdp", "context"))
+    model = Tied()
+    ours = spmd.fully_shard(copy.deepcopy(model).to("xla"), mesh)
+    x = torch.randint(16, (16, 8))
+    loss(ours, spmd.mark_sharding(x.to("xla"), mesh, ("fsdp", "context"))).backward()
+    spmd.sync()
+    text = compile_cache.newest().compiled.as_text()
+    assert reduced(text, "reduce-scatter")
+    assert max(reduced(text, "all-gather")) <= 16 * 8  # the table, and no activation
+    loss(model, x).backward()
+    for got, right in zip(ours.parameters(), model.parameters()):
+        torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("batch", [(), (None, "fsdp"), ("other",)])
 def test_a_batch_that_the_axis_does_not_split(batch, num_devices):
     if num_devices < 4:
