@@ -1,7 +1,6 @@
 """The compiled step of a fully sharded model: collectives, bytes, memory."""
 
 import copy
-import gc
 import math
 import re
 
@@ -16,20 +15,12 @@ from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.fully_shard import fully_shard
 from spmd_core.program import compile_cache
 
+pytestmark = pytest.mark.usefixtures("nothing_pending")
+
 
 @pytest.fixture
 def mesh(num_devices):
     return spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending():
-    """Frees what earlier tests left in reference cycles.
-
-    The programs that these tests examine would compute it too.
-    """
-    gc.collect()
-    spmd.sync()
 
 
 _COLLECTIVE = re.compile(
@@ -124,6 +115,7 @@ spmd.use_spmd()
 from spmd_core.modules.fully_shard import fully_shard
 from spmd_core.modules.checkpointing import checkpoint_module
 from fsdp_models import Block
+
 
 mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
 

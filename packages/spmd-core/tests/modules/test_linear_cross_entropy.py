@@ -1,7 +1,5 @@
 """Cross entropy in chunks: values and gradients of the whole, memory, collectives, refusals."""
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,13 +16,6 @@ OPTIONS = {
     "weighted": {"weight": torch.linspace(0.1, 2, 24)},
     "smooth, weighted": {"weight": torch.linspace(0.1, 2, 24), "label_smoothing": 0.2},
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending():
-    """Frees what earlier tests left in reference cycles, which these tests' programs would hold."""
-    gc.collect()
-    spmd.sync()
 
 
 def operands(rows, classes, features=8):

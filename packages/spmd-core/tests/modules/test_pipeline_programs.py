@@ -44,8 +44,6 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches(num_devices):
 
 def step(mesh, schedule, m):
     """The collectives of a step."""
-    gc.collect()
-    spmd.sync()
     ours = made(Model(2), mesh, num_microbatches=m, schedule=schedule)
     batch = torch.randint(0, 32, (2, 16, 4)).unbind()
     spmd.sync()  # stacks the parameters
@@ -55,6 +53,7 @@ def step(mesh, schedule, m):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_pending")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_activations_are_permuted_and_gradients_reduced_once(num_devices, schedule):
     if num_devices != 8:

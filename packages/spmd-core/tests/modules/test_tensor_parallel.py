@@ -1,7 +1,6 @@
 """Plans of tensor parallelism: values of eager torch, torch's collectives, and torch's errors."""
 
 import copy
-import gc
 import re
 
 import pytest
@@ -25,12 +24,7 @@ from spmd_core import (
     Shard,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_pending():
-    """Frees what earlier tests left in reference cycles, which these tests' programs would hold."""
-    gc.collect()
-    spmd.sync()
+pytestmark = pytest.mark.usefixtures("nothing_pending")
 
 
 @pytest.fixture
@@ -173,6 +167,7 @@ import json
 import torch
 import torch.nn.functional as F
 from tensor_parallel_models import Transformer, plan
+
 
 spmd.simulate(8)
 spmd.use_spmd()
