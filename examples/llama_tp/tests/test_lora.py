@@ -72,7 +72,6 @@ def test_fine_tuning_is_that_of_eager_torch(
     report, text = tuned(base, "ours", mesh=mesh, sequence_parallel=split, loss_parallel=split)
     assert text == right_text
     assert report.losses == pytest.approx(right_report.losses, rel=1e-5)
-    assert report.losses[-1] < report.losses[0]
     # Two ways to the same model, on the CPU: adapters beside the base, and merged weights.
     beside = LlamaForCausalLM.from_pretrained(base / "base")
     beside = PeftModel.from_pretrained(beside, base / "ours-adapters").eval()

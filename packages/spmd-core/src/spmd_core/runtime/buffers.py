@@ -15,7 +15,7 @@ from spmd_core.errors import ProgramError
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
 
-# Of arrays that are smaller, jax may keep a copy in host memory (see `_alias`).
+# Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
@@ -158,10 +158,7 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     metrics.count("host_reads")
     wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
-        is_large = array.nbytes >= _KEPT_BYTES
-        host = np.asarray(_alias(array) if is_large else array)
-        if is_large and host.flags.owndata:  # assembled of blocks, and referred to by nothing else
-            host.flags.writeable = True
+        host = _assembled(array) if array.nbytes >= _KEPT_BYTES else np.asarray(array)
     else:
         host = _multihost_utils.process_allgather(array, tiled=True)
     if host.shape != shape:
@@ -171,15 +168,17 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     return dtypes.tensor_view(host)
 
 
-def _alias(array: jax.Array) -> jax.Array:
-    """Another array over the same blocks.
+def _assembled(array: jax.Array) -> np.ndarray:
+    """The array in host memory, from its blocks.
 
-    jax holds what it has read in host memory as long as the array lives: after a checkpoint, a copy
-    of the whole model. So large arrays are read through an alias, which is dropped.
+    What jax assembles it holds as long as the array lives: after a checkpoint, a copy of the whole
+    model.
     """
-    blocks = [shard.data for shard in array.addressable_shards]
-    with jax.enable_x64(True):
-        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, blocks)
+    host = np.empty(array.shape, array.dtype)
+    blocks = {str(shard.index): shard for shard in array.addressable_shards}  # without replicas
+    for shard in blocks.values():
+        host[shard.index] = np.asarray(shard.data)
+    return host
 
 
 def addressable(array: jax.Array) -> Sequence[jax.Shard]:
