@@ -36,9 +36,9 @@ def smoke(cache_dir: str, **knobs: Any) -> TrainConfig:
 
 
 def check_equal(report: Any, expected: Any) -> None:
-    assert report.losses == pytest.approx(expected.losses, rel=2e-4)
+    assert report.losses == pytest.approx(expected.losses, rel=1e-5)
     assert report.grad_norms == pytest.approx(expected.grad_norms, rel=2e-3)
-    assert report.evals[-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
+    assert report.evals[-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=1e-5)
 
 
 @pytest.mark.one_device
