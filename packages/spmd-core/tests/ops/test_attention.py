@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import oracle
 from spmd_core import dtypes
 from spmd_core.ops import attention, registry
-from spmd_core.ops.kernels import flash
+from spmd_core.ops.kernels import flash, platform_attention
 
 # Two correct orders of summation differ by some units in the last place of the probabilities, which
 # the lowering rounds once more than the math path for 16-bit inputs.
@@ -380,7 +380,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(
         fused_attention_stablehlo, "check_compute_capability", lambda capability: True
     )
-    monkeypatch.setattr(attention, "_cuda_capability", lambda: 9.0)
+    monkeypatch.setattr(platform_attention, "_cuda_capability", lambda: 9.0)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
@@ -410,7 +410,10 @@ def test_gpus_use_blocks_where_cudnn_declines(hopper, dtype, options):
 )
 def test_what_cudnn_takes(capability, dim, takes):
     x = jnp.zeros((1, 1, 1, 16, dim), jnp.bfloat16)
-    assert attention._cudnn_takes(flash.Plan(16, 16, 1.0, True, 0.0), x, x, capability) is takes
+    assert (
+        platform_attention._cudnn_takes(flash.Plan(16, 16, 1.0, True, 0.0), x, x, capability)
+        is takes
+    )
 
 
 def test_a_gpu_that_is_not_nvidias_has_no_cudnn(monkeypatch):
@@ -418,7 +421,7 @@ def test_a_gpu_that_is_not_nvidias_has_no_cudnn(monkeypatch):
         compute_capability = "gfx942"
 
     monkeypatch.setattr(jax, "devices", lambda: [Gfx()])
-    assert attention._cuda_capability() is None
+    assert platform_attention._cuda_capability() is None
 
 
 def test_tpus_use_splash_attention():
@@ -465,7 +468,7 @@ def test_a_kernel_in_a_manual_region_computes_what_the_whole_does(num_devices):
     def kernel(*given):
         return flash.forward(plan, *given, None, None)
 
-    found = jax.jit(lambda *given: attention._per_block(layout, kernel, *given))(*arrays)
+    found = jax.jit(lambda *given: platform_attention._per_block(layout, kernel, *given))(*arrays)
     for mine, right in zip(found, kernel(*map(jnp.asarray, arrays))):
         np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
 
@@ -479,7 +482,7 @@ def test_splash_attention_computes_what_the_blocks_do(is_causal):
         )
     plan = flash.Plan(256, 256, 0.125, is_causal, 0.0)
     q, k, v = (jnp.asarray(dtypes.numpy_view(x)) for x in (query, key, value))
-    out, lse = attention._splash(
+    out, lse = platform_attention._splash(
         plan, q.reshape(1, 2, 2, 256, 64), k, v, differentiable=False, interpret=True
     )
     _, lse_of_blocks = flash.forward(plan, q.reshape(1, 2, 2, 256, 64), k, v, None, None)
@@ -526,7 +529,9 @@ def test_an_opaque_kernel_is_split_over_batch_and_heads(num_devices, monkeypatch
             for x in arrays
         ]
         compiled = (
-            jax.jit(lambda *args: attention._per_shard(kernel, *args)).lower(*placed).compile()
+            jax.jit(lambda *args: platform_attention._per_shard(kernel, *args))
+            .lower(*placed)
+            .compile()
         )
         for mine, other in zip(compiled(*placed), right):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)

@@ -1,19 +1,12 @@
 """Attention as one operation, forward and backward, by the fastest kernel of the platform.
 
-- cpu: blocks in plain jax (`kernels.flash`), a single block where the sequences are short;
-- gpu: cuDNN's flash attention where `_cudnn_takes` allows, else the blocks;
-- tpu: jax's splash attention kernel where `_splash_takes` allows, else the blocks.
-
-Where mesh axes split the sequences, the blocks go round in a ring (`kernels.ring`).
-
-XLA cannot partition cuDNN's and jax's kernels. On GPUs `_per_shard` splits them over batch and
-heads as the partitioner chose; on TPUs, where nothing may be asked of Python at that time,
-`_per_block` splits them as `program.attention_layouts` found. Their backward computes the forward
-again under `jax.vjp`, because jax has no function that takes the forward's saved results.
+- where mesh axes split the sequences: a ring (`kernels.ring`);
+- where `kernels.platform_attention` has one for the arguments: the platform's own kernel;
+- else blocks in plain jax (`kernels.flash`), a single block where the sequences are short.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,15 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_core import releases
-from spmd_core.ops.kernels import flash, ring
-from spmd_core.ops.kernels.precision import is_sixteen_bit, opmath
+from spmd_core.ops.kernels import flash, platform_attention, ring
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import AttentionLayout, Context, Number, lowering
-
-_core = releases.jax_module("jax.extend.core", "ClosedJaxpr", "jaxpr_as_fun")
-_partitioning = releases.jax_module("jax.experimental.custom_partitioning", "custom_partitioning")
 
 # The seed is a Scalar, so that it is an input of the program; the other options are static. What is
 # recorded without torch's dispatcher may have a tensor there: a seed of each device's own.
@@ -254,34 +242,6 @@ def _random_key(seed: Number | jax.Array | None) -> jax.Array | None:
     return None if value is None else jax.random.key(value, impl="threefry2x32")
 
 
-# (query, key, value, whether the result is to be differentiated) -> (out, lse)
-Kernel = Callable[..., tuple[jax.Array, jax.Array | None]]
-
-
-def _kernel(
-    ctx: Context,
-    plan: flash.Plan,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: Any,
-    seed: Any,
-) -> Kernel | None:
-    """The platform's own kernel, or None where the blocks compute; `query` is grouped."""
-    if mask is not None or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
-        # A mask: for a row that attends to no key, the kernels do not return torch's zeros.
-        # A seed: cuDNN's is static.
-        return None
-    if ctx.platform == "gpu" and _cudnn_takes(plan, query, value, _cuda_capability()):
-        return lambda query, key, value, differentiable: _cudnn(plan, query, key, value)
-    is_split_known = ctx.num_devices == 1 or ctx.attention is not None
-    if ctx.platform == "tpu" and is_split_known and _splash_takes(plan, query, value):
-        return lambda query, key, value, differentiable: _splash(
-            plan, query, key, value, differentiable=differentiable
-        )
-    return None
-
-
 def _forward(
     ctx: Context,
     query: Any,
@@ -303,13 +263,12 @@ def _forward(
     query = _grouped(query, heads)
     mask = None if mask is None else _grouped_mask(mask, heads, query.ndim)
     layout = _ring_layout(ctx, plan, seed)
-    kernel = None if layout else _kernel(ctx, plan, query, key, value, mask, seed)
-    if kernel is not None:
-        out, lse = _split(ctx, lambda *args: kernel(*args, False), query, key, value)
+    if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
+        out, lse = platform_attention.forward(ctx, plan, query, key, value)
     else:
         query, mask = _ungrouped(query, mask)
         query, key, value = _cast_operands(ctx, query, key, value)
-        if layout:
+        if layout is not None:
             out, lse = ring.forward(plan, layout, query, key, value, mask)
         else:
             out, lse = flash.forward(plan, query, key, value, mask, _random_key(seed))
@@ -376,26 +335,17 @@ def _attention_backward(
     query, grad, out, lse = (_grouped(x, heads) for x in (query, grad, out, lse[..., None]))
     mask = None if attn_mask is None else _grouped_mask(attn_mask, heads, query.ndim)
     layout = None if wanted.mask else _ring_layout(ctx, plan, seed)
-    kernel = None if layout else _kernel(ctx, plan, query, key, value, mask, seed)
     grads: Sequence[jax.Array | None]
-    if kernel is not None:
-
-        def shard_gradients(
-            query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array
-        ) -> tuple[jax.Array, ...]:
-            _, vjp = jax.vjp(lambda *args: kernel(*args, True)[0], query, key, value)
-            return vjp(grad)
-
-        grads = _split(ctx, shard_gradients, query, key, value, grad)
+    if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
+        grads = platform_attention.backward(ctx, plan, grad, query, key, value)
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _cast_operands(ctx, grad, query, key, value)
         arrays = (grad, query, key, value, mask, out, lse[..., 0])
-        grads = (
-            ring.backward(plan, layout, *arrays)
-            if layout
-            else flash.backward(plan, *arrays, _random_key(seed), wanted)
-        )
+        if layout is not None:
+            grads = ring.backward(plan, layout, *arrays)
+        else:
+            grads = flash.backward(plan, *arrays, _random_key(seed), wanted)
     if heads > num_heads:
         grads = [grads[0], *(_summed(g, num_heads) for g in grads[1:3]), *grads[3:]]
     return [
@@ -416,217 +366,3 @@ def _attention_kept(
     return flash.dropout_mask(
         _plan(query, key, dropout_p, is_causal, 1.0), random_key, (*shape, key.shape[-2])
     ).reshape(ctx.shape)
-
-
-# ---- kernels that XLA cannot partition -----------------------------------------------------------
-
-
-def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
-    """`kernel(*args)`, on each device for the batch elements and kv heads that the device holds.
-
-    Batch and kv heads are the first two dims of every argument and result; the other dims are
-    gathered.
-    """
-
-    def call(*given: jax.Array) -> Any:
-        # The index arithmetic of jax's kernels expects Python numbers to have 32 bits.
-        with jax.enable_x64(False):
-            return kernel(*given)
-
-    if ctx.platform == "tpu":
-        return call(*args) if ctx.attention is None else _per_block(ctx.attention, call, *args)
-    return _per_shard(call, *args)
-
-
-def _per_block(layout: AttentionLayout, call: Callable[..., Any], *args: jax.Array) -> Any:
-    """`call(*args)` in a manual region, for TPUs.
-
-    libtpu compiles no call that a partitioner in Python must split ("Custom emitter for
-    CustomSPMDPartitioning not found").
-    """
-    spec = PartitionSpec(layout.batch or None, layout.heads or None)
-    size = args[0].shape[0]
-    missing = -size % layout.count(layout.batch)
-    padded = [jnp.pad(x, [(0, missing), *((0, 0),) * (x.ndim - 1)]) for x in args]
-    mapped: Callable[..., Any] = jax.shard_map(
-        call, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False
-    )
-    return jax.tree.map(lambda x: x[:size], mapped(*padded))
-
-
-def _per_shard(call: Callable[..., Any], *args: jax.Array) -> Any:
-    """`call(*args)`, split as the partitioner splits the arguments.
-
-    Without this function the partitioner would gather all dims of the arguments.
-    """
-    # A partitioned function may hold no constants, such as a kernel's table of blocks: those of the
-    # whole call are replicated arguments instead. `on_shard` makes each shard's own constants, for
-    # its number of heads.
-    whole = jax.make_jaxpr(call)(*args)
-    tree = jax.tree.structure(jax.eval_shape(call, *args))
-    num_constants = len(whole.consts)
-
-    def body(*given: jax.Array) -> Any:
-        constants, rest = given[:num_constants], given[num_constants:]
-        return jax.tree.unflatten(
-            tree, _core.jaxpr_as_fun(_core.ClosedJaxpr(whole.jaxpr, constants))(*rest)
-        )
-
-    def on_shard(*given: jax.Array) -> Any:
-        return call(*given[num_constants:])
-
-    def sharding_of(mesh: Any, leading: Any, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*leading, *(None,) * (len(x.shape) - 2)))
-
-    def shardings(mesh: Any, given: Any, results: Any) -> tuple[Any, tuple[Any, ...]]:
-        first = given[num_constants].sharding
-        leading = (*(() if first is None else first.spec), None, None)[:2]
-        of_given = (
-            *(NamedSharding(mesh, PartitionSpec()) for _ in range(num_constants)),
-            *(sharding_of(mesh, leading, x) for x in args),
-        )
-        return jax.tree.map(lambda x: sharding_of(mesh, leading, x), results), of_given
-
-    def partition(mesh: Any, given: Any, results: Any) -> Any:
-        return mesh, on_shard, *shardings(mesh, given, results)
-
-    def infer(mesh: Any, given: Any, results: Any) -> Any:
-        return shardings(mesh, given, results)[0]
-
-    def rule(mesh: Any, given: Any, results: Any) -> str:
-        def dims(name: str, ndim: int, *leading: str) -> str:
-            return " ".join([*leading, *(f"{name}{d}" for d in range(len(leading), ndim))])
-
-        constants = [dims(f"c{i}d", len(x.shape)) for i, x in enumerate(given[:num_constants])]
-        split = [
-            dims(f"a{i}d", len(x.shape), "b", "h") for i, x in enumerate(given[num_constants:])
-        ]
-        produced = [dims(f"r{i}d", len(x.shape), "b", "h") for i, x in enumerate(results)]
-        return f"{', '.join([*constants, *split])} -> {', '.join(produced)}"
-
-    wrapped = _partitioning.custom_partitioning(body)
-    wrapped.def_partition(
-        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule
-    )
-    return wrapped(*whole.consts, *args)
-
-
-def _cuda_capability() -> float | None:
-    """The first GPU's compute capability, or None where it is not an Nvidia GPU."""
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    try:
-        return float(capability) if capability is not None else None
-    except ValueError:  # AMD names its chips (gfx942)
-        return None
-
-
-def _cudnn_takes(
-    plan: flash.Plan, query: jax.Array, value: jax.Array, capability: float | None
-) -> bool:
-    """Whether cuDNN's flash attention computes this.
-
-    It needs 16-bit floats, Ampere or later, and a head dim, equal for queries and values, that is
-    a multiple of 8 up to 128 (256 from Hopper on). These are jax's checks: `dot_product_attention`
-    and `check_is_flash_attention`. With a causal mask the lengths must be equal too, because
-    libraries align the mask of different lengths differently.
-    """
-    if capability is None or capability < 8 or not is_sixteen_bit(query.dtype):
-        return False
-    dim, largest = query.shape[-1], 256 if capability >= 9 else 128
-    return (
-        dim % 8 == 0
-        and dim <= largest
-        and value.shape[-1] == dim
-        and not (plan.is_causal and plan.num_queries != plan.num_keys)
-    )
-
-
-def _cudnn(
-    plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """cuDNN's kernel, over (batch, rows, heads, dim) with query heads in the order of kv heads."""
-    batch, heads, group, rows, dim = query.shape
-    rows_first = query.reshape(batch, heads * group, rows, dim).swapaxes(1, 2)
-    out, lse = jax.nn.dot_product_attention(
-        rows_first,
-        key.swapaxes(1, 2),
-        value.swapaxes(1, 2),
-        scale=plan.scale,
-        is_causal=plan.is_causal,
-        implementation="cudnn",
-        return_residual=True,
-    )
-    return out.swapaxes(1, 2).reshape(query.shape), lse.swapaxes(1, 2).reshape(query.shape[:-1])
-
-
-def _splash_takes(plan: flash.Plan, query: jax.Array, value: jax.Array) -> bool:
-    """Whether splash attention computes this: whole blocks of 128 rows and keys, and bfloat16.
-
-    For float32 the kernel's products have less precision than torch's.
-    """
-    return (
-        query.dtype == jnp.bfloat16
-        and plan.num_queries % 128 == 0
-        and plan.num_keys % 128 == 0
-        and query.shape[-1] % 64 == 0
-        and value.shape[-1] % 64 == 0
-    )
-
-
-def _splash(
-    plan: flash.Plan,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    differentiable: bool,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """jax's TPU kernel, mapped over the batch.
-
-    The kernel has no scale, so the queries are scaled first. The log of the sum of exponentials is
-    None where the result is to be differentiated.
-    """
-    # Not at the top: the module is experimental, and only programs for TPUs should depend on it.
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
-        splash_attention_kernel as splash_kernel,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # noqa: PLC0415
-        splash_attention_mask as splash_mask,
-    )
-
-    batch, heads, group, rows, dim = query.shape
-    size = (plan.num_queries, plan.num_keys)
-    mask = splash_mask.CausalMask(size) if plan.is_causal else splash_mask.FullMask(size)
-    block_q, block_k = (next(b for b in (512, 256, 128) if n % b == 0) for n in size)
-    blocks = splash_kernel.BlockSizes(
-        block_q=block_q,
-        block_kv=block_k,
-        block_kv_compute=block_k,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_k,
-        block_kv_dkv_compute=block_k,
-        block_q_dq=block_q,
-        block_kv_dq=block_k,
-    )
-    # The kernel's tables of blocks must be values, not tracers.
-    with jax.ensure_compile_time_eval():
-        masks = splash_mask.MultiHeadMask([mask] * (heads * group))
-        kernel = splash_kernel.make_splash_mha(
-            masks,
-            head_shards=1,
-            q_seq_shards=1,
-            block_sizes=blocks,
-            save_residuals=not differentiable,
-            interpret=interpret,
-        )
-    scaled = (
-        (query.astype(np.float32) * np.float32(plan.scale))
-        .astype(query.dtype)
-        .reshape(batch, heads * group, rows, dim)
-    )
-    found = jax.vmap(kernel)(scaled, key, value)
-    out, lse = (
-        (found, None) if differentiable else (found[0], found[1][0].reshape(query.shape[:-1]))
-    )
-    return out.reshape(*query.shape[:-1], value.shape[-1]), lse
