@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import zip_longest
 from typing import Any
@@ -34,7 +34,15 @@ from spmd_core.program.index_checks import first_offender
 from spmd_core.program.operation_names import named
 from spmd_core.program.partial_sums import PartialSums
 from spmd_core.program.partitioner_rules import in_safe_forms
-from spmd_core.program.program_graph import Graph, Growth, Node, Output, padded_shape, stored_shape
+from spmd_core.program.program_graph import (
+    Graph,
+    Growth,
+    Leaf,
+    Node,
+    Output,
+    padded_shape,
+    stored_shape,
+)
 from spmd_core.program.recorded_order import late_results
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import (
@@ -102,6 +110,25 @@ class Whole(Enum):
     NOTHING = "nothing"
     INDICES = "the indices of its gathers and scatters"
     EVERYTHING = "all its tensors"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is found in a graph before its operations are lowered, by their positions.
+
+    Attributes:
+        images: how the images of convolutions and poolings are split.
+        attentions: how attentions may be split.
+        plans: the gradients that are reduced in manual regions.
+        gathers: what is cast before it is gathered.
+        batch: how the program's data splits the batch.
+    """
+
+    images: Mapping[int, registry.ImageLayout] = field(default_factory=dict)
+    attentions: Mapping[int, registry.AttentionLayout] = field(default_factory=dict)
+    plans: Plans = field(default_factory=Plans)
+    gathers: Mapping[int, narrow_gathers.NarrowGather] = field(default_factory=dict)
+    batch: registry.BatchSplit = field(default_factory=registry.BatchSplit)
 
 
 class Function:
@@ -250,9 +277,27 @@ class Function:
         manual = self._manual(output.value)
         return output.placement if manual is None else regions.placement(manual)
 
+    def _findings(self) -> Findings:
+        def is_local(number: int) -> bool:
+            return self._manual(number) is not None
+
+        graph, mesh = self.graph, self._common_mesh
+        images = image_layouts.find(graph, mesh, self._to_named, is_local)
+        return Findings(
+            images,
+            attention_layouts.find(graph, mesh, is_local),
+            batch_sums.find(graph, is_local, self._split_dims, images),
+            narrow_gathers.find(graph),
+            self._batch_split(),
+        )
+
+    def _to_named(self, entry: Entry) -> jax.sharding.NamedSharding:
+        assert entry.sharding is not None
+        return named_sharding(entry.sharding, self.device_ids)
+
     def _batch_split(self) -> registry.BatchSplit:
         """How the program's data splits the batch, for operations that keep it so."""
-        if self._whole is Whole.EVERYTHING or not self._common_mesh.exists:
+        if not self._common_mesh.exists:
             return registry.BatchSplit()
         axes = split_dims.batch_axes(self.graph, self._common_mesh)
         count = math.prod(self._mesh.shape[axis] for axis in axes)
@@ -264,22 +309,18 @@ class Function:
         spec = jax.sharding.PartitionSpec(names or None, *(free for _ in x.shape[1:]))
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
 
-    def _image_layouts(self) -> Mapping[int, registry.ImageLayout]:
-        """How the images of convolutions and poolings are split, by the node's position."""
-        if self._whole is Whole.EVERYTHING:
-            return {}
-
-        def to_named(entry: Entry) -> jax.sharding.NamedSharding:
-            assert entry.sharding is not None
-            return named_sharding(entry.sharding, self.device_ids)
-
-        return image_layouts.find(
-            self.graph, self._common_mesh, to_named, lambda number: self._manual(number) is not None
-        )
-
     def _with_whole_dims(self, x: jax.Array, num: int) -> jax.Array:
         """`x` with its last `num` dims whole on each device; the partitioner chooses the others."""
         return self._with_whole(x, range(x.ndim - num, x.ndim))
+
+    def _logical(
+        self, leaf: Leaf, x: jax.Array, keep: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """A leaf as torch sees it; a value that is local to a manual region stays as it is."""
+        if leaf.placement.manual is not None:
+            return x
+        same = x.shape == leaf.spec.shape
+        return keep(x if same else self._without_padding(x, leaf.spec.shape))
 
     def _without_padding(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """The leaf without the padding of uneven shards; a dim of one element is whole."""
@@ -313,44 +354,17 @@ class Function:
             int: iter(next(packs)) if self._num_ints else iter(()),
             complex: iter(next(packs)) if self._num_complex else iter(()),
         }
-        logical = [
-            array
-            if leaf.placement.manual is not None or array.shape == leaf.spec.shape
-            else self._without_padding(array, leaf.spec.shape)
-            for leaf, array in zip(graph.leaves, leaves)
-        ]
         keep = self._keep_whole if self._whole is Whole.EVERYTHING else lambda x: x
-        logical = [
-            keep(x) if leaf.placement.manual is None else x
-            for leaf, x in zip(graph.leaves, logical)
-        ]
+        logical = [self._logical(leaf, x, keep) for leaf, x in zip(graph.leaves, leaves)]
         values: list[jax.Array] = []
-        stored = stored_values(graph)
-        images = self._image_layouts()
-        plans = (
-            Plans()
-            if self._whole is Whole.EVERYTHING
-            else batch_sums.find(
-                graph,
-                lambda number: self._manual(number) is not None,
-                self._split_dims,
-                images,
-            )
-        )
 
         def read(number: int) -> jax.Array:
             return values[number] if number >= 0 else logical[-number - 1]
 
+        stored = stored_values(graph)
+        found = Findings() if self._whole is Whole.EVERYTHING else self._findings()
+        plans, gathers = found.plans, found.gathers
         sums = PartialSums(graph, plans, platform, read)
-        gathers = {} if self._whole is Whole.EVERYTHING else narrow_gathers.find(graph)
-        batch = self._batch_split()
-        attentions = (
-            {}
-            if self._whole is Whole.EVERYTHING
-            else attention_layouts.find(
-                graph, self._common_mesh, lambda number: self._manual(number) is not None
-            )
-        )
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
         ready: list[jax.Array] = []  # what the next product waits for
@@ -366,9 +380,9 @@ class Function:
                 len(self.device_ids),
                 self._split_dims,
                 self._with_whole_dims,
-                images.get(position),
-                attentions.get(position),
-                batch=batch,
+                found.images.get(position),
+                found.attentions.get(position),
+                batch=found.batch,
             )
             if graph.checks_indices:
                 context.index_checks = []
