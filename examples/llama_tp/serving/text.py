@@ -85,9 +85,11 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-4:])  # one would do, if it were not special
-        if self._decode(self._ids).endswith(UNDECODABLE):
-            self._ids = []
+        # One token of context would do, if it were not special. A context that begins within a
+        # character is no text; of four in a row, one begins where a character does.
+        contexts = (list(prompt[-num:]) for num in (4, 5, 6, 7, 3, 2, 1))
+        whole = (ids for ids in contexts if not self._decode(ids).endswith(UNDECODABLE))
+        self._ids = next(whole, [])
         self._num_known = len(self._ids)  # tokens whose text was given
 
     def add(self, token: int) -> str:

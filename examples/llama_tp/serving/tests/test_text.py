@@ -68,6 +68,12 @@ def test_pieces_together_are_the_text(kind: str, data: st.DataObject) -> None:
     assert not any(piece.endswith(UNDECODABLE) for piece in pieces)
 
 
+def test_the_context_of_a_prompt_begins_with_a_character() -> None:
+    prompt = [1 + byte for byte in "😀€".encode()]
+    for cut in range(5):
+        assert Detokenizer(PIECES, prompt[cut:]).add(257) == " a"
+
+
 def test_a_character_comes_whole() -> None:
     detokenizer = Detokenizer(PIECES)
     assert [detokenizer.add(1 + byte) for byte in "😀".encode()] == ["", "", "", "😀"]
