@@ -11,25 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import spmd_core as spmd
-
-# Peak of one chip in FLOP/s for dense bf16, from the makers' data sheets. The longest name that the
-# device kind of the runtime starts with counts: "NVIDIA H100 80GB HBM3" is an "NVIDIA H100", while
-# the slower PCIe card has an entry of its own.
-PEAK_FLOPS_BY_KIND = {
-    "TPU v3": 123e12,  # a chip is two devices: see DEVICES_PER_CHIP
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,  # v5e
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,  # the name of v5p in some runtimes
-    "TPU v6 lite": 918e12,  # v6e
-    "TPU v6e": 918e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H200": 989e12,
-}
-DEVICES_PER_CHIP = {"TPU v3": 2}
+from spmd_core.chips import chip_of
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.03
@@ -105,11 +87,10 @@ def device_kind(device: torch.device) -> str:
 
 def known_peak(device_kind: str) -> Peak | None:
     """The data sheet's peak of one device, or None for a kind that is not in the table."""
-    matches = [kind for kind in PEAK_FLOPS_BY_KIND if device_kind.startswith(kind)]
-    if not matches:
+    chip = chip_of(device_kind)
+    if chip is None:
         return None
-    kind = max(matches, key=len)
-    return Peak(PEAK_FLOPS_BY_KIND[kind] / DEVICES_PER_CHIP.get(kind, 1), "data sheet, bf16")
+    return Peak(chip.peak_flops / chip.devices_per_chip, "data sheet, bf16")
 
 
 def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype) -> Peak:

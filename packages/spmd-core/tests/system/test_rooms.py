@@ -22,7 +22,7 @@ FLOORS = [
     ("program",),
     ("graph", "runtime"),
     ("sharding", "ops"),
-    ("errors", "config", "metrics", "dtypes", "releases", "source_lines"),
+    ("chips", "errors", "config", "metrics", "dtypes", "releases", "source_lines"),
 ]
 FILES = import_graph.file_arrows(SOURCE)
 ROOMS = import_graph.room_arrows(FILES)
