@@ -16,6 +16,8 @@ from spmd_core.errors import (
     MeshError,
     NotInSpmdModeError,
     PartitionSpecError,
+    PlanError,
+    PlanReadError,
     ProgramError,
     ShardError,
     SpmdError,
@@ -69,6 +71,8 @@ from spmd_core.modules.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
+from spmd_core.planner.plan import plan
+from spmd_core.planner.planned import Plan
 from spmd_core.program.execution import roll_back, verify
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
 from spmd_core.releases import Versions, versions
@@ -297,6 +301,11 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "ProgramError",
     "VerificationError",
     "DataError",
+    "PlanError",
+    "PlanReadError",
+    # Plans for devices that are not there
+    "Plan",
+    "plan",
 ]
 
 # torch's placements and styles of tensor parallelism. Their import takes a second, which only

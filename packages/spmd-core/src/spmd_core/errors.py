@@ -13,6 +13,8 @@
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
+    ├── PlanError            (ValueError, RuntimeError)  a plan cannot be made as asked
+    │   └── PlanReadError                                what is planned reads a value
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
 Each class also derives from the builtin exceptions in brackets, so that code without an import of
@@ -71,6 +73,14 @@ class VerificationError(SpmdError, RuntimeError):
 
 class IndexRangeError(SpmdError, IndexError, RuntimeError):
     """Under `config.check_indices`, an index computed on the device lay outside its dim."""
+
+
+class PlanError(SpmdError, ValueError, RuntimeError):
+    """A plan cannot be made: an unknown topology, a mesh that does not fit it, no compiler."""
+
+
+class PlanReadError(PlanError):
+    """What is planned reads a value on the host, and a plan computes none."""
 
 
 class DataError(SpmdError, ValueError):

@@ -14,6 +14,8 @@ import import_graph  # noqa: E402 - a script of the repository, outside of any p
 
 # From top to bottom. Folders on one line do not import each other.
 FLOORS = [
+    ("plan",),
+    ("planner",),
     ("modules", "steps"),
     ("torch_backend", "marks"),
     ("dispatch", "debugging", "manual"),

@@ -169,3 +169,6 @@ def clear() -> None:
     _num_dropped += len(_programs)
     _programs.clear()
     history.clear()
+
+
+devices.on_exchange.append(clear)

@@ -28,6 +28,7 @@ from spmd_core.program.planning import Plan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers, interrupts
+from spmd_core.runtime.abstract import AbstractArray
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
 # that this one must not import registers here to take part in every step.
@@ -174,7 +175,7 @@ def _request(live: list[Storage]) -> None:
 
 def _is_deleted(value: Value) -> bool:
     """Whether the value's buffer went to a program that failed."""
-    return isinstance(value.data, jax.Array) and value.data.is_deleted()
+    return isinstance(value.data, (jax.Array, AbstractArray)) and value.data.is_deleted()
 
 
 def end_step(*, wait: bool = False) -> None:

@@ -9,7 +9,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Value
 from spmd_core.program.program_graph import stored_shape
-from spmd_core.runtime import buffers
+from spmd_core.runtime import buffers, devices
 from spmd_core.runtime.jax_sharding import (
     default_device_ids,
     device_ids_of,
@@ -49,6 +49,9 @@ def target_placement(placement: Placement, device_ids: tuple[int, ...]) -> Place
     if own is not None and device_ids_of(own) == device_ids:
         return placement.with_room(None)
     return Placement.of(replicated(device_ids), None)
+
+
+devices.on_exchange.append(target_placement.cache_clear)
 
 
 def refuse_local(value: Value) -> None:

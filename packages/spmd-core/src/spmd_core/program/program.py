@@ -5,17 +5,19 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
 
-from spmd_core import metrics
-from spmd_core.errors import DeviceMemoryError, ProgramError
+from spmd_core import dtypes, metrics
+from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
 from spmd_core.program.lowering import Traced, Whole
-from spmd_core.program.program_graph import Graph
-from spmd_core.runtime import buffers, devices
+from spmd_core.program.program_graph import Graph, stored_shape
+from spmd_core.runtime import abstract, buffers, devices
+from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
 
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
@@ -103,6 +105,10 @@ class Program(Traced):
             # gathers of all parameters: for GPT-2 on 8 devices that takes a quarter more memory,
             # and no less time.
             options.setdefault("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED")
+        plan = abstract.run()
+        if plan is not None:
+            options |= plan.compile_options()
+        self.dump_folder = options.get("xla_dump_to")
         with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
             self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start
@@ -154,9 +160,13 @@ class Program(Traced):
             leaves: one array for each leaf, laid out as the leaf's placement says.
 
         Raises:
+            PlanError: a leaf was made in a plan that has ended, or before it.
             DeviceMemoryError: the device's memory is too small.
             ProgramError: jax raised another error.
         """
+        plan = abstract.run()
+        if plan is not None or any(isinstance(x, AbstractArray) for x in leaves):
+            return self._without_running(plan, leaves)
         numbers = []
         if floats:
             numbers.append(np.array(floats, np.float64))
@@ -174,6 +184,27 @@ class Program(Traced):
         if self.graph.checks_indices:
             index_checks.add(token, self.record.name, self.graph)
         return results
+
+    def _without_running(self, plan: abstract.Run | None, leaves: list[Any]) -> list[jax.Array]:
+        """The results of a program that is planned: without elements."""
+        if plan is None or not all(isinstance(x, AbstractArray) for x in leaves):
+            raise PlanError(
+                "tensors of a plan have no elements, so a program takes only such tensors or none; "
+                f"{self.record.name} for {self.record.source} got both. Make every tensor inside "
+                "of what is planned, and use none of them after it."
+            )
+        plan.on_program(self, leaves)
+        self.record.executions += 1
+        for i in self.graph.donated:
+            leaves[i].delete()
+        return [
+            abstract.array(
+                stored_shape(output.spec, placement),
+                dtypes.to_jax(output.spec.dtype),
+                placement.device_sharding,
+            )
+            for output, placement in zip(self.graph.outputs, self.out_placements)
+        ]
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program import execution
 from spmd_core.recording.calls import known, record_own
+from spmd_core.runtime import abstract
+from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import default_device_ids, replicated
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wrap
 
@@ -31,11 +33,14 @@ def to_jax(t: torch.Tensor) -> jax.Array:
 
     Raises:
         DeviceMismatchError: not a tensor on device `xla`.
+        PlanReadError: in a plan.
     """
     handle = device_tensor(t, "to_jax")._handle
     if not isinstance(handle, Storage):
         handle = device_tensor(t.detach().clone(), "to_jax")._handle.storage
     array = execution.place(handle)
+    if isinstance(array, AbstractArray):
+        abstract.refuse("a tensor as a jax array")
     if array.shape == handle.spec.shape:
         return array
     with jax.enable_x64(True):
@@ -61,7 +66,11 @@ def from_jax(array: jax.Array) -> XLAShardedTensor:
     if not isinstance(sharding, NamedSharding):
         sharding = replicated(default_device_ids())
         with jax.enable_x64(True):
-            array = jax.device_put(array, sharding)
+            array = (
+                abstract.array(spec.shape, array.dtype, sharding)
+                if abstract.run()
+                else jax.device_put(array, sharding)
+            )
     return wrap(Storage.of_leaf(spec, array, Placement.of(sharding, None)))
 
 

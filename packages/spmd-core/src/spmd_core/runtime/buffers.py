@@ -12,6 +12,8 @@ import torch
 from spmd_core import dtypes, metrics, releases
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
+from spmd_core.runtime import abstract
+from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
 
@@ -27,6 +29,8 @@ def upload(
 
     Does not wait.
     """
+    if abstract.run() is not None:
+        return abstract.array(padded_shape, dtypes.to_jax(tensor.dtype), jax_sharding)
     data = dtypes.numpy_view(tensor.detach().contiguous())
     metrics.count("uploads")
     metrics.count("uploaded_bytes", data.nbytes)
@@ -58,6 +62,9 @@ def from_blocks(
         jax_sharding: the sharding of the array.
         padded_shape: the shape of the array.
     """
+    if abstract.run() is not None:
+        dtype = next(iter(blocks.values())).dtype
+        return abstract.array(padded_shape, dtypes.to_jax(dtype), jax_sharding)
     with jax.enable_x64(True):
         # Copies: on the CPU, jax may use the memory of a numpy array, and the caller may write to
         # the block later.
@@ -88,6 +95,8 @@ def put(block: torch.Tensor, holders: Sequence[jax.Device]) -> list[jax.Array]:
 
     On the CPU, the arrays may use the block's memory: the caller must not write to it any more.
     """
+    if abstract.run() is not None:
+        return []
     data = dtypes.numpy_view(block)
     metrics.count("uploads")
     metrics.count("uploaded_bytes", data.nbytes * len(holders))
@@ -105,6 +114,8 @@ def joined(
     dtype: torch.dtype,
 ) -> jax.Array:
     """One array from those of this process's devices, without a copy."""
+    if abstract.run() is not None:
+        return abstract.array(padded_shape, dtypes.to_jax(dtype), jax_sharding)
     with jax.enable_x64(True):
         return jax.make_array_from_single_device_arrays(
             padded_shape, jax_sharding, arrays, dtype=dtypes.to_jax(dtype)
@@ -121,6 +132,8 @@ def reshard(
 
     Does not wait.
     """
+    if isinstance(array, AbstractArray):
+        return abstract.array(padded_shape, array.dtype, jax_sharding)
     metrics.count("resharded_bytes", array.nbytes)
     with jax.enable_x64(True):
         if 0 in shape:
@@ -154,7 +167,13 @@ def _resized(array: jax.Array, shape: tuple[int, ...], jax_sharding: Any) -> jax
 
 
 def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
-    """The logical value as a CPU tensor that owns its memory. Waits for the device."""
+    """The logical value as a CPU tensor that owns its memory. Waits for the device.
+
+    Raises:
+        PlanReadError: in a plan.
+    """
+    if isinstance(array, AbstractArray):
+        abstract.refuse("a tensor's values")
     metrics.count("host_reads")
     wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
@@ -182,12 +201,20 @@ def _assembled(array: jax.Array) -> np.ndarray:
 
 
 def addressable(array: jax.Array) -> Sequence[jax.Shard]:
-    """The shards on this process's devices, in the order of the global device ids."""
+    """The shards on this process's devices, in the order of the global device ids.
+
+    Raises:
+        PlanReadError: in a plan.
+    """
+    if isinstance(array, AbstractArray):
+        abstract.refuse("a tensor's shards")
     return sorted(array.addressable_shards, key=lambda s: s.device.id)
 
 
 def wait_for(array: jax.Array) -> None:
     """Blocks until the array is computed. Raises ProgramError if its program failed."""
+    if isinstance(array, AbstractArray):
+        return
     try:
         array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:

@@ -5,6 +5,8 @@ The devices start with the first call that needs them.
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +17,7 @@ import jaxlib
 import torch
 
 from spmd_core.config import config
-from spmd_core.errors import NotInSpmdModeError, SpmdError
+from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
 from spmd_core.sharding.mesh import Mesh
 
 _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
@@ -25,10 +27,13 @@ _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "g
 class _State:
     spmd: bool = False
     devices: tuple[jax.Device, ...] | None = None
+    abstract: bool = False
 
 
 _state = _State()
 _lock = threading.Lock()
+# Each forgets what a module keeps of the devices; called when they are exchanged.
+on_exchange: list[Callable[[], None]] = []
 
 
 def simulate(num_devices: int) -> None:
@@ -46,6 +51,14 @@ def simulate(num_devices: int) -> None:
     if _state.devices is not None:
         if len(_state.devices) == num_devices and _state.devices[0].platform == "cpu":
             return
+        if _state.abstract:
+            if len(_state.devices) == num_devices:
+                return
+            raise PlanError(
+                "what is planned must take the devices of the plan's topology; it has "
+                f"{len(_state.devices)} devices and simulate({num_devices}) asked for others. "
+                "Plan for a topology of that many devices, or leave the call out."
+            )
         raise SpmdError(
             "the number of emulated devices is fixed when the device is first used; "
             f"it is in use with {len(_state.devices)} "
@@ -110,6 +123,40 @@ def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
     return f"{flags} {name}=false".strip()
 
 
+@contextmanager
+def exchanged(devices: tuple[jax.Device, ...]) -> Iterator[None]:
+    """Inside, these are the devices of this process, and programs for them are not run.
+
+    SPMD mode is off at first. Nothing may be pending, before and at the end.
+
+    Args:
+        devices: those of a topology; all count as this process's own.
+    """
+    before = (_state.devices, _state.abstract, _state.spmd)
+    _exchange(devices, abstract=True, spmd=False)
+    try:
+        yield
+    finally:
+        _exchange(*before)
+
+
+def _exchange(devices: tuple[jax.Device, ...] | None, abstract: bool, spmd: bool) -> None:
+    _state.devices, _state.abstract, _state.spmd = devices, abstract, spmd
+    position_of_id.cache_clear()
+    for forget in on_exchange:
+        forget()
+
+
+def is_abstract() -> bool:
+    """Whether the devices are a topology's, for which programs are compiled and not run."""
+    return _state.abstract
+
+
+def is_local(device: jax.Device) -> bool:
+    """Whether a device belongs to this process; each device of a topology does."""
+    return _state.abstract or device.process_index == jax.process_index()
+
+
 def is_started() -> bool:
     """Whether the runtime has started, so that the set of devices is fixed."""
     return _state.devices is not None
@@ -139,7 +186,7 @@ def global_runtime_device_count() -> int:
 def num_processes() -> int:
     """The number of processes (hosts) that run the program together."""
     all_devices()
-    return jax.process_count()
+    return 1 if _state.abstract else jax.process_count()
 
 
 def device_attributes() -> list[dict[str, Any]]:
@@ -164,19 +211,20 @@ def memory_stats() -> list[dict[str, int]]:
     `bytes_in_use`, `peak_bytes_in_use` and `bytes_limit`; an empty dict where the platform keeps no
     statistics (CPU).
     """
-    return [d.memory_stats() or {} for d in all_devices() if d.process_index == jax.process_index()]
+    if _state.abstract:
+        return [{} for _ in all_devices()]
+    return [d.memory_stats() or {} for d in all_devices() if is_local(d)]
 
 
 def local_device_ids(mesh: Mesh) -> tuple[int, ...]:
     """The devices of a mesh that belong to this process, in the order of their ids."""
-    devices, process = all_devices(), jax.process_index()
-    return tuple(sorted(i for i in mesh.ids if devices[i].process_index == process))
+    devices = all_devices()
+    return tuple(sorted(i for i in mesh.ids if is_local(devices[i])))
 
 
 def first_local_device() -> int:
     """The position, among all devices, of this process's first device."""
-    process = jax.process_index()
-    return next(i for i, device in enumerate(all_devices()) if device.process_index == process)
+    return next(i for i, device in enumerate(all_devices()) if is_local(device))
 
 
 def device_name(device: int) -> str:

@@ -82,6 +82,7 @@ def jax_mesh(mesh: Mesh) -> jax.sharding.Mesh:
 
 
 Mesh.get_jax_mesh = jax_mesh
+devices.on_exchange += (_jax_mesh.cache_clear, named_sharding.cache_clear, replicated.cache_clear)
 
 
 class CommonMesh:

@@ -18,7 +18,7 @@ def process_index() -> int:
     Starts the devices.
     """
     devices.all_devices()
-    return jax.process_index()
+    return 0 if devices.is_abstract() else jax.process_index()
 
 
 def process_count() -> int:
@@ -67,9 +67,9 @@ def real_devices() -> list[str]:
     The number in a name is the device's position among all devices.
     """
     return [
-        row["name"]
-        for row in devices.device_attributes()
-        if row["process_index"] == jax.process_index()
+        devices.device_name(i)
+        for i, device in enumerate(devices.all_devices())
+        if devices.is_local(device)
     ]
 
 
@@ -89,8 +89,7 @@ def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) ->
 
 
 def _local_devices() -> list[jax.Device]:
-    all_devices = devices.all_devices()
-    return [d for d in all_devices if d.process_index == jax.process_index()]
+    return [d for d in devices.all_devices() if devices.is_local(d)]
 
 
 def memory_info(device: int | str | torch.device | None = None) -> dict[str, int]:
@@ -126,7 +125,7 @@ def _chosen(device: int | str | torch.device | None) -> list[jax.Device]:
 
 
 def _memory_of(device: jax.Device) -> dict[str, int]:
-    found = device.memory_stats()
+    found = None if devices.is_abstract() else device.memory_stats()
     if not found or "bytes_limit" not in found:
         raise UnsupportedOpError(
             "the memory of a device is what its allocator counts; "
@@ -143,6 +142,8 @@ def _memory_of(device: jax.Device) -> dict[str, int]:
 
 def is_bf16_supported() -> bool:
     """Whether the devices compute in bfloat16: tries one addition. Waits for the device."""
+    if devices.is_abstract():
+        return True  # every TPU does, and XLA's CPU compiler
     try:
         one = jax.device_put(jnp.ones((), jnp.bfloat16), _local_devices()[0])
         return float(one + one) == 2.0

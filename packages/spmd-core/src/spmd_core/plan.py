@@ -1,0 +1,15 @@
+"""Plans a script for a topology that is not there.
+
+    python -m spmd_core.plan --topology v4-16 -- python -m examples.gpt2.train --mesh fsdp=8
+    python -m spmd_core.plan --topology cpu-64 -- python train.py
+
+The script runs here as it is, up to its steps that compile nothing new; its programs are compiled
+for the topology's devices and not run. For functions there is `spmd_core.plan`.
+"""
+
+import sys
+
+from spmd_core.planner.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Plans: what a training script takes on devices that are not there, by compilation alone."""

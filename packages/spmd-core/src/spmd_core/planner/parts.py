@@ -1,0 +1,214 @@
+"""What a planned program's memory is for: parameters, optimizer state, gradients, activations."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from spmd_core.debugging import hlo_text
+from spmd_core.planner.buffer_text import Buffers, Value
+from spmd_core.program.program_graph import Graph, Node
+from spmd_core.source_lines import Origin, Phase
+
+_POSITION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)#(?P<position>\d+)/")
+_MAX_SOURCES = 4  # steps back to an instruction that has a torch operation's name
+
+
+class Part(StrEnum):
+    """What bytes of a device's memory are for."""
+
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer state"
+    INPUTS = "inputs"
+    RESULTS = "results"
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+    TEMPORARIES = "temporaries"
+    # What the compiler's packing of temporaries leaves unused when most of them are alive.
+    GAPS = "gaps between temporaries"
+    CODE = "code"
+    ELSEWHERE = "other programs' arrays"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One value in a device's memory when most of it is in use.
+
+    Attributes:
+        part: what it is for.
+        num_bytes: on one device.
+        shape: XLA's, on one device: "f32[64,1024]".
+        op: the torch operation that makes it, such as "aten::mm"; empty if that is not known.
+        origin: the user's line and module; None if not known.
+    """
+
+    part: Part
+    num_bytes: int
+    shape: str
+    op: str
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the operations and the leaves of a program are to training.
+
+    Attributes:
+        leaves: by leaf.
+        after: the position of the first operation behind the last backward pass; the number of all
+            operations in a program without one.
+        gradients: the operations of a backward pass whose results are read behind it.
+    """
+
+    leaves: tuple[Part, ...]
+    after: int
+    gradients: frozenset[int]
+
+    def of_operation(self, position: int, phase: Phase | None) -> Part:
+        """What the result of an operation is, while it is a temporary."""
+        if position in self.gradients:
+            return Part.GRADIENTS
+        if position < self.after and phase is Phase.FORWARD:
+            return Part.ACTIVATIONS
+        return Part.TEMPORARIES
+
+
+def roles(graph: Graph, kept: Collection[int]) -> Roles:
+    """The roles of a graph's operations and leaves.
+
+    A leaf that stays from step to step is a parameter if a forward or backward pass reads it, and
+    optimizer state if only what follows does.
+
+    Args:
+        graph: with origins.
+        kept: the positions of the leaves that the program updates, or that another run reads again.
+    """
+    first_result = _first_results(graph.nodes)
+    backward = [
+        i for i, node in enumerate(graph.nodes) if node.origin and _is_backward(node.origin)
+    ]
+    after = backward[-1] + 1 if backward else len(graph.nodes)
+    made_by = {
+        first_result[i] + k: i for i, node in enumerate(graph.nodes) for k in range(_outs(node))
+    }
+    in_backward = set(backward)
+    gradients, read_before = set(), set()
+    for i, node in enumerate(graph.nodes):
+        for number in node.inputs:
+            if number < 0:
+                if i < after:
+                    read_before.add(-number - 1)
+            elif i >= after and made_by[number] in in_backward:
+                gradients.add(made_by[number])
+    # What autograd hands over as it is, such as a mark, comes from the operation below.
+    leaves = tuple(
+        Part.INPUTS
+        if i not in kept
+        else Part.PARAMETERS
+        if i in read_before or not backward
+        else Part.OPTIMIZER
+        for i in range(len(graph.leaves))
+    )
+    return Roles(leaves, after, frozenset(gradients))
+
+
+def _is_backward(origin: Origin) -> bool:
+    return origin.phase is not Phase.FORWARD
+
+
+def _outs(node: Node) -> int:
+    return len(node.entry.outs)
+
+
+def _first_results(nodes: Sequence[Node]) -> list[int]:
+    first, count = [], 0
+    for node in nodes:
+        first.append(count)
+        count += _outs(node)
+    return first
+
+
+def at_peak(
+    graph: Graph, found: Roles, buffers: Buffers, hlo: str, num_number_arrays: int
+) -> tuple[Buffer, ...]:
+    """Everything that lies in a device's memory when most of it is in use, the largest first.
+
+    The sum over all is the memory that the program reserves, without code.
+
+    Args:
+        graph: of the program.
+        found: its roles.
+        buffers: its allocations.
+        hlo: its optimised HLO as text, for the names of torch operations.
+        num_number_arrays: the parameters of the program that come before its leaves.
+    """
+    operations = _Operations(graph, found, hlo)
+    rows: list[Buffer] = []
+    for allocation in buffers.allocations:
+        if allocation.parameter is not None:
+            leaf = allocation.parameter - num_number_arrays
+            part = Part.INPUTS if leaf < 0 else found.leaves[leaf]
+            origin = None if leaf < 0 else graph.leaves[leaf].origin
+            shape = allocation.values[0].shape if allocation.values else ""
+            rows.append(Buffer(part, allocation.size, shape, "", origin))
+        elif allocation.is_output:
+            largest = max(allocation.values, key=lambda value: value.size, default=None)
+            if largest is None:
+                rows.append(Buffer(Part.RESULTS, allocation.size, "", "", None))
+            else:
+                rows.append(operations.buffer(largest, allocation.size, Part.RESULTS))
+        elif allocation.is_constant:
+            rows.append(Buffer(Part.TEMPORARIES, allocation.size, "constant", "", None))
+    alive = [operations.buffer(value, value.size) for value in buffers.live_at_peak()]
+    gaps = sum(a.size for a in buffers.temporaries) - sum(row.num_bytes for row in alive)
+    rows += alive
+    if gaps > 0:
+        rows.append(Buffer(Part.GAPS, gaps, "", "", None))
+    return tuple(sorted(rows, key=lambda row: -row.num_bytes))
+
+
+def sums(rows: Sequence[Buffer]) -> dict[Part, int]:
+    """Bytes by part."""
+    totals: Counter[Part] = Counter()
+    for row in rows:
+        totals[row.part] += row.num_bytes
+    return dict(totals)
+
+
+class _Operations:
+    """The torch operations behind the instructions of a compiled program."""
+
+    def __init__(self, graph: Graph, found: Roles, hlo: str) -> None:
+        self._graph, self._found = graph, found
+        computations, _ = hlo_text.parse(hlo)
+        self._instructions = {
+            name: instruction
+            for computation in computations.values()
+            for name, instruction in computation.items()
+        }
+
+    def buffer(self, value: Value, size: int, part: Part | None = None) -> Buffer:
+        """A value with its operation, line and part."""
+        match = self._match(value.instruction)
+        if match is None or int(match["position"]) >= len(self._graph.nodes):
+            return Buffer(part or Part.TEMPORARIES, size, value.shape, "", None)
+        position = int(match["position"])
+        origin = self._graph.nodes[position].origin
+        if part is None:
+            part = self._found.of_operation(position, None if origin is None else origin.phase)
+        return Buffer(part, size, value.shape, match["op"], origin)
+
+    def _match(self, name: str) -> re.Match[str] | None:
+        """The operation that an instruction is named after; a copy has the name of its source."""
+        for _ in range(_MAX_SOURCES):
+            instruction = self._instructions.get(name)
+            if instruction is None:
+                return None
+            match = _POSITION.search(instruction.op_name)
+            if match is not None:
+                return match
+            if not instruction.operands:
+                return None
+            name = instruction.operands[0]
+        return None

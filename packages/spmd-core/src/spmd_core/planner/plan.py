@@ -1,0 +1,204 @@
+"""Plans a function: records it, compiles its programs for a topology, and runs none of them."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmd_core import metrics
+from spmd_core.config import config
+from spmd_core.debugging import communication
+from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
+from spmd_core.graph.storage import lock, take_pending
+from spmd_core.planner import buffer_text, parts
+from spmd_core.planner.costs import costs_of
+from spmd_core.planner.parts import Part
+from spmd_core.planner.planned import Plan, PlannedProgram
+from spmd_core.planner.topology import Topology, find
+from spmd_core.program import execution
+from spmd_core.program.program import Program
+from spmd_core.runtime import abstract, devices
+from spmd_core.runtime.abstract import AbstractArray
+
+# Steps without a compile after which a plan is complete. More than one: a script may end each of
+# the forward passes that it accumulates as a step.
+_QUIET_STEPS = 3
+
+
+class _CompleteError(BaseException):
+    """Ends the function: its steps compile nothing new. No `except Exception` catches it."""
+
+
+@dataclass
+class _Seen:
+    """A program that the function ran."""
+
+    program: Program
+    kept: set[int] = field(default_factory=set)
+    elsewhere: int = 0
+    executions: int = 0
+    is_step: bool = False
+
+
+@dataclass
+class _Recorder:
+    """Follows the programs and steps of a plan."""
+
+    quiet_steps: int
+    run: abstract.Run | None = None
+    seen: dict[int, _Seen] = field(default_factory=dict)
+    num_steps: int = 0
+    num_quiet: int = 0
+    is_complete: bool = False
+    _compiles: int = 0
+    _in_step: list[_Seen] = field(default_factory=list)
+    _read_before: set[int] = field(default_factory=set)
+
+    def on_program(self, program: Program, leaves: Sequence[AbstractArray]) -> None:
+        assert self.run is not None
+        seen = self.seen.setdefault(id(program), _Seen(program))
+        seen.executions += 1
+        seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))
+        # What the program updates, and what an earlier one read and this one reads again.
+        seen.kept.update(program.graph.donated)
+        seen.kept.update(i for i, x in enumerate(leaves) if id(x) in self._read_before)
+        self._read_before = {id(x) for x in leaves}
+        self._in_step.append(seen)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        yield
+        if not self._in_step:
+            return
+        self.num_steps += 1
+        compiles = metrics.counter("compiles")
+        if compiles == self._compiles:
+            self.num_quiet += 1
+            for seen in self._in_step:
+                seen.is_step = True
+        else:
+            self.num_quiet = 0
+            for seen in self.seen.values():
+                seen.is_step = False
+        self._compiles = compiles
+        self._in_step.clear()
+        if self.num_quiet >= self.quiet_steps:
+            self.is_complete = True
+            raise _CompleteError
+
+    def before_read(self) -> None:
+        """Ends a plan that has seen a step that compiled nothing new, at a read."""
+        if self.num_quiet:
+            self.is_complete = True
+            raise _CompleteError
+
+
+def plan(
+    function: Callable[[], Any],
+    *,
+    topology: str | Topology,
+    num_slices: int = 1,
+    quiet_steps: int = _QUIET_STEPS,
+) -> Plan:
+    """What a training function takes on devices that need not exist.
+
+    The function is called here: it records its operations as always, and each program is compiled
+    for the topology's devices. No program runs, no data is sent and nothing is allocated but what
+    the function itself makes in host memory. It ends when its steps compile nothing new. Functions
+    given to `add_step_closure` are not called. Random numbers are drawn again afterwards.
+
+    Args:
+        function: makes its model, optimizer and data, and trains; `sync()` ends its steps.
+        topology: "v4-16", "v5e-8", libtpu's "v4:2x2x2", "cpu-64" (see
+            `planner.topology_names.parse`), or a topology that was found.
+        num_slices: of TPUs, joined by the data center's network.
+        quiet_steps: the steps without a compile that complete the plan.
+
+    Returns:
+        The plan. A program that does not fit the memory ends it, with the compiler's words.
+
+    Raises:
+        PlanError: no such topology, or libtpu is not installed.
+        PlanReadError: the function reads a value before any step was complete: its line, and what
+            to change.
+    """
+    if abstract.run() is not None:
+        raise PlanError(
+            "a plan cannot be made inside of a plan; got a second one. Plan them apart."
+        )
+    found = topology if isinstance(topology, Topology) else find(topology, num_slices=num_slices)
+    if devices.is_started():
+        execution.cut(wait=True)  # what is pending belongs to the devices that are there
+    folder = Path(tempfile.mkdtemp(prefix="spmd-plan-"))
+    recorder = _Recorder(quiet_steps)
+    recorder.run = run = abstract.Run(folder, recorder.on_program, recorder.before_read)
+    refusal, ended_by = None, ""
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            _with_source_lines(),
+            abstract.planning(found.devices, run),
+        ):
+            execution.around_step.append(recorder.around_step)
+            try:
+                function()
+            except _CompleteError:
+                pass
+            except DeviceMemoryError as error:
+                refusal = str(error)
+            except PlanReadError as error:
+                if not recorder.seen:
+                    raise
+                ended_by = str(error)
+            finally:
+                execution.around_step.remove(recorder.around_step)
+                with lock:
+                    take_pending()
+            programs = tuple(_planned(seen, found) for seen in recorder.seen.values())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Plan(found, programs, recorder.num_steps, refusal, ended_by)
+
+
+def _planned(seen: _Seen, topology: Topology) -> PlannedProgram:
+    program, record = seen.program, seen.program.record
+    assert isinstance(program.dump_folder, str)
+    memory = buffer_text.read(program.dump_folder)
+    roles = parts.roles(program.graph, seen.kept)
+    hlo = program.compiled_text()
+    numbers: Any = program.arguments[0]
+    rows = parts.at_peak(program.graph, roles, memory, hlo, len(numbers))
+    analysis = program.compiled.memory_analysis()
+    assert analysis is not None
+    extra = {
+        Part.CODE: analysis.generated_code_size_in_bytes,
+        Part.ELSEWHERE: seen.elsewhere,
+    }
+    collectives = communication.of_program(program)
+    return PlannedProgram(
+        record.name,
+        record.source,
+        seen.executions,
+        seen.is_step,
+        record.trace_s + record.compile_s,
+        {part: n for part, n in {**parts.sums(rows), **extra}.items() if n},
+        rows,
+        record.argument_bytes + max(record.output_bytes - record.alias_bytes, 0),
+        collectives,
+        costs_of(program, roles, collectives, topology),
+    )
+
+
+@contextmanager
+def _with_source_lines() -> Iterator[None]:
+    before = config.record_source_lines
+    config.record_source_lines = True
+    try:
+        yield
+    finally:
+        config.record_source_lines = before

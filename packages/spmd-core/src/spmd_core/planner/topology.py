@@ -1,0 +1,126 @@
+"""The devices of a topology that is not there, and what its chips can do."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+
+from spmd_core import releases
+from spmd_core.chips import Chip, chip_of
+from spmd_core.errors import PlanError
+from spmd_core.planner.topology_names import TopologyName, parse
+from spmd_core.runtime import devices
+
+_topologies = releases.jax_module("jax.experimental.topologies", "get_topology_desc")
+# libtpu asks the host that it runs on for its accelerators, and locks them for one process. A plan
+# only compiles.
+_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices to compile for.
+
+    Attributes:
+        name: as given, or libtpu's form of it.
+        devices: jax's, in the order of their ids.
+        chip: what the maker publishes; None for CPUs.
+    """
+
+    name: str
+    devices: tuple[jax.Device, ...]
+    chip: Chip | None
+
+    @property
+    def hbm_bytes(self) -> int | None:
+        """The memory of one device; None for CPUs, which share the host's."""
+        return None if self.chip is None else self.chip.hbm_bytes // self.chip.devices_per_chip
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of one device in bf16; None for CPUs."""
+        return None if self.chip is None else self.chip.peak_flops / self.chip.devices_per_chip
+
+    def slice_of(self, device: int) -> int:
+        """The number of the slice of the device at this position."""
+        return int(getattr(self.devices[device], "slice_index", None) or 0)
+
+
+def find(name: str, *, num_slices: int = 1) -> Topology:
+    """The topology of this name (see `topology_names.parse`).
+
+    Starts a compiler, and no device; for CPUs, jax's emulated devices, unless they run already.
+
+    Raises:
+        PlanError: no such topology; libtpu is not installed, or refuses it.
+    """
+    parsed = parse(name, num_slices=num_slices)
+    found = _cpus(parsed) if parsed.platform == "cpu" else _tpus(parsed)
+    found = tuple(sorted(found, key=lambda device: device.id))
+    return Topology(str(parsed), found, chip_of(found[0].device_kind))
+
+
+def _cpus(name: TopologyName) -> tuple[jax.Device, ...]:
+    if not devices.is_started():
+        devices.simulate(name.num_chips)
+    found = tuple(jax.devices("cpu"))
+    if len(found) < name.num_chips:
+        raise PlanError(
+            "a process starts its emulated devices once, so a plan takes as many or fewer; got "
+            f"{name} after {len(found)} were started. Plan in a new process: "
+            "python -m spmd_core.plan."
+        )
+    return found[: name.num_chips]
+
+
+def _tpus(name: TopologyName) -> tuple[jax.Device, ...]:
+    options: dict[str, object] = {}
+    if name.chip_config is not None:
+        options["chip_config_name"] = name.chip_config
+    if name.num_slices > 1:
+        options["num_slices"] = name.num_slices
+    shape = "x".join(map(str, name.shape))
+    with _environment(_LIBTPU):
+        try:
+            return tuple(
+                _topologies.get_topology_desc(
+                    platform="tpu", topology_name=f"{name.version}:{shape}", **options
+                ).devices
+            )
+        except Exception as error:  # jax raises several kinds
+            raise _explained(name, error) from error
+
+
+def _explained(name: TopologyName, error: Exception) -> PlanError:
+    text = str(error)
+    if "lockfile" in text or "already in use" in text:
+        return PlanError(
+            "libtpu serves one process at a time where it may not be loaded twice; another process "
+            f"has it: {text.splitlines()[0]} Wait for that process, or set "
+            "ALLOW_MULTIPLE_LIBTPU_LOAD=true before this one starts."
+        )
+    if "libtpu" in text.lower() and any(
+        word in text.lower() for word in ("not found", "no module", "not installed", "unable")
+    ):
+        return PlanError(
+            f"planning for {name} needs the TPU's compiler, libtpu; it is not installed ({text}). "
+            "Run: pip install 'spmd-core[tpu]'."
+        )
+    return PlanError(
+        f"libtpu must know the topology; it refused {name}: {text.splitlines()[0]} "
+        "Name another shape, such as v4:2x2x2."
+    )
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Inside, the variables that are not set have these values."""
+    added = {key: value for key, value in values.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
