@@ -4,6 +4,7 @@ Legend: N parameters (the tied token table counts once), L layers, d width, S se
 Recomputed activations do not count: with them, the figure would be the hardware utilisation (HFU).
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -101,6 +102,8 @@ def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dty
     machine, so the peak of each is its share of the cores. Other work on the machine makes the peak
     too low and the MFU too high. Waits for the device.
     """
+    if spmd.is_planning():
+        return Peak(math.nan, "not measured: nothing runs in a plan")
     num_devices = 1 if mesh is None else mesh.size()
     best, best_size = 0.0, 0
     for size in _MATMUL_SIZES:

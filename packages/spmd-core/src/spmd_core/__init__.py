@@ -71,7 +71,7 @@ from spmd_core.modules.wrap_policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from spmd_core.planner.plan import plan
+from spmd_core.planner.plan import is_planning, plan
 from spmd_core.planner.planned import Plan
 from spmd_core.program.execution import roll_back, verify
 from spmd_core.recording.jax_calls import call_jax, from_jax, to_jax
@@ -305,6 +305,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "PlanReadError",
     # Plans for devices that are not there
     "Plan",
+    "is_planning",
     "plan",
 ]
 

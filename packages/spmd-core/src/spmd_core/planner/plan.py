@@ -25,8 +25,8 @@ from spmd_core.program.program import Program
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.abstract import AbstractArray
 
-# Steps without a compile after which a plan is complete. More than one: a script may end each of
-# the forward passes that it accumulates as a step.
+# Steps that update a state without a compile, after which a plan is complete. More than one: a
+# script may end each of the backward passes that it accumulates as a step.
 _QUIET_STEPS = 3
 
 
@@ -77,14 +77,14 @@ class _Recorder:
             return
         self.num_steps += 1
         compiles = metrics.counter("compiles")
-        if compiles == self._compiles:
-            self.num_quiet += 1
-            for seen in self._in_step:
-                seen.is_step = True
-        else:
+        if compiles != self._compiles:
             self.num_quiet = 0
             for seen in self.seen.values():
                 seen.is_step = False
+        elif any(seen.program.graph.donated for seen in self._in_step):
+            self.num_quiet += 1
+            for seen in self._in_step:
+                seen.is_step = True
         self._compiles = compiles
         self._in_step.clear()
         if self.num_quiet >= self.quiet_steps:
@@ -109,15 +109,17 @@ def plan(
 
     The function is called here: it records its operations as always, and each program is compiled
     for the topology's devices. No program runs, no data is sent and nothing is allocated but what
-    the function itself makes in host memory. It ends when its steps compile nothing new. Functions
-    given to `add_step_closure` are not called. Random numbers are drawn again afterwards.
+    the function itself makes in host memory. It ends when the steps that update a state, such as
+    parameters, compile nothing new; a function without such steps runs to its end. Functions given
+    to `add_step_closure` are not called. Random numbers are drawn again afterwards.
 
     Args:
         function: makes its model, optimizer and data, and trains; `sync()` ends its steps.
         topology: "v4-16", "v5e-8", libtpu's "v4:2x2x2", "cpu-64" (see
             `planner.topology_names.parse`), or a topology that was found.
         num_slices: of TPUs, joined by the data center's network.
-        quiet_steps: the steps without a compile that complete the plan.
+        quiet_steps: the steps that complete the plan, each of which updates a state and compiles
+            nothing new.
 
     Returns:
         The plan. A program that does not fit the memory ends it, with the compiler's words.
@@ -163,6 +165,11 @@ def plan(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return Plan(found, programs, recorder.num_steps, refusal, ended_by)
+
+
+def is_planning() -> bool:
+    """Whether this code is planned: its programs are compiled and not run, and have no values."""
+    return abstract.run() is not None
 
 
 def _planned(seen: _Seen, topology: Topology) -> PlannedProgram:
