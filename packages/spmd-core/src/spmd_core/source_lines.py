@@ -84,8 +84,10 @@ class Phase(StrEnum):
     FORWARD = "forward"
     # The line called the forward operation whose gradient the operation computes.
     BACKWARD = "backward of this line"
-    # The line called the operation, in a hook, a user's own `backward` or a recomputation.
+    # The line called the operation, in a hook or a user's own `backward`.
     IN_BACKWARD = "in the backward pass"
+    # The line called the operation, and a checkpoint computes it again.
+    SECOND_RUN = "computed again in the backward pass"
     # The line called `backward()`: torch does not tell which forward operation this belongs to.
     BACKWARD_CALL = "in this call of backward()"
 

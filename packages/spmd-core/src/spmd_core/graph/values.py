@@ -221,7 +221,10 @@ class Value:
             self.inputs = second_run(self, inputs)
         self.serial = next(_serial)
         if config.record_source_lines:
-            self.origin = source_lines.origin()
+            origin = source_lines.origin()
+            if origin is not None and second_run is not None:
+                origin = origin._replace(phase=source_lines.Phase.SECOND_RUN)
+            self.origin = origin
 
     def settle(self, data: Any, placement: Placement, owner: "weakref.ref[Any] | None") -> None:
         """Turns a pending value into a leaf."""

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from spmd_core.errors import PlanError
 from spmd_core.planner.plan import plan
-from spmd_core.planner.planned import Plan, values
+from spmd_core.planner.planned import Plan
+from spmd_core.planner.planned import values as plan_values
+from spmd_core.planner.search import Outcome, Request, candidates, search, table
+from spmd_core.planner.topology_names import parse
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
 
@@ -22,10 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if everything fits (or the devices are CPUs); 1 if a program does not fit; 2 for arguments
         that cannot work, and for a script that reads a value before its first step is complete.
     """
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     try:
-        script = script_of(options.command)
+        if options.search:
+            return _search(options)
+        script = script_of(words_of(options.command))
         made = plan(
             script, topology=options.topology, num_slices=options.slices, quiet_steps=options.steps
         )
@@ -35,8 +40,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(made)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(values(made), indent=1) + "\n")
+        options.json.write_text(json.dumps(plan_values(made), indent=1) + "\n")
     return exit_code(made)
+
+
+def _search(options: argparse.Namespace) -> int:
+    """Plans every combination and prints the ranking; 1 if none fits."""
+    command = words_of(options.command)
+    request = Request(options.topology, options.slices, tuple(command), options.cache)
+    given = dict(_values_of(text) for text in options.values)
+    values = candidates(options.search.split(","), given, request)
+    num_all = math.prod(len(chosen) for chosen in values.values())
+    with _progress_bar(num_all) as advance:
+
+        def report(number: int, count: int, outcome: Outcome) -> None:
+            chosen = " ".join(f"{name}={value}" for name, value in outcome.options.items())
+            result = outcome.reason or ("fits" if outcome.fits else "does not fit")
+            advance(f"[{number}/{count}] {chosen}: {result}")
+
+        outcomes = search(values, request, report=report)
+    print(f"Plans for {parse(options.topology, num_slices=options.slices)}; rates are modelled.")
+    print(table(outcomes))
+    if options.json is not None:
+        rows = [{"options": dict(o.options), "reason": o.reason, "plan": o.plan} for o in outcomes]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return EXIT_FITS if any(outcome.fits for outcome in outcomes) else EXIT_DOES_NOT_FIT
+
+
+def _values_of(text: str) -> tuple[str, list[str]]:
+    """An option and its values, from `remat=none;full`.
+
+    Raises:
+        PlanError: the text has another form.
+    """
+    name, equals, values = text.partition("=")
+    chosen = [value for value in values.split(";") if value]
+    if not (name and equals and chosen):
+        raise PlanError(
+            f"--values names an option and its values; got {text!r}. Write e.g. "
+            "--values 'remat=none;full'."
+        )
+    return name, chosen
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that prints a line and moves the bar, which is there if tqdm is."""
+    try:
+        from tqdm import tqdm  # noqa: PLC0415  (optional)
+    except ImportError:
+        yield lambda line: print(line, file=sys.stderr, flush=True)
+        return
+    with tqdm(total=total, unit="plan", disable=None, leave=False) as bar:
+
+        def advance(line: str) -> None:
+            tqdm.write(line, file=sys.stderr)
+            bar.update()
+
+        yield advance
 
 
 def exit_code(made: Plan) -> int:
@@ -46,12 +108,12 @@ def exit_code(made: Plan) -> int:
     return EXIT_USAGE if made.ended_by else EXIT_FITS
 
 
-def script_of(command: Sequence[str]) -> Callable[[], None]:
-    """A function that runs a Python command line in this process.
+def words_of(command: Sequence[str]) -> list[str]:
+    """A Python command line without its interpreter.
 
     Args:
         command: `["python", "-m", "package.module", ...]` or `["python", "script.py", ...]`, with
-            or without the interpreter.
+            or without the interpreter, and with or without `--` before it.
 
     Raises:
         PlanError: it is neither.
@@ -61,15 +123,21 @@ def script_of(command: Sequence[str]) -> Callable[[], None]:
         del words[0]
     if words and Path(words[0]).name.startswith("python"):
         del words[0]
-    if len(words) >= 2 and words[0] == "-m":
-        return lambda: _run(words[1], words[1:], is_module=True)
-    if words and words[0].endswith(".py") and Path(words[0]).is_file():
-        return lambda: _run(words[0], words, is_module=False)
+    is_module = len(words) >= 2 and words[0] == "-m"
+    if is_module or (words and words[0].endswith(".py") and Path(words[0]).is_file()):
+        return words
     raise PlanError(
         "what is planned is a Python script with its options, behind --; got "
         f"{' '.join(command) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
         "--smoke"
     )
+
+
+def script_of(words: Sequence[str]) -> Callable[[], None]:
+    """A function that runs a Python command line, without its interpreter, in this process."""
+    if words[0] == "-m":
+        return lambda: _run(words[1], list(words[1:]), is_module=True)
+    return lambda: _run(words[0], list(words), is_module=False)
 
 
 def _run(name: str, argv: list[str], *, is_module: bool) -> None:
@@ -121,5 +189,27 @@ def _parser() -> argparse.ArgumentParser:
         help="steps that compile nothing new after which the plan is complete (default: 3)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
+    parser.add_argument(
+        "--search",
+        metavar="NAMES",
+        default="",
+        help="plans the command with every combination of values of these of its options, such as "
+        "batch,remat,mesh, and ranks what fits",
+    )
+    parser.add_argument(
+        "--values",
+        action="append",
+        default=[],
+        metavar="NAME=V;V",
+        help="the values of one option of --search, instead of: the command's batch doubled, the "
+        "recipes' --remat, meshes of fsdp and tensor",
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        default=Path.home() / ".cache" / "spmd-core" / "plans",
+        help="where --search keeps finished plans (default: %(default)s)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- python -m module [options]")
     return parser

@@ -49,12 +49,8 @@ def _attention(inputs: _Shapes, outs: _Shapes) -> int:
 
 
 def _attention_backward(inputs: _Shapes, outs: _Shapes) -> int:
-    """Five products, of which one computes the scores again: three of query's size, two of value's.
-
-    Dao et al., "FlashAttention", 2022. `torch.utils.flop_counter` counts the same.
-    """
-    query, key, value = inputs[1:4]
-    return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+    """Two products for each of forward's; computing the scores again is not the model's work."""
+    return 2 * _attention(inputs[1:4], outs)
 
 
 def _class_sums(inputs: _Shapes, outs: _Shapes) -> int:
@@ -163,7 +159,7 @@ def _recorded_flops(graph: Graph) -> tuple[int, int]:
         if formula is not None:
             inputs = [(graph.leaves[-i - 1].spec if i < 0 else specs[i]).shape for i in node.inputs]
             flops = formula(inputs, [out.shape for out in node.entry.outs])
-            if node.origin is not None and node.origin.phase is Phase.IN_BACKWARD:
+            if node.origin is not None and node.origin.phase is Phase.SECOND_RUN:
                 recomputed += flops
             else:
                 model += flops

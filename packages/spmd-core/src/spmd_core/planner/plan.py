@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ class _Recorder:
     is_complete: bool = False
     _compiles: int = 0
     _in_step: list[_Seen] = field(default_factory=list)
-    _read_before: set[int] = field(default_factory=set)
+    _read_before: weakref.WeakSet[AbstractArray] = field(default_factory=weakref.WeakSet)
 
     def on_program(self, program: Program, leaves: Sequence[AbstractArray]) -> None:
         assert self.run is not None
@@ -66,8 +67,8 @@ class _Recorder:
         seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))
         # What the program updates, and what an earlier one read and this one reads again.
         seen.kept.update(program.graph.donated)
-        seen.kept.update(i for i, x in enumerate(leaves) if id(x) in self._read_before)
-        self._read_before = {id(x) for x in leaves}
+        seen.kept.update(i for i, x in enumerate(leaves) if x in self._read_before)
+        self._read_before = weakref.WeakSet(leaves)
         self._in_step.append(seen)
 
     @contextmanager

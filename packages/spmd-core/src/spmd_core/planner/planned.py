@@ -1,6 +1,7 @@
 """A plan: what its programs take, as a text for people and as plain values for a file."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,10 +100,118 @@ class Plan:
         return text(self)
 
 
+class _Text:
+    """The parts of a plan's report, in megabytes or gigabytes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        largest = max((program.peak_bytes for program in plan.programs), default=0)
+        self._unit, self._scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+    def programs(self) -> list[str]:
+        """Each program: how often it runs, its peak memory, the user's line."""
+        lines = [f"  {'program':<30}{'runs':>6}{'peak':>12}{'compiled in':>13}  needed at"]
+        for program in self._plan.programs:
+            mark = "*" if program.is_step else " "
+            lines.append(
+                f"{mark} {program.name:<30}{program.executions:>6}"
+                f"{self._size(program.peak_bytes):>12}"
+                f"{program.compile_s:>11.1f} s  {_short(program.source)}"
+            )
+        if any(program.is_step for program in self._plan.programs):
+            lines.append("* runs in every further step: a step that compiled nothing new ran it")
+        return lines
+
+    def memory(self, shown: PlannedProgram) -> list[str]:
+        """Memory by part, beside the least that it takes and what the device has."""
+        rows: list[tuple[str, int, str]] = [
+            (str(part), shown.parts[part], "") for part in Part if part in shown.parts
+        ]
+        ratio = shown.peak_bytes / shown.state_bytes if shown.state_bytes else math.inf
+        rows += [
+            ("together", shown.peak_bytes, ""),
+            (
+                "arguments and new results",
+                shown.state_bytes,
+                f"the least that any schedule takes; the peak is {ratio:.2f} times that",
+            ),
+        ]
+        capacity, peak = self._plan.topology.hbm_bytes, self._plan.peak_bytes
+        if capacity is not None and peak is not None:
+            verdict = (
+                f"fits, with {self._size(capacity - peak)} left"
+                if peak <= capacity
+                else f"DOES NOT FIT, by {self._size(peak - capacity)} too much"
+            )
+            rows.append(("capacity of a device", capacity, f"the largest program {verdict}"))
+        return [
+            f"Memory of a device at the peak of {shown.name} ({_short(shown.source)}):",
+            *(f"  {name:<28}{self._size(n):>12}  {note}".rstrip() for name, n, note in rows),
+        ]
+
+    def buffers(self, buffers: Sequence[Buffer]) -> list[str]:
+        """The largest buffers; alike ones, such as one of each layer, in one line."""
+        groups: dict[tuple[Any, ...], list[Buffer]] = {}
+        for b in buffers:
+            if b.part is not Part.GAPS:
+                line = None if b.origin is None else (b.origin.file, b.origin.line)
+                groups.setdefault((b.part, b.shape, b.op, line), []).append(b)
+        ordered = sorted(groups.values(), key=lambda rows: -sum(b.num_bytes for b in rows))
+        lines = ["The largest buffers then:"]
+        for rows in ordered[:_NUM_BUFFERS]:
+            first = rows[0]
+            lines.append(
+                f"  {self._size(sum(b.num_bytes for b in rows)):>11}  "
+                f"{len(rows):>4} x {first.shape:<24} {first.part}: "
+                f"{first.op or 'made by the compiler'}{_place(rows)}"
+            )
+        return lines
+
+    def collectives(self, program: PlannedProgram) -> list[str]:
+        """What moves, by kind, mesh axes and network."""
+        found = _collective_sums(self._plan, program)
+        if not found:
+            return ["No collectives."]
+        return [
+            "Collectives of one run, with what a device sends (algorithm on a ring):",
+            *(
+                f"  {self._size(moved):>11}  {number:>4} x {kind} over {axes}"
+                + (f", {network}" if network else "")
+                for (kind, axes, network), (number, moved) in found.items()
+            ),
+        ]
+
+    def costs(self, program: PlannedProgram) -> list[str]:
+        """FLOPs, and the bounds on time that follow."""
+        c = program.costs
+        lines = [
+            f"FLOPs of one run: {c.model_flops / 1e12:,.2f} T of the model over all devices, "
+            f"{c.recomputed_flops / 1e12:,.2f} T computed again; the compiler counts "
+            f"{c.compiler_flops / 1e12:,.2f} T on each device, without custom kernels."
+        ]
+        if c.bound_s is None:
+            return [*lines, "No bound on time: emulated devices have no data sheet."]
+        rows = [
+            ("FLOPs at the chip's peak", c.compute_s),
+            ("arguments and results through HBM once", c.memory_s),
+            ("collectives over all ICI links", c.ici_s),
+            ("collectives over DCN", c.dcn_s if c.dcn_bytes else None),
+        ]
+        mfu = "" if c.mfu_bound is None else f", so an MFU of at most {c.mfu_bound:.1%}"
+        return [
+            *lines,
+            "Bounds on the time of one run, modelled by the data sheet; a real run takes more:",
+            *(f"  {name:<42}{s * 1e3:>10.2f} ms" for name, s in rows if s is not None),
+            f"  {'roofline (modelled)':<42}{c.bound_s * 1e3:>10.2f} ms{mfu}",
+        ]
+
+    def _size(self, num_bytes: float) -> str:
+        return f"{num_bytes / self._scale:,.2f} {self._unit}"
+
+
 def text(plan: Plan) -> str:
     """The report: what fits, memory by part, the largest buffers, collectives, bounds on time."""
     topology = plan.topology
-    capacity = topology.hbm_bytes
     kind = "emulated CPU" if topology.chip is None else topology.chip.name
     lines = [
         f"Plan for {topology.name}: {len(topology.devices)} devices ({kind}). Nothing was run."
@@ -111,31 +220,28 @@ def text(plan: Plan) -> str:
         lines += ["", "DOES NOT FIT, as the compiler found:", *_indented(plan.refusal)]
     if plan.ended_by:
         lines += ["", "The plan ended early:", *_indented(plan.ended_by)]
-    if not plan.programs:
-        return "\n".join([*lines, "No program was compiled."])
-    lines += ["", *_programs_table(plan)]
     shown = plan.step or plan.largest
-    assert shown is not None
-    lines += ["", f"Memory of a device at the peak of {shown.name} ({shown.source}):"]
-    rows = [(str(part), shown.parts[part]) for part in Part if part in shown.parts]
-    lines += [f"  {name:<28}{_gb(n):>12}" for name, n in rows]
-    lines.append(f"  {'together':<28}{_gb(shown.peak_bytes):>12}")
-    ratio = shown.peak_bytes / shown.state_bytes if shown.state_bytes else math.inf
-    lines.append(
-        f"  {'arguments and new results':<28}{_gb(shown.state_bytes):>12}  the least that any "
-        f"schedule takes; the peak is {ratio:.2f} times that"
+    if shown is None:
+        return "\n".join([*lines, "", "No program was compiled."])
+    report = _Text(plan)
+    blocks = (
+        report.programs(),
+        report.memory(shown),
+        report.buffers(shown.buffers),
+        report.collectives(shown),
+        report.costs(shown),
     )
-    if capacity is not None and plan.peak_bytes is not None:
-        left = capacity - plan.peak_bytes
-        word = "fits, with" if left >= 0 else "DOES NOT FIT, by"
-        lines.append(
-            f"  {'capacity of a device':<28}{_gb(capacity):>12}  the largest program {word} "
-            f"{_gb(abs(left))} {'left' if left >= 0 else 'too much'}"
-        )
-    lines += ["", "The largest buffers then:", *_buffer_lines(shown.buffers)]
-    lines += ["", *_collective_lines(plan, shown)]
-    lines += ["", *_cost_lines(plan, shown)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(line for block in blocks for line in ("", *block))])
+
+
+def _place(rows: Sequence[Buffer]) -> str:
+    """Where alike buffers come from: the first module, how many more, and the user's line."""
+    origin = rows[0].origin
+    if origin is None:
+        return ""
+    modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin is not None))
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    return f", {modules[0]}{more} {_short(f'{origin.file}:{origin.line}')}".replace(",  ", ", ")
 
 
 def values(plan: Plan) -> dict[str, Any]:
@@ -181,55 +287,21 @@ def _program_values(plan: Plan, program: PlannedProgram) -> dict[str, Any]:
         ],
         "collectives": [
             {"kind": kind, "axes": axes, "over": over, "number": number, "moved_bytes": moved}
-            for (kind, axes, over), (number, moved) in _sums(plan, program).items()
+            for (kind, axes, over), (number, moved) in _collective_sums(plan, program).items()
         ],
         "costs": {name: getattr(costs, name) for name in costs.__dataclass_fields__},
     }
 
 
-def _programs_table(plan: Plan) -> list[str]:
-    lines = [f"  {'program':<30}{'runs':>6}{'peak':>12}{'compiled in':>13}  needed at"]
-    for program in plan.programs:
-        mark = "*" if program.is_step else " "
-        lines.append(
-            f"{mark} {program.name:<30}{program.executions:>6}{_gb(program.peak_bytes):>12}"
-            f"{program.compile_s:>11.1f} s  {_short(program.source)}"
-        )
-    if any(program.is_step for program in plan.programs):
-        lines.append("* runs in every further step: a step that compiled nothing new ran it")
-    return lines
-
-
-def _buffer_lines(buffers: Sequence[Buffer]) -> list[str]:
-    """The largest buffers; alike ones, such as one of each layer, in one line."""
-    groups: dict[tuple[Any, ...], list[Buffer]] = {}
-    for b in buffers:
-        if b.part is Part.GAPS:
-            continue
-        line = None if b.origin is None else (b.origin.file, b.origin.line)
-        groups.setdefault((b.part, b.shape, b.op, line), []).append(b)
-    ordered = sorted(groups.values(), key=lambda rows: -sum(b.num_bytes for b in rows))
-    lines = []
-    for rows in ordered[:_NUM_BUFFERS]:
-        first = rows[0]
-        where = ""
-        if first.origin is not None:
-            modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin is not None))
-            module = modules[0] + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
-            where = f"{module} {_short(f'{first.origin.file}:{first.origin.line}')}"
-        lines.append(
-            f"  {_gb(sum(b.num_bytes for b in rows)):>10}  {len(rows):>4} x {first.shape:<24} "
-            f"{first.part}, {first.op or 'no torch operation'} {where}".rstrip()
-        )
-    return lines
-
-
-def _sums(plan: Plan, program: PlannedProgram) -> dict[tuple[str, str, str], tuple[int, float]]:
+def _collective_sums(
+    plan: Plan, program: PlannedProgram
+) -> dict[tuple[str, str, str], tuple[int, float]]:
     """Number and bytes sent by a device, for each kind, mesh axes, and network."""
     numbers: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()
     for c in program.collectives:
         network = "DCN" if crosses_slices(c, plan.topology) else "ICI"
+        network = network if plan.topology.chip is not None else ""
         key = (c.kind, ",".join(c.axes or ()) or "?", network)
         times = 1 if c.executions is None else c.executions
         numbers[key] += times
@@ -237,49 +309,12 @@ def _sums(plan: Plan, program: PlannedProgram) -> dict[tuple[str, str, str], tup
     return {key: (numbers[key], moved[key]) for key, _ in moved.most_common()}
 
 
-def _collective_lines(plan: Plan, program: PlannedProgram) -> list[str]:
-    sums = _sums(plan, program)
-    if not sums:
-        return ["No collectives."]
-    lines = ["Collectives of one run, with what a device sends (algorithm on a ring):"]
-    for (kind, axes, over), (number, moved) in sums.items():
-        lines.append(f"  {_gb(moved):>10}  {number:>4} x {kind} over {axes}, {over}")
-    return lines
-
-
-def _cost_lines(plan: Plan, program: PlannedProgram) -> list[str]:
-    c = program.costs
-    lines = [
-        f"FLOPs of one run: {c.model_flops / 1e12:,.2f} T of the model over all devices, "
-        f"{c.recomputed_flops / 1e12:,.2f} T computed again; the compiler counts "
-        f"{c.compiler_flops / 1e12:,.2f} T on each device, without custom kernels."
-    ]
-    if c.bound_s is None or plan.topology.chip is None:
-        return [*lines, "No bound on time: emulated devices have no data sheet."]
-    rows = [
-        ("FLOPs at the chip's peak", c.compute_s),
-        ("arguments and results through HBM once", c.memory_s),
-        ("collectives over all ICI links", c.ici_s),
-        ("collectives over DCN", c.dcn_s if c.dcn_bytes else None),
-    ]
-    lines.append(
-        "Bounds on the time of one run, modelled by the data sheet; a real run takes more:"
-    )
-    lines += [
-        f"  {name:<42}{seconds * 1e3:>10.2f} ms" for name, seconds in rows if seconds is not None
-    ]
-    mfu = "" if c.mfu_bound is None else f", so an MFU of at most {c.mfu_bound:.1%}"
-    lines.append(f"  {'roofline (modelled)':<42}{c.bound_s * 1e3:>10.2f} ms{mfu}")
-    return lines
-
-
-def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:,.3f} GB"
-
-
 def _short(line: str) -> str:
-    """The line with the file's path from the current folder, where it is below it."""
+    """The line with the file's path from its package's folder, or from the current one."""
     path, _, number = line.rpartition(":")
+    _, installed, inside = path.rpartition(f"{os.sep}site-packages{os.sep}")
+    if installed:
+        return f"{inside}:{number}"
     try:
         return f"{Path(path).relative_to(Path.cwd())}:{number}"
     except ValueError:

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 
 import jax
 
@@ -62,6 +63,14 @@ def find(name: str, *, num_slices: int = 1) -> Topology:
     return Topology(str(parsed), found, chip_of(found[0].device_kind))
 
 
+def libtpu_version() -> str | None:
+    """The installed TPU compiler; None if there is none."""
+    try:
+        return metadata.version("libtpu")
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _cpus(name: TopologyName) -> tuple[jax.Device, ...]:
     if not devices.is_started():
         devices.simulate(name.num_chips)
@@ -101,11 +110,9 @@ def _explained(name: TopologyName, error: Exception) -> PlanError:
             f"has it: {text.splitlines()[0]} Wait for that process, or set "
             "ALLOW_MULTIPLE_LIBTPU_LOAD=true before this one starts."
         )
-    if "libtpu" in text.lower() and any(
-        word in text.lower() for word in ("not found", "no module", "not installed", "unable")
-    ):
+    if "not installed" in text:
         return PlanError(
-            f"planning for {name} needs the TPU's compiler, libtpu; it is not installed ({text}). "
+            f"planning for {name} needs the TPU's compiler, libtpu; it is not installed. "
             "Run: pip install 'spmd-core[tpu]'."
         )
     return PlanError(

@@ -11,9 +11,14 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from spmd_core import source_lines
+from spmd_core import releases, source_lines
 from spmd_core.errors import PlanReadError
 from spmd_core.runtime import devices
+
+_compilation_cache = releases.jax_module(
+    "jax.experimental.compilation_cache.compilation_cache", "reset_cache"
+)
+_ENABLE_CACHE = "jax_enable_compilation_cache"
 
 
 class AbstractArray:
@@ -103,12 +108,25 @@ def run() -> Run | None:
 def planning(on: tuple[jax.Device, ...], run: Run) -> Iterator[None]:
     """Inside, the devices are these, and nothing is computed on them or sent to them."""
     global _run
-    with devices.exchanged(on):
+    with devices.exchanged(on), _without_disk_cache():
         _run = run
         try:
             yield
         finally:
             _run = None
+
+
+@contextmanager
+def _without_disk_cache() -> Iterator[None]:
+    """Inside, jax compiles everything: a program from its cache would write no dump."""
+    before = jax.config.values[_ENABLE_CACHE]
+    jax.config.update(_ENABLE_CACHE, False)
+    _compilation_cache.reset_cache()  # jax asks once whether there is a cache
+    try:
+        yield
+    finally:
+        jax.config.update(_ENABLE_CACHE, before)
+        _compilation_cache.reset_cache()
 
 
 def refuse(what: str) -> NoReturn:

@@ -1,0 +1,277 @@
+"""Searches over a script's options by planning each combination, and ranks what fits.
+
+Each combination is planned by a process of its own, as a compiler that fails may end its process.
+Finished plans are kept on disk, so that a search that was interrupted goes on where it was.
+"""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from spmd_core.errors import PlanError
+from spmd_core.planner.topology_names import parse
+
+# Doublings of the command's own batch.
+_MAX_DOUBLINGS = 6
+# The names that the recipes give to what is computed again in backward.
+_REMAT = ("none", "attention", "products", "full")
+_BATCH, _MESH = "batch", "mesh"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every combination has in common.
+
+    Attributes:
+        topology, num_slices: as for `plan`.
+        command: the script and its options, without the interpreter.
+        folder: where finished plans are kept.
+    """
+
+    topology: str
+    num_slices: int
+    command: tuple[str, ...]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One planned combination.
+
+    Attributes:
+        options: value by option.
+        plan: as `planned.values` gives it; None if planning failed.
+        reason: why it failed, else empty.
+    """
+
+    options: Mapping[str, str]
+    plan: Mapping[str, Any] | None
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices have the memory; a CPU's are not asked."""
+        return self.plan is not None and self.plan["fits"] is not False
+
+    @property
+    def flops_per_s(self) -> float:
+        """The model's FLOPs in the roofline's time, over all devices; 0 without a bound."""
+        costs = self._step("costs") or {}
+        bound = costs.get("bound_s")
+        return costs["model_flops"] / bound if bound else 0.0
+
+    @property
+    def mfu_bound(self) -> float | None:
+        """The roofline's bound on the MFU; None without one."""
+        return (self._step("costs") or {}).get("mfu_bound")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of one device; None if it does not fit."""
+        return None if self.plan is None else self.plan["peak_bytes"]
+
+    def _step(self, name: str) -> Any:
+        step = None if self.plan is None else self.plan["step"]
+        return None if step is None else step[name]
+
+
+def candidates(
+    names: Sequence[str], given: Mapping[str, Sequence[str]], request: Request
+) -> dict[str, tuple[str, ...]]:
+    """The values to try for each option.
+
+    `batch` doubles the command's own, `mesh` splits the devices between the axes fsdp and tensor,
+    `remat` has the recipes' names; any other option needs its values.
+
+    Args:
+        names: the options, without dashes.
+        given: values by option, instead of these.
+
+    Raises:
+        PlanError: an option without values that has none by default, or values without an option.
+    """
+    unused = set(given) - set(names)
+    if unused:
+        raise PlanError(
+            f"--values are for options of --search; got values for {', '.join(sorted(unused))}. "
+            f"Add the name to --search, which has {', '.join(names)}."
+        )
+    found = {}
+    for name in names:
+        if name in given:
+            found[name] = tuple(given[name])
+        elif name == _BATCH:
+            own = option(request.command, _BATCH)
+            if own is None or not own.isdigit() or int(own) < 1:
+                raise PlanError(
+                    "the search over batch doubles the command's own; got "
+                    f"{'none' if own is None else own!r}. Add e.g. --batch 8 to the command, or "
+                    "--values 'batch=8;16;32'."
+                )
+            found[name] = tuple(str(int(own) << i) for i in range(_MAX_DOUBLINGS + 1))
+        elif name == _MESH:
+            found[name] = _meshes(parse(request.topology, num_slices=request.num_slices).num_chips)
+        elif name == "remat":
+            found[name] = _REMAT
+        else:
+            raise PlanError(
+                "an option of the search needs values; only batch, mesh and remat have some by "
+                f"default, and got {name!r}. Add --values '{name}=VALUE;VALUE'."
+            )
+    return found
+
+
+def _meshes(num_devices: int) -> tuple[str, ...]:
+    """All of fsdp, then a part of tensor.
+
+    Example:
+        >>> _meshes(8)
+        ('fsdp=8', 'fsdp=4,tensor=2', 'fsdp=2,tensor=4')
+    """
+    parts = [t for t in (2, 4, 8) if num_devices % t == 0 and num_devices > t]
+    return (
+        f"fsdp={num_devices}",
+        *(f"fsdp={num_devices // t},tensor={t}" for t in parts),
+    )
+
+
+def search(
+    values: Mapping[str, Sequence[str]],
+    request: Request,
+    *,
+    report: Callable[[int, int, Outcome], None],
+) -> list[Outcome]:
+    """Plans every combination; of batches, only up to the first that does not fit.
+
+    Args:
+        values: by option.
+        request: what they have in common.
+        report: called after each with its number, the number of all, and the outcome.
+
+    Returns:
+        The outcomes, ranked: those that fit first, by the roofline's rate, then by memory.
+    """
+    # The batch turns fastest, so that the first that does not fit ends its row.
+    names = sorted(values, key=lambda name: name == _BATCH)
+    combinations = [
+        dict(zip(names, chosen)) for chosen in itertools.product(*(values[n] for n in names))
+    ]
+    outcomes: list[Outcome] = []
+    full: set[tuple[str, ...]] = set()
+    digest = _digest(request)
+    for i, options in enumerate(combinations, 1):
+        row = tuple(options[n] for n in names if n != _BATCH)
+        if _BATCH in values and row in full:
+            outcome = Outcome(options, None, "not planned: a smaller batch does not fit")
+        else:
+            outcome = _planned(options, request, digest)
+            if outcome.plan is not None and not outcome.fits:
+                full.add(row)
+        outcomes.append(outcome)
+        report(i, len(combinations), outcome)
+    return sorted(
+        outcomes,
+        key=lambda o: (
+            not o.fits,
+            -o.flops_per_s,
+            o.peak_bytes if o.peak_bytes is not None else float("inf"),
+        ),
+    )
+
+
+def _planned(options: Mapping[str, str], request: Request, digest: str) -> Outcome:
+    """The plan of one combination, from the disk or by a new process."""
+    command = request.command
+    for name, value in options.items():
+        command = with_option(command, name, value)
+    key = hashlib.sha256(
+        json.dumps([digest, request.topology, request.num_slices, command]).encode()
+    ).hexdigest()[:24]
+    path = request.folder / f"{key}.json"
+    if path.exists():
+        return Outcome(options, json.loads(path.read_text()))
+    request.folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    words = [sys.executable, "-m", "spmd_core.plan", "--topology", request.topology]
+    words += ["--slices", str(request.num_slices), "--json", str(unfinished), "--", *command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if not unfinished.exists():
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
+        return Outcome(options, None, f"exit code {done.returncode}: {lines[-1]}")
+    unfinished.replace(path)
+    return Outcome(options, json.loads(path.read_text()))
+
+
+def option(command: Sequence[str], name: str) -> str | None:
+    """The value of `--name` in a command line; None if it is not there."""
+    for i, word in enumerate(command):
+        if word == f"--{name}" and i + 1 < len(command):
+            return command[i + 1]
+        if word.startswith(f"--{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+def with_option(command: Sequence[str], name: str, value: str) -> tuple[str, ...]:
+    """The command line with another value of `--name`.
+
+    Example:
+        >>> with_option(("-m", "train", "--batch", "8", "--smoke"), "batch", "16")
+        ('-m', 'train', '--smoke', '--batch', '16')
+    """
+    kept, words = [], iter(command)
+    for word in words:
+        if word == f"--{name}":
+            next(words, None)
+        elif not word.startswith(f"--{name}="):
+            kept.append(word)
+    return (*kept, f"--{name}", value)
+
+
+def _digest(request: Request) -> str:
+    """Changes with the sources of this package and of the script, and with the compilers."""
+    digest = hashlib.sha256()
+    for name in ("torch", "jax", "jaxlib", "libtpu"):
+        try:
+            digest.update(f"{name} {metadata.version(name)}".encode())
+        except metadata.PackageNotFoundError:
+            digest.update(f"{name} none".encode())
+    for path in _sources(request.command):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(command: Sequence[str]) -> Iterator[Path]:
+    yield from sorted(Path(__file__).parents[1].rglob("*.py"))
+    script = Path(command[0])
+    if command[0] == "-m" and len(command) > 1:
+        found = importlib.util.find_spec(command[1].partition(".")[0])
+        for folder in (found.submodule_search_locations or ()) if found is not None else ():
+            yield from sorted(Path(folder).rglob("*.py"))
+    elif script.is_file():
+        yield from sorted(script.resolve().parent.glob("*.py"))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The ranking as text: options, fit, peak memory, and the roofline's bounds, *modelled*."""
+    names = list(outcomes[0].options) if outcomes else []
+    rows = [(*names, "peak of a device", "MFU at most", "TFLOP/s at most", "")]
+    for o in outcomes:
+        peak = "-" if o.peak_bytes is None else f"{o.peak_bytes / 1e9:,.2f} GB"
+        mfu = "-" if o.mfu_bound is None else f"{o.mfu_bound:.1%}"
+        rate = f"{o.flops_per_s / 1e12:,.0f}" if o.flops_per_s else "-"
+        note = o.reason or ("" if o.fits else "does not fit")
+        rows.append((*o.options.values(), peak, mfu, rate, note))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )

@@ -1,0 +1,82 @@
+"""planner/buffer_text.py: what XLA writes of a program's memory, for TPU and CPU."""
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.planner import buffer_text
+
+# Shortened texts of XLA: a parameter that a result takes over, a constant, temporaries that share
+# an allocation over time, and memory on a TPU's chip (color 3).
+TPU = """\
+BufferAssignment:
+allocation 0: size 512, page 0, thread-local:
+ value: <2 add.1 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 1: size 4096, page 0, parameter 1, shape |f32[32,32]| at ShapeIndex {}, maybe-live-out:
+ value: <9 param.1 @0> (size=4096,offset=0): f32[32,32]{1,0:T(8,128)}
+ value: <12 fusion.3 @0> (size=4096,offset=0): f32[32,32]{1,0:T(8,128)}
+allocation 2: size 1024, page 0, constant:
+ value: <4 constant.7 @0> (size=1024,offset=0): s32[256]{0:T(256)}
+allocation 3: size 64, page 0, output shape is |(f32[32,32], f32[])|, maybe-live-out:
+ value: <13 tuple{} @0> (size=64,offset=0): (f32[32,32]{1,0:T(8,128)}, f32[]{:T(128)})
+allocation 4: size 10000, page 0, preallocated-temp:
+ value: <5 fusion.1{0} @0> (size=4000,offset=0): f32[1000]{0:T(128)}
+ value: <6 fusion.2 @0> (size=4000,offset=4000): bf16[2000]{0:T(128)(2,1)}
+ value: <7 negate @0> (size=4000,offset=4000): bf16[2000]{0:T(128)(2,1)}
+ value: <8 dot.5 @0> (size=6000,offset=0): f32[1500]{0:T(128)}
+allocation 5: size 134217728, color 3, page 0, preallocated-temp:
+ value: <10 copy-start{0} @3> (size=4096,offset=0): f32[32,32]{1,0:T(8,128)S(3)}
+
+Total bytes used: 15000 (14.6KiB)
+"""
+RANGES = """\
+HloLiveRange (max 9):
+  InstructionSequence:
+    0:param.1
+  BufferLiveRange:
+    param.1{}:0-9
+    fusion.1{0}:1-3
+    fusion.2{}:2-3
+    negate{}:3-5
+    dot.5{}:6-8
+  Live ranges at 3 (peak):
+    fusion.1{0}: 4000 bytes (cumulative: 4000 bytes)
+"""
+
+
+@pytest.fixture
+def buffers(tmp_path):
+    name = "module_0000.jit_f.cl_1.after_optimizations"
+    (tmp_path / f"{name}-buffer-assignment.txt").write_text(TPU)
+    (tmp_path / f"{name}-live-range.txt").write_text(RANGES)
+    return buffer_text.read(tmp_path)
+
+
+def test_only_main_memory_that_the_program_holds_counts(buffers):
+    assert [a.size for a in buffers.allocations] == [4096, 1024, 64, 10000]
+    assert buffers.num_bytes == 4096 + 1024 + 64 + 10000
+
+
+def test_what_allocations_are_for(buffers):
+    parameter, constant, result, temporary = buffers.allocations
+    assert (parameter.parameter, parameter.is_output) == (1, True)
+    assert (constant.is_constant, constant.parameter) == (True, None)
+    assert (result.is_output, result.parameter) == (True, None)
+    assert buffers.temporaries == (temporary,)
+    assert parameter.values[0].shape == "f32[32,32]"
+    assert temporary.values[0].instruction == "fusion.1"
+
+
+def test_the_peak_is_where_most_is_alive_and_an_update_in_place_counts_once(buffers):
+    alive = buffers.live_at_peak()
+    assert [value.size for value in alive] == [4000, 4000]
+    assert {value.offset for value in alive} == {0, 4000}
+
+
+def test_a_compiler_that_writes_nothing(tmp_path):
+    with pytest.raises(spmd.PlanError, match="XLA wrote nothing into .* Leave xla_dump_to out of"):
+        buffer_text.read(tmp_path)
+
+
+def test_without_live_ranges_there_is_no_peak(tmp_path):
+    (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(TPU)
+    assert buffer_text.read(tmp_path).live_at_peak() == ()

@@ -1,0 +1,162 @@
+"""planner/costs.py: FLOPs as torch counts them, and bounds on time by arithmetic."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import spmd_core as spmd
+from spmd_core import chips
+from spmd_core.debugging.communication import Collective, Collectives
+from spmd_core.planner import costs
+from spmd_core.planner.topology import Topology
+
+
+def _mlp():
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6, bias=False))
+    return model, (torch.randn(8, 12),)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class _Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 5, 7))
+
+    def forward(self, x):
+        return torch.baddbmm(x.sum(), x, self.w).square() + torch.bmm(x, self.w)
+
+
+CASES = {
+    "linear": _mlp,
+    "attention": lambda: (_Attention(), (torch.randn(2, 10, 16),)),
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv2d(4, 6, 3, stride=2), nn.Conv2d(6, 3, 1)),
+        (torch.randn(2, 4, 9, 9),),
+    ),
+    "transposed": lambda: (nn.ConvTranspose2d(4, 6, 3, stride=2), (torch.randn(2, 4, 5, 5),)),
+    "batched": lambda: (_Products(), (torch.randn(3, 4, 5),)),
+}
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("name", CASES)
+def test_flops_of_forward_and_backward_are_torchs(name, num_devices):
+    torch.manual_seed(0)
+    model, inputs = CASES[name]()
+    # torch counts nothing for the CPU's fused attention.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(*inputs).sum().backward()
+
+    def step() -> None:
+        on_device = model.to("xla")
+        on_device(*(x.to("xla") for x in inputs)).sum().backward()
+        grads = [p.grad for p in on_device.parameters()]
+        spmd.sync()
+        del grads
+
+    made = spmd.plan(step, topology=f"cpu-{num_devices}")
+    assert made.largest.costs.model_flops == counter.get_total_flops()
+
+
+@pytest.mark.one_device
+def test_what_is_computed_again_is_counted_apart(num_devices):
+    model, (x,) = _mlp()
+    block = spmd.checkpoint_module(model.to("xla"))
+
+    def step() -> None:
+        block(x.to("xla")).square().sum().backward()
+        grads = [p.grad for p in block.parameters()]
+        spmd.sync()
+        del grads
+
+    found = spmd.plan(step, topology=f"cpu-{num_devices}").largest.costs
+    first, second = 2 * 8 * 12 * 20, 2 * 8 * 20 * 6
+    # The input needs no gradient, so its layer has one product in backward. torch's checkpoint
+    # stops the second run when it has what backward reads: before the last layer.
+    assert found.model_flops == 2 * first + 3 * second
+    assert found.recomputed_flops == first
+
+
+@pytest.mark.one_device
+def test_a_grouped_convolution(num_devices):
+    layer = nn.Conv2d(4, 6, 3, groups=2).to("xla")
+
+    def step() -> None:
+        results.append(layer(torch.ones(2, 4, 9, 9).to("xla")))
+        spmd.sync()
+
+    results = []
+    made = spmd.plan(step, topology=f"cpu-{num_devices}")
+    # Each element of the result is a product over 3 x 3 positions and 2 of 4 channels.
+    assert made.largest.costs.model_flops == 2 * (2 * 6 * 7 * 7) * (3 * 3 * 2)
+
+
+class _Device:
+    def __init__(self, slice_index):
+        self.slice_index = slice_index
+
+
+def _collective(groups):
+    return Collective("all-gather", 1, 1, ("x",), False, groups, 1, (), "g")
+
+
+def test_what_crosses_slices_goes_over_the_network():
+    topology = Topology("t", tuple(_Device(i // 2) for i in range(4)), chips.chip_of("TPU v5 lite"))
+    assert not costs.crosses_slices(_collective(((0, 1), (2, 3))), topology)
+    assert costs.crosses_slices(_collective(((0, 2), (1, 3))), topology)
+    assert not costs.crosses_slices(_collective(None), topology)
+
+
+class _Program:
+    """What `costs_of` reads of a program."""
+
+    class graph:
+        nodes = leaves = ()
+
+    class compiled:
+        @staticmethod
+        def cost_analysis():
+            return {"flops": 197e12 * 3, "bytes accessed": 5.0}
+
+    class record:
+        argument_bytes, output_bytes = int(819e9), int(819e9)
+
+    device_ids = (0, 1, 2, 3)
+
+
+def test_bounds_follow_from_the_data_sheet():
+    topology = Topology("t", tuple(_Device(i // 2) for i in range(4)), chips.chip_of("TPU v5 lite"))
+    moves = Collectives.of(
+        [
+            Collective("all-gather", int(400e9), int(200e9), ("x",), False, g, 2, (), "g")
+            for g in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+        ],
+        "p",
+    )
+    found = costs.costs_of(_Program, None, moves, topology)
+    assert found.compute_s == pytest.approx(3.0)
+    assert found.memory_s == pytest.approx(2.0)
+    # Twice half of 400 GB, at 200 GB/s over the links and 6.25 GB/s over the network.
+    assert found.ici_s == pytest.approx(2.0)
+    assert found.dcn_s == pytest.approx(400 / 6.25)
+    assert found.bound_s == found.dcn_s
+    assert found.mfu_bound == 0.0
+
+
+def test_emulated_devices_have_no_bounds():
+    topology = Topology("t", (_Device(0),) * 4, None)
+    found = costs.costs_of(_Program, None, Collectives.of([], "p"), topology)
+    assert (found.compute_s, found.bound_s, found.mfu_bound) == (None, None, None)
+    assert found.least_bytes == 2 * int(819e9)

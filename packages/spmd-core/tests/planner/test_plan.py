@@ -1,0 +1,244 @@
+"""planner/plan.py: programs of a plan are those of a run, and nothing runs."""
+
+import contextlib
+
+import pytest
+import torch
+from planner import training
+from torch import nn
+
+import spmd_core as spmd
+from spmd_core.planner.parts import Part
+from spmd_core.runtime import devices
+
+pytestmark = pytest.mark.one_device
+
+
+@pytest.fixture
+def planned(num_devices, nothing_pending):
+    return spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
+
+
+def test_the_step_program_takes_what_a_run_takes(planned, num_devices):
+    training.train(num_devices)
+    ran = spmd.metrics.programs()[-1]
+    step = planned.step
+    # A run's program has no source lines, and is another one for the compiler's cache only.
+    assert step.costs.least_bytes == ran.argument_bytes + ran.output_bytes
+    assert step.peak_bytes == pytest.approx(ran.peak_bytes, rel=0.02)
+    assert step.state_bytes == ran.argument_bytes + ran.output_bytes - ran.alias_bytes
+    assert planned.largest.peak_bytes == max(p.peak_bytes for p in planned.programs)
+    assert planned.peak_bytes == planned.largest.peak_bytes
+
+
+def test_memory_by_part(planned, num_devices):
+    parts = planned.step.parts
+    assert parts[Part.PARAMETERS] == training.NUM_PARAMS * 4 // num_devices
+    # Two moments of each parameter, and a step count of each tensor on the host or the device.
+    moments = 2 * training.NUM_PARAMS * 4 // num_devices
+    assert moments <= parts[Part.OPTIMIZER] <= moments + 64
+    batch = training.BATCH * training.WIDTH * 4 // num_devices
+    assert batch <= parts[Part.INPUTS] <= batch + 512
+    assert parts[Part.ACTIVATIONS] > 0
+    assert planned.step.peak_bytes == sum(parts.values())
+
+
+def test_buffers_name_the_users_lines(planned):
+    named = [b for b in planned.step.buffers if b.origin is not None and b.op]
+    assert {b.origin.file for b in named} >= {training.__file__}
+    assert any("Sequential" in b.origin.module for b in named)
+    sizes = [b.num_bytes for b in planned.step.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    in_memory = sum(sizes)
+    outside = planned.step.parts.get(Part.CODE, 0) + planned.step.parts.get(Part.ELSEWHERE, 0)
+    assert in_memory + outside == planned.step.peak_bytes
+
+
+def test_nothing_runs_and_the_process_goes_on(num_devices, nothing_pending):
+    before = training.train(num_devices, steps=2)[0].weight.cpu()
+    torch.manual_seed(11)
+    state, counters = torch.get_rng_state(), spmd.metrics.counter("uploads")
+    ran = []
+    made = spmd.plan(
+        lambda: training.train(num_devices, steps=50, after_step=ran.append),
+        topology=f"cpu-{num_devices}",
+    )
+    # The first step makes the optimizer's state, the second compiles again, three are quiet.
+    assert made.num_steps == len(ran) + 1 < 10
+    assert spmd.metrics.counter("uploads") == counters
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not devices.is_abstract()
+    assert not spmd.is_planning()
+    after = training.train(num_devices, steps=2)[0].weight.cpu()
+    assert torch.equal(before, after)
+
+
+def test_what_is_pending_before_stays(num_devices):
+    spmd.use_spmd()
+    x = torch.arange(8.0).to("xla") + 1
+    spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
+    assert torch.equal((x * 2).cpu(), torch.arange(8.0) * 2 + 2)
+
+
+def test_is_planning_is_true_inside(num_devices):
+    seen = []
+    spmd.plan(lambda: seen.append(spmd.is_planning()), topology=f"cpu-{num_devices}")
+    assert seen == [True]
+
+
+def test_a_plan_of_fewer_devices(num_devices):
+    if num_devices == 1:
+        pytest.skip("needs several devices")
+    made = spmd.plan(lambda: training.train(2), topology="cpu-2")
+    assert made.step.parts[Part.PARAMETERS] == training.NUM_PARAMS * 4 // 2
+    assert devices.global_runtime_device_count() == num_devices
+
+
+def test_a_function_without_steps_runs_to_its_end(num_devices):
+    results = []
+
+    def infer() -> None:
+        model = nn.Linear(8, 8).to("xla")
+        for _ in range(5):
+            results.append(model(torch.ones(4, 8).to("xla")))
+            spmd.sync()
+
+    made = spmd.plan(infer, topology=f"cpu-{num_devices}")
+    assert len(results) == 5
+    assert made.step is None
+    assert made.largest.executions >= 4
+
+
+def test_a_read_before_a_complete_step_reports_what_there_is(num_devices):
+    made = spmd.plan(
+        lambda: training.train(num_devices, after_step=lambda loss: loss.item()),
+        topology=f"cpu-{num_devices}",
+    )
+    assert "a plan computes no values, so what is planned must not read" in made.ended_by
+    assert "test_plan.py" in made.ended_by
+    assert "add_step_closure" in made.ended_by
+    assert made.programs
+    assert "The plan ended early" in str(made)
+
+
+def test_a_read_before_any_program_raises(num_devices):
+    with pytest.raises(spmd.PlanReadError, match=r"must not read a tensor's values; .*:\d+ does"):
+        spmd.plan(lambda: _uploaded().tolist(), topology=f"cpu-{num_devices}")
+
+
+def _uploaded() -> torch.Tensor:
+    """On the device without a program."""
+    x = torch.ones(8).to("xla")
+    with contextlib.suppress(spmd.PlanReadError):
+        spmd.to_jax(x)
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:the shape of the result of:UserWarning")
+@pytest.mark.parametrize(
+    ("reads", "what"),
+    [
+        (lambda x: spmd.to_jax(x), "a tensor as a jax array"),
+        (lambda x: x.local_shards, "a tensor's shards"),
+        (lambda x: x.unique(), "a tensor's values"),
+        (lambda x: bool(x.sum() > 0), "a tensor's values"),
+    ],
+)
+def test_every_kind_of_read_is_refused(num_devices, reads, what):
+    def script() -> None:
+        spmd.use_spmd()
+        mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",))
+        x = torch.ones(num_devices, 2).to("xla") + 1
+        spmd.mark_sharding(x, mesh, ("x",))
+        spmd.sync()
+        reads(x)
+
+    made = spmd.plan(script, topology=f"cpu-{num_devices}")
+    assert f"must not read {what}" in made.ended_by
+
+
+def test_step_closures_are_not_called(num_devices):
+    called = []
+
+    def after_step(loss: torch.Tensor) -> None:
+        spmd.add_step_closure(lambda value: called.append(value.item()), args=(loss,))
+
+    made = spmd.plan(
+        lambda: training.train(num_devices, after_step=after_step), topology=f"cpu-{num_devices}"
+    )
+    assert made.step is not None
+    assert not made.ended_by
+    assert called == []
+
+
+def test_a_plan_inside_of_a_plan_is_refused(num_devices):
+    def inner() -> None:
+        spmd.plan(lambda: None, topology="cpu-1")
+
+    with pytest.raises(spmd.PlanError, match="inside of a plan; got a second one. Plan them apart"):
+        spmd.plan(inner, topology=f"cpu-{num_devices}")
+
+
+def test_more_devices_than_were_started(num_devices):
+    with pytest.raises(spmd.PlanError, match=f"got cpu-64 after {num_devices} were started"):
+        spmd.plan(lambda: None, topology="cpu-64")
+
+
+def test_simulating_other_devices_inside(num_devices):
+    spmd.plan(lambda: spmd.simulate(num_devices), topology=f"cpu-{num_devices}")
+    with pytest.raises(spmd.PlanError, match=r"simulate\(9\) asked for others"):
+        spmd.plan(lambda: spmd.simulate(9), topology=f"cpu-{num_devices}")
+
+
+def test_a_mesh_that_does_not_fit(num_devices):
+    with pytest.raises(spmd.MeshError):
+        spmd.plan(lambda: training.train(num_devices * 2), topology=f"cpu-{num_devices}")
+
+
+def test_tensors_do_not_cross_the_border(num_devices):
+    outside = torch.ones(8).to("xla") + 1
+    spmd.sync()
+    kept = []
+    with pytest.raises(spmd.PlanError, match="only such tensors or none; .* got both"):
+        spmd.plan(lambda: _computed(outside + _uploaded()), topology=f"cpu-{num_devices}")
+    spmd.plan(lambda: kept.append(_uploaded()), topology=f"cpu-{num_devices}")
+    with pytest.raises(spmd.PlanError, match="Make every tensor inside of what is planned"):
+        (kept[0] + 1).cpu()
+
+
+def _computed(x: torch.Tensor) -> None:
+    spmd.sync()
+
+
+def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, monkeypatch):
+    from spmd_core.program.program import Program  # noqa: PLC0415
+
+    def refuse(self) -> None:
+        raise spmd.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
+
+    monkeypatch.setattr(Program, "_compile", refuse)
+    made = spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
+    assert made.fits is False
+    assert made.peak_bytes is None
+    assert "58.4G of 31.0G" in made.refusal
+    assert "DOES NOT FIT, as the compiler found" in str(made)
+
+
+def test_an_error_of_the_function_comes_through(num_devices):
+    with pytest.raises(ZeroDivisionError):
+        spmd.plan(lambda: 1 / 0, topology=f"cpu-{num_devices}")
+    assert not devices.is_abstract()
+
+
+def test_the_report_names_what_matters(planned, num_devices):
+    text = str(planned)
+    assert f"Plan for cpu-{num_devices}: {num_devices} devices (emulated CPU)" in text
+    for part in ("parameters", "optimizer state", "activations", "together"):
+        assert f"  {part}" in text
+    assert "training.py" in text
+    assert "T of the model over all devices" in text
+    assert max(map(len, text.splitlines())) < 200
+    if num_devices > 1:
+        assert "over fsdp" in text
+    else:
+        assert "No collectives." in text

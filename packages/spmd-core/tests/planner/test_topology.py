@@ -1,0 +1,67 @@
+"""planner/topology.py: devices of topologies that are not there."""
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.planner import topology
+
+LIBTPU = pytest.mark.skipif(
+    topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
+)
+
+
+@pytest.mark.one_device
+def test_emulated_devices(num_devices):
+    found = topology.find(f"cpu-{num_devices}")
+    assert len(found.devices) == num_devices
+    assert (found.name, found.chip, found.hbm_bytes) == (f"cpu-{num_devices}", None, None)
+    assert found.peak_flops is None
+    assert found.slice_of(num_devices - 1) == 0
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    def set_error(text):
+        def refuse(**_):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(topology._topologies, "get_topology_desc", refuse)
+
+    return set_error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("JAX TPU support not installed; cannot generate TPU topology.", r"pip install 'spmd-core"),
+        ("ABORTED: Internal error when accessing libtpu multi-process lockfile.", "Wait for that"),
+        ("INVALID_ARGUMENT: not divisible by chips_per_host_bounds", "it refused v4:2x2x1"),
+    ],
+)
+def test_what_libtpu_refuses_is_explained(refusing, text, message):
+    refusing(text)
+    with pytest.raises(spmd.PlanError, match=message):
+        topology.find("v4-8")
+
+
+@LIBTPU
+def test_tpus():
+    found = topology.find("v4-16")
+    assert len(found.devices) == 8
+    assert (found.chip.name, found.hbm_bytes) == ("TPU v4", 32 * 2**30)
+    assert found.peak_flops == 275e12
+    # A chip of v3 is two devices.
+    assert len(topology.find("v3-8").devices) == 8
+    assert topology.find("v3-8").hbm_bytes == 16 * 2**30
+
+
+@LIBTPU
+def test_slices():
+    found = topology.find("v5e-4", num_slices=2)
+    assert [found.slice_of(i) for i in range(8)] == [0] * 4 + [1] * 4
+
+
+@LIBTPU
+def test_a_shape_that_no_host_has():
+    with pytest.raises(spmd.PlanError, match="it refused v4:3x5x1"):
+        topology.find("v4:3x5x1")
