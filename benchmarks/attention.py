@@ -113,6 +113,7 @@ def main() -> int:
             seq: {
                 b: {
                     "best_s": m[b].samples.min,
+                    "samples_s": m[b].samples.values,
                     "temp_bytes": m[b].temp_bytes,
                     "peak_bytes": m[b].peak_bytes,
                 }

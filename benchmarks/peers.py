@@ -215,6 +215,8 @@ def compared(num_steps: int, rounds: int, recipes: Sequence[str]) -> list[dict[s
         best = {side: min(found, key=lambda f: f["cpu_s"]) for side, found in sides.items()}
         pairs = zip(best["theirs"]["losses"], best["ours"]["losses"])
         difference = max(abs(a - b) / abs(a) for a, b in pairs)
+        for side, found in sides.items():
+            best[side] |= {"cpu_samples_s": [figures["cpu_s"] for figures in found]}
         results.append({"recipe": recipe, "difference": difference, **best})
     return results
 

@@ -22,7 +22,7 @@ class Fault:
 
 # By room, from the ground up; the rooms of one floor in the order of their names.
 FAULTS = (
-    # ---- config, metrics, dtypes, source_lines ---------------------------------------------------
+    # ---- config, counters, dtypes, source_lines --------------------------------------------------
     Fault(
         "spmd_core/config.py",
         "leaving an inner strict() block also ends the outer one",
@@ -30,7 +30,7 @@ FAULTS = (
         "        config.strict = False",
     ),
     Fault(
-        "spmd_core/metrics.py",
+        "spmd_core/counters.py",
         "programs(since=...) lists every program when none is new",
         "return tuple(_programs[-new:]) if new > 0 else ()",
         "return tuple(_programs[-new:])",
@@ -265,8 +265,8 @@ FAULTS = (
     Fault(
         "spmd_core/program/execution.py",
         "sync() swallows the error of a failed program",
-        "        raise error\n    metrics.count",
-        "        return\n    metrics.count",
+        "        raise error\n    counters.count",
+        "        return\n    counters.count",
     ),
     Fault(
         "spmd_core/program/regions.py",

@@ -40,18 +40,12 @@ from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.layouts import layout_table
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
-from examples.training.mfu import (
-    ModelSize,
-    device_kind,
-    flops_per_token,
-    known_peak,
-    measured_peak,
-)
 from examples.training.remat import recompute
 from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
 from examples.training.text import TextData, TextError
 from examples.training.timing import StopOnInterrupt
+from spmd_core.metrics import ModelSize, device_kind, device_peak, flops_per_token
 from spmd_data import MpDeviceLoader
 
 DEVICE_INIT_ABOVE = 200_000_000  # parameters; larger models are not built on the host first
@@ -153,10 +147,8 @@ def run(config: TrainConfig) -> Report:
         run_log.say(f"step {step:5d}  saved to {path}")
 
     # --- Loop -------------------------------------------------------------------------------------
-    kind = device_kind(device)
-    peak = known_peak(kind) or measured_peak(
-        device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    )
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    peak = device_peak(device, mesh, dtype=dtype)
     run_log = RunLog(
         log_dir=config.log_dir,
         num_steps=config.steps,
@@ -180,7 +172,7 @@ def run(config: TrainConfig) -> Report:
         config=dataclasses.asdict(config),
         num_params=num_params,
         num_devices=num_devices,
-        device_kind=kind,
+        device_kind=device_kind(device),
         mesh=axes,
         resumed_at=first,
         peak_flops=peak.flops_per_s,

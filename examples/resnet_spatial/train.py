@@ -43,10 +43,10 @@ from examples.training.command import exit_code
 from examples.training.knobs import add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
-from examples.training.mfu import device_kind, known_peak, measured_peak
 from examples.training.resume import SaveError
 from examples.training.schedule import lr_factor
 from examples.training.timing import StopOnInterrupt
+from spmd_core.metrics import device_kind, device_peak
 from spmd_data import MpDeviceLoader
 
 # Losses are read this many steps late, so that the device never waits for Python to send the next
@@ -128,10 +128,8 @@ def run(config: TrainConfig) -> Report:
         run_log.say(f"step {step:5d}  saved to {path}")
 
     # --- Loop -------------------------------------------------------------------------------------
-    kind = device_kind(device)
-    peak = known_peak(kind) or measured_peak(
-        device, mesh, torch.bfloat16 if config.dtype == "bf16" else torch.float32
-    )
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    peak = device_peak(device, mesh, dtype=dtype)
     run_log = RunLog(
         log_dir=config.log_dir,
         num_steps=config.steps,
@@ -154,7 +152,7 @@ def run(config: TrainConfig) -> Report:
         config=dataclasses.asdict(config),
         num_params=num_params,
         num_devices=num_devices,
-        device_kind=kind,
+        device_kind=device_kind(device),
         mesh=axes,
         resumed_at=first,
         peak_flops=peak.flops_per_s,

@@ -33,10 +33,11 @@ class Report:
         evals: per evaluation, `step` and the figures that the recipe reports, such as `loss`.
         step_time_s: seconds per step, the median over the logged intervals; intervals with a
             compile or an evaluation do not count.
+        step_time_quartiles_s: the first and the third quartile over the same intervals.
         num_timed_steps: steps within those intervals.
         unit: what a batch consists of, such as "tokens" or "images".
         items_per_s: items of that unit per second, over all devices.
-        mfu: model FLOPs utilisation by formula (see mfu.py), as a fraction.
+        mfu: model FLOPs utilisation by formula (see `spmd_core.metrics`), as a fraction.
         peak_flops, peak_source: peak FLOP/s of one device, the MFU's denominator, and its source.
         peak_bytes: the step program's peak memory on one device, from the compiler.
         argument_bytes, temp_bytes: memory of the same program for its inputs (parameters,
@@ -63,6 +64,7 @@ class Report:
     lrs: list[float] = field(default_factory=list)
     evals: list[dict[str, float]] = field(default_factory=list)
     step_time_s: float | None = None
+    step_time_quartiles_s: tuple[float, float] | None = None
     num_timed_steps: int = 0
     unit: str = "items"
     items_per_s: float | None = None
@@ -112,9 +114,7 @@ class Report:
             ),
             (
                 "step",
-                f"{self.step_time_s * 1e3:.1f} ms over {self.num_timed_steps} steps"
-                if self.step_time_s
-                else "- (too few steps to time)",
+                _step_text(self.step_time_s, self.step_time_quartiles_s, self.num_timed_steps),
             ),
             (f"{self.unit}/s", f"{self.items_per_s:,.0f}" if self.items_per_s else "-"),
             *((f"MFU, {name}", f"{value:.2%}") for name, value in self.mfu.items()),
@@ -266,6 +266,19 @@ def figures_text(figures: Mapping[str, float]) -> str:
 
 def _axes_text(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def _step_text(
+    median_s: float | None, quartiles_s: tuple[float, float] | None, num_steps: int
+) -> str:
+    if not median_s:
+        return "- (too few steps to time)"
+    spread = (
+        ""
+        if quartiles_s is None
+        else f", quartiles {quartiles_s[0] * 1e3:.1f} to " + (f"{quartiles_s[1] * 1e3:.1f}")
+    )
+    return f"{median_s * 1e3:.1f} ms over {num_steps} steps{spread}"
 
 
 def _mib(peak: int | None, arguments: int | None, temporary: int | None) -> str:

@@ -8,23 +8,7 @@ import torch
 
 import spmd_core as spmd
 from examples.training.log import Report, RunLog, figures_text
-from examples.training.mfu import mfu
-from examples.training.timing import StepClock
-
-
-def summary(program: spmd.metrics.ProgramRecord) -> list[dict[str, Any]]:
-    """The collectives of a program by kind and mesh axes, those that send most first.
-
-    `number` counts them in the program, and `moved_bytes` what a device sends in one run of it.
-    """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for c in spmd.debugging.collectives(program=program):
-        axes = ",".join(c.axes or ())
-        entry = {"kind": c.kind, "axes": axes, "number": 0, "moved_bytes": 0.0}
-        entry = found.setdefault((c.kind, axes), entry)
-        entry["number"] += 1
-        entry["moved_bytes"] += c.moved_bytes * (c.executions or 1)
-    return sorted(found.values(), key=lambda entry: -entry["moved_bytes"])
+from spmd_core.metrics import ProgramRecord, StepTimes, mfu, step_program, traffic
 
 
 class Meter:
@@ -57,7 +41,7 @@ class Meter:
         self._log = run_log
         self._on_xla = on_xla
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor, float]] = deque()
-        self._clock = StepClock()
+        self._clock = StepTimes()
         self._counters_before = self._counters()
 
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
@@ -99,10 +83,8 @@ class Meter:
         """The complete report."""
         report = self._report
         report.wall_s, report.interrupted = wall_s, interrupted
-        report.step_time_s, report.num_timed_steps = (
-            self._clock.step_time_s,
-            self._clock.num_timed_steps,
-        )
+        report.step_time_s, report.num_timed_steps = self._clock.median_s, self._clock.num_steps
+        report.step_time_quartiles_s = self._clock.quartiles_s
         if report.step_time_s:
             report.items_per_s = self._items_per_step / report.step_time_s
             report.mfu = self._mfu(report.items_per_s)
@@ -120,7 +102,15 @@ class Meter:
                 program.temp_bytes,
             )
             report.program_flops, report.program_ops = program.flops, program.num_ops
-            report.collectives = summary(program)
+            report.collectives = [
+                {
+                    "kind": moved.kind,
+                    "axes": ",".join(moved.axes),
+                    "number": moved.number,
+                    "moved_bytes": moved.moved_bytes,
+                }
+                for moved in traffic(program)
+            ]
         return report
 
     def _log_step(self, step: int, step_time_s: float | None) -> None:
@@ -159,19 +149,8 @@ class Meter:
             peak_flops=self._report.peak_flops,
         )
 
-    def _step_program(self) -> Any:
-        """The record of the step's program: of this run's large programs, the one run most often.
-
-        The program of the first step also makes the optimizer's state and runs once; the program of
-        an evaluation is small, though it may run often.
-        """
-        programs = self._programs()
-        largest = max((program.num_ops for program in programs), default=0)
-        return max(
-            (program for program in programs if program.num_ops > largest / 2),
-            key=lambda program: program.executions,
-            default=None,
-        )
+    def _step_program(self) -> ProgramRecord | None:
+        return step_program(since=self._counters_before["compiles"]) if self._on_xla else None
 
     def _compiles(self) -> int:
         return self._counters().get("compiles", 0)

@@ -21,8 +21,8 @@ from examples.resnet_spatial.data import DataError
 from examples.resnet_spatial.train import config_from, main, run
 from examples.training.knobs import KnobError
 from examples.training.log import Report
-from examples.training.mfu import Peak
 from examples.training.resume import ResumeError
+from spmd_core.metrics import Peak
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring it takes longer than a smoke run; the runs in processes of their own measure it."""
     monkeypatch.setattr(
-        "examples.resnet_spatial.train.measured_peak", lambda *_: Peak(1e10, "measured before")
+        "spmd_core.metrics.utilisation.measured_peak", lambda *_: Peak(1e10, "measured before")
     )
 
 

@@ -1,4 +1,4 @@
-"""Which intervals a step clock counts, and the effects of the first and second Ctrl-C."""
+"""The effects of the first and second Ctrl-C."""
 
 import signal
 import threading
@@ -6,35 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from examples.training.timing import StepClock, StopOnInterrupt
-
-
-def clock_at(*seconds: float) -> StepClock:
-    return StepClock(now=iter(seconds).__next__)
-
-
-def test_the_median_of_the_intervals_is_the_step_time() -> None:
-    clock = clock_at(0.0, 2.0, 12.0, 15.0)
-    marks = [clock.mark(step=step, in_flight=2, num_compiles=3) for step in (1, 3, 5, 8)]
-    assert marks == [None, 1.0, 5.0, 1.0]
-    assert clock.step_time_s == 1.0
-    assert clock.num_timed_steps == 7
-
-
-def test_an_interval_with_a_compile_or_another_lag_does_not_count() -> None:
-    clock = clock_at(0.0, 1.0, 2.0, 3.0)
-    assert clock.mark(step=1, in_flight=2, num_compiles=1) is None
-    assert clock.mark(step=2, in_flight=2, num_compiles=2) is None
-    assert clock.mark(step=5, in_flight=0, num_compiles=2) is None
-    assert clock.mark(step=5, in_flight=0, num_compiles=2) is None
-    assert clock.step_time_s is None
-
-
-def test_after_an_evaluation_time_starts_anew() -> None:
-    clock = clock_at(0.0, 100.0, 104.0)
-    clock.mark(step=4, in_flight=0, num_compiles=1)
-    clock.resume(step=4, num_compiles=2)
-    assert clock.mark(step=8, in_flight=0, num_compiles=2) == 1.0
+from examples.training.timing import StopOnInterrupt
 
 
 @pytest.fixture

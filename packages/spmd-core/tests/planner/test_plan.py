@@ -175,7 +175,9 @@ def test_a_plan_inside_of_a_plan_is_refused(num_devices):
     def inner() -> None:
         spmd.plan(lambda: None, topology="cpu-1")
 
-    with pytest.raises(spmd.PlanError, match="inside of a plan; got a second one. Plan them apart"):
+    with pytest.raises(
+        spmd.PlanError, match=r"inside of a plan; got a second one. Plan them apart"
+    ):
         spmd.plan(inner, topology=f"cpu-{num_devices}")
 
 
@@ -199,7 +201,7 @@ def test_tensors_do_not_cross_the_border(num_devices):
     outside = torch.ones(8).to("xla") + 1
     spmd.sync()
     kept = []
-    with pytest.raises(spmd.PlanError, match="only such tensors or none; .* got both"):
+    with pytest.raises(spmd.PlanError, match=r"only such tensors or none; .* got both"):
         spmd.plan(lambda: _computed(outside + _uploaded()), topology=f"cpu-{num_devices}")
     spmd.plan(lambda: kept.append(_uploaded()), topology=f"cpu-{num_devices}")
     with pytest.raises(spmd.PlanError, match="Make every tensor inside of what is planned"):

@@ -80,5 +80,5 @@ def test_emulated_devices_have_one_slice(name, slices):
 
 
 def test_at_least_one_slice():
-    with pytest.raises(spmd.PlanError, match="at least one slice; got 0. Pass --slices 1"):
+    with pytest.raises(spmd.PlanError, match=r"at least one slice; got 0. Pass --slices 1"):
         parse("v4-8", num_slices=0)

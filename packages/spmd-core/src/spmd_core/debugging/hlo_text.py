@@ -7,7 +7,7 @@ are needed.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,7 +31,7 @@ _OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-sta
 _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
-_ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
+ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
 _CALLED = re.compile(
     r"\b(?P<role>to_apply|calls|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)="
@@ -155,7 +155,7 @@ def num_bytes(type_text: str) -> int:
 
     Tokens have no bytes.
     """
-    return sum(_array_bytes(found["dtype"], found["dims"]) for found in _ARRAY.finditer(type_text))
+    return sum(_array_bytes(found["dtype"], found["dims"]) for found in ARRAY.finditer(type_text))
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
@@ -240,18 +240,28 @@ def _readers(
 
 
 def executions(
-    computations: dict[str, dict[str, Instruction]], entry: str
+    computations: dict[str, dict[str, Instruction]],
+    entry: str,
+    *,
+    per_call: Callable[[str, str], int | None] | None = None,
 ) -> dict[str, int | None]:
     """The number of executions of each computation in one run of the module.
 
     None if the number depends on data (a branch, a loop of unknown length).
+
+    Args:
+        computations: from `parse`.
+        entry: likewise.
+        per_call: the executions for each of the caller's, from the called computation's role
+            (`body`, `true_computation`, ...) and the instruction's attributes; None: the true ones.
     """
+    per_call = per_call or executions_per_call
     counts: dict[str, int | None] = defaultdict(int, {entry: 1})
     # XLA prints a called computation before its callers.
     for name in reversed(computations):
         for instruction in computations[name].values():
             for role, called in _calls(instruction.attributes):
-                times = _executions_per_call(role, instruction.attributes)
+                times = per_call(role, instruction.attributes)
                 before, own = counts[called], counts[name]
                 counts[called] = (
                     None if before is None or own is None or times is None else before + own * times
@@ -271,7 +281,13 @@ def _calls(attributes: str) -> Iterator[tuple[str, str]]:
             yield found["role"], name.strip().lstrip("%")
 
 
-def _executions_per_call(role: str, attributes: str) -> int | None:
+def executions_per_call(role: str, attributes: str) -> int | None:
+    """How often an instruction executes a computation that it calls; None if that depends on data.
+
+    Args:
+        role: the computation's.
+        attributes: the instruction's.
+    """
     if role in ("true_computation", "false_computation", "branch_computations"):
         return None
     if role not in ("body", "condition"):

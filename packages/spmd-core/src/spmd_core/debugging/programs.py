@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 
 from spmd_core.config import config
+from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.debugging.communication import Collectives as Collectives
 from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock, read, take_pending
 from spmd_core.graph.values import Spec
-from spmd_core.metrics import ProgramRecord
 from spmd_core.program import compile_cache, planning
 from spmd_core.program.lowering import Traced
 from spmd_core.program.program import Program
@@ -73,8 +73,8 @@ def hlo(
         )
     with lock:
         if stage == "after":
-            kept = _kept(program, "hlo") or _planned(tensors, "hlo").program()
-            return kept.compiled_text()
+            found = _kept(program, "hlo") or _planned(tensors, "hlo").program()
+            return found.compiled_text()
         traced = _kept(program, "hlo") or _traced(tensors, "hlo")
         computation = traced.lowered.compiler_ir("hlo")
         assert computation is not None
@@ -108,17 +108,17 @@ def collectives(
         all-reduce ('data',) 4 aten::sum
     """
     with lock:
-        kept = (
+        found = (
             _planned(tensors, "collectives").program()
             if tensors
             else _kept(program, "collectives") or compile_cache.newest()
         )
-    if kept is None:
+    if found is None:
         raise SpmdError(
             "collectives reads a compiled program; none was compiled yet. "
             "Call it after sync(), or with pending tensors: collectives(loss)."
         )
-    return communication.of_program(kept)
+    return communication.of_program(found)
 
 
 def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
@@ -137,8 +137,8 @@ def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None =
         0: aten::add.Tensor(input 0) -> float32[4]
     """
     with lock:
-        kept = _kept(program, "operations")
-        graph = kept.graph if kept else _planned(tensors, "operations").graph()
+        found = _kept(program, "operations")
+        graph = found.graph if found else _planned(tensors, "operations").graph()
     first = [0, *accumulate(len(node.entry.outs) for node in graph.nodes)]
     lines = [f"input {i}: {leaf.spec!r}" for i, leaf in enumerate(graph.leaves)]
     for number, node in zip(first, graph.nodes):
@@ -173,18 +173,24 @@ def source_lines(enabled: bool = True) -> Iterator[None]:
         config.record_source_lines = before
 
 
-def _kept(program: Program | ProgramRecord | None, what: str) -> Program | None:
-    """The program of a record."""
-    if not isinstance(program, ProgramRecord):
-        return program
-    for kept in compile_cache.programs():
-        if kept.record is program:
-            return kept
+def kept(program: ProgramRecord, what: str) -> Program:
+    """The program of a record, for the function `what`.
+
+    Raises:
+        SpmdError: the program is not kept any more.
+    """
+    for found in compile_cache.programs():
+        if found.record is program:
+            return found
     raise SpmdError(
         f"{what} reads a program that is kept; got {program.name}, which was dropped, as "
         f"config.max_programs is {config.max_programs}. Raise it, or ask right after the program "
         "ran."
     )
+
+
+def _kept(program: Program | ProgramRecord | None, what: str) -> Program | None:
+    return kept(program, what) if isinstance(program, ProgramRecord) else program
 
 
 def _traced(tensors: Sequence[torch.Tensor], what: str) -> Traced:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.debugging.graph_difference import Change, Difference
 from spmd_core.errors import SpmdError
@@ -198,7 +198,7 @@ def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
 
 def _print_report(compiled: Compiled) -> None:
     after = config.explain_recompiles_after
-    if after is not None and metrics.counter("compiles") > after:
+    if after is not None and counters.counter("compiles") > after:
         known = tuple(compile_cache.history)
         print(explain(compiled, _earlier_programs(known[:-1], known)), file=sys.stderr)
 

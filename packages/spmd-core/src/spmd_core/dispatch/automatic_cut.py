@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.dispatch import router
 from spmd_core.graph import repetition, storage
 from spmd_core.graph.values import Entry, Value, take_serial
@@ -78,7 +78,7 @@ def reset() -> None:
 
 def _on_pending_block() -> None:
     """Has the pending operations looked at by the next call, at doubling distances."""
-    cuts = metrics.counter("cuts")
+    cuts = counters.counter("cuts")
     if cuts != _watch.cuts:
         _watch.usual_blocks = max(_watch.usual_blocks, _watch.blocks)
         _watch.cuts, _watch.blocks = cuts, 0
@@ -125,7 +125,7 @@ def _watch_and_cut(
 
 
 def _cut_if_due() -> None:
-    if metrics.counter("cuts") != _watch.cuts or execution.cut_guard is not None:
+    if counters.counter("cuts") != _watch.cuts or execution.cut_guard is not None:
         _stop()
         return
     _watch.calls += 1
@@ -167,7 +167,7 @@ def _look(live: list[storage.Storage], nodes: list[Value]) -> None:
         except BaseException:
             _stop()
             raise
-        _watch.period, _watch.cuts, _watch.blocks = period, metrics.counter("cuts"), 0
+        _watch.period, _watch.cuts, _watch.blocks = period, counters.counter("cuts"), 0
         # The calls since the last piece have taken serials, too.
         _watch.due, _watch.calls = end + period + _watch.calls, 0
         return
@@ -184,11 +184,11 @@ def _cut_period(nodes: list[Value]) -> None:
     if _watch.entries is not None and entries != _watch.entries:
         _stop()
         return
-    metrics.count("automatic_cuts")
+    counters.count("automatic_cuts")
     execution.cut()
     assert _watch.due is not None
     _watch.due += _watch.period
-    _watch.entries, _watch.cuts = entries, metrics.counter("cuts")
+    _watch.entries, _watch.cuts = entries, counters.counter("cuts")
 
 
 def _warn(number: int, how: str) -> None:

@@ -24,17 +24,37 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 aten = torch.ops.aten
 
 
-def _recorder(name: str) -> Handler:
-    lowering = registry.find(registry.resolve(name))
-    assert lowering is not None, f"{name} has no lowering"
+def _recording(overload: torch._ops.OpOverload) -> Handler:
+    lowering = registry.find(overload)
+    assert lowering is not None, f"{overload} has no lowering"
     return functional_handler(lowering)
 
 
-_record_layer_norm = _recorder("aten.layer_norm.default")
-_record_attention = _recorder("spmd.attention.default")
-_record_attention_lse = _recorder("spmd.attention.lse")
-_record_attention_backward = _recorder("spmd.attention_backward.default")
-_record_attention_kept = _recorder("spmd.attention_kept.default")
+def recorder(name: str) -> Handler:
+    """Records calls of an operation of this package.
+
+    They go through torch's dispatcher only where a mode is on its stack, which sees nothing else:
+    one that saves results for a checkpoint's second run, for instance, or one that counts FLOPs.
+    The dispatcher takes no tensor for a seed.
+    """
+    overload = registry.resolve(name)
+    record = _recording(overload)
+    seed = next((i for i, a in enumerate(overload._schema.arguments) if a.name == "seed"), None)
+
+    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        is_seen = torch._C._len_torch_dispatch_stack() > 0
+        if is_seen and (seed is None or not isinstance(args[seed], torch.Tensor)):
+            return overload(*args, **kwargs)
+        return record(args, kwargs)
+
+    return call
+
+
+_record_layer_norm = _recording(aten.layer_norm.default)
+_record_attention = recorder("spmd.attention.default")
+_record_attention_lse = recorder("spmd.attention.lse")
+_record_attention_backward = recorder("spmd.attention_backward.default")
+_record_attention_kept = recorder("spmd.attention_kept.default")
 
 
 def layer_norm(
@@ -194,15 +214,7 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         options = (seed, dropout_p, is_causal, scale, enable_gqa)
         arguments = (query, key, value, attn_mask, *options)
-        # A mode on the stack, such as one that saves attention's result for a checkpoint's second
-        # run, sees only what goes through torch's dispatcher.
-        # (The dispatcher takes no tensor for a seed.)
-        is_seen = torch._C._len_torch_dispatch_stack() > 0 and not isinstance(seed, torch.Tensor)
-        out, lse = (
-            torch.ops.spmd.attention.lse(*arguments)
-            if is_seen
-            else _record_attention_lse(arguments, NO_KWARGS)
-        )
+        out, lse = _record_attention_lse(arguments, NO_KWARGS)
         ctx.save_for_backward(query, key, value, attn_mask, out, lse)
         ctx.options = options
         return out

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from spmd_core import metrics, releases
+from spmd_core import counters, releases
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
@@ -30,7 +30,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 def _read(tensor: torch.Tensor, what: str, alternative: str) -> torch.Tensor:
     """The tensor on the host; counts the read, and warns at the first one of `what`."""
-    metrics.count("data_dependent_reads")
+    counters.count("data_dependent_reads")
     if what not in _warned:
         _warned.add(what)
         warnings.warn(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.dispatch.transfer import copy_, resize, to_host
 from spmd_core.errors import HostFallbackError
@@ -131,7 +131,7 @@ def note_host_run(
             f"It was called at {user_line()}. {strict_advice}"
         )
     filename, line, level = user_frame()
-    if metrics.count_fallback(name, f"{filename}:{line}"):
+    if counters.count_fallback(name, f"{filename}:{line}"):
         warnings.warn(
             f"{name} {why} and runs on the host: it cuts the program and copies its arguments. "
             "Counted in metrics.host_fallbacks().",

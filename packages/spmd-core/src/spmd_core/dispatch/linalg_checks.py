@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd_core import metrics, releases
+from spmd_core import counters, releases
 from spmd_core.ops import registry
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import Handler, functional_handler
@@ -28,7 +28,7 @@ def _recorded(func: torch._ops.OpOverload) -> Handler:
 
 def check_info(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
     """Raises torch's LinAlgError for `api_name` if an int32 `info` is not 0. Waits."""
-    metrics.count("host_reads_of_info")
+    counters.count("host_reads_of_info")
     torch._linalg_check_errors(info.cpu(), api_name, is_matrix=is_matrix)
 
 

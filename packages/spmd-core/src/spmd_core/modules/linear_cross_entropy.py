@@ -10,20 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmd_core.dispatch.composite import recorder
 from spmd_core.marks.along import Layout, Redistribute
-from spmd_core.ops import registry
-from spmd_core.recording.calls import NO_KWARGS, functional_handler
+from spmd_core.recording.calls import NO_KWARGS
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-
-def _recorder(overload: str) -> Any:
-    lowering = registry.find(registry.resolve(overload))
-    assert lowering is not None
-    return functional_handler(lowering)
-
-
-_class_sums = _recorder("spmd.class_sums.default")
-_class_sums_backward = _recorder("spmd.class_sums_backward.default")
+_class_sums = recorder("spmd.class_sums.default")
+_class_sums_backward = recorder("spmd.class_sums_backward.default")
 
 
 class _ClassSums(torch.autograd.Function):

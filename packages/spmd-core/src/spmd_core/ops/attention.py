@@ -17,7 +17,7 @@ from jax import lax
 
 from spmd_core.ops.kernels import flash, platform_attention, ring
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.registry import AttentionLayout, Context, Number, lowering
+from spmd_core.ops.registry import AttentionLayout, Context, Number, flop_formula, lowering
 
 # The seed is a Scalar, so that it is an input of the program; the other options are static. What is
 # recorded without torch's dispatcher may have a tensor there: a seed of each device's own.
@@ -39,6 +39,26 @@ _library.define(
     "attention_kept(Tensor query, Tensor key, Scalar seed, float dropout_p, bool is_causal) "
     "-> Tensor"
 )
+
+
+# ---- FLOPs, as torch counts its fused kernels: causal or not, the whole square ----------------
+
+
+@flop_formula("spmd.attention")
+def _flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Scores, and their product with the values."""
+    return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+@flop_formula("spmd.attention_backward")
+def _flops_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **__: Any) -> int:
+    """The scores again, their gradient, and the gradients of query, key and value."""
+    of_query, of_key, of_value, of_mask = rest[-1]
+    of_scores = of_query or of_key or of_mask
+    products_of_query = any(rest[-1]) + of_query + of_key
+    products_of_value = of_scores + of_value
+    features = products_of_query * query[-1] + products_of_value * value[-1]
+    return int(2 * math.prod(query[:-1]) * key[-2] * features)
 
 
 # ---- meta kernels: the checks of the arguments, and the results' shapes, strides and dtypes ------

@@ -16,7 +16,7 @@ import torch
 from jax import lax
 
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
-from spmd_core.ops.registry import Context, as_array, lowering
+from spmd_core.ops.registry import Context, as_array, flop_formula, lowering
 
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define(
@@ -28,6 +28,20 @@ _library.define(
     "Tensor? bias, Tensor target, Tensor lse, int chunks, bool[3] output_mask) "
     "-> (Tensor, Tensor, Tensor)"
 )
+
+
+@flop_formula("spmd.class_sums")
+def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * x[0] * weight[0] * weight[1])
+
+
+@flop_formula("spmd.class_sums_backward")
+def _flops_backward(
+    grad_picked: Any, grad_lse: Any, x: Any, weight: Any, *rest: Any, **__: Any
+) -> int:
+    """The logits again, and the gradients of the rows and of the weight."""
+    of_x, of_weight, _ = rest[-1]
+    return (1 + of_x + of_weight) * _flops(x, weight)
 
 
 def _meta(

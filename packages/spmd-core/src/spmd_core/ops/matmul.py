@@ -11,7 +11,7 @@ import torch
 from jax import lax
 
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
-from spmd_core.ops.registry import Context, Number, as_array, lowering
+from spmd_core.ops.registry import Context, Number, as_array, flop_formula, lowering
 
 _DOT = (((0,), (0,)), ((), ()))
 _MATRIX_VECTOR = (((1,), (0,)), ((), ()))
@@ -79,6 +79,11 @@ def _vdot(ctx: Context, a: Any, b: Any) -> jax.Array:
     return _contract(jnp.conj(a) if jnp.iscomplexobj(a) else a, b, _DOT).astype(ctx.dtype)
 
 
+@flop_formula("aten.linear")
+def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * math.prod(weight[:-1])
+
+
 @lowering("aten.linear.default")
 def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     """x @ weight^T + bias.
@@ -90,6 +95,13 @@ def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     # Not by `ctx.shape`: a device may compute its part of the rows (`program.partial_sums`).
     total = product if bias is None else as_array(bias, product.dtype) + product
     return total.astype(ctx.dtype)
+
+
+@flop_formula("aten.linear_backward")
+def _linear_backward_flops(
+    x: Any, grad: Any, weight: Any, output_mask: Sequence[bool], **_: Any
+) -> int:
+    return (output_mask[0] + output_mask[1]) * _linear_flops(x, weight)
 
 
 def _meta_linear_backward(

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils import flop_counter
 
 from spmd_core import dtypes, releases
 from spmd_core.ops.kernels.booleans import cast
@@ -193,6 +194,23 @@ def resolve(name: str) -> torch._ops.OpOverload:
             f"lacks. List those that it has with torch.ops.{packet}.overloads()."
         )
     return found
+
+
+def flop_formula(name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Has `torch.utils.flop_counter` count an operation, such as `"aten.linear"`.
+
+    The formula takes the call's arguments, with the shapes of tensors in their place. A formula
+    that this torch has itself stays.
+    """
+    namespace, operation = name.split(".")
+    packet = getattr(getattr(torch.ops, namespace), operation)
+
+    def register(formula: Callable[..., int]) -> Callable[..., int]:
+        if packet not in flop_counter.flop_registry:
+            flop_counter.register_flop_formula(packet)(formula)
+        return formula
+
+    return register
 
 
 def _present(names: Sequence[str]) -> list[tuple[str, torch._ops.OpOverload]]:

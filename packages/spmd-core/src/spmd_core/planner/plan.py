@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
@@ -77,7 +77,7 @@ class _Recorder:
         if not self._in_step:
             return
         self.num_steps += 1
-        compiles = metrics.counter("compiles")
+        compiles = counters.counter("compiles")
         if compiles != self._compiles:
             self.num_quiet = 0
             for seen in self.seen.values():

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.config import CompilerOption, config
+from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.metrics import ProgramRecord
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import devices
@@ -78,7 +78,7 @@ def find(key: Key) -> Program | None:
     program = _programs.get(key)
     if program is not None:
         _programs.move_to_end(key)
-        metrics.count("cache_hits")
+        counters.count("cache_hits")
     return program
 
 
@@ -118,7 +118,7 @@ def _drop(number: int, *, now: bool = False) -> None:
     global _num_dropped
     for _ in range(number):
         _programs.popitem(last=False)
-        metrics.count("programs_dropped")
+        counters.count("programs_dropped")
         _num_dropped += 1
     if (now or _num_dropped >= _MAX_DROPPED) and _jax_keeps_programs():
         # All of jax's caches: there is no public way to one of them. Functions that the user

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import torch
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.graph.placement import Placement
@@ -72,7 +72,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         IndexRangeError: with `wait`, a program under `config.check_indices` found an index outside
             its dim.
     """
-    with lock:
+    with lock, counters.timed(counters.Part.PLANNING):
         live = take_pending()
         try:
             if live and cut_guard is not None:
@@ -81,7 +81,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
             _request(live)
             raise
         if live:
-            metrics.count("cuts")
+            counters.count("cuts")
             try:
                 _execute(live)
             except Exception as error:
@@ -137,12 +137,14 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             passing[piece].append(state)
     for storages in passing:
         if storages:
-            metrics.count("cuts")
-            metrics.count("automatic_cuts")
-            # A later piece may read the same leaves.
-            _execute(
-                sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]), donates=False
-            )
+            counters.count("cuts")
+            counters.count("automatic_cuts")
+            with counters.timed(counters.Part.PLANNING):
+                # A later piece may read the same leaves.
+                _execute(
+                    sorted(storages, key=lambda s: position_of[result_of(s.value)[0]]),
+                    donates=False,
+                )
             storages.clear()
 
 
@@ -180,7 +182,7 @@ def _is_deleted(value: Value) -> bool:
 
 def end_step(*, wait: bool = False) -> None:
     """The cut that ends a step: `cut` inside the context managers of `around_step`."""
-    metrics.count("steps")
+    counters.count("steps")
     with ExitStack() as stack:
         for enter in around_step:
             stack.enter_context(enter())
@@ -232,11 +234,11 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     # An interruption between the two would lose what the program took over.
     with interrupts.put_off():
         results = program.run(floats, ints, complexes, arrays)
-        metrics.count("executions")
+        counters.count("executions")
         if config.verify_programs and len(planned.key.device_ids) > 1:
             verification.verify(program, (floats, ints, complexes), arrays, results)
         if donated:
-            metrics.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
+            counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
         for storage, array, placement in zip(live, results, program.out_placements):
             _commit(storage, array, placement)
 
@@ -284,7 +286,7 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
         for storage in live:
             storage.fail()
         raise error
-    metrics.count("cuts_run_apart")
+    counters.count("cuts_run_apart")
     raised = None
     waiting = list(groups)
     try:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.affine_sizes import (
@@ -148,7 +148,7 @@ def find(key: Key, make_graph: Callable[[], Graph]) -> Bounded | None:
         if growing is not None:
             return growing.bounded(key, ints[growing.place], make_graph)
     except GrowthRefusedError as error:
-        metrics.count("growing_sizes_refused")
+        counters.count("growing_sizes_refused")
         family.refusals.append(str(error))
         family.growths = [g for g in family.growths if g is not growing]
     return None

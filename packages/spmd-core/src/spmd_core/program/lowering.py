@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from spmd_core import dtypes, metrics, source_lines
+from spmd_core import counters, dtypes, source_lines
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
@@ -158,7 +158,7 @@ class Function:
         self._num_complex = sum(
             kind is complex for node in graph.nodes for kind in node.entry.number_kinds
         )
-        self.record = metrics.ProgramRecord(
+        self.record = counters.ProgramRecord(
             name,
             len(graph.nodes),
             len(graph.leaves),
@@ -599,7 +599,7 @@ class Traced(Function):
     def __init__(self, graph: Graph, name: str, *, whole: Whole = Whole.NOTHING) -> None:
         super().__init__(graph, name, whole=whole)
         start = time.perf_counter()
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), counters.timed(counters.Part.TRACING):
             self.lowered = self.jitted.lower(*self.arguments)
         self.record.trace_s = time.perf_counter() - start
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd_core import dtypes, metrics
+from spmd_core import counters, dtypes
 from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
@@ -44,7 +44,7 @@ class Program(Traced):
             )
             whole = self._build(dataclasses.replace(graph, outputs=outputs), name, whole)
         if whole is not Whole.NOTHING:
-            metrics.count(f"programs_with_whole_{whole.name.lower()}")
+            counters.count(f"programs_with_whole_{whole.name.lower()}")
             warnings.warn(
                 f"XLA's partitioner made program {name} ({len(graph.nodes)} ops on "
                 f"{len(graph.device_ids)} devices) invalid. It was compiled with {whole.value} "
@@ -52,7 +52,7 @@ class Program(Traced):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        metrics.record_program(self.record)
+        counters.record_program(self.record)
 
     def _build(self, graph: Graph, name: str, whole: Whole = Whole.NOTHING) -> Whole:
         """Lowers and compiles; a program that the partitioner makes invalid with more kept whole.
@@ -109,7 +109,11 @@ class Program(Traced):
         if plan is not None:
             options |= plan.compile_options()
         self.dump_folder = options.get("xla_dump_to")
-        with jax.enable_x64(True), _metadata_in_disk_cache_key(self.graph):
+        with (
+            jax.enable_x64(True),
+            _metadata_in_disk_cache_key(self.graph),
+            counters.timed(counters.Part.COMPILING),
+        ):
             self.compiled = self.lowered.compile(compiler_options=options)
         self.record.compile_s = time.perf_counter() - start
         growth = self.graph.growth

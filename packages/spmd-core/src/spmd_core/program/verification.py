@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import torch
 
-from spmd_core import metrics
+from spmd_core import counters
 from spmd_core.errors import ProgramError, VerificationError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
@@ -55,7 +55,7 @@ def verify(program: Program, numbers: Numbers, leaves: Sequence[jax.Array], resu
     try:
         alone = _on_one_device(graph, program.record.name)
     except _NotOnOneDeviceError as error:
-        metrics.count("programs_not_verified")
+        counters.count("programs_not_verified")
         warnings.warn(
             f"verify() compares with one device; {program.record.name} {error}, and was not "
             "verified.",
@@ -63,7 +63,7 @@ def verify(program: Program, numbers: Numbers, leaves: Sequence[jax.Array], resu
             stacklevel=2,
         )
         return
-    metrics.count("programs_verified")
+    counters.count("programs_verified")
     inputs = (numbers, _first_device_leaves(graph, leaves))
     ours = _on_host(results, graph.outputs)
     expected = _on_host(alone.run(*numbers, list(inputs[1])), graph.outputs)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from spmd_core import dtypes, metrics
+from spmd_core import counters, dtypes
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.storage import Storage, lock, read
@@ -201,7 +201,7 @@ def remember(key: Any, entry: Any) -> None:
         oldest = list(entries)[: config.max_op_entries // 4]
         for old in oldest:
             del entries[old]
-        metrics.count("op_entries_dropped", len(oldest))
+        counters.count("op_entries_dropped", len(oldest))
     if entry.__class__ is Entry:
         entry.key = key
     entries[key] = entry

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from spmd_core import dtypes, metrics
+from spmd_core import counters, dtypes
 from spmd_core.config import config
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.graph.storage import Handle, Link, Storage, View
@@ -131,7 +131,7 @@ def _moves(family: Any) -> bool:
     That is so once new positions came in more than `_MOVING_AFTER` programs.
     """
     cuts: list[int] = known(family, list)
-    now = metrics.counter("cuts")
+    now = counters.counter("cuts")
     if not cuts or cuts[-1] != now:
         cuts.append(now)
         del cuts[: -_MOVING_AFTER - 1]

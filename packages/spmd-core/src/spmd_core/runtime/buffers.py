@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from spmd_core import dtypes, metrics, releases
+from spmd_core import counters, dtypes, releases
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
 from spmd_core.runtime import abstract
@@ -32,8 +32,8 @@ def upload(
     if abstract.run() is not None:
         return abstract.array(padded_shape, dtypes.to_jax(tensor.dtype), jax_sharding)
     data = dtypes.numpy_view(tensor.detach().contiguous())
-    metrics.count("uploads")
-    metrics.count("uploaded_bytes", data.nbytes)
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes)
     with jax.enable_x64(True):
         if padded_shape == data.shape:
             if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
@@ -98,8 +98,8 @@ def put(block: torch.Tensor, holders: Sequence[jax.Device]) -> list[jax.Array]:
     if abstract.run() is not None:
         return []
     data = dtypes.numpy_view(block)
-    metrics.count("uploads")
-    metrics.count("uploaded_bytes", data.nbytes * len(holders))
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes * len(holders))
     with jax.enable_x64(True):
         arrays = [jax.device_put(data, device) for device in holders]
     for array in arrays:
@@ -134,7 +134,7 @@ def reshard(
     """
     if isinstance(array, AbstractArray):
         return abstract.array(padded_shape, array.dtype, jax_sharding)
-    metrics.count("resharded_bytes", array.nbytes)
+    counters.count("resharded_bytes", array.nbytes)
     with jax.enable_x64(True):
         if 0 in shape:
             # If the order of the devices changes, jax moves the blocks of an empty array without
@@ -174,7 +174,7 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     """
     if isinstance(array, AbstractArray):
         abstract.refuse("a tensor's values")
-    metrics.count("host_reads")
+    counters.count("host_reads")
     wait_for(array)
     if array.is_fully_addressable or array.is_fully_replicated:
         host = _assembled(array) if array.nbytes >= _KEPT_BYTES else np.asarray(array)
@@ -216,7 +216,8 @@ def wait_for(array: jax.Array) -> None:
     if isinstance(array, AbstractArray):
         return
     try:
-        array.block_until_ready()
+        with counters.timed(counters.Part.WAITING):
+            array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         raise ProgramError(
             f"a program that was started without waiting failed on the device: {error}. "

@@ -1,7 +1,12 @@
 """Counters of compiles, executions, moved bytes and host fallbacks; records of programs."""
 
+import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 # These are reported even while they are 0.
@@ -23,6 +28,7 @@ _counters: Counter[str] = Counter()
 _fallbacks: Counter[tuple[str, str]] = Counter()
 _programs: list["ProgramRecord"] = []
 _MAX_PROGRAM_RECORDS = 512
+_clock: "Clock | None" = None
 
 
 @dataclass
@@ -108,6 +114,67 @@ def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
     """
     new = counter("compiles") - since
     return tuple(_programs[-new:]) if new > 0 else ()
+
+
+class Part(StrEnum):
+    """What a thread is busy with."""
+
+    RECORDING = "recording"  # and everything else that Python does
+    PLANNING = "planning"  # of a cut, without the following three
+    TRACING = "tracing"
+    COMPILING = "compiling"
+    WAITING = "waiting"  # for the devices
+
+
+class Clock:
+    """Seconds of the thread that made it, by part; those of an inner part are not the outer's."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.seconds = dict.fromkeys(Part, 0.0)
+        self._part, self._since = Part.RECORDING, time.perf_counter()
+
+    def turn_to(self, part: Part) -> Part:
+        """Ends the present part and returns it; `part` begins."""
+        now = time.perf_counter()
+        self.seconds[self._part] += now - self._since
+        ended, self._part, self._since = self._part, part, now
+        return ended
+
+
+@contextmanager
+def clock() -> Iterator[Clock]:
+    """Inside, each moment of this thread is counted for a part.
+
+    Raises:
+        RuntimeError: a clock runs already.
+    """
+    global _clock
+    if _clock is not None:
+        raise RuntimeError(
+            "one block is timed at a time; got a second one inside of it, or in another thread. "
+            "End the first block before."
+        )
+    _clock = made = Clock()
+    try:
+        yield made
+    finally:
+        made.turn_to(Part.RECORDING)
+        _clock = None
+
+
+@contextmanager
+def timed(part: Part) -> Iterator[None]:
+    """Counts the block for this part while a `clock` runs in this thread; else does nothing."""
+    running = _clock
+    if running is None or running.thread != threading.get_ident():
+        yield
+        return
+    outer = running.turn_to(part)
+    try:
+        yield
+    finally:
+        running.turn_to(outer)
 
 
 def reset() -> None:

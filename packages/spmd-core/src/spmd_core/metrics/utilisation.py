@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU), a transformer's FLOPs by three formulas, and devices' peak FLOP/s.
+"""Model FLOPs utilisation (MFU): a transformer's FLOPs by three formulas, and a device's peak.
 
 Legend: N parameters (the tied token table counts once), L layers, d width, S sequence length.
 Recomputed activations do not count: with them, the figure would be the hardware utilisation (HFU).
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-import spmd_core as spmd
 from spmd_core.chips import chip_of
+from spmd_core.marks.marking import mark_sharding, sync
+from spmd_core.runtime.devices import device_attributes, is_abstract
+from spmd_core.sharding.mesh import Mesh
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.03
@@ -74,7 +76,20 @@ def mfu(
         items_per_s: over all devices.
         num_devices: devices that compute.
         peak_flops: FLOP/s of one device.
+
+    Raises:
+        ValueError: no devices, or a peak that is not positive.
+
+    Example:
+        >>> mfu({"6N": 6e9}, items_per_s=1e4, num_devices=4, peak_flops=100e12)
+        {'6N': 0.15}
     """
+    if num_devices < 1 or peak_flops <= 0:
+        raise ValueError(
+            "a utilisation is a share of the devices' peak; got "
+            f"{num_devices} devices of {peak_flops} FLOP/s. Pass at least one device, and the "
+            "peak that device_peak() gives."
+        )
     return {
         name: flops * items_per_s / (num_devices * peak_flops)
         for name, flops in flops_per_item.items()
@@ -83,18 +98,31 @@ def mfu(
 
 def device_kind(device: torch.device) -> str:
     """The runtime's name for the kind of the device: "cpu", "TPU v4", "NVIDIA H200"."""
-    return str(spmd.device_attributes()[0]["kind"]) if device.type == "xla" else device.type
+    return str(device_attributes()[0]["kind"]) if device.type == "xla" else device.type
+
+
+def device_peak(device: torch.device, mesh: Mesh | None = None, *, dtype: torch.dtype) -> Peak:
+    """Peak of one device: from the maker's data sheet, or measured if there is none, as of a CPU.
+
+    Waits for the device if it measures.
+
+    Args:
+        device: `xla`, or another of torch's devices.
+        mesh: the devices that compute; None: one.
+        dtype: of the products that are measured. A data sheet's figure is for bf16.
+    """
+    return known_peak(device_kind(device)) or measured_peak(device, mesh, dtype)
 
 
 def known_peak(device_kind: str) -> Peak | None:
-    """The data sheet's peak of one device, or None for a kind that is not in the table."""
+    """The data sheet's peak of one device, or None for a kind that `spmd_core.chips` lacks."""
     chip = chip_of(device_kind)
     if chip is None:
         return None
     return Peak(chip.peak_flops / chip.devices_per_chip, "data sheet, bf16")
 
 
-def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype) -> Peak:
+def measured_peak(device: torch.device, mesh: Mesh | None, dtype: torch.dtype) -> Peak:
     """Peak of one device, measured with a large matmul; for kinds without a data sheet, as a CPU.
 
     Each device of the mesh multiplies its own rows. The size doubles until a matmul takes long
@@ -102,7 +130,7 @@ def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dty
     machine, so the peak of each is its share of the cores. Other work on the machine makes the peak
     too low and the MFU too high. Waits for the device.
     """
-    if spmd.is_planning():
+    if is_abstract():
         return Peak(math.nan, "not measured: nothing runs in a plan")
     num_devices = 1 if mesh is None else mesh.size()
     best, best_size = 0.0, 0
@@ -119,7 +147,7 @@ def measured_peak(device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dty
 
 
 def _matmul_seconds(
-    device: torch.device, mesh: spmd.Mesh | None, dtype: torch.dtype, *, rows: int, size: int
+    device: torch.device, mesh: Mesh | None, dtype: torch.dtype, *, rows: int, size: int
 ) -> float:
     """Seconds of the fastest of six runs, the first of which compiles."""
     a, b = (
@@ -127,13 +155,13 @@ def _matmul_seconds(
         torch.ones(size, size, dtype=dtype).to(device),
     )
     if mesh is not None:
-        spmd.mark_sharding(a, mesh, (tuple(mesh.shape()), None))
-        spmd.mark_sharding(b, mesh, (None, None))
+        mark_sharding(a, mesh, (tuple(mesh.shape()), None))
+        mark_sharding(b, mesh, (None, None))
 
     def run() -> torch.Tensor:
         product = a @ b  # referenced until the sync: an unreferenced tensor is not computed
         if device.type == "xla":
-            spmd.sync(wait=True)
+            sync(wait=True)
         return product
 
     return min(_seconds(run) for _ in range(6))

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from examples.training.mfu import ModelSize, flops_per_token, known_peak, measured_peak, mfu
+import spmd_core as spmd
+from spmd_core.metrics import (
+    ModelSize,
+    device_kind,
+    device_peak,
+    flops_per_token,
+    known_peak,
+    measured_peak,
+    mfu,
+)
 
 # llm.c counts the padded vocabulary.
 GPT2_124M = ModelSize(num_params=124_475_904, num_layers=12, width=768, seq=1024)
@@ -65,8 +74,41 @@ def test_known_peaks(kind: str, teraflops: float) -> None:
 
 def test_an_unknown_kind_is_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_peak("cpu") is None
-    monkeypatch.setattr("examples.training.mfu._MATMUL_SIZES", (64, 128))
+    monkeypatch.setattr("spmd_core.metrics.utilisation._MATMUL_SIZES", (64, 128))
     peak = measured_peak(torch.device("cpu"), None, torch.float32)
     assert peak.flops_per_s > 0  # how much depends on what else the machine does
     assert peak.source.startswith("measured, ")
     assert peak.source.endswith(" matmul in float32")
+
+
+def test_the_devices_of_a_mesh_are_measured_together(
+    monkeypatch: pytest.MonkeyPatch, num_devices: int
+) -> None:
+    monkeypatch.setattr("spmd_core.metrics.utilisation._MATMUL_SIZES", (64,))
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("data",))
+    device = torch.device("xla")
+    assert device_kind(device) == "cpu"
+    peak = device_peak(device, mesh, dtype=torch.float32)
+    assert peak.flops_per_s > 0
+    assert peak.source == "measured, 64x64 matmul in float32"
+
+
+def test_a_device_with_a_data_sheet_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "spmd_core.metrics.utilisation.device_attributes", lambda: [{"kind": "TPU v5 lite"}]
+    )
+    monkeypatch.setattr("spmd_core.metrics.utilisation.measured_peak", None)
+    peak = device_peak(torch.device("xla"), dtype=torch.float32)
+    assert (peak.flops_per_s, peak.source) == (197e12, "data sheet, bf16")
+
+
+@pytest.mark.parametrize(("num_devices", "peak_flops"), [(0, 1e12), (1, 0.0)])
+def test_without_a_peak_there_is_no_utilisation(num_devices: int, peak_flops: float) -> None:
+    message = f"got {num_devices} devices of {peak_flops} FLOP/s. Pass at least one device"
+    with pytest.raises(ValueError, match=message):
+        mfu({"6N": 1.0}, items_per_s=1.0, num_devices=num_devices, peak_flops=peak_flops)
+    peak = known_peak("TPU v4")  # or what device_peak() gives
+    assert peak is not None
+    assert mfu({"6N": 275e12}, items_per_s=1.0, num_devices=1, peak_flops=peak.flops_per_s) == {
+        "6N": 1.0
+    }

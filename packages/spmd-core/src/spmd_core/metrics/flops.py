@@ -1,0 +1,171 @@
+"""The FLOPs of a compiled program, counted by torch's formulas and by XLA's cost analysis."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+from spmd_core.counters import ProgramRecord
+from spmd_core.debugging import hlo_flops
+from spmd_core.debugging.programs import kept
+from spmd_core.graph.values import Entry, Spec
+from spmd_core.metrics.step_programs import given
+from spmd_core.program.program_graph import Graph
+from spmd_core.program.regions import manual_of
+from spmd_core.sharding.sharding import Manual
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of one run of a program, over all devices. It prints as a table.
+
+    The two counts differ for good reasons. torch's formulas count matrix products and convolutions
+    of the recorded program, attention as the whole square, and nothing twice that devices compute
+    alike. XLA counts the optimised program of each device: every operation, what the partitioner
+    has several devices compute alike, no padding of convolutions, and the blocks of attention that
+    its kernel does compute.
+
+    Attributes:
+        program: the program's name.
+        by_operation: by torch's formulas (`torch.utils.flop_counter`, with those that were
+            registered by `register_flop_formula`), for each operation that has one.
+        by_compiler: by XLA's cost analysis, with the repetitions of loops, which it leaves out.
+            None if a loop has an unknown length, or calls a library of the platform.
+        num_jax_calls: calls of jax functions, which torch has no formula for (`call_jax`, and the
+            cells of recurrent layers).
+    """
+
+    program: str
+    by_operation: dict[str, int]
+    by_compiler: float | None
+    num_jax_calls: int
+
+    @property
+    def by_torch(self) -> int:
+        """The sum of `by_operation`."""
+        return sum(self.by_operation.values())
+
+    def table(self, formulas: Mapping[str, float] | None = None) -> str:
+        """The counts side by side, each with its ratio to the first.
+
+        Args:
+            formulas: FLOPs of the same step by formula: those for a token (`flops_per_token`)
+                times the tokens of the batch. They come first.
+        """
+        counts: dict[str, float | None] = {
+            **(formulas or {}),
+            "torch.utils.flop_counter": self.by_torch,
+            "XLA's cost analysis": self.by_compiler,
+        }
+        width = max(map(len, counts))
+        first = next(iter(counts.values()))
+        lines = [f"{'FLOPs of ' + self.program:<{width}}  {'FLOPs':>10}  ratio"]
+        for name, count in counts.items():
+            ratio = f"{count / first:5.3f}" if count is not None and first else "    -"
+            figure = "unknown" if count is None else f"{count:.4g}"
+            lines.append(f"{name:<{width}}  {figure:>10}  {ratio}")
+        if self.num_jax_calls:
+            lines.append(f"torch.utils.flop_counter leaves out {self.num_jax_calls} jax calls")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def count_flops(program: ProgramRecord | None = None) -> FlopCount:
+    """The FLOPs of a compiled program, by torch's formulas and by XLA's cost analysis.
+
+    Unlike a `FlopCounterMode`, which counts here too, it needs no second run, and leaves the
+    program as it is. Does not wait.
+
+    Args:
+        program: one of `programs()`; None: the step's, as `step_program` finds it.
+
+    Raises:
+        SpmdError: nothing was compiled yet, or the program is not kept any more.
+
+    Example:
+        >>> from spmd_core import sync
+        >>> x = torch.ones(8, 16, device="xla")
+        >>> y = x @ x.T
+        >>> sync()
+        >>> from spmd_core.metrics import programs
+        >>> count_flops(programs()[-1]).by_operation
+        {'aten.mm': 2048}
+    """
+    chosen = kept(given(program, "count_flops"), "count_flops")
+    counts: Counter[str] = Counter()
+    for _, name, flops in operation_flops(chosen.graph):
+        counts[name] += flops
+    repeated = hlo_flops.repeated(chosen.compiled_text())
+    record = chosen.record
+    return FlopCount(
+        record.name,
+        dict(counts.most_common()),
+        None if repeated is None else record.flops + repeated * record.num_devices,
+        num_jax_calls=sum(node.entry.name.startswith("jax::") for node in chosen.graph.nodes),
+    )
+
+
+def operation_flops(graph: Graph) -> Iterator[tuple[int, str, int]]:
+    """The operations that torch has a formula for: position, name, and FLOPs over all devices."""
+    for position, (entry, times) in enumerate(_operations(graph)):
+        packet = _packet(entry)
+        formula = flop_counter.flop_registry.get(packet)
+        if formula is not None:
+            args, kwargs, out = _call(entry, packet)
+            yield position, str(packet), times * int(formula(*args, **kwargs, out_val=out))
+
+
+def _operations(graph: Graph) -> Iterator[tuple[Entry, int]]:
+    """The operations, and on how many devices each runs with the shapes that it was recorded for.
+
+    That is 1 for the operations on whole tensors; inside a manual region, each position along the
+    region's axes runs an operation.
+    """
+    leaves = [leaf.placement.manual for leaf in graph.leaves]
+    results: list[Manual | None] = []
+    for node in graph.nodes:
+        inputs = [leaves[-i - 1] if i < 0 else results[i] for i in node.inputs]
+        manual = manual_of(node.entry.name, node.entry.border, inputs)
+        results += [manual] * len(node.entry.outs)
+        sizes = () if manual is None else (manual.mesh.mesh_shape[axis] for axis in manual.axes)
+        yield node.entry, math.prod(sizes)
+
+
+def _packet(entry: Entry) -> Any:
+    """torch's operation; None if the entry is not one."""
+    if entry.arguments is None:
+        return None
+    namespace, _, name = entry.name.partition("::")
+    return getattr(getattr(torch.ops, namespace), name.partition(".")[0])
+
+
+def _call(entry: Entry, packet: Any) -> tuple[list[Any], dict[str, Any], Any]:
+    """The arguments of an operation's call, and its result, with meta tensors."""
+    assert entry.arguments is not None
+    overload = getattr(packet, entry.name.partition(".")[2] or "default")
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        value = _meta(entry.arguments.get(argument.name, argument.default_value))
+        if not argument.kwarg_only:
+            args.append(value)
+        elif argument.name in entry.arguments:
+            kwargs[argument.name] = value
+    outs = [_meta(spec) for spec in entry.outs]
+    if entry.structure is None:
+        return args, kwargs, outs[0]
+    return args, kwargs, tuple(None if i is None else outs[i] for i in entry.structure)
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_meta(v) for v in value]
+    return value(1) if isinstance(value, type) else value  # a number that is an input
