@@ -33,6 +33,7 @@ from benchmarks.report import RESULTS, Table
 _RESAMPLES = 2000
 _CERTAINTY = 0.99  # that a figure which did not move is inside of its noise
 _FEWEST_SAMPLES = 3
+_LEAST_AMOUNT = 0.01  # a smaller change of bytes or counts is another version's rounding up
 # Fewer figures that have a single sample do not tell how much such figures scatter.
 _FEWEST_FIGURES = 8
 
@@ -50,13 +51,12 @@ class Ratio:
 
     Attributes:
         ours: the path.
-        theirs: that of the peer; it names the same entries, or has none.
-        paired: the n-th samples of both were taken one after the other.
+        theirs: that of the peer; it names the same entries, or has none. Its samples were taken in
+            turns with ours.
     """
 
     ours: str
     theirs: str
-    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ BENCHMARKS = {
     "attention": Benchmark(
         ("sizes",),
         (
-            Ratio("lengths.*.blocks.samples_s", "lengths.*.math.samples_s", paired=True),
+            Ratio("lengths.*.blocks.samples_s", "lengths.*.math.samples_s"),
             Amount("lengths.*.blocks.peak_bytes"),
         ),
     ),
@@ -94,7 +94,7 @@ BENCHMARKS = {
         ("shape", "num_devices", "activation_marks"),
         (
             *(
-                Ratio(f"ours_s.{name}", f"reference_s.{name}", paired=True)
+                Ratio(f"ours_s.{name}", f"reference_s.{name}")
                 for name in ("wall", "cpu", "burst_wall", "burst_cpu")
             ),
             Amount("num_ops"),
@@ -122,7 +122,6 @@ BENCHMARKS = {
             Ratio(
                 "results[recipe].ours.cpu_samples_s",
                 "results[recipe].theirs.cpu_samples_s",
-                paired=True,
             ),
         ),
     ),
@@ -169,11 +168,9 @@ class Movement:
         return self.now / self.before - 1
 
     def is_beyond(self, least: float) -> bool:
-        """Whether it moved by more than its noise, and by more than `least`."""
-        if self.noise is None or abs(self.change) <= least:
+        """Whether it moved by more than its noise, and a ratio by more than `least`."""
+        if self.noise is None or abs(self.change) <= (least if self.noise else _LEAST_AMOUNT):
             return False
-        if self.noise == 0:
-            return True
         return self.change > self.noise or self.change < 1 / (1 + self.noise) - 1
 
 
@@ -230,17 +227,14 @@ def compare(name: str, run: Mapping[str, Any], baseline: Mapping[str, Any]) -> C
     return Comparison(name, tuple(movements), tuple(gone), tuple(new), ", ".join(differing))
 
 
-Sides = tuple[list[float], list[float]]  # samples of ours, and of the peer: of an amount none
-
-
-def _samples(name: str, figure: Ratio | Amount, data: Mapping[str, Any]) -> dict[str, Sides]:
-    """The samples of a figure's entries, by their path."""
+def _samples(name: str, figure: Ratio | Amount, data: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The samples of a figure's entries, by their path; of what takes no time, none."""
     try:
         if isinstance(figure, Amount):
-            return {path: (_amount(value), []) for path, _, value in _found(figure.path, data)}
+            return {path: [_amount(value)] for path, _, value in _found(figure.path, data)}
         theirs = {entry: value for _, entry, value in _found(figure.theirs, data)}
         return {
-            path: (_as_list(value), _as_list(theirs[entry if entry in theirs else ()]))
+            path: _ratios(_as_list(value), _as_list(theirs[entry if entry in theirs else ()]))
             for path, entry, value in _found(figure.ours, data)
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -251,13 +245,20 @@ def _samples(name: str, figure: Ratio | Amount, data: Mapping[str, Any]) -> dict
         ) from error
 
 
-def _amount(value: Any) -> list[float]:
-    """An amount as a list of one number; a list of failures counts as their number."""
-    return [float(len(value) if isinstance(value, list) else value)]
+def _amount(value: Any) -> float:
+    """An amount as a number; a list of failures counts as their number."""
+    return float(len(value) if isinstance(value, list) else value)
 
 
 def _as_list(value: Any) -> list[float]:
     return [float(v) for v in (value if isinstance(value, list) else [value])]
+
+
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Of the n-th samples of both: what slows the machine slows both of a pair."""
+    if min(*ours, *theirs) <= 0:
+        return []
+    return [mine / right for mine, right in zip(ours, theirs, strict=True)]
 
 
 def _found(
@@ -288,40 +289,22 @@ def _found(
 
 
 def _moved(
-    figure: Ratio | Amount, entries: Mapping[str, tuple[Sides, Sides]]
+    figure: Ratio | Amount, entries: Mapping[str, tuple[list[float], list[float]]]
 ) -> Iterator[Movement]:
-    if isinstance(figure, Amount):
-        for path, (before, now) in entries.items():
-            yield Movement(path, before[0][0], now[0][0], noise=0.0)
-        return
-    timed = {
-        path: both
-        for path, both in entries.items()
-        if all(seconds > 0 for sides in both for samples in sides for seconds in samples)
-    }
-    for path in entries:
-        if path not in timed:  # what takes no time has no ratio
-            yield Movement(path, 0.0, 0.0, noise=None)
-    ratios = {
-        path: [float(_ratio(*map(np.array, sides), paired=figure.paired)) for sides in both]
-        for path, both in timed.items()
-    }
-    scatter = _scatter([math.log(after / first) for first, after in ratios.values()])
-    for path, (first, after) in ratios.items():
-        fewest = min(len(samples) for sides in timed[path] for samples in sides)
-        enough = fewest >= _FEWEST_SAMPLES
-        noise = _resampled(timed[path], paired=figure.paired) if enough else scatter
-        yield Movement(path, first, after, noise)
-
-
-def _ratio(ours: np.ndarray, theirs: np.ndarray, *, paired: bool) -> np.ndarray:
-    """The ratio of samples along the last dim, by the median.
-
-    Of pairs, the median of their ratios: a machine that slows down slows both of a pair.
-    """
-    if paired:
-        return np.asarray(np.median(ours / theirs, axis=-1))
-    return np.asarray(np.median(ours, axis=-1) / np.median(theirs, axis=-1))
+    timed = {path: both for path, both in entries.items() if all(both)}
+    medians = {path: tuple(map(statistics.median, both)) for path, both in timed.items()}
+    scatter = None
+    if isinstance(figure, Ratio):
+        scatter = _scatter([math.log(now / before) for before, now in medians.values()])
+    for path, both in entries.items():
+        before, now = medians.get(path, (0.0, 0.0))
+        if isinstance(figure, Amount):
+            noise: float | None = 0.0
+        elif path not in timed:
+            noise = None
+        else:
+            noise = _resampled(*both) if min(map(len, both)) >= _FEWEST_SAMPLES else scatter
+        yield Movement(path, before, now, noise)
 
 
 def _scatter(logs: Sequence[float]) -> float | None:
@@ -337,19 +320,18 @@ def _scatter(logs: Sequence[float]) -> float | None:
     return math.expm1(4 * deviation)
 
 
-def _resampled(both: tuple[Sides, Sides], *, paired: bool) -> float:
-    """The change between two runs that their samples' spread alone explains (bootstrap).
+def _resampled(before: Sequence[float], now: Sequence[float]) -> float:
+    """The change of medians between two runs that their samples' spread alone explains (bootstrap).
 
     Each run's samples are drawn again, with replacement: Efron, "Bootstrap methods: another look at
     the jackknife", 1979.
     """
     random = np.random.default_rng(0)
-    logs = []
-    for ours, theirs in both:
-        chosen = random.integers(len(ours), size=(_RESAMPLES, len(ours)))
-        others = chosen if paired else random.integers(len(theirs), size=(_RESAMPLES, len(theirs)))
-        logs.append(np.log(_ratio(np.array(ours)[chosen], np.array(theirs)[others], paired=paired)))
-    differences = logs[1] - logs[0]
+    drawn = [
+        np.log(np.median(random.choice(samples, (_RESAMPLES, len(samples))), axis=-1))
+        for samples in (before, now)
+    ]
+    differences = drawn[1] - drawn[0]
     distances = np.abs(differences - np.median(differences))
     return float(np.expm1(np.quantile(distances, _CERTAINTY)))
 
@@ -489,14 +471,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--least",
         type=float,
-        default=0.02,
-        help="a smaller change counts as none, as a fraction (default 0.02)",
+        default=0.1,
+        help="a smaller change of a time counts as none, as a fraction (default 0.1): two "
+        "processes differ by several percent, which the samples of one do not show",
     )
     args = parser.parse_args(arguments)
     try:
         if args.least < 0:
             raise CheckError(
-                f"--least is a fraction from 0; got {args.least}. Use 0.02 for 2 percent."
+                f"--least is a fraction from 0; got {args.least}. Use 0.1 for 10 percent."
             )
         comparisons = list(
             _named(args.files, args.baseline) if args.files else _changed(RESULTS, args.baseline)

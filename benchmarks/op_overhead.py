@@ -1,25 +1,26 @@
 """How many microseconds of Python does it take to record one operation?
 
 Each operation is recorded many times without gradients, with all caches warm and without running a
-program, so the figures are the cost of tracing alone. The figure is the best of the repeats, as
-other processes only add to it; the median stands beside it.
+program, so the figures are the cost of tracing alone. It is this thread's CPU time, so that what
+other processes do counts little. The figure is the best of the repeats, as they only add to it; the
+median stands beside it.
 
 The floor is the cost of any recorder in Python: torch's dispatch to a subclass that only makes the
-tensor of the result. It is measured in the same run, as machines differ; the last column is each
-operation's best divided by the floor.
+tensor of the result. It takes turns with the operations, as machines differ; the last column is
+each operation's best divided by the floor.
 
 Run: python -m benchmarks.op_overhead
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
+from tqdm import trange
 
 import spmd_core as spmd
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
@@ -113,20 +114,21 @@ def cases() -> list[Case]:
     ]
 
 
-def measure(case: Case, *, count: int, repeats: int) -> Samples:
-    """Seconds per recorded operation, once per repeat."""
-    samples = Samples()
+def measure(cases: Sequence[Case], *, count: int, repeats: int) -> dict[str, Samples]:
+    """CPU seconds per recorded operation, once per repeat; the cases take turns."""
+    samples = {case.name: Samples() for case in cases}
     with torch.no_grad():
-        for repeat in range(repeats + 1):
-            # On fresh tensors, so that a chain of in-place operations does not grow over the
-            # repeats.
-            record = case.make()
-            start = time.perf_counter()
-            for _ in range(count):
-                record()
-            seconds = (time.perf_counter() - start) / count
-            if repeat:  # the first repeat fills the caches
-                samples.add(seconds)
+        for repeat in trange(repeats + 1, desc="repeats", disable=None):
+            for case in cases:
+                # On fresh tensors, so that a chain of in-place operations does not grow over the
+                # repeats.
+                record = case.make()
+                start = time.thread_time()
+                for _ in range(count):
+                    record()
+                seconds = (time.thread_time() - start) / count
+                if repeat:  # the first repeat fills the caches
+                    samples[case.name].add(seconds)
     return samples
 
 
@@ -140,14 +142,10 @@ def main() -> int:
     spmd.simulate(1)
     compiles, executions = spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")
 
-    # The floor is measured before and after, as the machine's speed may change in between.
-    least = measure(Case("floor", floor), count=args.count, repeats=args.repeats)
-    measured = {
-        case.name: measure(case, count=args.count, repeats=args.repeats)
-        for case in tqdm(cases(), desc="operations", disable=None)
-    }
-    again = measure(Case("floor", floor), count=args.count, repeats=args.repeats)
-    floor_s = min(least.min, again.min)
+    floors = Case("floor", floor)
+    measured = measure([floors, *cases()], count=args.count, repeats=args.repeats)
+    of_floor = measured.pop(floors.name)
+    floor_s = of_floor.min
     if (spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")) != (
         compiles,
         executions,
@@ -192,7 +190,7 @@ def main() -> int:
         },
         "target_us": most,
         "floor_us": floor_s * 1e6,
-        "floor_samples_us": [seconds * 1e6 for seconds in (*least.values, *again.values)],
+        "floor_samples_us": [seconds * 1e6 for seconds in of_floor.values],
     }
     publish("op_overhead", table, data, folder=args.out)
     return 0 if all(holds.values()) else 1

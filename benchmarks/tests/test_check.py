@@ -66,7 +66,7 @@ def write(folder: Path, name: str, data: Any) -> Path:
 
 def moved(run: Any, baseline: Any, name: str = "fixed_step") -> dict[str, float]:
     found = compare(name, run, baseline).movements
-    return {m.figure: m.change for m in found if m.is_beyond(0.02)}
+    return {m.figure: m.change for m in found if m.is_beyond(0.1)}
 
 
 def test_noise_is_no_movement() -> None:
@@ -86,10 +86,8 @@ def test_a_movement_up_and_down_is_found(factor: float) -> None:
 
 def test_a_count_has_no_noise() -> None:
     run = fixed_step()
-    run |= {"compiles": 3, "compiles_after_warm_up": 1, "num_ops": 806}
+    run |= {"compiles": 3, "compiles_after_warm_up": 1, "num_ops": 806}  # of 805
     assert moved(run, fixed_step()) == {"compiles": 0.5, "compiles_after_warm_up": float("inf")}
-    beyond = [m for m in compare("fixed_step", run, fixed_step()).movements if m.is_beyond(0)]
-    assert {m.figure for m in beyond} == {"compiles", "compiles_after_warm_up", "num_ops"}
 
 
 def test_single_samples_are_judged_by_how_much_all_scatter() -> None:
@@ -105,7 +103,7 @@ def test_few_single_samples_are_not_judged(capsys: pytest.CaptureFixture[str]) -
     run["calls"], baseline["calls"] = run["calls"][:5], baseline["calls"][:5]
     found = compare("op_speed", run, baseline)
     assert all(m.noise is None and not m.is_beyond(0) for m in found.movements)
-    table, num_worse = check.report([found], least=0.02)
+    table, num_worse = check.report([found], least=0.1)
     assert num_worse == 0 and table.rows == []
     assert "not judged, by a single sample or a time of 0: calls[op0, forward].ours" in str(
         table.notes
@@ -219,7 +217,7 @@ def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_negative_least_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("--least", -1) == 2
-    assert "--least is a fraction from 0; got -1.0. Use 0.02 for 2" in capsys.readouterr().err
+    assert "--least is a fraction from 0; got -1.0. Use 0.1 for 10" in capsys.readouterr().err
 
 
 def repository(folder: Path) -> None:
