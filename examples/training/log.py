@@ -42,8 +42,9 @@ class Report:
         peak_bytes: the step program's peak memory on one device, from the compiler.
         argument_bytes, temp_bytes: memory of the same program for its inputs (parameters,
             optimizer state, batch), and for its temporaries.
-        program_flops, program_ops: FLOPs of the step program as the compiler counts them, and its
-            recorded operations.
+        program_flops, recorded_flops: FLOPs of the step program as the compiler counts them, and of
+            its recorded operations by torch's formulas (`spmd_core.metrics.count_flops`).
+        program_ops: recorded operations of the step program.
         bubble: of a pipeline, the part of a stage's ticks in which it is idle: `measured`, by the
             runs of blocks in the step program, and by the `formula` of its schedule.
         collectives: of the step program: `kind`, mesh `axes`, `number`, and `moved_bytes`, which a
@@ -75,6 +76,7 @@ class Report:
     argument_bytes: int | None = None
     temp_bytes: int | None = None
     program_flops: float | None = None
+    recorded_flops: int | None = None
     program_ops: int | None = None
     bubble: dict[str, float] | None = None
     collectives: list[dict[str, Any]] = field(default_factory=list)
@@ -122,6 +124,14 @@ class Report:
             (
                 "step's memory on a device",
                 _mib(self.peak_bytes, self.argument_bytes, self.temp_bytes),
+            ),
+            *(
+                (f"FLOPs of a step, {name}", f"{flops:.4g}")
+                for name, flops in (
+                    ("by torch's formulas", self.recorded_flops),
+                    ("by the compiler", self.program_flops),
+                )
+                if flops is not None
             ),
             *(
                 (

@@ -8,7 +8,14 @@ import torch
 
 import spmd_core as spmd
 from examples.training.log import Report, RunLog, figures_text
-from spmd_core.metrics import ProgramRecord, StepTimes, mfu, step_program, traffic
+from spmd_core.metrics import (
+    ProgramRecord,
+    StepTimes,
+    count_flops,
+    mfu,
+    step_program,
+    traffic,
+)
 
 
 class Meter:
@@ -101,7 +108,9 @@ class Meter:
                 program.argument_bytes,
                 program.temp_bytes,
             )
-            report.program_flops, report.program_ops = program.flops, program.num_ops
+            counted = count_flops(program)
+            report.program_flops, report.recorded_flops = counted.by_compiler, counted.by_torch
+            report.program_ops = program.num_ops
             report.collectives = [
                 {
                     "kind": moved.kind,

@@ -43,6 +43,7 @@ def test_units_are_as_stated(chip: Chip) -> None:
     """A figure in GB or TFLOP/s, or in bits, would lie outside."""
     assert 1e14 < chip.peak_flops < 1e15
     assert 16 * 2**30 <= chip.hbm_bytes <= 141 * 2**30
+    assert chip.usable_hbm_bytes is None or 0.95 < chip.usable_hbm_bytes / chip.hbm_bytes < 1
     assert 8e11 < chip.hbm_bytes_per_s < 5e12
     # A link carries 25 GB/s (NVLink) to 100 GB/s in one direction.
     assert 25e9 <= chip.links_bytes_per_s / chip.links <= 100e9

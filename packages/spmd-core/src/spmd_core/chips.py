@@ -18,7 +18,8 @@ class Chip:
         kinds: the names that the runtime gives to a device of this kind. A TPU's is the whole name;
             a GPU's is the beginning of it, before the memory ("NVIDIA H100 80GB HBM3").
         peak_flops: bf16, dense, in FLOP/s.
-        hbm_bytes: the memory. Makers write GB for GiB. A compiler and a driver reserve some of it.
+        hbm_bytes: the memory. Makers write GB for GiB.
+        usable_hbm_bytes: what is left of it for a program, beside what the runtime reserves.
         hbm_bytes_per_s: bandwidth of the memory.
         links: links to other chips: a TPU's neighbors in the torus (4 in two dims, 6 in three), a
             GPU's NVLinks.
@@ -34,6 +35,7 @@ class Chip:
     hbm_bytes_per_s: float
     links: int
     links_bytes_per_s: float
+    usable_hbm_bytes: int | None = None
     dcn_bytes_per_s: float | None = None
     devices_per_chip: int = 1
 
@@ -44,7 +46,8 @@ class Chip:
 # host of 4 chips, v5p 200 Gb/s for 4, v6e 4 x 200 Gb/s for 8; Austin et al., "How to Scale Your
 # Model", 2025, has the same figures per chip. GPUs: NVIDIA's data sheets of H100 and H200, which
 # state bf16 with sparsity (twice the dense figure) and NVLink in both directions. What network a
-# GPU's host has is not NVIDIA's to state.
+# GPU's host has is not NVIDIA's to state. Usable memory: the "available HBM" that libtpu 0.0.52
+# names when a program is too large; of a v5p it is more than the 95 GB of that chip's page.
 CHIPS = (
     Chip(
         name="TPU v3",
@@ -52,6 +55,7 @@ CHIPS = (
         peak_flops=123e12,
         hbm_bytes=32 * _GIB,
         hbm_bytes_per_s=900 * _GB_PER_S,
+        usable_hbm_bytes=int(30.96 * _GIB),
         links=4,
         links_bytes_per_s=280 * _GB_PER_S,
         devices_per_chip=2,
@@ -62,6 +66,7 @@ CHIPS = (
         peak_flops=275e12,
         hbm_bytes=32 * _GIB,
         hbm_bytes_per_s=1200 * _GB_PER_S,
+        usable_hbm_bytes=int(30.75 * _GIB),
         links=6,
         links_bytes_per_s=300 * _GB_PER_S,
     ),
@@ -71,6 +76,7 @@ CHIPS = (
         peak_flops=197e12,
         hbm_bytes=16 * _GIB,
         hbm_bytes_per_s=819 * _GB_PER_S,
+        usable_hbm_bytes=int(15.75 * _GIB),
         links=4,
         links_bytes_per_s=200 * _GB_PER_S,
         dcn_bytes_per_s=6.25 * _GB_PER_S,
@@ -79,8 +85,9 @@ CHIPS = (
         name="TPU v5p",
         kinds=("TPU v5p", "TPU v5"),
         peak_flops=459e12,
-        hbm_bytes=95 * _GIB,
+        hbm_bytes=96 * _GIB,
         hbm_bytes_per_s=2765 * _GB_PER_S,
+        usable_hbm_bytes=int(95.73 * _GIB),
         links=6,
         links_bytes_per_s=600 * _GB_PER_S,
         dcn_bytes_per_s=6.25 * _GB_PER_S,
@@ -91,6 +98,7 @@ CHIPS = (
         peak_flops=918e12,
         hbm_bytes=32 * _GIB,
         hbm_bytes_per_s=1640 * _GB_PER_S,
+        usable_hbm_bytes=int(31.24 * _GIB),
         links=4,
         links_bytes_per_s=400 * _GB_PER_S,
         dcn_bytes_per_s=12.5 * _GB_PER_S,
