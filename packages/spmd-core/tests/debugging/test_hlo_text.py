@@ -201,3 +201,68 @@ def test_loops_multiply():
     )
     counts = {c.name: c.executions for c in hlo_text.collectives(without_unknown, 8)}
     assert counts["all-reduce.1"] == 5 + 2 * 3 and counts["all-to-all.1"] == 2
+
+
+# As libtpu prints a loop: without its length, the step behind the tuple, numbers behind copies.
+TPU_LOOP = """HloModule m
+
+%body (arg: (s32[], f32[8], s32[])) -> (s32[], f32[8], s32[]) {
+  %arg = (s32[]{:T(128)}, f32[8]{0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%arg), index=0
+  %i.copy = s32[]{:T(128)S(6)} copy(%i)
+  %step = s32[]{:T(128)} get-tuple-element(%arg), index=2
+  %next = s32[]{:T(128)} add(%i.copy, %step)
+  %x = f32[8]{0} get-tuple-element(%arg), index=1
+  %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %out = (s32[]{:T(128)}, f32[8]{0:T(8,128)}, s32[]{:T(128)}) tuple(%next, %sum, %step)
+}
+
+%condition (arg.1: (s32[], f32[8], s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(10)
+  %arg.1 = (s32[]{:T(128)}, f32[8]{0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %i.1 = s32[]{:T(128)} get-tuple-element(%arg.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (x.1: f32[8]) -> f32[8] {
+  %x.1 = f32[8]{0} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %zero.copy = s32[]{:T(128)} copy(%zero)
+  %one = s32[]{:T(128)} constant(1)
+  %start = (s32[]{:T(128)}, f32[8]{0}, s32[]{:T(128)}) tuple(%zero.copy, %x.1, %one)
+  %loop = (s32[], f32[8]{0}, s32[]) while(%start), condition=%condition, body=%body
+  ROOT %result = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "length"),
+    [
+        ("", "", 10),
+        ("constant(1)", "constant(3)", 4),
+        ("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} constant(-2)", 12),
+        ("constant(10)", "constant(-10)", 0),
+        ("add(%i.copy, %step)", "add(%step, %i.copy)", 10),
+        # What depends on data, or is counted in another way.
+        ("direction=LT", "direction=NE", None),
+        ("add(%i.copy, %step)", "multiply(%i.copy, %step)", None),
+        ("add(%i.copy, %step)", "add(%i.copy, %i.copy)", None),
+        ("tuple(%next, %sum, %step)", "tuple(%next, %sum, %next)", None),
+        ("constant(1)", "constant(0)", None),
+        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} bitcast-convert(%x.1)", None),
+        ("%limit = s32[]{:T(128)} constant(10)", "%limit = s32[]{:T(128)} infeed()", None),
+    ],
+)
+def test_a_tpus_loop_is_counted_where_its_length_is_plain(
+    old: str, new: str, length: int | None
+) -> None:
+    text = TPU_LOOP.replace(old, new)
+    assert text != TPU_LOOP or old == new
+    computations, entry = hlo_text.parse(text)
+    counts = hlo_text.executions(computations, entry)
+    assert counts["body"] == length
+    assert counts["condition"] == (None if length is None else length + 1)
+    if length:
+        (reduced,) = hlo_text.collectives(text, 2)
+        assert reduced.executions == length

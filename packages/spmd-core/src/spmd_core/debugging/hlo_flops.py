@@ -31,7 +31,7 @@ def repeated(text: str) -> float | None:
     """
     computations, entry = hlo_text.parse(text)
     # XLA's analysis counts a loop's body once, and the branch with the most FLOPs.
-    once = hlo_text.executions(computations, entry, per_call=lambda role, attributes: 1)
+    once = hlo_text.executions(computations, entry, per_call=lambda role, length: 1)
     always = hlo_text.executions(computations, entry, per_call=_per_call)
     total = 0.0
     for name, instructions in computations.items():
@@ -48,8 +48,8 @@ def repeated(text: str) -> float | None:
     return total
 
 
-def _per_call(role: str, attributes: str) -> int | None:
-    return _FACTORS.get(role) or hlo_text.executions_per_call(role, attributes)
+def _per_call(role: str, length: int | None) -> int | None:
+    return _FACTORS.get(role) or hlo_text.executions_per_call(role, length)
 
 
 def _flops(instruction: Instruction, computation: dict[str, Instruction]) -> float | None:

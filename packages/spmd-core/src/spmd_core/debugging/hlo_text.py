@@ -243,7 +243,7 @@ def executions(
     computations: dict[str, dict[str, Instruction]],
     entry: str,
     *,
-    per_call: Callable[[str, str], int | None] | None = None,
+    per_call: Callable[[str, int | None], int | None] | None = None,
 ) -> dict[str, int | None]:
     """The number of executions of each computation in one run of the module.
 
@@ -253,15 +253,19 @@ def executions(
         computations: from `parse`.
         entry: likewise.
         per_call: the executions for each of the caller's, from the called computation's role
-            (`body`, `true_computation`, ...) and the instruction's attributes; None: the true ones.
+            (`body`, `true_computation`, ...) and the length of the loop, None if it is unknown;
+            None: the true ones.
     """
     per_call = per_call or executions_per_call
     counts: dict[str, int | None] = defaultdict(int, {entry: 1})
     # XLA prints a called computation before its callers.
     for name in reversed(computations):
         for instruction in computations[name].values():
+            length = None
+            if instruction.opcode == "while":
+                length = _loop_length(instruction, computations[name], computations)
             for role, called in _calls(instruction.attributes):
-                times = per_call(role, instruction.attributes)
+                times = per_call(role, length)
                 before, own = counts[called], counts[name]
                 counts[called] = (
                     None if before is None or own is None or times is None else before + own * times
@@ -281,21 +285,87 @@ def _calls(attributes: str) -> Iterator[tuple[str, str]]:
             yield found["role"], name.strip().lstrip("%")
 
 
-def executions_per_call(role: str, attributes: str) -> int | None:
+def executions_per_call(role: str, length: int | None) -> int | None:
     """How often an instruction executes a computation that it calls; None if that depends on data.
 
     Args:
         role: the computation's.
-        attributes: the instruction's.
+        length: that of the loop, if the instruction is one and its length is known.
     """
     if role in ("true_computation", "false_computation", "branch_computations"):
         return None
     if role not in ("body", "condition"):
         return 1
-    trips = _TRIP_COUNT.search(attributes)
-    if trips is None:
+    return None if length is None else length + (role == "condition")
+
+
+def _loop_length(
+    loop: Instruction,
+    computation: dict[str, Instruction],
+    computations: dict[str, dict[str, Instruction]],
+) -> int | None:
+    """How often a loop's body runs; None if that depends on data.
+
+    XLA writes it down, but not for a TPU. There it is read from the loop: a number that starts at a
+    constant, is increased by a constant, and compared with a constant.
+    """
+    written = _TRIP_COUNT.search(loop.attributes)
+    if written is not None:
+        return int(written[1])
+    called = dict(_calls(loop.attributes))
+    condition, body = computations[called["condition"]], computations[called["body"]]
+    start = computation.get(loop.operands[0])
+    test, end = list(condition.values())[-1], list(body.values())[-1]
+    if start is None or (start.opcode, end.opcode, test.opcode) != ("tuple", "tuple", "compare"):
         return None
-    return int(trips[1]) + (role == "condition")
+    counted = _element(test.operands[0], condition)
+    if counted is None or "direction=LT" not in test.attributes:
+        return None
+
+    def constant(name: str, inside: dict[str, Instruction]) -> int | None:
+        """A value inside of the loop that is the same number in each run."""
+        index = _element(name, inside)
+        if index is None:
+            return _number(name, inside)
+        kept = _element(end.operands[index], body) == index
+        return _number(start.operands[index], computation) if kept else None
+
+    added = _source(end.operands[counted], body)
+    if added is None or added.opcode != "add":
+        return None
+    steps = [constant(n, body) for n in added.operands if _element(n, body) != counted]
+    first, limit = (
+        _number(start.operands[counted], computation),
+        constant(test.operands[1], condition),
+    )
+    if len(steps) != 1 or not steps[0] or steps[0] < 0 or first is None or limit is None:
+        return None
+    return max(-(-(limit - first) // steps[0]), 0)
+
+
+def _source(name: str, computation: dict[str, Instruction]) -> Instruction | None:
+    """The instruction that computes a value, behind copies."""
+    found = computation.get(name)
+    while found is not None and found.opcode in ("copy", "bitcast"):
+        found = computation.get(found.operands[0])
+    return found
+
+
+def _number(name: str, computation: dict[str, Instruction]) -> int | None:
+    found = _source(name, computation)
+    if found is None or found.opcode != "constant":
+        return None
+    return int(found.operands[0]) if re.fullmatch(r"-?\d+", found.operands[0]) else None
+
+
+def _element(name: str, computation: dict[str, Instruction]) -> int | None:
+    """Which element of the loop's tuple a value is."""
+    found = _source(name, computation)
+    if found is None or found.opcode != "get-tuple-element":
+        return None
+    of = computation.get(found.operands[0])
+    index = re.search(r"\bindex=(\d+)", found.attributes)
+    return int(index[1]) if of is not None and of.opcode == "parameter" and index else None
 
 
 def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, str]:
