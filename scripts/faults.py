@@ -335,7 +335,7 @@ FAULTS = (
     Fault(
         "spmd_core/debugging/hlo_text.py",
         "a collective in a loop counts once",
-        'return int(trips[1]) + (role == "condition")',
+        'return None if length is None else length + (role == "condition")',
         "return 1",
     ),
     Fault(
