@@ -63,7 +63,7 @@ def test_nothing_runs_and_the_process_goes_on(num_devices, nothing_pending):
         lambda: training.train(num_devices, steps=50, after_step=ran.append),
         topology=f"cpu-{num_devices}",
     )
-    # The first step makes the optimizer's state, the second compiles again, three are quiet.
+    # The first step makes the optimizer's state, the second is another program, three are quiet.
     assert made.num_steps == len(ran) + 1 < 10
     assert spmd.metrics.counter("uploads") == counters
     assert torch.equal(torch.get_rng_state(), state)
@@ -71,6 +71,17 @@ def test_nothing_runs_and_the_process_goes_on(num_devices, nothing_pending):
     assert not spmd.is_planning()
     after = training.train(num_devices, steps=2)[0].weight.cpu()
     assert torch.equal(before, after)
+
+
+def test_the_first_training_step_is_compiled_if_asked(planned, num_devices):
+    assert [record.executions for record in planned.left_out] == [1]
+    assert "--all compiles it, too" in str(planned)
+    made = spmd.plan(
+        lambda: training.train(num_devices), topology=f"cpu-{num_devices}", compile_all=True
+    )
+    assert made.left_out == ()
+    assert len(made.programs) == len(planned.programs) + 1
+    assert made.step.peak_bytes == planned.step.peak_bytes
 
 
 def test_what_is_pending_before_stays(num_devices):
@@ -222,7 +233,7 @@ def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, mon
     made = spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
     assert made.fits is False
     assert made.peak_bytes is None
-    assert "58.4G of 31.0G" in made.refusal
+    assert "58.4G of 31.0G" in made.refusals[0]
     assert "DOES NOT FIT, as the compiler found" in str(made)
 
 

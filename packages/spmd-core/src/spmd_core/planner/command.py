@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _search(options)
         script = script_of(words_of(options.command))
         made = plan(
-            script, topology=options.topology, num_slices=options.slices, quiet_steps=options.steps
+            script,
+            topology=options.topology,
+            num_slices=options.slices,
+            quiet_steps=options.steps,
+            compile_all=options.all,
         )
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -186,7 +190,14 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=int,
         default=3,
-        help="steps that compile nothing new after which the plan is complete (default: 3)",
+        help="steps that update a state and bring no new program, after which the plan is complete "
+        "(default: 3)",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also compiles the programs of training steps that later ones do not repeat, such as "
+        "of the first, which makes the optimizer's state",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
     parser.add_argument(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
@@ -19,12 +18,13 @@ from spmd_core.graph.storage import lock, take_pending
 from spmd_core.planner import buffer_text, parts
 from spmd_core.planner.costs import costs_of
 from spmd_core.planner.parts import Part
-from spmd_core.planner.planned import Plan, PlannedProgram
+from spmd_core.planner.planned import Plan, ProgramPlan
 from spmd_core.planner.topology import Topology, find
 from spmd_core.program import execution
-from spmd_core.program.program import Program
+from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.abstract import AbstractArray
+from spmd_core.source_lines import Phase
 
 # Steps that update a state without a compile, after which a plan is complete. More than one: a
 # script may end each of the backward passes that it accumulates as a step.
@@ -37,12 +37,18 @@ class _CompleteError(BaseException):
 
 @dataclass
 class _Seen:
-    """A program that the function ran."""
+    """A program that the function ran.
 
-    program: Program
+    Attributes:
+        program: the program.
+        kept: the leaves that it updates, or that another run reads again.
+        elsewhere: bytes on a device that belong to other arrays while it runs, at most.
+        is_step: whether the steps that bring no new program run it.
+    """
+
+    program: PlannedProgram
     kept: set[int] = field(default_factory=set)
     elsewhere: int = 0
-    executions: int = 0
     is_step: bool = False
 
 
@@ -52,20 +58,19 @@ class _Recorder:
 
     quiet_steps: int
     run: abstract.Run | None = None
-    seen: dict[int, _Seen] = field(default_factory=dict)
+    seen: dict[PlannedProgram, _Seen] = field(default_factory=dict)
     num_steps: int = 0
     num_quiet: int = 0
     is_complete: bool = False
-    _compiles: int = 0
+    _is_new: bool = False
     _in_step: list[_Seen] = field(default_factory=list)
     _read_before: weakref.WeakSet[AbstractArray] = field(default_factory=weakref.WeakSet)
 
-    def on_program(self, program: Program, leaves: Sequence[AbstractArray]) -> None:
+    def on_program(self, program: PlannedProgram, leaves: Sequence[AbstractArray]) -> None:
         assert self.run is not None
-        seen = self.seen.setdefault(id(program), _Seen(program))
-        seen.executions += 1
+        self._is_new = self._is_new or program not in self.seen
+        seen = self.seen.setdefault(program, _Seen(program))
         seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))
-        # What the program updates, and what an earlier one read and this one reads again.
         seen.kept.update(program.graph.donated)
         seen.kept.update(i for i, x in enumerate(leaves) if x in self._read_before)
         self._read_before = weakref.WeakSet(leaves)
@@ -77,8 +82,7 @@ class _Recorder:
         if not self._in_step:
             return
         self.num_steps += 1
-        compiles = counters.counter("compiles")
-        if compiles != self._compiles:
+        if self._is_new:
             self.num_quiet = 0
             for seen in self.seen.values():
                 seen.is_step = False
@@ -86,7 +90,7 @@ class _Recorder:
             self.num_quiet += 1
             for seen in self._in_step:
                 seen.is_step = True
-        self._compiles = compiles
+        self._is_new = False
         self._in_step.clear()
         if self.num_quiet >= self.quiet_steps:
             self.is_complete = True
@@ -105,25 +109,28 @@ def plan(
     topology: str | Topology,
     num_slices: int = 1,
     quiet_steps: int = _QUIET_STEPS,
+    compile_all: bool = False,
 ) -> Plan:
     """What a training function takes on devices that need not exist.
 
-    The function is called here: it records its operations as always, and each program is compiled
-    for the topology's devices. No program runs, no data is sent and nothing is allocated but what
-    the function itself makes in host memory. It ends when the steps that update a state, such as
-    parameters, compile nothing new; a function without such steps runs to its end. Functions given
-    to `add_step_closure` are not called. Random numbers are drawn again afterwards.
+    The function is called here: it records its operations as always, no program runs, no data is
+    sent, and nothing is allocated but what the function itself makes in host memory. It ends when
+    the steps that update a state, such as parameters, bring no new program; a function without such
+    steps runs to its end. Then the programs are compiled for the topology's devices. Functions
+    given to `add_step_closure` are not called. Random numbers are drawn again afterwards.
 
     Args:
         function: makes its model, optimizer and data, and trains; `sync()` ends its steps.
         topology: "v4-16", "v5e-8", libtpu's "v4:2x2x2", "cpu-64" (see
             `planner.topology_names.parse`), or a topology that was found.
         num_slices: of TPUs, joined by the data center's network.
-        quiet_steps: the steps that complete the plan, each of which updates a state and compiles
-            nothing new.
+        quiet_steps: the steps that complete the plan, each of which updates a state and brings no
+            new program.
+        compile_all: whether to compile the programs of earlier training steps, too, such as of the
+            first, which makes the optimizer's state.
 
     Returns:
-        The plan. A program that does not fit the memory ends it, with the compiler's words.
+        The plan, with the compiler's words for each program that does not fit the memory.
 
     Raises:
         PlanError: no such topology, or libtpu is not installed.
@@ -140,7 +147,7 @@ def plan(
     folder = Path(tempfile.mkdtemp(prefix="spmd-plan-"))
     recorder = _Recorder(quiet_steps)
     recorder.run = run = abstract.Run(folder, recorder.on_program, recorder.before_read)
-    refusal, ended_by = None, ""
+    ended_by = ""
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -152,8 +159,6 @@ def plan(
                 function()
             except _CompleteError:
                 pass
-            except DeviceMemoryError as error:
-                refusal = str(error)
             except PlanReadError as error:
                 if not recorder.seen:
                     raise
@@ -162,10 +167,21 @@ def plan(
                 execution.around_step.remove(recorder.around_step)
                 with lock:
                     take_pending()
-            programs = tuple(_planned(seen, found) for seen in recorder.seen.values())
+            is_complete = any(seen.is_step for seen in recorder.seen.values())
+            programs, left_out, refusals = [], [], []
+            for seen in recorder.seen.values():
+                if is_complete and not compile_all and _is_superseded(seen):
+                    left_out.append(seen.program.record)
+                    continue
+                try:
+                    programs.append(_compiled(seen, found))
+                except DeviceMemoryError as error:
+                    refusals.append(str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Plan(found, programs, recorder.num_steps, refusal, ended_by)
+    return Plan(
+        found, tuple(programs), tuple(left_out), recorder.num_steps, tuple(refusals), ended_by
+    )
 
 
 def is_planning() -> bool:
@@ -173,10 +189,25 @@ def is_planning() -> bool:
     return abstract.run() is not None
 
 
-def _planned(seen: _Seen, topology: Topology) -> PlannedProgram:
-    program, record = seen.program, seen.program.record
+def _is_superseded(seen: _Seen) -> bool:
+    """Whether a training step ran this program that later ones do not repeat."""
+    return not seen.is_step and any(
+        node.origin is not None and node.origin.phase is not Phase.FORWARD
+        for node in seen.program.graph.nodes
+    )
+
+
+def _compiled(seen: _Seen, topology: Topology) -> ProgramPlan:
+    """Compiles a program, and reads what the compiler tells.
+
+    Raises:
+        DeviceMemoryError: it does not fit.
+    """
+    program = seen.program.compiled
+    record = program.record
     assert isinstance(program.dump_folder, str)
     memory = buffer_text.read(program.dump_folder)
+    shutil.rmtree(program.dump_folder)
     roles = parts.roles(program.graph, seen.kept)
     hlo = program.compiled_text()
     numbers: Any = program.arguments[0]
@@ -188,10 +219,10 @@ def _planned(seen: _Seen, topology: Topology) -> PlannedProgram:
         Part.ELSEWHERE: seen.elsewhere,
     }
     collectives = communication.of_program(program)
-    return PlannedProgram(
+    return ProgramPlan(
         record.name,
-        record.source,
-        seen.executions,
+        seen.program.record.source,
+        seen.program.record.executions,
         seen.is_step,
         record.trace_s + record.compile_s,
         {part: n for part, n in {**parts.sums(rows), **extra}.items() if n},

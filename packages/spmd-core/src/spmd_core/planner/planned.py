@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.planner.costs import Costs, crosses_slices
 from spmd_core.planner.parts import Buffer, Part
@@ -19,13 +20,13 @@ _NUM_BUFFERS = 10
 
 
 @dataclass(frozen=True)
-class PlannedProgram:
+class ProgramPlan:
     """One program of a plan, on one device.
 
     Attributes:
         name, source: as in `metrics.ProgramRecord`.
         executions: how often the planned code would have run it.
-        is_step: whether the steps that compiled nothing new run it.
+        is_step: whether the steps that brought no new program run it.
         compile_s: seconds that tracing and compiling took here.
         parts: bytes by what they are for, when most memory is in use.
         buffers: what lies in memory then, the largest first.
@@ -58,27 +59,29 @@ class Plan:
 
     Attributes:
         topology: the devices.
-        programs: in the order of their first runs.
+        programs: those that were compiled, in the order of their first runs.
+        left_out: those that were not: of steps that later steps do not repeat, such as the first,
+            which makes the optimizer's state.
         num_steps: steps that were recorded.
-        refusal: the compiler's words, if a program does not fit the devices' memory; None if all
-            fit.
-        ended_by: why the plan ended before its steps compiled nothing new; empty if it did not.
+        refusals: the compiler's words for each program that does not fit the devices' memory.
+        ended_by: why the plan ended before its steps were complete; empty if it did not.
     """
 
     topology: Topology
-    programs: tuple[PlannedProgram, ...]
-    num_steps: int
-    refusal: str | None = None
+    programs: tuple[ProgramPlan, ...]
+    left_out: tuple[ProgramRecord, ...] = ()
+    num_steps: int = 0
+    refusals: tuple[str, ...] = ()
     ended_by: str = ""
 
     @property
-    def largest(self) -> PlannedProgram | None:
+    def largest(self) -> ProgramPlan | None:
         """The program that takes the most memory; None if there is none."""
         return max(self.programs, key=lambda program: program.peak_bytes, default=None)
 
     @property
-    def step(self) -> PlannedProgram | None:
-        """The largest program of the steps that compiled nothing new; None if there is none."""
+    def step(self) -> ProgramPlan | None:
+        """The largest program of the steps that brought no new program; None if there is none."""
         chosen = [program for program in self.programs if program.is_step]
         return max(chosen, key=lambda program: program.peak_bytes, default=None)
 
@@ -86,12 +89,12 @@ class Plan:
     def peak_bytes(self) -> int | None:
         """Of one device; None if a program does not fit, and for an empty plan."""
         largest = self.largest
-        return None if self.refusal is not None or largest is None else largest.peak_bytes
+        return None if self.refusals or largest is None else largest.peak_bytes
 
     @property
     def fits(self) -> bool | None:
         """Whether the devices have the memory; None for CPUs, whose memory is the host's."""
-        if self.refusal is not None:
+        if self.refusals:
             return False
         capacity, peak = self.topology.hbm_bytes, self.peak_bytes
         return None if capacity is None or peak is None else peak <= capacity
@@ -119,10 +122,17 @@ class _Text:
                 f"{program.compile_s:>11.1f} s  {_short(program.source)}"
             )
         if any(program.is_step for program in self._plan.programs):
-            lines.append("* runs in every further step: a step that compiled nothing new ran it")
+            lines.append("* runs in every further step")
+        for record in self._plan.left_out:
+            lines.append(
+                f"- {record.name:<30}{record.executions:>6}{'-':>12}{'not compiled':>14}  "
+                f"{_short(record.source)}"
+            )
+        if self._plan.left_out:
+            lines.append("- runs in no further step; --all compiles it, too")
         return lines
 
-    def memory(self, shown: PlannedProgram) -> list[str]:
+    def memory(self, shown: ProgramPlan) -> list[str]:
         """Memory by part, beside the least that it takes and what the device has."""
         rows: list[tuple[str, int, str]] = [
             (str(part), shown.parts[part], "") for part in Part if part in shown.parts
@@ -167,7 +177,7 @@ class _Text:
             )
         return lines
 
-    def collectives(self, program: PlannedProgram) -> list[str]:
+    def collectives(self, program: ProgramPlan) -> list[str]:
         """What moves, by kind, mesh axes and network."""
         found = _collective_sums(self._plan, program)
         if not found:
@@ -181,7 +191,7 @@ class _Text:
             ),
         ]
 
-    def costs(self, program: PlannedProgram) -> list[str]:
+    def costs(self, program: ProgramPlan) -> list[str]:
         """FLOPs, and the bounds on time that follow."""
         c = program.costs
         lines = [
@@ -216,8 +226,8 @@ def text(plan: Plan) -> str:
     lines = [
         f"Plan for {topology.name}: {len(topology.devices)} devices ({kind}). Nothing was run."
     ]
-    if plan.refusal is not None:
-        lines += ["", "DOES NOT FIT, as the compiler found:", *_indented(plan.refusal)]
+    for refusal in plan.refusals:
+        lines += ["", "DOES NOT FIT, as the compiler found:", *_indented(refusal)]
     if plan.ended_by:
         lines += ["", "The plan ended early:", *_indented(plan.ended_by)]
     shown = plan.step or plan.largest
@@ -255,15 +265,16 @@ def values(plan: Plan) -> dict[str, Any]:
         "capacity_bytes": topology.hbm_bytes,
         "peak_bytes": plan.peak_bytes,
         "fits": plan.fits,
-        "refusal": plan.refusal,
+        "refusals": list(plan.refusals),
         "ended_by": plan.ended_by,
         "num_steps": plan.num_steps,
         "step": None if plan.step is None else _program_values(plan, plan.step),
         "programs": [_program_values(plan, program) for program in plan.programs],
+        "left_out": [record.name for record in plan.left_out],
     }
 
 
-def _program_values(plan: Plan, program: PlannedProgram) -> dict[str, Any]:
+def _program_values(plan: Plan, program: ProgramPlan) -> dict[str, Any]:
     costs = program.costs
     return {
         "name": program.name,
@@ -294,7 +305,7 @@ def _program_values(plan: Plan, program: PlannedProgram) -> dict[str, Any]:
 
 
 def _collective_sums(
-    plan: Plan, program: PlannedProgram
+    plan: Plan, program: ProgramPlan
 ) -> dict[tuple[str, str, str], tuple[int, float]]:
     """Number and bytes sent by a device, for each kind, mesh axes, and network."""
     numbers: Counter[tuple[str, str, str]] = Counter()

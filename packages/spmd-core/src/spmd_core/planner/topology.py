@@ -36,8 +36,11 @@ class Topology:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """The memory of one device; None for CPUs, which share the host's."""
-        return None if self.chip is None else self.chip.hbm_bytes // self.chip.devices_per_chip
+        """What a program may take of one device's memory; None for CPUs, which share the host's."""
+        if self.chip is None:
+            return None
+        usable = self.chip.usable_hbm_bytes or self.chip.hbm_bytes
+        return usable // self.chip.devices_per_chip
 
     @property
     def peak_flops(self) -> float | None:

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import torch
@@ -16,7 +16,13 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
 from spmd_core.graph.values import Value
-from spmd_core.program import compile_cache, growing_sizes, index_checks, verification
+from spmd_core.program import (
+    compile_cache,
+    growing_sizes,
+    index_checks,
+    planned_program,
+    verification,
+)
 from spmd_core.program.leaves import (
     convert,
     device_placement,
@@ -24,10 +30,11 @@ from spmd_core.program.leaves import (
     move,
     refuse_local,
 )
+from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.program.planning import Plan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
-from spmd_core.runtime import buffers, interrupts
+from spmd_core.runtime import abstract, buffers, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
@@ -217,7 +224,11 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
     complexes = [x for x in numbers if x.__class__ is complex]
-    program = compile_cache.find(planned.key)
+    program: Program | PlannedProgram | None
+    if abstract.run() is not None:
+        program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
+    else:
+        program = compile_cache.find(planned.key)
     if program is None:
         bounded = _bounded(planned)
         if bounded is None:
@@ -235,12 +246,16 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     with interrupts.put_off():
         results = program.run(floats, ints, complexes, arrays)
         counters.count("executions")
-        if config.verify_programs and len(planned.key.device_ids) > 1:
+        if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
             verification.verify(program, (floats, ints, complexes), arrays, results)
         if donated:
             counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
         for storage, array, placement in zip(live, results, program.out_placements):
             _commit(storage, array, placement)
+
+
+def _has_run(program: Program | PlannedProgram) -> TypeGuard[Program]:
+    return isinstance(program, Program)
 
 
 def _program_label() -> str:

@@ -5,17 +5,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NoReturn
 
 import jax
 import numpy as np
 
-from spmd_core import counters, dtypes
+from spmd_core import counters
 from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
 from spmd_core.program.lowering import Traced, Whole
-from spmd_core.program.program_graph import Graph, stored_shape
+from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import abstract, buffers, devices
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
@@ -168,9 +168,8 @@ class Program(Traced):
             DeviceMemoryError: the device's memory is too small.
             ProgramError: jax raised another error.
         """
-        plan = abstract.run()
-        if plan is not None or any(isinstance(x, AbstractArray) for x in leaves):
-            return self._without_running(plan, leaves)
+        if any(isinstance(x, AbstractArray) for x in leaves):
+            refuse_mixed(self.record)
         numbers = []
         if floats:
             numbers.append(np.array(floats, np.float64))
@@ -189,26 +188,14 @@ class Program(Traced):
             index_checks.add(token, self.record.name, self.graph)
         return results
 
-    def _without_running(self, plan: abstract.Run | None, leaves: list[Any]) -> list[jax.Array]:
-        """The results of a program that is planned: without elements."""
-        if plan is None or not all(isinstance(x, AbstractArray) for x in leaves):
-            raise PlanError(
-                "tensors of a plan have no elements, so a program takes only such tensors or none; "
-                f"{self.record.name} for {self.record.source} got both. Make every tensor inside "
-                "of what is planned, and use none of them after it."
-            )
-        plan.on_program(self, leaves)
-        self.record.executions += 1
-        for i in self.graph.donated:
-            leaves[i].delete()
-        return [
-            abstract.array(
-                stored_shape(output.spec, placement),
-                dtypes.to_jax(output.spec.dtype),
-                placement.device_sharding,
-            )
-            for output, placement in zip(self.graph.outputs, self.out_placements)
-        ]
+
+def refuse_mixed(record: counters.ProgramRecord) -> NoReturn:
+    """Raises PlanError for a program that got arrays with elements and arrays without."""
+    raise PlanError(
+        "tensors of a plan have no elements, so a program takes only such tensors or none; "
+        f"{record.name} for {record.source} got both. Make every tensor inside of what is planned, "
+        "and use none of them after it."
+    )
 
 
 @contextmanager

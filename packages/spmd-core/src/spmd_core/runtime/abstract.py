@@ -75,12 +75,14 @@ class Run:
         on_program: called with a program and its arguments, instead of running it.
         before_read: called before a read is refused; it may raise to end the plan.
         arrays: all arrays that are alive.
+        programs: all programs, by their keys.
     """
 
     dump_folder: Path
     on_program: Callable[[Any, Sequence[AbstractArray]], None]
     before_read: Callable[[], None]
     arrays: "weakref.WeakSet[AbstractArray]" = field(default_factory=weakref.WeakSet)
+    programs: dict[Any, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def live_bytes(self, *, besides: Iterable[AbstractArray]) -> int:

@@ -1,0 +1,106 @@
+"""A program of a plan: recorded and not run, and compiled only if someone asks for it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from spmd_core import counters, dtypes, source_lines
+from spmd_core.graph.placement import Placement
+from spmd_core.program.program import Program, refuse_mixed
+from spmd_core.program.program_graph import Graph, Output, stored_shape
+from spmd_core.runtime import abstract
+from spmd_core.runtime.abstract import AbstractArray
+from spmd_core.runtime.jax_sharding import replicated
+
+
+class PlannedProgram:
+    """Takes the place of a `Program` in a plan.
+
+    Attributes:
+        graph: what it computes.
+        record: without the compiler's figures.
+        out_placements: where its results lie. What no mark places is a scalar, or is asked of the
+            compiler.
+    """
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph, self._name = graph, name
+        self.record = counters.ProgramRecord(
+            name,
+            len(graph.nodes),
+            len(graph.leaves),
+            len(graph.outputs),
+            len(graph.device_ids),
+            donated=graph.donated,
+            source=source_lines.user_line(),
+        )
+        known = [self._placement(output) for output in graph.outputs]
+        placed = [placement for placement in known if placement is not None]
+        self.out_placements = (
+            placed if len(placed) == len(known) else list(self.compiled.out_placements)
+        )
+
+    def _placement(self, output: Output) -> Placement | None:
+        if output.placement is not None:
+            return output.placement
+        is_in_region = any(node.entry.border is not None for node in self.graph.nodes) or any(
+            leaf.placement.manual is not None for leaf in self.graph.leaves
+        )
+        if output.spec.shape or is_in_region:
+            return None
+        return Placement.of(replicated(self.graph.device_ids), None)
+
+    @functools.cached_property
+    def compiled(self) -> Program:
+        """The program, compiled for the plan's devices.
+
+        Raises:
+            DeviceMemoryError: it does not fit.
+        """
+        return Program(self.graph, self._name)
+
+    def run(
+        self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[Any]
+    ) -> list[jax.Array]:
+        """Results without elements.
+
+        Args:
+            floats, ints, complexes: the graph's numbers, which have no part in a plan.
+            leaves: one `AbstractArray` for each leaf.
+
+        Raises:
+            PlanError: a leaf was made before the plan.
+        """
+        plan = abstract.run()
+        if plan is None or not all(isinstance(x, AbstractArray) for x in leaves):
+            refuse_mixed(self.record)
+        plan.on_program(self, leaves)
+        self.record.executions += 1
+        for i in self.graph.donated:
+            leaves[i].delete()
+        return [
+            abstract.array(
+                stored_shape(output.spec, placement),
+                dtypes.to_jax(output.spec.dtype),
+                placement.device_sharding,
+            )
+            for output, placement in zip(self.graph.outputs, self.out_placements)
+        ]
+
+
+def of(key: Any, graph: Callable[[], Graph], name: str) -> PlannedProgram:
+    """The program of this key in the plan in progress.
+
+    Args:
+        key: of `compile_cache`.
+        graph: makes the graph; called for a new key.
+        name: the program's.
+    """
+    plan = abstract.run()
+    assert plan is not None
+    found: PlannedProgram | None = plan.programs.get(key)
+    if found is None:
+        found = plan.programs[key] = PlannedProgram(graph(), name)
+    return found
