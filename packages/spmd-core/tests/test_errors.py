@@ -21,6 +21,8 @@ TREE = {
     "DeviceMemoryError": (RuntimeError,),
     "ProgramError": (RuntimeError,),
     "VerificationError": (RuntimeError,),
+    "PlanError": (ValueError, RuntimeError),
+    "PlanReadError": (RuntimeError,),
     "UnsupportedOpError": (NotImplementedError,),
 }
 

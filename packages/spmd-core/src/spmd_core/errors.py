@@ -14,7 +14,7 @@
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     ├── PlanError            (ValueError, RuntimeError)  a plan cannot be made as asked
-    │   └── PlanReadError                                what is planned reads a value
+    ├── PlanReadError        (RuntimeError)              what is planned reads a value
     └── UnsupportedOpError   (NotImplementedError)       no lowering and no fallback
 
 Each class also derives from the builtin exceptions in brackets, so that code without an import of
@@ -79,7 +79,7 @@ class PlanError(SpmdError, ValueError, RuntimeError):
     """A plan cannot be made: an unknown topology, a mesh that does not fit it, no compiler."""
 
 
-class PlanReadError(PlanError):
+class PlanReadError(SpmdError, RuntimeError):
     """What is planned reads a value on the host, and a plan computes none."""
 
 

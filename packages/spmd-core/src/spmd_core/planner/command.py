@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmd_core.errors import PlanError
+from spmd_core.errors import PlanError, PlanReadError
 from spmd_core.planner.plan import plan
 from spmd_core.planner.planned import Plan
 from spmd_core.planner.planned import values as plan_values
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             quiet_steps=options.steps,
             compile_all=options.all,
         )
-    except PlanError as error:
+    except (PlanError, PlanReadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     print(made)
@@ -122,9 +122,8 @@ def words_of(command: Sequence[str]) -> list[str]:
     Raises:
         PlanError: it is neither.
     """
-    words = list(command)
-    if words and words[0] == "--":
-        del words[0]
+    given = list(command[1:] if command[:1] == ["--"] else command)
+    words = list(given)
     if words and Path(words[0]).name.startswith("python"):
         del words[0]
     is_module = len(words) >= 2 and words[0] == "-m"
@@ -132,7 +131,7 @@ def words_of(command: Sequence[str]) -> list[str]:
         return words
     raise PlanError(
         "what is planned is a Python script with its options, behind --; got "
-        f"{' '.join(command) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
+        f"{' '.join(given) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
         "--smoke"
     )
 

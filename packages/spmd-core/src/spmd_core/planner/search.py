@@ -114,7 +114,7 @@ def candidates(
             if own is None or not own.isdigit() or int(own) < 1:
                 raise PlanError(
                     "the search over batch doubles the command's own; got "
-                    f"{'none' if own is None else own!r}. Add e.g. --batch 8 to the command, or "
+                    f"{own!r}. Add e.g. --batch 8 to the command, or "
                     "--values 'batch=8;16;32'."
                 )
             found[name] = tuple(str(int(own) << i) for i in range(_MAX_DOUBLINGS + 1))

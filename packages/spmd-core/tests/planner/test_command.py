@@ -1,0 +1,144 @@
+"""planner/command.py: the command line of plans."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.planner import command, search
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+import spmd_core as spmd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--read", action="store_true")
+parser.add_argument("--fail", action="store_true")
+options = parser.parse_args()
+if options.fail:
+    raise SystemExit("error: it fails")
+spmd.use_spmd()
+model = nn.Linear(16, 16).to("xla")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(100):
+    loss = model(torch.randn(options.batch, 16).to("xla")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    spmd.sync()
+    if options.read:
+        print(loss.item())
+print("the end")
+"""
+
+pytestmark = pytest.mark.one_device
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def _main(num_devices, *words):
+    return command.main(["--topology", f"cpu-{num_devices}", *words])
+
+
+def test_a_script_is_planned_with_its_options(script, num_devices, tmp_path, capsys):
+    out = tmp_path / "new" / "plan.json"
+    argv = list(sys.argv)
+    assert _main(num_devices, "--json", str(out), "--", "python", script, "--batch", "32") == 0
+    assert sys.argv == argv
+    printed = capsys.readouterr().out
+    assert f"Plan for cpu-{num_devices}" in printed
+    assert "the end" not in printed
+    made = json.loads(out.read_text())
+    assert (made["schema"], made["num_devices"], made["fits"]) == (1, num_devices, None)
+    # A linear layer of 16 x 16 features, forward and the gradient of its weight.
+    assert made["step"]["costs"]["model_flops"] == 2 * 2 * 32 * 16 * 16
+    assert sum(made["step"]["parts"].values()) == made["step"]["peak_bytes"]
+    assert made["step"]["buffers"][0]["bytes"] > 0
+
+
+def test_a_module_is_planned(script, num_devices, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _main(num_devices, "--", "python3.11", "-m", "train", "--batch=4") == 0
+    assert "Plan for" in capsys.readouterr().out
+
+
+def test_a_read_shows_what_there_is_and_the_line(script, num_devices, capsys):
+    assert _main(num_devices, "--", script, "--read") == 2
+    printed = capsys.readouterr().out
+    assert "The plan ended early" in printed
+    assert "train.py:" in printed
+
+
+def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypatch):
+    from spmd_core.program.program import Program  # noqa: PLC0415
+
+    def refuse(self) -> None:
+        raise spmd.DeviceMemoryError("a program must fit")
+
+    monkeypatch.setattr(Program, "_compile", refuse)
+    assert _main(num_devices, "--", script) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--"], "behind --; got 'nothing'. Write for instance"),
+        (["--", "bash", "x.sh"], "behind --; got 'bash x.sh'"),
+        (["--", "missing.py"], "behind --; got 'missing.py'"),
+    ],
+)
+def test_what_is_no_script(words, message, num_devices, capsys):
+    assert _main(num_devices, *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_fails(script, num_devices, capsys):
+    assert _main(num_devices, "--", script, "--fail") == 2
+    assert "must not fail; it ended with 'error: it fails'" in capsys.readouterr().err
+
+
+def test_an_unknown_topology(script, capsys):
+    assert command.main(["--topology", "v4-17", "--", script]) == 2
+    assert "Near: v4-16" in capsys.readouterr().err
+
+
+def test_a_search(script, num_devices, tmp_path, capsys, monkeypatch):
+    def planned(options, request, digest):
+        return search.Outcome(options, {"fits": True, "peak_bytes": 5, "step": None})
+
+    monkeypatch.setattr(search, "_planned", planned)
+    out = tmp_path / "search.json"
+    words = ["--search", "batch", "--values", "batch=2;4", "--json", str(out)]
+    words += ["--cache", str(tmp_path), "--", script]
+    assert _main(num_devices, *words) == 0
+    captured = capsys.readouterr()
+    assert "[2/2] batch=4: fits" in captured.err
+    assert "rates are modelled" in captured.out
+    assert [row["options"] for row in json.loads(out.read_text())] == [
+        {"batch": "2"},
+        {"batch": "4"},
+    ]
+
+
+def test_values_of_another_form(script, num_devices, capsys):
+    words = ["--search", "batch", "--values", "batch", "--", script]
+    assert _main(num_devices, *words) == 2
+    assert "names an option and its values; got 'batch'. Write e.g." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_as_a_process(script, tmp_path):
+    words = [sys.executable, "-m", "spmd_core.plan", "--topology", "cpu-16", "--", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "Plan for cpu-16: 16 devices" in done.stdout
