@@ -12,7 +12,6 @@ Run: python -m benchmarks.opinfo
 """
 
 import argparse
-import fnmatch
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -116,15 +115,7 @@ def main() -> int:
             f"variants are {', '.join(VARIANTS)} and dtypes are {', '.join(DTYPES_BY_NAME)}; "
             f"got {', '.join(unknown)}"
         )
-    chosen = [
-        op
-        for op in samples.entries()
-        if any(
-            fnmatch.fnmatch(name, p)
-            for p in args.ops.split(",")
-            for name in (op.formatted_name, op.name)
-        )
-    ]
+    chosen = samples.matching(args.ops)
     if not chosen:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
     tasks = [

@@ -214,7 +214,7 @@ def _write_into_view(op: Any, s: Sample) -> Any:
     return base
 
 
-_RUN: dict[str, Callable[[Any, Sample], Any]] = {
+RUN: dict[str, Callable[[Any, Sample], Any]] = {
     "forward": _forward,
     "gradient": _gradient,
     "in_place": _in_place,
@@ -288,7 +288,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 
 
-def _fell_back(before: Sequence[spmd.metrics.HostFallback]) -> list[str]:
+def fell_back(before: Sequence[spmd.metrics.HostFallback]) -> list[str]:
     return sorted({f.op for f in set(spmd.metrics.host_fallbacks()) - set(before)})
 
 
@@ -304,7 +304,7 @@ def _cases(op: Any, variant: str, dtype: torch.dtype, limit: int) -> Iterator[_C
                     else []
                 )
             else:
-                runs.append(_RUN[variant])
+                runs.append(RUN[variant])
         except Exception:  # eager torch refuses the sample: there is no reference
             continue
         for function in runs:
@@ -399,7 +399,7 @@ def _examine_values(
         recorded = survivors
     for case, got in zip(recorded, results):
         _judge(case, got, verdict)
-    fallen = _fell_back(before)
+    fallen = fell_back(before)
     if fallen:
         verdict.worsen(Status.HOST, ", ".join(fallen))
 

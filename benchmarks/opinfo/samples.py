@@ -1,5 +1,6 @@
 """The entries of torch's operator database that can be compared, and their samples on a device."""
 
+import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,19 @@ class Sample:
 def entries() -> list[Any]:
     """torch's operator database."""
     return list(op_db)
+
+
+def matching(patterns: str) -> list[Any]:
+    """The entries whose name, full or short, matches one of the patterns, separated by commas."""
+    return [
+        op
+        for op in op_db
+        if any(
+            fnmatch.fnmatch(name, p)
+            for p in patterns.split(",")
+            for name in (op.formatted_name, op.name)
+        )
+    ]
 
 
 def excluded(name: str, dtype: torch.dtype) -> str | None:

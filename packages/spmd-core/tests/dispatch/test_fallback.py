@@ -1,9 +1,12 @@
 """Writes of lists of tensors, and of `out=`, count for autograd as those of eager torch do."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+
+import spmd_core as spmd
 
 aten = torch.ops.aten
 IN_PLACE_OF_LISTS = [
@@ -110,3 +113,24 @@ def test_a_list_of_inference_tensors_may_be_written() -> None:
         x = torch.ones(3, device="xla")
         torch._foreach_add_([x], 1.0)
     assert x.tolist() == [2.0] * 3
+
+
+@pytest.mark.one_device
+@pytest.mark.filterwarnings("ignore:.*runs on the host")
+def test_a_plan_names_what_would_run_on_the_host(num_devices: int) -> None:
+    def infer() -> None:
+        x = torch.ones(4).to("xla") + 1
+        host_only(x)
+
+    with torch.library._scoped_library("spmd_test_plan", "FRAGMENT") as library:
+        library.define("host_only(Tensor x) -> Tensor")
+        library.impl("host_only", lambda x: x.flip(0), "CPU")
+        host_only = torch.ops.spmd_test_plan.host_only
+        plan = spmd.plan(infer, topology=f"cpu-{num_devices}")
+        assert re.search(
+            r"must run no operation on the host; spmd_test_plan::host_only has neither a lowering.*"
+            r"reads a tensor's values at .*test_fallback.py:\d+. Rewrite it",
+            plan.ended_by,
+        )
+        # Read from the host's memory: there is nothing to compute.
+        assert host_only(torch.arange(3).to("xla")).tolist() == [2, 1, 0]

@@ -9,7 +9,7 @@ import torch
 import spmd_core as spmd
 from oracle import check
 from spmd_core import metrics
-from spmd_core.ops import fft  # noqa: F401  (registers the lowerings)
+from spmd_core.ops import fft, registry  # noqa: F401  (fft registers the lowerings)
 
 REAL = [torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -117,3 +117,15 @@ def test_short_time_transform_and_back() -> None:
         return torch.istft(spectrum * 2, 16, hop_length=4, window=w)
 
     torch.testing.assert_close(there_and_back(x.to("xla")).cpu(), 2 * x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("name", ["aten._fft_c2c", "aten._fft_r2c", "aten._fft_c2r"])
+def test_tpus_leave_double_precision_to_the_host(name: str) -> None:
+    lowering = registry.find(registry.resolve(f"{name}.default"))
+    assert lowering is not None and lowering.host_when is not None
+    for dtype in (*REAL, *COMPLEX):
+        x = values(dtype, 4)
+        double = dtype in (torch.float64, torch.complex128)
+        assert lowering.host_when((x, [0], 0, True), {}, "tpu") == double
+        assert not lowering.host_when((x, [0], 0, True), {}, "gpu")

@@ -6,6 +6,9 @@ A result that is not unique is checked by what defines it.
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from tiers import exhaustive
@@ -196,6 +199,48 @@ def test_svd(dtype: torch.dtype, full: bool) -> None:
             torch.eye(u.shape[-1], dtype=dtype).expand(*u.shape[:-2], u.shape[-1], u.shape[-1]),
         )
         check("aten._linalg_svd.default", a, full, False)
+
+
+DECOMPOSED = {
+    "tall": lambda dtype: values(dtype, 2, 5, 3),
+    "wide": lambda dtype: values(dtype, 3, 5),
+    "square": lambda dtype: values(dtype, 4, 4),
+    "of rank 2": lambda dtype: values(dtype, 5, 2) @ values(dtype, 2, 4, seed=1),
+    "zeros": lambda dtype: torch.zeros(4, 3, dtype=dtype),
+    "equal values": lambda dtype: torch.eye(4, dtype=dtype) * 3,
+}
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+@pytest.mark.parametrize("name", DECOMPOSED)
+def test_the_svd_of_tpus(name: str, dtype: torch.dtype, full: bool) -> None:
+    """The form that TPUs get, carried out on the CPU."""
+    a = DECOMPOSED[name](dtype)
+    expected = torch.linalg.svd(a, full_matrices=full)
+    with jax.enable_x64(True):
+        u, s, vh = (
+            torch.from_numpy(np.array(x))
+            for x in factorizations._svd_by_polar_form(jnp.asarray(a.numpy()), full_matrices=full)
+        )
+    for got, right in zip((u, s, vh), expected):
+        assert (got.shape, got.dtype) == (right.shape, right.dtype)
+    close(s, expected.S)
+    k = s.shape[-1]
+    close((u[..., :k] * s.unsqueeze(-2)) @ vh[..., :k, :], a)
+    close(u.mH @ u, torch.eye(u.shape[-1], dtype=dtype).expand(u.mH.shape[:-1] + u.shape[-1:]))
+    close(vh @ vh.mH, torch.eye(vh.shape[-2], dtype=dtype).expand(vh.shape[:-1] + vh.shape[-2:-1]))
+
+
+@pytest.mark.one_device
+def test_the_svd_of_tpus_of_a_matrix_that_is_not_finite() -> None:
+    a = values(torch.float32, 2, 3, 3)
+    a[1, 0, 0] = torch.inf
+    with jax.enable_x64(True):
+        results = factorizations._svd_by_polar_form(jnp.asarray(a.numpy()), full_matrices=False)
+    for x in results:
+        assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
 
 
 @pytest.mark.parametrize("uplo", ["L", "U"])

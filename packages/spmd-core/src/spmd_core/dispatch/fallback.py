@@ -12,7 +12,7 @@ import torch
 from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.dispatch.transfer import copy_, resize, to_host
-from spmd_core.errors import HostFallbackError
+from spmd_core.errors import HostFallbackError, PlanReadError
 from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, from_host
 from spmd_core.source_lines import user_frame, user_line
@@ -21,6 +21,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 # Some of torch's compositions call each other (`frexp` calls `frexp.Tensor_out` and the reverse).
 # Deeper nesting than this runs on the host.
 _MAX_NESTING = 4
+_NO_LOWERING = "has neither a lowering for device 'xla' nor a decomposition"
 _nesting: Counter[torch._ops.OpOverload] = Counter()
 
 
@@ -112,7 +113,7 @@ def _restrided(result: Any, answer: cpu_kernels.Answer) -> Any:
 
 def note_host_run(
     name: str,
-    why: str = "has neither a lowering for device 'xla' nor a decomposition",
+    why: str = _NO_LOWERING,
     strict_advice: str = "Rewrite it with other operations, or leave strict mode.",
 ) -> None:
     """Counts an operation that is about to run on the CPU, and warns at its first run.
@@ -139,22 +140,35 @@ def note_host_run(
         )
 
 
-def on_host(func: torch._ops.OpOverload) -> Handler:
+def on_host(func: torch._ops.OpOverload, why: str = _NO_LOWERING) -> Handler:
     """A handler that runs the overload on the CPU; counted, and warned about once.
 
-    Reads the arguments, runs the overload, and takes the results back to the device.
+    Reads the arguments, runs the overload, and takes the results back to the device. In a plan,
+    which computes no values, PlanReadError names the overload.
+
+    Args:
+        func: the overload.
+        why: as for `note_host_run`.
     """
     facts = schema.of(func)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        note_host_run(func.name())
+        note_host_run(func.name(), why)
         on_cpu: dict[int, torch.Tensor] = {}
 
         def to_cpu(t: torch.Tensor) -> torch.Tensor:
             if t.__class__ is not XLAShardedTensor:
                 return t
             if id(t) not in on_cpu:
-                on_cpu[id(t)] = to_host(t)
+                try:
+                    on_cpu[id(t)] = to_host(t)
+                except PlanReadError as error:
+                    raise PlanReadError(
+                        "a plan computes no values, so what is planned must run no operation on "
+                        f"the host; {func.name()} {why}, and reads a tensor's values at "
+                        f"{user_line()}. Rewrite it with other operations, or call it after the "
+                        "steps."
+                    ) from error
             return on_cpu[id(t)]
 
         host_args = [inference.map_tensors(a, to_cpu) for a in args]

@@ -163,7 +163,7 @@ def _computed(lowering: registry.Lowering) -> Handler:
     declines = lowering.host_when
     if declines is None:
         return record
-    host = on_host(lowering.overload)
+    host = on_host(lowering.overload, "has no lowering for these arguments on this platform")
     return lambda args, kwargs: (
         host(args, kwargs) if declines(args, kwargs, devices.platform()) else record(args, kwargs)
     )

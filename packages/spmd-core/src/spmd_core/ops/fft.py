@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 
 from spmd_core import releases
@@ -13,6 +14,7 @@ from spmd_core.ops.registry import Context, lowering
 
 _layout = releases.jax_module("jax.experimental.layout", "Layout", "with_layout_constraint")
 
+_DOUBLE = (torch.float64, torch.complex128)
 # torch's `fft_norm_mode`, as the integer that its kernels receive.
 _NONE, _BY_ROOT_N, _BY_N = 0, 1, 2
 
@@ -69,7 +71,12 @@ def _num_points(shape: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod(shape[d] for d in dims)
 
 
-@lowering("aten._fft_c2c.default")
+def _has_no_double(args: Any, kwargs: Any, platform: str) -> bool:
+    """Whether XLA lacks the transform: TPUs transform single precision alone."""
+    return platform == "tpu" and args[0].dtype in _DOUBLE
+
+
+@lowering("aten._fft_c2c.default", host_when=_has_no_double)
 def _fft_c2c(ctx: Context, x: Any, dim: Any, normalization: int, forward: bool) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
@@ -78,7 +85,7 @@ def _fft_c2c(ctx: Context, x: Any, dim: Any, normalization: int, forward: bool) 
     )
 
 
-@lowering("aten._fft_r2c.default")
+@lowering("aten._fft_r2c.default", host_when=_has_no_double)
 def _fft_r2c(ctx: Context, x: Any, dim: Any, normalization: int, onesided: bool) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)
@@ -94,7 +101,7 @@ def _fft_r2c(ctx: Context, x: Any, dim: Any, normalization: int, onesided: bool)
     return _normalised(spectrum, normalization, _num_points(x.shape, dim))
 
 
-@lowering("aten._fft_c2r.default")
+@lowering("aten._fft_c2r.default", host_when=_has_no_double)
 def _fft_c2r(ctx: Context, x: Any, dim: Any, normalization: int, last_dim_size: int) -> jax.Array:
     if 0 in ctx.shape:
         return jnp.zeros(ctx.shape, ctx.dtype)

@@ -16,8 +16,14 @@ from spmd_core.runtime import devices
 
 _topologies = releases.jax_module("jax.experimental.topologies", "get_topology_desc")
 # libtpu asks the host that it runs on for its accelerators, and locks them for one process. A plan
-# only compiles.
-_LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}
+# only compiles. The type and the host names concern no topology; without them, libtpu writes to
+# stderr that it could not determine them.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_ACCELERATOR_TYPE": "v4-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""What is compiled for: a TPU's topology, by its compiler; CUDA, by lowering alone."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+import spmd_core as spmd
+from spmd_core.graph.placement import Placement
+from spmd_core.planner import topology
+from spmd_core.program.lowering import Function, Traced
+from spmd_core.program.program import Program
+from spmd_core.program.program_graph import Graph
+from spmd_core.runtime import abstract, devices
+from spmd_core.runtime.jax_sharding import replicated
+
+CUDA = "cuda"
+
+
+class Target:
+    """Devices for which programs are made and not run.
+
+    Args:
+        name: a topology's, such as "v4-8", or "cuda".
+        num_devices: how many of its devices programs use.
+
+    Raises:
+        PlanError: no such topology, or its compiler is not installed.
+    """
+
+    def __init__(self, name: str, *, num_devices: int = 1) -> None:
+        self.name, self.num_devices = name, num_devices
+        # jax lowers for CUDA from any device; XLA's compiler for it would need a GPU.
+        self._devices = topology.find(f"cpu-{num_devices}" if name == CUDA else name).devices
+        if len(self._devices) < num_devices:
+            raise ValueError(
+                f"a topology must have the devices that are asked for; {name} has "
+                f"{len(self._devices)}, got {num_devices}. Name a larger one."
+            )
+
+    @contextmanager
+    def entered(self, on_program: Any) -> Iterator[spmd.Mesh | None]:
+        """Inside, the process's devices are these; gives a mesh of them if there are several.
+
+        Args:
+            on_program: called with a program and its arguments where a read would run it.
+        """
+        run = abstract.Run(Path("unused"), on_program, lambda: None)
+        with abstract.planning(self._devices[: self.num_devices], run), self._made():
+            if self.num_devices == 1:
+                yield None
+            else:
+                spmd.use_spmd()
+                yield spmd.Mesh(range(self.num_devices), (self.num_devices,), ("x",))
+
+    def make(self, graph: Graph) -> None:
+        """Compiles a graph for the TPU; lowers it for CUDA.
+
+        Raises:
+            NotImplementedError: a kernel of the CPU is in a program for CUDA.
+            Exception: whatever the lowerings, jax or XLA raise.
+        """
+        traced = Traced(graph, "program")
+        if self.name != CUDA:
+            with jax.enable_x64(True):
+                traced.lowered.compile()
+            return
+        elsewhere = re.search(r"custom_call @(lapack_\w+|\w*callback\w*)", traced.lowered.as_text())
+        if elsewhere is not None:
+            raise NotImplementedError(f"{elsewhere[1]} is no kernel of CUDA's")
+
+    @contextmanager
+    def _made(self) -> Iterator[None]:
+        """Inside, programs that a read needs are made as `make` makes them."""
+        if self.name != CUDA:
+            # Nothing reads the buffers that a plan's compilations write down.
+            with mock.patch.object(abstract.Run, "compile_options", return_value={}):
+                yield
+            return
+        with (
+            mock.patch.object(devices, "platform", return_value="gpu"),
+            mock.patch.object(Traced, "__init__", _lower_for_cuda),
+            mock.patch.object(Program, "_compile", _place),
+        ):
+            yield
+
+
+def _lower_for_cuda(traced: Traced, graph: Graph, name: str, **options: Any) -> None:
+    Function.__init__(traced, graph, name, **options)
+    with jax.enable_x64(True):
+        traced.lowered = traced.jitted.trace(*traced.arguments).lower(lowering_platforms=(CUDA,))
+
+
+def _place(program: Program) -> None:
+    """Where the partitioner would have chosen, results are whole."""
+    whole = Placement.of(replicated(program.graph.device_ids), None)
+    program.out_placements = [whole if p is None else p for p in program.out_placements]
