@@ -588,19 +588,29 @@ def test_reading_counts_and_metrics_print():
     )
 
 
-def test_sharded_initialisation_never_holds_a_full_copy(mesh_1d, num_devices):
-    if num_devices < 8:
-        pytest.skip("needs eight devices to tell a shard from a copy")
-    with torch.device("xla"):
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    for p in model.parameters():
-        spmd.mark_sharding(p, mesh_1d, ("x",))
-    spmd.sync()
-    record = compile_cache.newest().record
-    full = 8 * 512 * 512 * 4
-    assert record.argument_bytes < 1000 and record.output_bytes < full / 7
-    assert record.peak_bytes < full / 2
-    assert model[0].weight.std().item() == pytest.approx(1 / math.sqrt(3 * 512), rel=0.02)
+@pytest.mark.one_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_initialisation_takes_the_memory_of_the_shards(dtype, mesh_1d, mesh_2d, num_devices):
+    def model(mesh, *spec):
+        with torch.device("xla"):
+            made = nn.Sequential(
+                nn.Embedding(1000, 256, dtype=dtype),
+                *(nn.Linear(256, 256, dtype=dtype) for _ in range(4)),
+                nn.LayerNorm(256, dtype=dtype),
+            )
+        for p in made.parameters():
+            spmd.mark_sharding(p, mesh, spec[-p.dim() :])
+        return made
+
+    for mesh, *spec in ((mesh_1d, "x", None), (mesh_2d, "a", "b"), (mesh_2d, None, ("b", "a"))):
+        made = model(mesh, *spec)
+        spmd.sync()
+        record = compile_cache.newest().record
+        shards = sum(p.local_shards[0].data.nbytes for p in made.parameters())
+        assert record.argument_bytes < 1000 and shards <= record.peak_bytes < 1.1 * shards
+        assert shards < 1.05 * sum(p.nbytes for p in made.parameters()) / num_devices
+        std = made[1].weight.std().item()
+        assert std == pytest.approx(1 / math.sqrt(3 * 256), rel=0.02)
 
 
 def test_programs_are_dropped_before_memory_maps_run_out(monkeypatch):

@@ -17,6 +17,7 @@ from jax import lax
 
 from spmd_core.ops.kernels import flash, platform_attention, ring
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.threefry import fused
 from spmd_core.ops.registry import AttentionLayout, Context, Number, flop_formula, lowering
 
 # The seed is a Scalar, so that it is an input of the program; the other options are static. What is
@@ -259,7 +260,7 @@ def _cast_operands(ctx: Context, *arrays: jax.Array) -> Any:
 
 def _random_key(seed: Number | jax.Array | None) -> jax.Array | None:
     value = seed.value if isinstance(seed, Number) else seed
-    return None if value is None else jax.random.key(value, impl="threefry2x32")
+    return None if value is None else fused(jax.random.key(value, impl="threefry2x32"))
 
 
 def _forward(

@@ -1,9 +1,10 @@
 """Random samplers: one seed gives the same global tensor on any mesh.
 
 `ctx.key` and the shape determine every value. Only jax.random functions are used, because their
-values do not depend on how the result is partitioned. 16-bit floats are sampled in float32 and
-cast. torch's `generator` argument is ignored: the caller has derived the key from it. Probabilities
-and weights are not checked, because their values are on the device.
+values do not depend on how the result is partitioned; their bits are drawn where they are read
+(`ops/kernels/threefry.py`). 16-bit floats are sampled in float32 and cast. torch's `generator`
+argument is ignored: the caller has derived the key from it. Probabilities and weights are not
+checked, because their values are on the device.
 """
 
 import math
@@ -17,10 +18,16 @@ from jax import lax
 
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.threefry import fused
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _key(ctx: Context) -> jax.Array:
+    return fused(_key_for_loops(ctx))
+
+
+def _key_for_loops(ctx: Context) -> jax.Array:
+    """jax's own key, for its samplers that draw until a value is accepted."""
     assert ctx.key is not None, "a lowering registered with random=True is called with a key"
     return ctx.key
 
@@ -165,7 +172,9 @@ def _cauchy(
     meta=lambda x, generator=None: torch.empty_like(x),
 )
 def _standard_gamma(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
-    return jax.random.gamma(_key(ctx), x.astype(_sampling_dtype(ctx.dtype))).astype(ctx.dtype)
+    return jax.random.gamma(_key_for_loops(ctx), x.astype(_sampling_dtype(ctx.dtype))).astype(
+        ctx.dtype
+    )
 
 
 @lowering("aten._standard_gamma_grad.default", meta=lambda x, output: torch.empty_like(x))
@@ -183,7 +192,9 @@ def _sample_dirichlet(ctx: Context, x: jax.Array, generator: Any = None) -> jax.
     concentration = x.astype(_sampling_dtype(ctx.dtype))
     # Normalized in logarithms, so that a row adds up to 1 even if all of its gammas underflow, as
     # those of small concentrations do.
-    return jax.nn.softmax(jax.random.loggamma(_key(ctx), concentration), axis=-1).astype(ctx.dtype)
+    return jax.nn.softmax(jax.random.loggamma(_key_for_loops(ctx), concentration), axis=-1).astype(
+        ctx.dtype
+    )
 
 
 # Nodes and weights of the double exponential rule for an integral over (0, inf) whose integrand
@@ -312,7 +323,7 @@ def _geometric(ctx: Context, x: jax.Array, p: float, *, generator: Any = None) -
 @lowering("aten.poisson.default", random=True)
 def _poisson(ctx: Context, x: jax.Array, generator: Any = None) -> jax.Array:
     return jax.random.poisson(
-        _key(ctx), x.astype(_sampling_dtype(ctx.dtype)), ctx.shape, np.int64
+        _key_for_loops(ctx), x.astype(_sampling_dtype(ctx.dtype)), ctx.shape, np.int64
     ).astype(ctx.dtype)
 
 
@@ -325,7 +336,7 @@ def _binomial_meta(count: torch.Tensor, prob: torch.Tensor, generator: Any = Non
 def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = None) -> jax.Array:
     wide = _sampling_dtype(ctx.dtype)
     return jax.random.binomial(
-        _key(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide
+        _key_for_loops(ctx), count.astype(wide), prob.astype(wide), ctx.shape, wide
     ).astype(ctx.dtype)
 
 
