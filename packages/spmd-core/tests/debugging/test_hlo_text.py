@@ -159,6 +159,34 @@ def test_collectives_of_a_module():
     assert found["ar"].op_names == ()
 
 
+SCATTERED = """\
+HloModule m
+
+%all-reduce-scatter.1 (input.1: f32[8,4]) -> f32[2,4] {
+  %input.1 = f32[8,4]{1,0} parameter(0)
+  %all-reduce.3 = f32[8,4]{1,0} all-reduce(%input.1), replica_groups={{0,1,2,3}}, to_apply=%add
+  %partition-id.1 = u32[] partition-id()
+  %constant.1 = u32[] constant(0)
+  ROOT %dynamic-slice.1 = f32[2,4]{1,0} dynamic-slice(%all-reduce.3, %partition-id.1, %constant.1)
+}
+
+ENTRY %main (x: f32[8,4]) -> (f32[2,4], f32[8,4]) {
+  %x = f32[8,4]{1,0} parameter(0)
+  %all-reduce.4 = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+  %fusion.1 = f32[2,4]{1,0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+  ROOT %t = (f32[2,4]{1,0}, f32[8,4]{1,0}) tuple(%fusion.1, %all-reduce.4)
+}
+"""
+
+
+def test_a_tpus_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter():
+    found = hlo_text.collectives(SCATTERED, 4)
+    assert [(c.kind, c.operand_bytes, c.result_bytes, c.executions) for c in found] == [
+        ("reduce-scatter", 128, 32, 1),
+        ("all-reduce", 128, 128, 1),
+    ]
+
+
 def test_a_gather_of_the_partitioner_is_named_after_what_reads_it():
     """XLA names it after what it gathers, which does not need it."""
     text = """HloModule m

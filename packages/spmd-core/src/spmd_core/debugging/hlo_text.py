@@ -8,7 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,6 +29,8 @@ KINDS = (
 _OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-start")}
 # The result type of these is (operands, results, ...); that of the others has only the results.
 _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
+# The computation of libtpu's fusion for a reduce-scatter.
+_SCATTERED = "all-reduce-scatter"
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
@@ -166,16 +168,28 @@ def _array_bytes(dtype: str, dims: str) -> int:
 def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...]:
     """The collectives of a compiled module, in the order of the text.
 
-    An asynchronous collective is listed once, at its start.
+    An asynchronous collective is listed once, at its start. A TPU's all-reduce of which each device
+    keeps a part is a reduce-scatter: libtpu makes one of the two in a fusion of its own.
     """
     computations, entry = parse(text)
     counts = executions(computations, entry)
     return tuple(
-        _collective(instruction, instructions, counts[name], num_devices)
+        _scattered(found, instructions) if name.startswith(_SCATTERED) else found
         for name, instructions in computations.items()
         for instruction in instructions.values()
         if instruction.opcode in _OPCODES and counts[name] != 0
+        for found in [_collective(instruction, instructions, counts[name], num_devices)]
     )
+
+
+def _scattered(
+    found: CollectiveInstruction, computation: dict[str, Instruction]
+) -> CollectiveInstruction:
+    """A libtpu fusion's all-reduce with the part of its result that the fusion keeps."""
+    last = next(reversed(computation.values()))
+    if found.kind != "all-reduce" or last.opcode != "dynamic-slice":
+        return found
+    return replace(found, kind="reduce-scatter", result_bytes=num_bytes(last.type))
 
 
 def _collective(
