@@ -93,6 +93,7 @@ def main() -> int:
         "record_s": first,
         "lower_s": program.trace_s,
         "later_record_s": later,
+        "compile_s": program.compile_s,
         "num_ops": program.num_ops,
     }
     publish("first_trace", table, data, folder=args.out)

@@ -10,9 +10,13 @@ processes over gloo there. Losses are compared step by step.
   `parallelize_module` gets, of this package and of torch.
 
     python -m benchmarks.peers
+
+`--side theirs --results FILE` measures one side of one recipe alone, of other sizes, as the
+published plots do.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,20 +49,42 @@ from examples.llama_tp import presets as llama_presets
 from examples.llama_tp import shardings as llama_shardings
 
 RECIPES = ("gpt2", "resnet", "llama")
-NUM_DEVICES = 2
 NUM_WARM = 4  # steps before the measured ones: two compile, and gloo connects
 MOST_DIFFERENCE = 1e-4  # of two losses, relative; float32 sums in another order
-VOCAB, SEQ, BATCH = 2048, 128, 8
 IMAGES, SIZE, NUM_CLASSES = 16, 64, 10
+SIZES_HELP = {
+    "vocab": "tokens of the vocabulary",
+    "seq": "tokens of a sequence",
+    "batch": "sequences in a step, over all devices",
+    "devices": "emulated devices, or processes over gloo",
+}
 
 
-def model_of(recipe: str) -> Any:
+@dataclass(frozen=True)
+class Sizes:
+    """Of the language models and their batches, and of the mesh."""
+
+    preset: str = "tiny"
+    vocab: int = 2048
+    seq: int = 128
+    batch: int = 8
+    devices: int = 2
+
+    def options(self) -> list[str]:
+        """As options of this command."""
+        named = {name: str(value) for name, value in vars(self).items()}
+        return [word for name, value in named.items() for word in (f"--{name}", value)]
+
+
+def model_of(recipe: str, sizes: Sizes) -> Any:
     """The model, with weights from a fixed seed, on the CPU."""
     torch.manual_seed(0)
     if recipe == "gpt2":
-        return gpt2.build_model(gpt2_presets.PRESETS["tiny"], vocab_size=VOCAB, dropout=0.0)
+        preset = gpt2_presets.PRESETS[sizes.preset]
+        return gpt2.build_model(preset, vocab_size=sizes.vocab, dropout=0.0)
     if recipe == "llama":
-        return llama.build_model(llama_presets.PRESETS["tiny"], vocab_size=VOCAB, positions=SEQ)
+        llama_preset = llama_presets.PRESETS[sizes.preset]
+        return llama.build_model(llama_preset, vocab_size=sizes.vocab, positions=sizes.seq)
     return resnet18(num_classes=NUM_CLASSES, norm_layer=lambda channels: nn.GroupNorm(8, channels))
 
 
@@ -69,11 +96,11 @@ def optimizer_of(recipe: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=True)
 
 
-def batch_of(recipe: str, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(recipe: str, step: int, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets of a step, over all devices."""
     generator = torch.Generator().manual_seed(step)
     if recipe != "resnet":
-        tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=generator)
+        tokens = torch.randint(sizes.vocab, (sizes.batch, sizes.seq + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=generator)
     return images, torch.randint(NUM_CLASSES, (IMAGES,), generator=generator)
@@ -84,7 +111,8 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     # Under torch's sequence parallelism a Llama sees a part of the sequence, whose positions it
     # would count.
     is_llama = isinstance(model, LlamaForCausalLM)
-    positions = {"position_ids": torch.arange(SEQ, device=x.device)[None]} if is_llama else {}
+    whole = torch.arange(y.shape[-1], device=x.device)[None]
+    positions = {"position_ids": whole} if is_llama else {}
     out = model(x, **positions)
     logits = out.logits if hasattr(out, "logits") else out
     return F.cross_entropy(logits.flatten(0, -2), y.flatten())
@@ -99,34 +127,42 @@ def train(
     end_step: Callable[[], None],
     wait: Callable[[], None],
 ) -> dict[str, Any]:
-    """Losses, and this process's CPU and wall seconds of a step."""
-    losses = []
+    """Losses, and this process's CPU and wall seconds of a step.
+
+    `step_s` has the seconds between the ends of steps: where the device runs behind Python, only
+    their sum means something.
+    """
+    losses, ends = [], []
     for step in range(NUM_WARM + num_steps):
         if step == NUM_WARM:
             wait()
-            start, wall = time.process_time(), time.perf_counter()
+            start = time.process_time()
+            ends.append(time.perf_counter())
         loss = loss_of(model, *batch(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
         end_step()
+        if step >= NUM_WARM:
+            ends.append(time.perf_counter())
     wait()
-    cpu_s, wall_s = time.process_time() - start, time.perf_counter() - wall
+    cpu_s, wall_s = time.process_time() - start, time.perf_counter() - ends[0]
     return {
         "losses": [loss.item() for loss in losses],
         "cpu_s": cpu_s / num_steps,
         "wall_s": wall_s / num_steps,
+        "step_s": [b - a for a, b in itertools.pairwise(ends)],
     }
 
 
-def ours(recipe: str, num_steps: int, folder: Path) -> None:
-    """Trains in this process on two emulated devices."""
-    spmd.simulate(NUM_DEVICES)
+def ours(recipe: str, num_steps: int, folder: Path, sizes: Sizes) -> None:
+    """Trains in this process on emulated devices."""
+    spmd.simulate(sizes.devices)
     spmd.use_spmd()
     axis = {"gpt2": "fsdp", "resnet": "data", "llama": "tensor"}[recipe]
-    mesh = spmd.parse_mesh(f"{axis}={NUM_DEVICES}", NUM_DEVICES)
-    model = model_of(recipe).to("xla")
+    mesh = spmd.parse_mesh(f"{axis}={sizes.devices}", sizes.devices)
+    model = model_of(recipe, sizes).to("xla")
     if recipe == "gpt2":
         gpt2_shardings.parallelize(model, mesh, "fsdp")
     elif recipe == "llama":
@@ -135,7 +171,7 @@ def ours(recipe: str, num_steps: int, folder: Path) -> None:
         spmd.shard_module(model, {".*": ()}, mesh)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = (t.to("xla") for t in batch_of(recipe, step))
+        x, y = (t.to("xla") for t in batch_of(recipe, step, sizes))
         spec = () if recipe == "llama" else (axis,)
         return spmd.mark_sharding(x, mesh, spec), spmd.mark_sharding(y, mesh, spec)
 
@@ -145,15 +181,14 @@ def ours(recipe: str, num_steps: int, folder: Path) -> None:
     (folder / "0.json").write_text(json.dumps(figures))
 
 
-def theirs(recipe: str, num_steps: int, folder: Path, rank: int) -> None:
-    """Trains one of two processes over gloo."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // NUM_DEVICES))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=NUM_DEVICES
-    )
-    model = model_of(recipe)
+def theirs(recipe: str, num_steps: int, folder: Path, rank: int, sizes: Sizes) -> None:
+    """Trains one of the processes over gloo."""
+    num = sizes.devices
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num)
+    model = model_of(recipe, sizes)
     if recipe == "gpt2":
-        mesh = dist.init_device_mesh("cpu", (NUM_DEVICES,))
+        mesh = dist.init_device_mesh("cpu", (num,))
         for block in model.transformer.h:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -161,14 +196,14 @@ def theirs(recipe: str, num_steps: int, folder: Path, rank: int) -> None:
         plan = llama_shardings.plan(
             sequence_parallel=True, loss_parallel=False, splits_kv_heads=True
         )
-        parallelize_module(model, dist.init_device_mesh("cpu", (NUM_DEVICES,)), plan)
+        parallelize_module(model, dist.init_device_mesh("cpu", (num,)), plan)
     else:
         model = DistributedDataParallel(model)
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         if recipe == "llama":  # each process has its part of every sequence
-            return batch_of(recipe, step)
-        x, y = (t.chunk(NUM_DEVICES)[rank] for t in batch_of(recipe, step))
+            return batch_of(recipe, step, sizes)
+        x, y = (t.chunk(num)[rank] for t in batch_of(recipe, step, sizes))
         return x, y
 
     optimizer = optimizer_of(recipe, model)
@@ -177,16 +212,16 @@ def theirs(recipe: str, num_steps: int, folder: Path, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def measured(recipe: str, side: str, num_steps: int) -> dict[str, Any]:
+def measured(recipe: str, side: str, num_steps: int, sizes: Sizes) -> dict[str, Any]:
     """The figures of one side: mean losses, CPU seconds of all processes, wall seconds.
 
     Raises:
         RuntimeError: a process failed; its output is on the console.
     """
-    num = 1 if side == "ours" else NUM_DEVICES
+    num = 1 if side == "ours" else sizes.devices
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.peers", "--recipe", recipe, "--side", side]
-        command += ["--steps", str(num_steps), "--folder", folder]
+        command += ["--steps", str(num_steps), "--folder", folder, *sizes.options()]
         children = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(num)]
         codes = [child.wait() for child in children]
         if any(codes):
@@ -200,6 +235,8 @@ def measured(recipe: str, side: str, num_steps: int) -> dict[str, Any]:
         "losses": losses,
         "cpu_s": sum(figures["cpu_s"] for figures in found),
         "wall_s": max(figures["wall_s"] for figures in found),
+        "step_s": [max(each) for each in zip(*(figures["step_s"] for figures in found))],
+        "tokens": sizes.batch * sizes.seq,
     }
 
 
@@ -211,7 +248,7 @@ def compared(num_steps: int, rounds: int, recipes: Sequence[str]) -> list[dict[s
         for number in range(rounds):
             for side, found in sides.items():
                 print(f"{recipe}, {side}, round {number + 1} of {rounds}", flush=True)
-                found.append(measured(recipe, side, num_steps))
+                found.append(measured(recipe, side, num_steps, Sizes()))
         best = {side: min(found, key=lambda f: f["cpu_s"]) for side, found in sides.items()}
         pairs = zip(best["theirs"]["losses"], best["ours"]["losses"])
         difference = max(abs(a - b) / abs(a) for a, b in pairs)
@@ -261,15 +298,27 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: 3)")
     parser.add_argument("--recipe", choices=RECIPES, help="one recipe alone")
-    parser.add_argument("--side", choices=("ours", "theirs"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=("ours", "theirs"), help="one side alone, of --recipe")
+    parser.add_argument("--results", type=Path, help="with --side: file for its figures as JSON")
+    sizes = parser.add_argument_group("sizes, with --side")
+    sizes.add_argument("--preset", default=Sizes.preset, help="of the recipe (default: tiny)")
+    for name, text in SIZES_HELP.items():
+        default = getattr(Sizes, name)
+        sizes.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.side == "ours":
-        ours(args.recipe, args.steps, args.folder)
-        return 0
-    if args.side == "theirs":
-        theirs(args.recipe, args.steps, args.folder, args.rank)
+    if args.side:
+        chosen = Sizes(args.preset, args.vocab, args.seq, args.batch, args.devices)
+        if not args.recipe or not (args.folder or args.results):
+            parser.error("--side needs --recipe and --results")
+        if args.results:
+            figures = measured(args.recipe, args.side, args.steps, chosen)
+            args.results.write_text(json.dumps(figures, indent=1) + "\n")
+        elif args.side == "ours":
+            ours(args.recipe, args.steps, args.folder, chosen)
+        else:
+            theirs(args.recipe, args.steps, args.folder, args.rank, chosen)
         return 0
     recipes = [args.recipe] if args.recipe else list(RECIPES)
     results = compared(args.steps, args.rounds, recipes)

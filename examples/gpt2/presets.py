@@ -43,8 +43,8 @@ class ModelPreset:
         return tables + self.num_layers * (12 * d * d + 13 * d) + 2 * d
 
 
-# The published sizes keep heads of width 64; from 0.5B up a head has width 128, which fills the
-# matrix unit of a TPU or GPU.
+# The published sizes (124M, 350M, 1.5B) keep heads of width 64; the others from 0.5B up have heads
+# of width 128, which fill the matrix unit of a TPU or GPU.
 PRESETS = {
     preset.name: preset
     for preset in (
@@ -56,6 +56,7 @@ PRESETS = {
         ModelPreset("350M", 24, 1024, 16, 50257, 1024, 1024, 8, 3e-4),
         ModelPreset("0.5B", 24, 1280, 10, 50257, 1024, 1024, 8, 2.5e-4),
         ModelPreset("1B", 24, 1792, 14, 50257, 1024, 1024, 8, 2e-4),
+        ModelPreset("1.5B", 48, 1600, 25, 50257, 1024, 1024, 8, 1.8e-4),
         ModelPreset("2B", 24, 2560, 20, 50257, 1024, 1024, 8, 1.6e-4),
         ModelPreset("4B", 34, 3072, 24, 50257, 1024, 1024, 8, 1.2e-4),
     )

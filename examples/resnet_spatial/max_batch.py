@@ -8,6 +8,7 @@ prediction confirms it. Each compilation has a process of its own.
 import argparse
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,11 +47,13 @@ class Search:
         memory_gib: of a device.
         meshes: by text; empty: one device.
         folder: for max_batch.json, .md and .png.
+        topology: of TPUs to compile for; empty: emulated CPU devices.
     """
 
     memory_gib: float
     meshes: tuple[str, ...]
     folder: Path
+    topology: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="meshes of --max-batch; an empty one is one device",
     )
     parser.add_argument(
+        "--max-batch-topology",
+        default="",
+        metavar="NAME",
+        help="compile for TPUs that are not there, such as v4-8, whose devices each mesh takes all",
+    )
+    parser.add_argument(
         "--max-batch-folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})"
     )
 
@@ -99,7 +108,12 @@ def search_from(values: argparse.Namespace) -> Search | None:
         raise KnobError(
             f"--memory-gib must be above 0; got {values.memory_gib}. Pass for instance 16."
         )
-    return Search(values.memory_gib, tuple(values.max_batch_meshes), Path(values.max_batch_folder))
+    return Search(
+        values.memory_gib,
+        tuple(values.max_batch_meshes),
+        Path(values.max_batch_folder),
+        values.max_batch_topology,
+    )
 
 
 def run(search: Search, config: TrainConfig) -> list[Found]:
@@ -121,7 +135,8 @@ def run(search: Search, config: TrainConfig) -> list[Found]:
         share = sizes.get("data", 1)
 
         def peak(batch: int, mesh: str = mesh) -> int:
-            return _in_process(dataclasses.replace(config, mesh=mesh, batch=batch))
+            of = dataclasses.replace(config, mesh=mesh, batch=batch)
+            return _in_process(of, search.topology)
 
         batch, points = largest(peak, limit, multiple=share, first=8 * share)
         found.append(Found(mesh, batch, share, sorted(points.items())))
@@ -198,14 +213,34 @@ def _next_guess(
 # --- One compilation ------------------------------------------------------------------------------
 
 
+DOES_NOT_FIT = 2**62  # for a step whose compiler gives up
+
+
 def compiled_peak(config: TrainConfig) -> int:
-    """Bytes of a device's peak in a train step that is compiled and not run."""
+    """Bytes of a device's peak in a train step, compiled for emulated devices and not run."""
     spmd.config.cache_dir = None
-    sizes = _sizes(config.mesh)
-    num_devices = 1
-    for size in sizes.values():
-        num_devices *= size
-    spmd.simulate(num_devices)
+    spmd.simulate(math.prod(_sizes(config.mesh).values()))
+    _record_step(config)
+    spmd.debugging.hlo()  # compiles what is pending, as a sync would
+    return spmd.metrics.programs()[-1].peak_bytes
+
+
+def planned_peak(config: TrainConfig, topology: str) -> int:
+    """The same, of a device of TPUs that are not there; `DOES_NOT_FIT` if their compiler gives up.
+
+    It recomputes when memory is short: near the limit, the peak says little but that it fits.
+    """
+
+    def step() -> None:
+        _record_step(config)
+        spmd.sync()
+
+    made = spmd.plan(step, topology=topology)
+    return made.peak_bytes or DOES_NOT_FIT
+
+
+def _record_step(config: TrainConfig) -> None:
+    """Records a train step of a new model, whose optimizer has its state."""
     spmd.use_spmd()
     mesh = parsed_mesh(config)
     model = build_model(config.model, num_classes=num_classes(config)).to("xla")
@@ -227,13 +262,11 @@ def compiled_peak(config: TrainConfig) -> int:
     optimizer.step()
     optimizer.zero_grad()
     del logits
-    spmd.debugging.hlo()  # compiles what is pending, as a sync would
-    return spmd.metrics.programs()[-1].peak_bytes
 
 
-def _in_process(config: TrainConfig) -> int:
+def _in_process(config: TrainConfig, topology: str) -> int:
     values = json.dumps(dataclasses.asdict(config))
-    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values]
+    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values, topology]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(
@@ -270,8 +303,8 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
         table.add_row(*row)
     Console(width=120).print(table)
     search.folder.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {"memory_gib": search.memory_gib, "config": dataclasses.asdict(config)}
-    data["found"] = [dataclasses.asdict(f) for f in found]
+    data: dict[str, Any] = {"memory_gib": search.memory_gib, "topology": search.topology}
+    data |= {"config": dataclasses.asdict(config), "found": [dataclasses.asdict(f) for f in found]}
     (search.folder / "max_batch.json").write_text(json.dumps(data, indent=1) + "\n")
     lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -284,4 +317,5 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
 
 
 if __name__ == "__main__":
-    print(compiled_peak(TrainConfig(**json.loads(sys.argv[1]))))
+    chosen = TrainConfig(**json.loads(sys.argv[1]))
+    print(planned_peak(chosen, sys.argv[2]) if sys.argv[2] else compiled_peak(chosen))

@@ -22,6 +22,7 @@ def test_counted_parameters_are_those_of_the_model(preset: ModelPreset, multiple
 def test_published_sizes() -> None:
     assert PRESETS["124M"].num_params() == 124_439_808
     assert PRESETS["350M"].num_params() == 354_823_168
+    assert PRESETS["1.5B"].num_params() == 1_557_611_200
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)

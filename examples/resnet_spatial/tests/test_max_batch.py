@@ -45,12 +45,14 @@ print(compiled_peak(TrainConfig(batch=%d, mesh="%s")))
 def test_the_files_of_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def peak(config: TrainConfig) -> int:
+    def peak(config: TrainConfig, topology: str) -> int:
+        assert topology == "v4-8"
         parts = 4 if config.mesh else 1
         return int((0.1 + config.batch / parts / 100) * max_batch.GIB)
 
     monkeypatch.setattr(max_batch, "_in_process", peak)
     options = ["--memory-gib", "4", "--max-batch-folder", str(tmp_path)]
+    options += ["--max-batch-topology", "v4-8"]
     assert main(["--max-batch", "--model", "small", *options]) == 0
     found = json.loads((tmp_path / "max_batch.json").read_text())["found"]
     batches = [each["batch"] for each in found]
@@ -79,4 +81,4 @@ def test_what_a_search_refuses(
 def test_a_batch_that_does_not_compile() -> None:
     config = TrainConfig(model="smoke", batch=2, mesh="data=4", image_size=32)
     with pytest.raises(max_batch.CompileError, match="for 2 images on data=4"):
-        max_batch._in_process(config)
+        max_batch._in_process(config, "")

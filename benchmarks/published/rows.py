@@ -1,0 +1,319 @@
+"""What is measured and what was: rows, their samples, and `results.json`, which a run resumes from.
+
+`results.json` is one object. It is written anew after each run of a command, so that an
+interruption loses nothing:
+
+    version      int: 1; a folder of another version is refused
+    rows         list of objects, one for each point of a figure:
+      figure     str: "gpt2", "hbm", "resnet", "llama" or "overheads"
+      name       str: unique within the figure
+      command    list of str: what ran, after `python`; {run} is the folder of one run's files
+      settings   object: the point's coordinates, such as preset, mesh and devices
+      rounds     int: how often the command is run
+      commit     str: of the sources; with a hash of uncommitted changes behind a +
+      versions   object: of Python, torch, jax, jaxlib and transformers
+      hardware   object: cpu, cores, memory_bytes, accelerator (null without one)
+      status     str: "done", "failed" or "unfinished"
+      reason     str: why it failed; else empty
+      runs       list of objects: started (ISO 8601), seconds, and samples by quantity
+      quantities object: by name, unit, median, spread, and samples of all runs
+
+The spread is the largest distance of a sample from the median. A quantity that the compiler
+computes, such as a program's peak memory, has one value and a spread of 0.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from benchmarks.report import environment
+
+VERSION = 1
+FILE = "results.json"
+ROOT = Path(__file__).parents[2]
+# What decides the figures: a change of documents makes no row anew.
+SOURCES = ("packages", "examples", "benchmarks", "constraints.txt")
+
+# By the quantity's name, whose last word is the unit: step_s, peak_bytes, tokens_per_s.
+Samples: TypeAlias = dict[str, list[float]]
+
+
+class VersionError(ValueError):
+    """A folder has results of another version, or none that can be read."""
+
+
+class Scale(Enum):
+    """How much is measured."""
+
+    QUICK = "quick"
+    FULL = "full"
+
+
+class Device(Enum):
+    """What computes: emulated CPU devices, or the GPUs of this machine."""
+
+    EMULATED = "emulated"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose.
+
+    Attributes:
+        scale: how much is measured.
+        device: what computes.
+        num_devices: GPUs of this machine, with `Device.CUDA`.
+        topology: of TPUs to compile for, such as "v4-16"; empty: none.
+    """
+
+    scale: Scale = Scale.QUICK
+    device: Device = Device.EMULATED
+    num_devices: int = 0
+    topology: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One point of a figure, before it is measured.
+
+    Attributes:
+        figure, name: its place.
+        command: arguments of Python. {run} stands for the folder of one run's files, {logs} for
+            that of its TensorBoard logs.
+        read: the samples of one run, from its folder and the seconds that the command took.
+        settings: the point's coordinates.
+        rounds: how often the command runs, in turns with the figure's other rows.
+        exit_codes: those of a run that has a result; benchmarks end with 1 where a target is
+            missed.
+        env: further environment variables.
+    """
+
+    figure: str
+    name: str
+    command: Sequence[str]
+    read: Callable[[Path, float], Samples]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rounds: int = 1
+    exit_codes: tuple[int, ...] = (0,)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def slug(self) -> str:
+        """The name as part of a path."""
+        letters = (c if c.isalnum() or c in ".=" else "-" for c in self.name)
+        return "-".join(part for part in "".join(letters).split("-") if part)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row was measured; one that was measured elsewhere is measured again."""
+
+    commit: str
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Median and spread of a row's samples of one quantity."""
+
+    samples: Sequence[float]
+
+    @property
+    def median(self) -> float:
+        """The middle sample."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """The largest distance of a sample from the median."""
+        return max(abs(sample - self.median) for sample in self.samples)
+
+
+@dataclass
+class Measured:
+    """A row with what its runs gave; the fields are those of `results.json`."""
+
+    figure: str
+    name: str
+    command: list[str]
+    settings: dict[str, Any]
+    rounds: int
+    commit: str
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    reason: str = ""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def status(self) -> str:
+        """One of done, failed and unfinished."""
+        if self.reason:
+            return "failed"
+        return "done" if len(self.runs) >= self.rounds else "unfinished"
+
+    def quantities(self) -> dict[str, Quantity]:
+        """What was measured, over all runs."""
+        names = dict.fromkeys(name for run in self.runs for name in run["samples"])
+        return {
+            name: Quantity([s for run in self.runs for s in run["samples"].get(name, ())])
+            for name in names
+        }
+
+    def __getitem__(self, name: str) -> Quantity:
+        return self.quantities()[name]
+
+    def median(self, name: str) -> float | None:
+        """The median of a quantity; None where no run had it."""
+        found = self.quantities().get(name)
+        return None if found is None else found.median
+
+
+class Store:
+    """The rows of an output folder, in `results.json`.
+
+    Args:
+        folder: made if it is missing.
+        place: where rows are measured now.
+
+    Raises:
+        VersionError: the folder's results have another version or cannot be read.
+    """
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.folder, self._place = folder, place
+        self._rows = {(row.figure, row.name): row for row in read(folder)}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def of(self, row: Row) -> Measured:
+        """What is known of the row: of the same command, commit, versions and hardware.
+
+        A row that failed begins anew.
+        """
+        new = Measured(
+            row.figure,
+            row.name,
+            list(row.command),
+            dict(row.settings),
+            row.rounds,
+            self._place.commit,
+            dict(self._place.versions),
+            dict(self._place.hardware),
+        )
+        known = self._rows.get((row.figure, row.name))
+        same = known and not known.reason and dataclasses.replace(known, runs=[]) == new
+        return known if known and same else new
+
+    def known(self, row: Row) -> Measured | None:
+        """What was measured of the row with the same command, here or elsewhere; None: nothing."""
+        found = self._rows.get((row.figure, row.name))
+        return found if found and found.command == list(row.command) else None
+
+    def keep(self, row: Measured) -> None:
+        """Writes the row, in place of what was known of it."""
+        self._rows[row.figure, row.name] = row
+        found = {"version": VERSION, "rows": [_object(row) for row in self._rows.values()]}
+        # By a rename, so that an interruption leaves the old file or the new one.
+        new = self.folder / f"{FILE}.new"
+        new.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(new, self.folder / FILE)
+
+
+def read(folder: Path) -> list[Measured]:
+    """The rows of a folder; none if it has no `results.json`.
+
+    Raises:
+        VersionError: they have another version or cannot be read.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text())
+        version, rows = found["version"], found["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise VersionError(
+            f"an output folder's {FILE} must be one that this command wrote; got {path}, which "
+            f"cannot be read ({error!r}). Move it away, or pass another --out."
+        ) from error
+    if version != VERSION:
+        raise VersionError(
+            f"an output folder must have results of version {VERSION}; got version {version} in "
+            f"{path}. Pass another --out."
+        )
+    names = {f.name for f in dataclasses.fields(Measured)}
+    return [Measured(**{k: v for k, v in row.items() if k in names}) for row in rows]
+
+
+def _object(row: Measured) -> dict[str, Any]:
+    quantities = {
+        name: {
+            "unit": unit(name),
+            "median": quantity.median,
+            "spread": quantity.spread,
+            "samples": list(quantity.samples),
+        }
+        for name, quantity in row.quantities().items()
+    }
+    return dataclasses.asdict(row) | {"status": row.status, "quantities": quantities}
+
+
+def unit(name: str) -> str:
+    """The unit of a quantity, from its name.
+
+    Example:
+        >>> unit("step_s"), unit("tokens_per_s"), unit("peak_bytes"), unit("images")
+        ('s', 'tokens/s', 'bytes', 'images')
+    """
+    head, _, rate = name.partition("_per_")
+    last = head.rpartition("_")[2]
+    return f"{last}/{rate}" if rate else last
+
+
+# --- Where a row is measured ----------------------------------------------------------------------
+
+
+def place(accelerator: str | None = None) -> Place:
+    """This machine, these versions and these sources."""
+    found = environment()
+    names = ("python", "torch", "jax", "jaxlib", "transformers")
+    hardware = {
+        "cpu": _cpu(),
+        "cores": found["cores"],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "accelerator": accelerator,
+    }
+    return Place(_commit(), {name: found[name] for name in names}, hardware)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The last commit of what is measured; with a hash of what is not committed behind a +."""
+
+    def git(*arguments: str) -> bytes:
+        command = ["git", *arguments, "--", *SOURCES]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+
+    try:
+        commit = git("log", "-1", "--format=%h", "--abbrev=12").decode().strip()
+        new = git("ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
+        changes = git("diff", "HEAD") + b"".join((ROOT / f).read_bytes() for f in new if f)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # the sources were not cloned
+    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit

@@ -1,0 +1,91 @@
+"""Running rows: samples, failures, turns and Ctrl-C, with commands that take milliseconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import runner
+from benchmarks.published.rows import Place, Row, Samples, Store
+
+HERE = Place("abc", {}, {})
+WRITE = "import sys; open(sys.argv[1] + '/n', 'w').write(sys.argv[2])"
+
+
+def number(folder: Path, seconds: float) -> Samples:
+    return {"n": [float((folder / "n").read_text())]}
+
+
+def row(name: str, code: str, *arguments: str, rounds: int = 1, **more: object) -> Row:
+    command = ("-c", code, *arguments)
+    return Row("gpt2", name, command, number, rounds=rounds, **more)  # type: ignore[arg-type]
+
+
+def test_rows_take_turns_and_finished_ones_are_not_run_again(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    code = f"open({str(order)!r}, 'a').write(sys.argv[2] + ' ')"
+    rows = [row(n, f"{WRITE}; {code}", "{run}", n, rounds=2) for n in ("1", "2")]
+    store = Store(tmp_path / "out", HERE)
+    runner.run(rows[:1], store)
+    runner.run(rows, store)
+    assert order.read_text() == "1 1 2 2 "
+    order.write_text("")
+    runner.run(rows, Store(tmp_path / "other", HERE))
+    assert order.read_text() == "1 2 1 2 "
+    assert store.of(rows[1])["n"].samples == [2.0, 2.0]
+    assert (tmp_path / "out/runs/gpt2/2/round-2/output.txt").exists()
+
+
+def test_a_failed_row_has_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
+    rows = [
+        row("raises", "raise SystemExit('no such mesh')", rounds=3),
+        row("writes nothing", "pass"),
+        row("good", WRITE, "{run}", "5"),
+        row("misses a target", f"{WRITE}; sys.exit(1)", "{run}", "6", exit_codes=(0, 1)),
+    ]
+    store = Store(tmp_path, HERE)
+    runner.run(rows, store)
+    found = {r["name"]: r for r in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    assert [found[r.name]["status"] for r in rows] == ["failed", "failed", "done", "done"]
+    assert found["raises"]["reason"].startswith("exit code 1 of -c raise")
+    assert found["raises"]["reason"].endswith("no such mesh")
+    assert "No such file" in found["writes nothing"]["reason"]
+
+
+def test_ctrl_c_ends_the_command_and_keeps_the_rest(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from benchmarks.published import runner
+from benchmarks.published.rows import Place, Row, Store
+read = lambda folder, seconds: {{"n": [1.0]}}
+rows = [
+    Row("gpt2", "short", ("-c", "pass"), read),
+    Row("gpt2", "long", ("-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"),
+        read),
+]
+try:
+    runner.run(rows, Store(Path({str(tmp_path)!r}), Place("abc", {{}}, {{}})))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
+    output = tmp_path / "runs/gpt2/long/round-1/output.txt"
+    for _ in range(600):
+        if output.exists() and output.read_text().endswith("\n"):
+            break
+        time.sleep(0.05)
+    child = int(output.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert process.stderr is not None
+    process.stderr.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    (kept,) = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert (kept["name"], kept["status"]) == ("short", "done")
