@@ -5,11 +5,14 @@ import importlib.util
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.published import report, runner
 from benchmarks.published.figures import Figure
@@ -51,7 +54,8 @@ def main(figures: Sequence[Figure], doc: str | None, argv: Sequence[str] | None 
     print(f"{len(rows)} rows, into {store.folder}", flush=True)
     interrupted = False
     try:
-        runner.run(rows, store)
+        with _interrupted_by(signal.SIGTERM, signal.SIGHUP):
+            runner.run(rows, store)
     except KeyboardInterrupt:
         interrupted = True
     found = _report(figures, settings, store, is_alone=len(figures) == 1)
@@ -69,6 +73,21 @@ def main(figures: Sequence[Figure], doc: str | None, argv: Sequence[str] | None 
 def alone(figure: Figure, doc: str | None) -> int:
     """The command line of one figure's file: prints its table, and writes rows and plots."""
     return main([figure], doc)
+
+
+@contextmanager
+def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Inside, the signals do what Ctrl-C does: no command goes on without its parent."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _report(

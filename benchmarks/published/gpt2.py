@@ -42,8 +42,8 @@ def sizes(settings: Settings) -> Sizes:
         presets = ("124M", "350M") if quick else ("124M", "350M", "1B", "1.5B")
         return Sizes(presets, 16 * settings.num_devices, 1024, 20, 2, settings.num_devices)
     if quick:
-        return Sizes(("smoke", "tiny", "small"), 8, 64, 8, 2, 4)
-    return Sizes(("tiny", "small", "124M"), 8, 256, 12, 3, 4)
+        return Sizes(("smoke", "tiny", "small"), 8, 64, 12, 1, 4)
+    return Sizes(("tiny", "small", "124M"), 8, 256, 16, 3, 4)
 
 
 def variants(num_devices: int) -> dict[str, str]:

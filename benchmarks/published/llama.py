@@ -40,7 +40,7 @@ def rows(settings: Settings) -> list[Row]:
     base += " --log-dir {logs} --results {run}/report.json"
     if on_cpu:
         base += f" --preset tiny --batch 8 --warmup 2 --max-mb 1 --seq {128 if quick else 256}"
-        base += f" --steps {8 if quick else 16}"
+        base += f" --steps {12 if quick else 16}"
     else:
         base += f" --preset {'125M' if quick else '1B'} --dtype bf16 --steps 20"
     found = []
@@ -48,7 +48,7 @@ def rows(settings: Settings) -> list[Row]:
         n = 1 if name == ONE else num_devices
         words = f"{base} {options}" + (f" --devices {n}" if on_cpu else "")
         point = {"devices": n, "plan": name}
-        found.append(Row(NAME, name, words.split(), recipes.trained, point, 2 if quick else 3))
+        found.append(Row(NAME, name, words.split(), recipes.trained, point, 1 if quick else 3))
     return found
 
 
