@@ -52,9 +52,17 @@ def test_quick_rows_are_few() -> None:
 
 def measured(row: Row, samples: Mapping[str, Sequence[float]]) -> Measured:
     runs = [{"started": "", "seconds": 1.0, "samples": dict(samples)}] * row.rounds
-    place: Any = ("abc", {}, {"cores": 2})
-    words = list(row.command)
-    return Measured(row.figure, row.name, words, dict(row.settings), row.rounds, *place, "", runs)
+    return Measured(
+        row.figure,
+        row.name,
+        list(row.command),
+        dict(row.settings),
+        row.rounds,
+        commit="abc",
+        versions={"torch": "2.13.0"},
+        hardware={"cores": 2},
+        runs=runs,
+    )
 
 
 TRAINED = {

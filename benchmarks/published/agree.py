@@ -1,0 +1,97 @@
+"""Do two runs of the published plots agree, within the spread that each of them states?
+
+Compares the rows that both folders have, by quantity. Two medians agree if they differ by at most
+the larger of their two spreads; what a compiler computes has no spread, and must be equal. Prints
+what does not agree, and exits with 1 if there is any.
+
+Run: python -m benchmarks.published.agree results/first results/second
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.published.rows import Measured, Quantity, VersionError, read
+from benchmarks.report import Table
+
+EXIT_DIFFERENT, EXIT_USAGE = 1, 2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One quantity of a row, as two runs measured it."""
+
+    figure: str
+    row: str
+    name: str
+    first: Quantity
+    second: Quantity
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the medians differ by at most the larger spread."""
+        spread = max(self.first.spread, self.second.spread)
+        return abs(self.first.median - self.second.median) <= spread
+
+
+def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
+    """The quantities of the rows that both runs finished with the same command."""
+    other = {(row.figure, row.name): row for row in second if row.status == "done"}
+    found = []
+    for row in first:
+        same = other.get((row.figure, row.name))
+        if row.status != "done" or same is None or _shape(same) != _shape(row):
+            continue
+        quantities = same.quantities()
+        found += [
+            Pair(row.figure, row.name, name, quantity, quantities[name])
+            for name, quantity in row.quantities().items()
+            if name in quantities
+        ]
+    return found
+
+
+def _shape(row: Measured) -> tuple[list[str], int]:
+    return row.command, row.rounds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published.agree",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("first", type=Path, help="a folder with results.json")
+    parser.add_argument("second", type=Path, help="another one")
+    options = parser.parse_args(argv)
+    try:
+        found = pairs(read(options.first), read(options.second))
+    except VersionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if not found:
+        print(
+            "error: two runs are compared by the rows that both have; got none in common of "
+            f"{options.first} and {options.second}. Run the same command into both.",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    different = [pair for pair in found if not pair.agrees]
+    rows = [
+        (
+            f"{pair.figure}, {pair.row}: {pair.name}",
+            f"{pair.first.median:.4g} ± {pair.first.spread:.2g}",
+            f"{pair.second.median:.4g} ± {pair.second.spread:.2g}",
+        )
+        for pair in different
+    ]
+    if rows:
+        Table("What does not agree", ("quantity", "first", "second"), rows).show()
+    print(f"{len(found) - len(different)} of {len(found)} quantities agree within their spread")
+    return EXIT_DIFFERENT if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

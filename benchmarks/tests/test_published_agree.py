@@ -1,0 +1,55 @@
+"""Whether two runs agree: medians within the larger spread, and the rows that can be compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import agree
+from benchmarks.published.rows import Place, Row, Store
+
+HERE = Place("abc", {}, {})
+
+
+def run(folder: Path, *, step_s: Sequence[float], peak: float, command: str = "-m x") -> Path:
+    store = Store(folder, HERE)
+    measured = store.of(Row("gpt2", "tiny", command.split(), lambda folder, seconds: {}))
+    samples = {"step_s": list(step_s), "peak_bytes": [peak]}
+    measured.runs.append({"started": "", "seconds": 1.0, "samples": samples})
+    store.keep(measured)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step_s", "peak", "different"),
+    [
+        ([1.0, 1.1, 1.2], 7.0, []),
+        ([1.2, 1.2, 1.2], 7.0, []),  # within the spread of the first
+        ([1.3, 1.3, 1.3], 7.0, ["step_s"]),
+        ([1.3, 1.3, 1.6], 7.0, []),  # within its own
+        ([1.0, 1.1, 1.2], 8.0, ["peak_bytes"]),  # the compiler's figures have no spread
+    ],
+)
+def test_two_runs(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    step_s: Sequence[float],
+    peak: float,
+    different: list[str],
+) -> None:
+    first = run(tmp_path / "a", step_s=[1.0, 1.1, 1.2], peak=7.0)
+    second = run(tmp_path / "b", step_s=step_s, peak=peak)
+    assert agree.main([str(first), str(second)]) == bool(different)
+    text = capsys.readouterr().out
+    assert f"{2 - len(different)} of 2 quantities agree" in text
+    assert all(f"gpt2, tiny: {name}" in text for name in different)
+
+
+def test_runs_without_a_common_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run(tmp_path / "a", step_s=[1.0], peak=7.0)
+    second = run(tmp_path / "b", step_s=[1.0], peak=7.0, command="-m y")
+    assert agree.main([str(first), str(second)]) == 2
+    assert "by the rows that both have; got none in common of" in capsys.readouterr().err
+    (second / "results.json").write_text("{")
+    assert agree.main([str(first), str(second)]) == 2
+    assert "must be one that this command wrote" in capsys.readouterr().err
