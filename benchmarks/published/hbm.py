@@ -131,12 +131,11 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
         )
         for row in measured.values()
     ]
-    columns = ("preset", "", "peak of a device", "state alone", "ratio")
     where = settings.topology or "emulated CPU devices"
     return Section(
         "GPT-2: peak memory",
         f"The peak of one device in a train step, by compilation for {where}; nothing runs.",
-        (*columns, "sent by a device in a step"),
+        ("preset", "", "peak of a device", "state alone", "ratio"),
         lines,
         [
             "One sequence on each shard of the batch; each block is computed again in backward. "

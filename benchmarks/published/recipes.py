@@ -70,7 +70,6 @@ def planned(folder: Path, seconds: float) -> Samples:
         "fits": [1.0],
         "peak_bytes": [step["peak_bytes"]],
         "state_bytes": [step["state_bytes"]],
-        "sent_bytes": [sum(c["moved_bytes"] for c in step["collectives"])],
         "compile_s": [step["compile_s"]],
     }
     return found | {f"{part.replace(' ', '_')}_bytes": [n] for part, n in step["parts"].items()}

@@ -77,7 +77,7 @@ TRAINED = {
     "last_loss": [6.5],
 }
 OF_FIGURE = {
-    "hbm": {"fits": [1.0], "peak_bytes": [3e10], "sent_bytes": [1e9]},
+    "hbm": {"fits": [1.0], "peak_bytes": [3e10]},
     "resnet": {
         "images": [512.0],
         "images_per_device": [128.0],
@@ -181,13 +181,12 @@ def test_a_plans_file(tmp_path: Path) -> None:
             "state_bytes": 60,
             "compile_s": 2.0,
             "parts": {"optimizer state": 40},
-            "collectives": [{"moved_bytes": 5}],
         },
     }
     path = tmp_path / recipes.PLAN
     path.write_text(json.dumps(plan))
     found = recipes.planned(tmp_path, 1.0)
-    assert (found["fits"], found["peak_bytes"], found["sent_bytes"]) == ([1.0], [100], [5])
+    assert (found["fits"], found["peak_bytes"], found["state_bytes"]) == ([1.0], [100], [60])
     assert found["optimizer_state_bytes"] == [40]
     path.write_text(json.dumps(plan | {"refusal": "Used 64.50G of 30.75G hbm."}))
     assert recipes.planned(tmp_path, 1.0) == {"fits": [0.0], "needed_bytes": [64.5 * 2**30]}
