@@ -124,10 +124,7 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
             row.settings["sharding"],
             _peak(row),
             plots.bytes_text(least_bytes(row)),
-            f"{row['peak_bytes'].median / least_bytes(row):.2f}"
-            if row.median("peak_bytes")
-            else "-",
-            plots.bytes_text(row["sent_bytes"].median) if row.median("sent_bytes") else "-",
+            f"{row['peak_bytes'].median / least_bytes(row):.2f}" if _fits(row) else "-",
         )
         for row in measured.values()
     ]
