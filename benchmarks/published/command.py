@@ -77,12 +77,16 @@ def alone(figure: Figure, doc: str | None) -> int:
 
 @contextmanager
 def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
-    """Inside, the signals do what Ctrl-C does: no command goes on without its parent."""
+    """Inside, the signals do what Ctrl-C does: no command goes on without its parent.
+
+    A signal that is ignored stays so, as a hang-up does under nohup.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in signals}
+    heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

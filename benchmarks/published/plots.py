@@ -38,7 +38,7 @@ def save(draw: Callable[[Any], None], path: Path, *, size: tuple[float, float]) 
 
 
 def curves(axes: Any, series: Mapping[str, Sequence[Point]], *, scale: float = 1.0) -> None:
-    """Points joined by lines, one color for each series, with bars for the spread.
+    """Points joined by lines, one color for each series, with bars over all samples.
 
     Args:
         axes: of matplotlib.
@@ -52,7 +52,7 @@ def curves(axes: Any, series: Mapping[str, Sequence[Point]], *, scale: float = 1
         axes.errorbar(
             [x for x, _ in points],
             [q.median * scale for _, q in points],
-            yerr=[q.spread * scale for _, q in points],
+            yerr=_reach([q for _, q in points], scale),
             label=label,
             color=COLORS[i % len(COLORS)],
             marker=MARKERS[i % len(MARKERS)],
@@ -66,17 +66,23 @@ def published(axes: Any, x: float, y: float, label: str) -> None:
 
 
 def bars(axes: Any, values: Mapping[str, Quantity], *, scale: float = 1.0) -> None:
-    """One horizontal bar for each name, from the top down, with bars for the spread."""
+    """One horizontal bar for each name, from the top down, with bars over all samples."""
     names = list(values)
     axes.barh(
         names,
         [values[name].median * scale for name in names],
-        xerr=[values[name].spread * scale for name in names],
+        xerr=_reach(list(values.values()), scale),
         color=[COLORS[i % len(COLORS)] for i in range(len(names))],
         height=0.6,
         capsize=3,
     )
     axes.invert_yaxis()
+
+
+def _reach(quantities: Sequence[Quantity], scale: float) -> tuple[list[float], list[float]]:
+    """How far the samples reach below and above their median."""
+    below = [(q.median - min(q.samples)) * scale for q in quantities]
+    return below, [(max(q.samples) - q.median) * scale for q in quantities]
 
 
 def bytes_text(num_bytes: float) -> str:

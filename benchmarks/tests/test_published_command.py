@@ -104,8 +104,13 @@ def test_after_an_interruption_the_command_to_go_on(
     ],
 )
 def test_what_is_refused(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # no GPU, where there is one
     figures = [figure("gpt2", CODE), figure("hbm", CODE)]
     assert run(figures, "--out", str(tmp_path / "new"), *options) == 2
     error = capsys.readouterr().err
