@@ -1,6 +1,6 @@
 """How long does it take from the start of a process until its first loss is known?
 
-The smallest useful run: GPT-2 on emulated devices, one step, with an empty cache of compiled
+GPT-2 on emulated devices, one step, with an empty cache of compiled
 programs, and with a full one. The time counts everything: Python's imports, the text, the model,
 recording, lowering, compiling and the step.
 

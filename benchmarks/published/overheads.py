@@ -34,7 +34,7 @@ def rows(settings: Settings) -> list[Row]:
         (RECORDING, "op_overhead --repeats 20", recorded, {}, rounds),
         (DISPATCH, f"fixed_step {pairs}", dispatched, {}, 1),
         (LOADER, "loader", loaded, {}, 1),
-        (FIRST_STEP, "first_step", first_step, {}, 1),
+        (FIRST_STEP, f"first_step --preset {'smoke' if quick else 'tiny'}", first_step, {}, 1),
     ]
     for depth in depths:
         name, point = f"{depth} layers", {"layers": depth}
