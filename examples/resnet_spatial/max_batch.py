@@ -220,8 +220,7 @@ def compiled_peak(config: TrainConfig) -> int:
     """Bytes of a device's peak in a train step, compiled for emulated devices and not run."""
     spmd.config.cache_dir = None
     spmd.simulate(math.prod(_sizes(config.mesh).values()))
-    _record_step(config)
-    spmd.debugging.hlo()  # compiles what is pending, as a sync would
+    _record_step(config, end=spmd.debugging.hlo)  # compiles what is pending, as a sync would
     return spmd.metrics.programs()[-1].peak_bytes
 
 
@@ -230,17 +229,15 @@ def planned_peak(config: TrainConfig, topology: str) -> int:
 
     It recomputes when memory is short: near the limit, the peak says little but that it fits.
     """
-
-    def step() -> None:
-        _record_step(config)
-        spmd.sync()
-
-    made = spmd.plan(step, topology=topology)
+    made = spmd.plan(lambda: _record_step(config, end=spmd.sync), topology=topology)
     return made.peak_bytes or DOES_NOT_FIT
 
 
-def _record_step(config: TrainConfig) -> None:
-    """Records a train step of a new model, whose optimizer has its state."""
+def _record_step(config: TrainConfig, *, end: Callable[[], object]) -> None:
+    """Records a train step of a new model, whose optimizer has its state, and ends it.
+
+    What `end` does not compute is lost with the model.
+    """
     spmd.use_spmd()
     mesh = parsed_mesh(config)
     model = build_model(config.model, num_classes=num_classes(config)).to("xla")
@@ -262,6 +259,7 @@ def _record_step(config: TrainConfig) -> None:
     optimizer.step()
     optimizer.zero_grad()
     del logits
+    end()
 
 
 def _in_process(config: TrainConfig, topology: str) -> int:

@@ -42,6 +42,22 @@ print(compiled_peak(TrainConfig(batch=%d, mesh="%s")))
     assert figures(script % (231, "height=2,width=2")) <= figures(script % (64, ""))
 
 
+@pytest.mark.slow
+def test_a_planned_step_takes_what_a_compiled_one_takes() -> None:
+    script = """
+from examples.resnet_spatial.config import TrainConfig
+from examples.resnet_spatial.max_batch import compiled_peak, planned_peak
+def peaks(batch):
+    sizes = dict(batch=batch, image_size=32, classes=10)
+    config = TrainConfig(model="smoke", mesh="height=2", **sizes)
+    return [compiled_peak(config), planned_peak(config, "cpu-2")]
+print([peaks(16), peaks(64)])
+"""
+    (few, few_planned), (many, many_planned) = figures(script)
+    assert many > 3 * few  # the activations: the state is small
+    assert few <= few_planned <= 1.1 * few and many <= many_planned <= 1.1 * many
+
+
 def test_the_files_of_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
