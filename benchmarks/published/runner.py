@@ -38,9 +38,10 @@ def run(rows: Sequence[Row], store: Store) -> None:
                 bar.set_description(f"{row.figure}: {row.name}")
                 _run(row, measured, number, store)
                 store.keep(measured)
+                said = f"{measured.runs[-1]['seconds']:.0f} s" if measured.runs else ""
                 if measured.status == "failed":
-                    last = measured.reason.rpartition("\n")[2]
-                    tqdm.write(f"failed: {row.figure}, {row.name}: {last}")
+                    said = f"failed: {measured.reason.splitlines()[-1]}"
+                tqdm.write(f"{row.figure}, {row.name}: {said}")
             bar.update()
 
 
