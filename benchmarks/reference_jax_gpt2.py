@@ -16,7 +16,7 @@ The step is compiled ahead of time, for emulated CPU devices or for a TPU that i
 (libtpu's compiler), and never run. Its peak is what `examples/gpt2` is compared with
 (`benchmarks/hbm.py`).
 
-Run: python -m benchmarks.reference_jax_gpt2 --preset 2B --topology v4:2x2x1 --mesh fsdp=4
+Run: python -m benchmarks.reference_jax_gpt2 --preset 2B --topology v4-8 --mesh fsdp=4
      python -m benchmarks.reference_jax_gpt2 --preset smoke --mesh fsdp=4,tensor=2   (emulated CPUs)
 
 Legend: B sequences, T tokens, V vocabulary, D width, F 4·D, H heads, K head dim, N tokens of a
@@ -24,11 +24,13 @@ device's batch, S rows of a shard of the token table.
 """
 
 import functools
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -37,10 +39,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import jax_gpt2_step as small
-from benchmarks.compiled_memory import Memory, emulated_devices, topology_devices
 from examples.gpt2.presets import PRESETS, ModelPreset, padded_vocab
 from examples.training.command import exit_code
 from examples.training.knobs import KnobError, knob, parser_of
+from spmd_core.errors import PlanError
+from spmd_core.planner import topology
 
 FSDP, TENSOR = "fsdp", "tensor"
 BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, MAX_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
@@ -73,6 +76,42 @@ class Setup:
     def vocabulary(self) -> int:
         """Rows of the token table, padded as the recipe pads them."""
         return padded_vocab(self.model.vocab_size, 128)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device's memory, as XLA's `memory_analysis` gives them.
+
+    Attributes:
+        arguments: parameters, optimizer state and batch.
+        results: results that do not take over an argument's memory.
+        temporaries: gradients and activations, with the gaps that the layout leaves between them.
+        code: the program itself.
+    """
+
+    arguments: int
+    results: int
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """What the data needs: a device must have this much, and the code's in addition.
+
+        XLA's own `peak_memory_in_bytes` is less: it leaves out gaps between temporaries.
+        """
+        return self.arguments + self.results + self.temporaries
+
+    @classmethod
+    def of(cls, compiled: Any) -> "Memory":
+        """The memory of a program that jax compiled."""
+        found = compiled.memory_analysis()
+        return cls(
+            found.argument_size_in_bytes,
+            found.output_size_in_bytes - found.alias_size_in_bytes,
+            found.temp_size_in_bytes,
+            found.generated_code_size_in_bytes,
+        )
 
 
 class State(NamedTuple):
@@ -408,8 +447,9 @@ class Options:
     batch: int = knob(1, "sequences on each shard of the batch")
     remat: str = knob("full", "what backward computes again", choices=["full", "none"])
     dtype: str = knob("bf16", "of the products", choices=["bf16", "fp32"])
-    topology: str = knob("", "libtpu's name of a TPU topology, v4:2x2x1; empty: emulated CPUs")
+    topology: str = knob("", "v4-8, or as libtpu names it v4:2x2x1; empty: emulated CPUs")
     dump: str = knob("", "a folder for the text of the compiled program and its live ranges")
+    json: str = knob("", "a file for the figures; empty: none")
 
 
 def setup_of(options: Options) -> Setup:
@@ -453,17 +493,18 @@ def compiled_memory(options: Options) -> Memory:
     """Compiles the step, and returns what one device holds. Runs nothing.
 
     Raises:
-        KnobError: the options do not fit together, or the devices are not there.
+        KnobError: the options do not fit together.
+        PlanError: no such topology, or its compiler is not installed.
     """
     setup = setup_of(options)
     count = setup.fsdp * setup.tensor
-    devices = topology_devices(options.topology) if options.topology else emulated_devices(count)
-    if len(devices) < count:
+    found = topology.find(options.topology or f"cpu-{count}")
+    if len(found.devices) < count:
         raise KnobError(
-            f"--mesh must fit the topology; got {count} devices for the {len(devices)} of "
-            f"{options.topology}. Pass a larger topology."
+            f"--mesh must fit the topology; got {count} devices for the {len(found.devices)} of "
+            f"{found.name}. Pass a larger topology."
         )
-    step = step_for(setup, devices)
+    step = step_for(setup, found.devices)
     dumped = {"xla_dump_to": options.dump, "xla_dump_hlo_as_text": True} if options.dump else {}
     return Memory.of(step.jitted.lower(*step.arguments).compile(compiler_options=dumped))
 
@@ -484,12 +525,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"GPT-2 {options.preset} {options.mesh or 'on one device'}, batch {options.batch}, "
             f"remat {options.remat}, on {options.topology or 'emulated CPUs'}: "
             f"peak {memory.peak / 1e9:.3f} GB a device (arguments {memory.arguments / 1e9:.3f}, "
-            f"own results {memory.results / 1e9:.3f}, temporaries {memory.temporaries / 1e9:.3f}; "
-            f"live {memory.live / 1e9:.3f}), compiled in {time.perf_counter() - start:.0f} s"
+            f"own results {memory.results / 1e9:.3f}, temporaries {memory.temporaries / 1e9:.3f}), "
+            f"code {memory.code / 1e9:.3f} GB, compiled in {time.perf_counter() - start:.0f} s"
         )
+        if options.json:
+            Path(options.json).write_text(json.dumps(asdict(memory)))
         return False
 
-    return exit_code(command)
+    return exit_code(command, usage=(PlanError,))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks import reference_jax_gpt2 as reference
-from benchmarks.compiled_memory import Memory, topology_devices
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
-from examples.training.knobs import KnobError
 
 TINY = ModelPreset("tiny", 2, 32, 4, 256, 16, 16, 8, 1e-2)
 LR = 1e-2
@@ -132,7 +130,9 @@ def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mesh", "tensor=3"], "the axis tensor must divide the number of heads"),
         (["--mesh", "fsdp=3"], "the axis fsdp must divide the width"),
         (["--batch", "0"], "--batch must be at least 1; got 0"),
-        (["--mesh", "fsdp=64"], "the mesh needs 64 devices"),
+        (["--mesh", "fsdp=64"], "a process starts its emulated devices once"),
+        (["--mesh", "fsdp=2", "--topology", "cpu-1"], "--mesh must fit the topology; got 2"),
+        (["--topology", "v4-7"], "v4-8"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,10 +140,5 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
-def test_unknown_topology() -> None:
-    with pytest.raises(KnobError, match="takes a name that libtpu knows, such as v4:2x2x1"):
-        topology_devices("v4:nonsense")
-
-
-def test_peak_is_what_a_device_must_have() -> None:
-    assert Memory(arguments=8, results=1, temporaries=4, live=11).peak == 13
+def test_peak_is_what_the_data_needs() -> None:
+    assert reference.Memory(arguments=8, results=1, temporaries=4, code=2).peak == 13
