@@ -56,7 +56,8 @@ def jax_steps(
     zeros = {name: np.zeros(size, np.float32) for name, size in shapes.items()}
     values = {name: initial[name].reshape(size) for name, size in shapes.items()}
     x_BT, y_BT = batch()
-    arguments = (reference.State(values, zeros, zeros, np.int32(0)), x_BT, y_BT, np.float32(LR))
+    parts: Any = (values, zeros, zeros, np.int32(0))
+    arguments = (reference.State(*parts), x_BT, y_BT, np.float32(LR))
     state, *rest = jax.tree.map(
         lambda x, to: jax.device_put(x, to.sharding), arguments, step.arguments
     )
