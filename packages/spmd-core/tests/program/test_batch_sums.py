@@ -15,9 +15,10 @@ from spmd_core.program import compile_cache
 class Tied(nn.Module):
     """A table that is read twice, with a norm between; inputs are token ids (B, T)."""
 
-    def __init__(self, rows=16, width=8):
+    def __init__(self, rows=16, width=8, padding_idx=None):
         super().__init__()
-        self.table, self.norm = nn.Embedding(rows, width), nn.LayerNorm(width)
+        self.table = nn.Embedding(rows, width, padding_idx=padding_idx)
+        self.norm = nn.LayerNorm(width)
 
     def forward(self, ids):
         return F.linear(self.norm(self.table(ids)), self.table.weight)
@@ -42,6 +43,8 @@ MODELS = {
     "transposed": (lambda: Transposed(8, 16), lambda: torch.randn(16, 3, 8)),
     "convolution": (lambda: nn.Conv2d(8, 16, 3), lambda: torch.randn(16, 8, 5, 4)),
     "tied": (Tied, lambda: torch.randint(16, (16, 3))),
+    # More rows than are looked up.
+    "tied, many rows": (lambda: Tied(64, padding_idx=3), lambda: torch.randint(64, (16, 3))),
     "uneven": (lambda: nn.Linear(9, 15), lambda: torch.randn(16, 3, 9)),
 }
 INPUTS = {"linear of rows": lambda: torch.randint(9, (16, 8))}
@@ -54,7 +57,7 @@ def build(name):
 
 
 def loss(model, x):
-    x = x if isinstance(model, Tied) else x.float()
+    x = x if isinstance(model, (Tied, nn.Embedding)) else x.float()
     out = model(x)
     return (out.sin() * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.device)).sum()
 
@@ -118,6 +121,20 @@ def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
     if name in ("linear", "transposed"):
         assert reduced(text, "reduce-scatter") == [8 * 16 // num_devices] * ("fsdp" in str(spec))
         assert "all-to-all(" not in text
+
+
+@pytest.mark.parametrize("rows", [96, 90])
+def test_few_rows_that_are_looked_up_are_gathered(rows, num_devices):
+    """Instead of a part of the whole table on each device."""
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    torch.manual_seed(0)
+    model, x = nn.Embedding(rows, 8, padding_idx=2), torch.randint(rows, (16, 3))
+    x[0, 0] = 2
+    text = compare(model, x, mesh, ("fsdp",), lambda p: ("fsdp",))
+    if num_devices > 1:
+        assert not reduced(text, "reduce-scatter")
+        assert max(reduced(text, "all-gather")) <= x.numel() * 8
+        assert max(reduced(text, "all-reduce"), default=0) <= x.numel() * 8
 
 
 @pytest.mark.parametrize("length", [8, 6])

@@ -188,8 +188,15 @@ def _nll_loss(
     weights = _class_weights(weight, target, ignore_index, dtype)
     used = target != ignore_index
     ctx.check_index(target, x.shape[dim], skip=ignore_index)
-    picked = jnp.take_along_axis(x, jnp.expand_dims(jnp.where(used, target, 0), dim), axis=dim)
-    likelihood = lax.squeeze(picked, (dim,)).astype(dtype)
+    chosen = jnp.expand_dims(jnp.where(used, target, 0), dim)
+    if ctx.platform == "tpu":
+        # A gather would have all of `x` stored, in float32 after a softmax; a sum reads it as the
+        # softmax computes it.
+        is_chosen = lax.broadcasted_iota(target.dtype, x.shape, dim) == chosen
+        likelihood = jnp.sum(jnp.where(is_chosen, x, jnp.zeros((), x.dtype)), axis=dim)
+    else:
+        likelihood = lax.squeeze(jnp.take_along_axis(x, chosen, axis=dim), (dim,))
+    likelihood = likelihood.astype(dtype)
     # Not a product with a weight of 0: an ignored -inf must not become nan.
     losses = jnp.where(used, -likelihood * weights, jnp.zeros((), dtype))
     if reduction == _NONE and x.ndim > 1:

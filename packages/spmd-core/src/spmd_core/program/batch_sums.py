@@ -56,12 +56,14 @@ class _BatchReduction:
             it; empty where the operation's code asks for the whole dim.
         rows: inputs that have the dims of the result, but for the last one.
         once: an input that is added to the sum, so that one device alone adds it.
+        cuts_rows: whether devices cut the first dim of the result themselves.
     """
 
     batch_dims: tuple[int | None, ...]
     sources: tuple[tuple[tuple[int, int], ...], ...] = ()
     rows: tuple[int, ...] = ()
     once: int | None = None
+    cuts_rows: bool = False
 
     def sources_of(self, dim: int, rank: int) -> tuple[tuple[int, int], ...]:
         """The inputs and their dims whose parts make a part of this dim of the result."""
@@ -87,7 +89,7 @@ _BATCH_REDUCTIONS = {
     # gradient, x, mean, rstd, weight, bias
     "aten::native_layer_norm_backward": {1: _BatchReduction((0, 0, 0, 0, None, None))},
     # gradient, indices
-    "aten::embedding_dense_backward": {0: _BatchReduction((0, 0))},
+    "aten::embedding_dense_backward": {0: _BatchReduction((0, 0), cuts_rows=True)},
     "aten::mm": {0: _BatchReduction((1, 0), (((0, 0),), ((1, 1),)))},
     "aten::sum.dim_IntList": {0: _BatchReduction((0,))},
 }
@@ -257,7 +259,9 @@ class _Finder:
         if split_dims is not None:
             how = _batch_reduction(node.entry, result)
             assert how is not None
-            return Sum(position, result, number, split_dims, spec, once=how.once)
+            return Sum(
+                position, result, number, split_dims, spec, once=how.once, sources=how.sources
+            )
         return self._lookup(position, node, number, reduction, spec)
 
     def _passes_on(self, node: Node, number: int, reduction: Reduction) -> bool:
@@ -367,6 +371,8 @@ def _split_dims(
         scattered = () if dim != reduction.dim or reduction.axis is None else (reduction.axis,)
         if scattered and shape[dim] % reduction.size((*axes, *scattered)):
             return None  # the padding would lie within the dim
+        if dim == 0 and how.cuts_rows:
+            continue
         sources = how.sources_of(dim, len(shape))
         if not sources:
             return None

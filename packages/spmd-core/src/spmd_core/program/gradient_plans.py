@@ -95,6 +95,8 @@ class Sum:
         spec: the spec of the value, which may be a conversion or another shape of that result.
         lookup: what makes the value of that result; None if it is the value.
         once: the input that one device alone adds to its part; None if there is none.
+        sources: for each dim of the result, the inputs and their dims whose parts make a part of
+            it; empty where that is not known.
     """
 
     node: int
@@ -104,6 +106,7 @@ class Sum:
     spec: Spec
     lookup: Lookup | None = None
     once: int | None = None
+    sources: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def position(self) -> int:

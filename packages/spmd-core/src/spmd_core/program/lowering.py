@@ -32,6 +32,7 @@ from spmd_core.program.exact_values import stored_values
 from spmd_core.program.gradient_plans import Plans
 from spmd_core.program.index_checks import first_offender
 from spmd_core.program.operation_names import named
+from spmd_core.program.paced_gradients import PacedGradients
 from spmd_core.program.partial_sums import PartialSums
 from spmd_core.program.partitioner_rules import in_safe_forms
 from spmd_core.program.program_graph import (
@@ -367,6 +368,7 @@ class Function:
         sums = PartialSums(graph, plans, platform, read)
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
+        paced = PacedGradients(values, sums) if platform == "tpu" else None
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
             entry = node.entry
@@ -408,6 +410,8 @@ class Function:
                         inputs[i] = x
                     for i, x in zip(local, behind):
                         values[i] = x
+            if paced is not None and manual is None:
+                inputs = [*paced.before(node, inputs)]
             if entry.name == FROM_HOST and platform != "cpu":
                 self._copy_late(inputs, values)
             with named(node, position):
@@ -426,9 +430,13 @@ class Function:
                         cast = self._as_marked(results[0], gather.before, gather.along)
                         results = [self._as_marked(cast, gather.after, gather.along)]
                         gathered[gather, entry] = results
+                if paced is not None and position in plans.sums:
+                    inputs = paced.after(node, inputs, results)
                 made += sums.lower(position, inputs, numbers)
                 ready += made if waits else []
             _check(entry, results, is_local=manual is not None)
+            if paced is not None:
+                paced.add(node, len(values))
             self._offenders += [(position, bad) for bad in context.index_checks or ()]
             for x in results if manual is not None else map(keep, results):
                 values.append(apart(x) if len(values) in stored else x)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,11 +11,17 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from spmd_core import dtypes
-from spmd_core.graph.values import Spec
+from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.kernels.precision import opmath
 from spmd_core.program.gradient_plans import MARK_SUM, Gradient, Plans, Reduction, Sum, Total
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
+
+# The pieces in which TPUs compute and scatter a large gradient, so that no device holds a whole
+# one: as large as keeps the transfer of a piece longer than its start, and small beside a model.
+_LARGEST_PIECE_BYTES = 64 << 20
+_REGISTER = 128
 
 
 class PartialSums:
@@ -22,6 +29,9 @@ class PartialSums:
 
     A sum that is joined with others is kept as a stack: an array with an additional first dim for
     the parts of the batch, which the batch's axes split. So each device holds its own part.
+
+    Attributes:
+        parts: sums that their mark has not read yet, by the mark's position and the sum's number.
 
     Args:
         graph: the program's.
@@ -43,7 +53,7 @@ class PartialSums:
             if graph.nodes[mark].entry.name == MARK_SUM and isinstance(gradient.found, Total)
         }
         self._stacked = self._joined | adds_up
-        self._parts: dict[tuple[int, int], jax.Array] = {}  # by mark and number
+        self.parts: dict[tuple[int, int], jax.Array] = {}
         self._stacks: dict[tuple[int, ...], jax.Array] = {}  # by the marks that it adds up
         self._rest: dict[tuple[int, ...], jax.Array] = {}  # values that are added as they are
 
@@ -61,7 +71,7 @@ class PartialSums:
                 numbers if part.lookup is None else (),
                 reduces=mark not in self._stacked,
             )
-            self._parts[mark, part.number] = array
+            self.parts[mark, part.number] = array
             made.append(array)
         return made
 
@@ -71,8 +81,11 @@ class PartialSums:
         if gradient is None:
             return None
         if mark not in self._stacked:
-            return self._total(gradient.found, mark)
+            total = self._total(gradient.found, mark)
+            self._forget_parts(mark)
+            return total
         self._add_stacks(mark, gradient)
+        self._forget_parts(mark)
         if mark in self._joined:
             return None
         total = _reduced(
@@ -80,6 +93,10 @@ class PartialSums:
         )
         rest = self._rest.pop((mark,), None)
         return total if rest is None else total + rest
+
+    def _forget_parts(self, mark: int) -> None:
+        for key in [key for key in self.parts if key[0] == mark]:
+            del self.parts[key]
 
     def addition(self, position: int) -> tuple[jax.Array | None, list[jax.Array]]:
         """The reduced gradient where an addition ends a join, else None; and the new arrays."""
@@ -107,7 +124,7 @@ class PartialSums:
                 for term in found.terms:
                     collect(term)
             elif isinstance(found, Sum):
-                stacks.append(self._parts[mark, found.number])
+                stacks.append(self.parts[mark, found.number])
             else:
                 others.append(self._read(found))
 
@@ -119,7 +136,7 @@ class PartialSums:
     def _total(self, found: Sum | Total | int, mark: int) -> jax.Array:
         """A gradient that is not joined, from its reduced parts."""
         if isinstance(found, Sum):
-            return self._parts[mark, found.number]
+            return self.parts[mark, found.number]
         if not isinstance(found, Total):
             return self._read(found)
         dtype = dtypes.to_jax(self._graph.nodes[found.node].entry.spec.dtype)
@@ -151,9 +168,22 @@ class PartialSums:
         kinds = [number.kind for number in numbers]
         outs = _outs(entry.outs)
         lookup = None if part.lookup is None else self._graph.nodes[part.lookup.node]
+        rows = (
+            _RowsOfTable.of(entry, reduction, inputs[1].size, reduces=reduces)
+            if part.lookup is None and entry.spec.shape == part.spec.shape and len(inputs) > 1
+            else None
+        )
         indices = [] if lookup is None else [self._read(lookup.inputs[1])]
 
-        def local(blocks: list[jax.Array], values: list[jax.Array], rows: list[jax.Array]) -> Any:
+        def local(blocks: list[jax.Array], values: list[jax.Array], looked_up: Any) -> Any:
+            if rows is not None:
+                total = rows.gradient(reduction, *blocks).astype(dtypes.to_jax(part.spec.dtype))
+                if not reduces:
+                    return total[None]
+                return _reduce(total, reduction, part.spec, is_scattered=rows.gathered is not None)
+            pieces = self._pieces(part, reduction) if reduces else 1
+            if pieces > 1:
+                return _in_pieces(entry.kernel, part, reduction, blocks, pieces, self._platform)
             if part.once is not None and part.once < len(blocks):
                 own = blocks[part.once]
                 blocks[part.once] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
@@ -165,7 +195,7 @@ class PartialSums:
             if part.lookup is not None and lookup is not None:
                 read = total.reshape(part.lookup.gradient.shape)
                 context = registry.Context(_outs(lookup.entry.outs), self._platform)
-                total = lookup.entry.kernel(context, [read, *rows], [])[0]
+                total = lookup.entry.kernel(context, [read, *looked_up], [])[0]
             total = total.astype(dtypes.to_jax(part.spec.dtype))
             if not reduction.others:  # else a block's dims are smaller, and no view changed them
                 total = total.reshape(part.spec.shape)
@@ -180,6 +210,54 @@ class PartialSums:
         )
         total = mapped(list(inputs), [number.value for number in numbers], indices)
         return _cut(total, reduction, part.spec) if reduces else total
+
+    def _pieces(self, part: Sum, reduction: Reduction) -> int:
+        """Into how many pieces of its other dim a gradient that is scattered along one is cut.
+
+        A device's part is as large as the whole gradient. TPUs, where a step has to fit, get the
+        smallest number of equal pieces, of whole registers (128), that are small enough.
+        """
+        shape, entry = part.spec.shape, self._graph.nodes[part.node].entry
+        is_known = len(part.sources) == len(shape) == 2 and not entry.number_kinds
+        if self._platform != "tpu" or not is_known or reduction.dim is None or reduction.others:
+            return 1
+        columns, rest = divmod(shape[1 - reduction.dim], _REGISTER)
+        if rest or part.spec.num_bytes <= _LARGEST_PIECE_BYTES:
+            return 1
+        counts = [count for count in range(1, columns + 1) if columns % count == 0]
+        return next(
+            (c for c in counts if part.spec.num_bytes // c <= _LARGEST_PIECE_BYTES), columns
+        )
+
+
+def _in_pieces(
+    kernel: Callable[..., Any],
+    part: Sum,
+    reduction: Reduction,
+    blocks: list[jax.Array],
+    pieces: int,
+    platform: str,
+) -> jax.Array:
+    """Inside the region: a gradient, computed and scattered piece by piece.
+
+    A piece waits for the one before the last: while one is scattered, the next one is computed.
+    """
+    assert reduction.dim is not None
+    dim = 1 - reduction.dim
+    sources = [(i, d % blocks[i].ndim) for i, d in part.sources[dim]]
+    size = part.spec.shape[dim] // pieces
+    shape = tuple(size if d == dim else n for d, n in enumerate(part.spec.shape))
+    context = registry.Context((registry.Out(shape, part.spec.dtype),), platform)
+    made: list[jax.Array] = []
+    for piece in range(pieces):
+        own = [*blocks]
+        for i, d in sources:
+            own[i] = lax.slice_in_dim(own[i], piece * size, (piece + 1) * size, axis=d)
+        if len(made) > 1:
+            own, made[-2] = lax.optimization_barrier((own, made[-2]))
+        total = kernel(context, own, [])[part.result].astype(dtypes.to_jax(part.spec.dtype))
+        made.append(_reduce(total, reduction, part.spec))
+    return jnp.concatenate(made, axis=dim)
 
 
 def _part(reduction: Reduction) -> jax.Array:
@@ -198,6 +276,61 @@ def _rows_here(operands: list[jax.Array], reduction: Reduction) -> jax.Array:
     found = (own >= 0) & (own < table.shape[0])
     operands[1] = jnp.where(found, own, 0)
     return found
+
+
+@dataclass(frozen=True)
+class _RowsOfTable:
+    """The gradient of the rows of a table that a device has, where the table is split by rows.
+
+    The partial sums of a whole table take as much memory as the table. If the devices along the
+    axis of the reduction look up fewer rows than it has, these rows' gradients are gathered
+    instead, and each device adds up those of its own rows.
+
+    Attributes:
+        num_rows: of the table.
+        padding_row: the row without a gradient; negative for none.
+        axes: those that split the rows before the reduction scatters.
+        gathered: the axis along which the looked up rows are gathered; None for a reduction.
+    """
+
+    num_rows: int
+    padding_row: int
+    axes: tuple[int, ...]
+    gathered: int | None
+
+    @classmethod
+    def of(
+        cls, entry: Entry, reduction: Reduction, num_indices: int, *, reduces: bool
+    ) -> "_RowsOfTable | None":
+        """For the gradient of a table that is split by rows, else None."""
+        if entry.name != "aten::embedding_dense_backward":
+            return None
+        num_rows = entry.spec.shape[0]
+        axes = dict(reduction.others).get(0, ())
+        gathered = reduction.axis if reduces and reduction.dim == 0 else None
+        if gathered is not None:
+            others = [axis for axis in reduction.batch_axes if axis != gathered]
+            if num_indices // reduction.size(others) >= num_rows:
+                gathered = None
+        if not axes and gathered is None:
+            return None
+        return cls(num_rows, (entry.arguments or {})["padding_idx"], axes, gathered)
+
+    def gradient(self, reduction: Reduction, grad: jax.Array, indices: jax.Array) -> jax.Array:
+        """Inside the region: what this device adds up, which is all of it where it is gathered."""
+        names, axes = jax_axis_names(reduction.mesh), self.axes
+        if self.gathered is not None:
+            axes, along = (*axes, self.gathered), names[self.gathered]
+            grad, indices = (lax.all_gather(x, along, tiled=True) for x in (grad, indices))
+        num_own = -(-self.num_rows // reduction.size(axes))
+        own = indices - num_own * lax.axis_index(tuple(names[axis] for axis in axes))
+        is_own = (own >= 0) & (own < num_own) & (indices != self.padding_row)
+        # The row past the end does not exist: the scatter drops writes to it.
+        rows = jnp.where(is_own, own, num_own)
+        total = jnp.zeros((num_own, grad.shape[-1]), opmath(grad.dtype))
+        return total.at[rows].add(
+            grad.astype(total.dtype), mode="drop", wrap_negative_indices=False
+        )
 
 
 def _outs(specs: Sequence[Spec]) -> tuple[registry.Out, ...]:
@@ -220,10 +353,15 @@ def _mapped(
     return mapped
 
 
-def _reduce(total: jax.Array, reduction: Reduction, spec: Spec) -> jax.Array:
-    """Inside the region: the sum of all devices' parts, or this device's shard of it."""
+def _reduce(
+    total: jax.Array, reduction: Reduction, spec: Spec, *, is_scattered: bool = False
+) -> jax.Array:
+    """Inside the region: the sum of all devices' parts, or this device's shard of it.
+
+    With `is_scattered`, `total` is such a shard already, summed along the axis that scatters.
+    """
     names = jax_axis_names(reduction.mesh)
-    if reduction.axis is not None and reduction.dim is not None:
+    if reduction.axis is not None and reduction.dim is not None and not is_scattered:
         # Only a dim that no other axis splits may be uneven.
         padding = [(0, 0)] * total.ndim
         padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))

@@ -1,0 +1,243 @@
+"""How near is GPT-2's peak HBM on TPU v4 to its lower bound, and to a hand-written jax program's?
+
+Compiles a train step for chips that are not there, by libtpu, and runs nothing: the recipe's
+(`examples/gpt2/train.py` through `spmd_core.plan`) and the hand-written one
+(`reference_jax_gpt2.py`), with the same sizes, shardings, recomputation of each block, bfloat16
+autocast and AdamW, one sequence of 1,024 tokens on each shard of the batch. The bound is that of
+`memory_bound.py`. All figures are of one device and without the program's code, which has a column
+of its own.
+
+A row takes minutes, and is not compiled again once it is in hbm.json of `--out`, unless `--again`.
+A row that fails is reported with the reason, and the others go on.
+
+Run: python -m benchmarks.hbm
+     python -m benchmarks.hbm --only 2B --only fsdp=8
+     python -m benchmarks.hbm --only "4B fsdp=8 batch 4"
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import memory_bound
+from benchmarks.report import Table, argument_parser, publish, verdict
+from examples.gpt2.presets import PRESETS
+
+MAX_OF_BOUND, MAX_OF_REFERENCE, MIN_MFU_BOUND = 1.10, 1.03, 0.50
+TIMEOUT_S = 3600
+# Chips by the number of devices that the mesh takes: a v4 slice has at least four.
+TOPOLOGIES = {1: "v4-8", 4: "v4-8", 8: "v4-16", 16: "v4-32"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is compiled: a size, a mesh, and the sequences on each shard of the batch."""
+
+    preset: str
+    fsdp: int = 1
+    tensor: int = 1
+    batch: int = 1
+
+    @property
+    def mesh(self) -> str:
+        """The mesh as the recipe's option; a mesh of one device for no sharding."""
+        sizes = {"fsdp": self.fsdp, "tensor": self.tensor}
+        return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "data=1"
+
+    @property
+    def name(self) -> str:
+        """The key of the row in the results."""
+        sharding = "unsharded" if self.mesh == "data=1" else self.mesh
+        return f"{self.preset} {sharding}" + (f" batch {self.batch}" if self.batch > 1 else "")
+
+    @property
+    def topology(self) -> str:
+        """The slice that has the mesh's devices."""
+        return TOPOLOGIES[self.fsdp * self.tensor]
+
+    @property
+    def bound(self) -> memory_bound.Moment:
+        """The least memory."""
+        return memory_bound.bound(
+            PRESETS[self.preset], fsdp=self.fsdp, tensor=self.tensor, batch=self.batch
+        )
+
+
+ROWS = [
+    Row(preset, fsdp, tensor)
+    for preset in ("0.5B", "1B", "2B", "4B")
+    for fsdp, tensor in ((1, 1), (4, 1), (8, 1), (16, 1), (4, 2))
+] + [Row("4B", fsdp=8, batch=4)]
+
+
+def compiled(command: list[str], output: Path) -> Any:
+    """Runs a module that writes JSON; returns what it wrote, or the end of its complaint."""
+    output.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no result within {TIMEOUT_S} s"
+    if output.exists():
+        return json.loads(output.read_text())
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return next((x for x in lines if "error" in x.lower()), lines[-1] if lines else "no output")
+
+
+def recipe(row: Row, folder: Path) -> dict[str, Any]:
+    """The recipe's step, planned."""
+    output = folder / "plan.json"
+    train = {
+        "preset": row.preset,
+        "mesh": row.mesh,
+        "batch": row.batch * row.fsdp,
+        "dtype": "bf16",
+        "remat": "full",
+        "init": "device",
+        "eval-batches": 0,
+    }
+    options = [f"--{name}={value}" for name, value in train.items()]
+    if row.mesh == "data=1":
+        options.append("--mesh-devices=1")
+    plan = compiled(
+        [
+            "spmd_core.plan",
+            *("--topology", row.topology, "--steps", "1", "--json", str(output)),
+            *("--", "python", "-m", "examples.gpt2.train", *options, "--no-progress"),
+        ],
+        output,
+    )
+    if isinstance(plan, str):
+        return {"failed": plan}
+    if plan["refusal"] is not None or plan["step"] is None:
+        return {"failed": plan["refusal"] or plan["ended_by"]}
+    step = plan["step"]
+    parts = step["parts"]
+    apart = ("code", "other programs' arrays")
+    return {
+        "peak": sum(n for part, n in parts.items() if part not in apart),
+        "parts": parts,
+        "fits": plan["fits"],
+        "mfu_bound": step["costs"]["mfu_bound"],
+        "compile_s": step["compile_s"],
+    }
+
+
+def reference(row: Row, folder: Path) -> dict[str, Any]:
+    """The hand-written step."""
+    output = folder / "reference.json"
+    options = {
+        "preset": row.preset,
+        "mesh": "" if row.mesh == "data=1" else row.mesh,
+        "batch": row.batch,
+        "topology": row.topology,
+        "json": output,
+    }
+    found = compiled(
+        [
+            "benchmarks.reference_jax_gpt2",
+            *(f"--{name}={value}" for name, value in options.items()),
+        ],
+        output,
+    )
+    if isinstance(found, str):
+        return {"failed": found}
+    peak = found["arguments"] + found["results"] + found["temporaries"]
+    return {"peak": peak, **found}
+
+
+def _ratio(peak: float | None, of: float | None) -> str:
+    return "" if peak is None or of is None else f"{peak / of:.3f}"
+
+
+def _gb(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e9:.2f}"
+
+
+def table_of(results: Mapping[str, Any]) -> Table:
+    """The rows that are there, in the order of `ROWS`."""
+    rows = []
+    for row in ROWS:
+        found = results.get(row.name)
+        if found is None:
+            continue
+        ours, theirs = found["recipe"], found["reference"]
+        peak, other, bound = ours.get("peak"), theirs.get("peak"), row.bound
+        reached = peak is not None and peak <= MAX_OF_BOUND * bound.total
+        reached = reached and (other is None or peak <= MAX_OF_REFERENCE * other)
+        if row.batch > 1:
+            reached = reached and ours["fits"] and ours["mfu_bound"] > MIN_MFU_BOUND
+        failures = [f"{who}: {x['failed']}" for who, x in found.items() if "failed" in x]
+        mfu = ours.get("mfu_bound")
+        rows.append(
+            [
+                row.name,
+                _gb(peak),
+                _gb(bound.total),
+                _gb(other),
+                _ratio(peak, bound.total),
+                _ratio(peak, other),
+                _gb(ours.get("parts", {}).get("code")),
+                "" if mfu is None else f"{mfu:.1%}",
+                "; ".join([verdict(bool(reached)), *failures]),
+            ]
+        )
+    return Table(
+        "Peak HBM of GPT-2 on TPU v4, by compilation (GB a device)",
+        (
+            *("model, mesh", "recipe", "bound", "hand-written", "recipe / bound"),
+            *("recipe / hand-written", "code", "MFU bound", "reached"),
+        ),
+        rows,
+        notes=(
+            "One sequence of 1,024 tokens on each shard of the batch where no batch is named, each "
+            "block computed again in backward, bfloat16 autocast, AdamW. Peaks without code.",
+            f"Reached: at most {MAX_OF_BOUND} times the bound and {MAX_OF_REFERENCE} times the "
+            "hand-written program; with a larger batch also that the step fits the chip and its "
+            f"roofline bound on MFU, modelled, is above {MIN_MFU_BOUND:.0%}.",
+            "Unsharded 4B does not fit a chip (32 GiB), whose compiler then refuses it.",
+        ),
+    )
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="rows whose name has these words; given several times, all of them",
+    )
+    parser.add_argument("--again", action="store_true", help="compile finished rows too")
+    args = parser.parse_args()
+    chosen = [row for row in ROWS if all(words in row.name for words in args.only)]
+    if not chosen:
+        parser.error(f"--only must be part of a row's name, such as {ROWS[1].name!r}")
+    path = args.out / "hbm.json"
+    results = json.loads(path.read_text())["rows"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as name:
+        for row in tqdm(chosen, disable=None):
+            folder = Path(name)
+            found = {} if args.again else results.get(row.name, {})
+            for who, measure in (("recipe", recipe), ("reference", reference)):
+                if "peak" not in found.get(who, {}):
+                    found[who] = measure(row, folder)
+            results[row.name] = found
+            publish("hbm", table_of(results), {"rows": results}, folder=args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The hand-written jax program computes the recipe's step: losses, norms and weights of torch."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import reference_jax_gpt2 as reference
+from examples.gpt2.model import build_model
+from examples.gpt2.presets import ModelPreset
+
+TINY = ModelPreset("tiny", 2, 32, 4, 256, 16, 16, 8, 1e-2)
+LR = 1e-2
+
+
+def torch_steps(num_steps: int, *, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any], Any]:
+    """The recipe's model, its initial values, and losses and norms of steps in eager torch."""
+    torch.manual_seed(0)
+    model = build_model(TINY, vocab_size=256, dropout=0.0)
+    initial = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    x_BT, y_BT = (torch.from_numpy(t).long() for t in batch())
+    found = []
+    for _ in range(num_steps):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            logits = model(x_BT).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), y_BT.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return model, initial, np.array(found)
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
+    return text[:, :-1], text[:, 1:]
+
+
+def jax_steps(
+    setup: reference.Setup, initial: dict[str, Any], num_steps: int
+) -> tuple[reference.State, Any]:
+    """The same steps by the program."""
+    step = reference.step_for(setup, jax.devices())
+    shapes = reference.parameter_shapes(setup)
+    zeros = {name: np.zeros(size, np.float32) for name, size in shapes.items()}
+    values = {name: initial[name].reshape(size) for name, size in shapes.items()}
+    x_BT, y_BT = batch()
+    parts: Any = (values, zeros, zeros, np.int32(0))
+    arguments = (reference.State(*parts), x_BT, y_BT, np.float32(LR))
+    state, *rest = jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), arguments, step.arguments
+    )
+    found = []
+    for _ in range(num_steps):
+        state, loss, norm = step.jitted(state, *rest)
+        found.append((float(loss), float(norm)))
+    return state, np.array(found)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "recomputes"), [(1, 1, False), (8, 1, True), (4, 2, True), (2, 4, False)]
+)
+def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
+    if fsdp * tensor > jax.device_count():
+        pytest.skip(f"needs {fsdp * tensor} devices; this run has {jax.device_count()}")
+    model, initial, expected = torch_steps(3, dtype=torch.float32)
+    setup = reference.Setup(
+        TINY, fsdp, tensor, batch=8 // fsdp, recomputes=recomputes, dtype=jnp.float32
+    )
+    state, found = jax_steps(setup, initial, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for name, p in model.named_parameters():
+        own, expected = np.asarray(state.parameters[name]).reshape(p.shape), p.detach().numpy()
+        if name.endswith("c_attn.bias"):
+            # The gradient of the keys' bias is 0 plus rounding, which Adam scales up.
+            own, expected = own[:32], expected[:32]
+        np.testing.assert_allclose(own, expected, atol=3e-5, err_msg=name)
+
+
+def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
+    setup = reference.Setup(TINY, batch=16, dtype=jnp.float32)
+    ids = np.tile(batch()[0], (2, 1))
+    assert 8 * TINY.seq < setup.vocabulary <= ids.size  # the test above has the other case
+    table = np.random.default_rng(1).normal(size=(256, 32)).astype(np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
+    spec = jax.sharding.PartitionSpec()
+    rows, gradient = jax.shard_map(
+        lambda t, i: (
+            reference.look_up(setup, t, i),
+            jax.grad(lambda t: (reference.look_up(setup, t, i) ** 2).sum())(t),
+        ),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(table, ids)
+    weight = torch.from_numpy(table).requires_grad_()
+    expected = F.embedding(torch.from_numpy(ids).long(), weight)
+    expected.square().sum().backward()
+    np.testing.assert_array_equal(rows, expected.detach().numpy())
+    assert weight.grad is not None
+    np.testing.assert_allclose(gradient, weight.grad.numpy(), rtol=1e-6)
+
+
+def test_bfloat16_is_near_torchs_autocast() -> None:
+    _, initial, expected = torch_steps(1, dtype=torch.bfloat16)
+    _, found = jax_steps(reference.Setup(TINY, batch=8), initial, 1)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)  # bfloat16 keeps 8 bits
+
+
+def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.main(["--preset", "smoke"]) == 0
+    assert "GPT-2 smoke on one device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "data=2"], "Pass for instance --mesh fsdp=4,tensor=2"),
+        (["--mesh", "tensor=3"], "the axis tensor must divide the number of heads"),
+        (["--mesh", "fsdp=3"], "the axis fsdp must divide the width"),
+        (["--batch", "0"], "--batch must be at least 1; got 0"),
+        (["--mesh", "fsdp=64"], "a process starts its emulated devices once"),
+        (["--mesh", "fsdp=2", "--topology", "cpu-1"], "--mesh must fit the topology; got 2"),
+        (["--topology", "v4-7"], "v4-8"),
+    ],
+)
+def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.main(["--preset", "smoke", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_peak_is_what_the_data_needs() -> None:
+    assert reference.Memory(arguments=8, results=1, temporaries=4, code=2).peak == 13
