@@ -7,7 +7,7 @@ or hangs affects no other. For a TPU it needs libtpu: pip install 'spmd-core[tpu
 Run: python -m benchmarks.compiles
          for TPU v4 (about an hour)
      python -m benchmarks.compiles --target cuda
-         lowers for CUDA, and compiles nothing (about a quarter of an hour)
+         lowers for CUDA, and compiles nothing (half an hour)
      python -m benchmarks.compiles --devices 4 --dtypes float32
          the first tensor of every sample is split over 4 of the topology's devices
      python -m benchmarks.compiles --ops 'linalg.*' --show
@@ -23,11 +23,10 @@ import torch
 
 import spmd_core as spmd
 from benchmarks import workers
-from benchmarks.compiles.outcomes import Outcome, Status, examine
+from benchmarks.compiles.outcomes import DTYPES, Outcome, Status, examine
 from benchmarks.compiles.summary import not_compiled, overloads, summary
 from benchmarks.compiles.target import Target
 from benchmarks.opinfo import samples
-from benchmarks.opinfo.samples import DTYPES_BY_NAME
 from benchmarks.report import argument_parser, publish
 
 VARIANTS = ("forward", "gradient")
@@ -43,7 +42,7 @@ def _serve(target: Target) -> None:
         found = examine(
             ops[task["entry"]],
             task["variant"],
-            DTYPES_BY_NAME[task["dtype"]],
+            DTYPES[task["dtype"]],
             target,
             limit=task["limit"],
         )
@@ -74,7 +73,7 @@ def main() -> int:
     parser.add_argument(
         "--dtypes",
         default="float32,bfloat16",
-        help=f"of {', '.join(DTYPES_BY_NAME)} (default: float32,bfloat16)",
+        help=f"of {', '.join(DTYPES)} (default: float32,bfloat16)",
     )
     parser.add_argument(
         "--samples",
@@ -103,9 +102,13 @@ def main() -> int:
         _serve(Target(args.target, num_devices=args.devices))
         return 0
     dtypes = args.dtypes.split(",")
-    unknown = [name for name in dtypes if name not in DTYPES_BY_NAME]
+    unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
-        parser.error(f"dtypes are {', '.join(DTYPES_BY_NAME)}; got {', '.join(unknown)}")
+        parser.error(f"dtypes are {', '.join(DTYPES)}; got {', '.join(unknown)}")
+    try:
+        Target(args.target, num_devices=args.devices)
+    except (spmd.PlanError, ValueError) as error:
+        parser.error(str(error))
     chosen = samples.matching(args.ops)
     if not chosen:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
@@ -114,7 +117,7 @@ def main() -> int:
         for op in chosen
         for variant in VARIANTS
         for dtype in dtypes
-        if samples.applies(op, variant, DTYPES_BY_NAME[dtype])
+        if samples.applies(op, variant, DTYPES[dtype])
     ]
     name = f"compiles_{args.target}_{args.devices}_devices"
     journal = args.out / f"{name}.journal"

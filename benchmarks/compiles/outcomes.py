@@ -16,13 +16,15 @@ import torch
 import spmd_core as spmd
 from benchmarks.compiles.target import Target
 from benchmarks.opinfo import cases
-from benchmarks.opinfo.samples import applies, excluded, moved, samples
+from benchmarks.opinfo.samples import DTYPES_BY_NAME, applies, excluded, moved, samples
 from spmd_core.errors import PlanReadError, SpmdError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import lock, take_pending
 from spmd_core.program import planning
 from spmd_core.program.program_graph import Graph, Leaf, Node, Output
 from spmd_core.runtime.jax_sharding import replicated
+
+DTYPES = {**DTYPES_BY_NAME, "float64": torch.float64, "complex128": torch.complex128}
 
 
 class Status(StrEnum):

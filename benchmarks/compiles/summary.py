@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.compiles.outcomes import Status
-from benchmarks.opinfo.samples import DTYPES_BY_NAME
+from benchmarks.compiles.outcomes import DTYPES, Status
 from benchmarks.report import Table
 
 
@@ -28,7 +27,7 @@ def summary(outcomes: list[dict[str, Any]], *, target: str, num_devices: int, li
     shown = [s for s in Status if s is not Status.EXCLUDED]
     rows = []
     for variant in dict.fromkeys(v for v, _ in counts):
-        for dtype in DTYPES_BY_NAME:
+        for dtype in DTYPES:
             c = counts.get((variant, dtype))
             if c is not None:
                 total = sum(c[s] for s in shown)

@@ -17,6 +17,7 @@ import spmd_core as spmd
 from oracle import check, lower
 from spmd_core import metrics, releases
 from spmd_core.ops import factorizations, ldl, linalg, registry  # noqa: F401  (they register)
+from spmd_core.ops.kernels import singular_values
 
 REAL_AND_COMPLEX = [torch.float64, torch.complex128]
 ALL = [torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -222,7 +223,7 @@ def test_the_svd_of_tpus(name: str, dtype: torch.dtype, full: bool) -> None:
     with jax.enable_x64(True):
         u, s, vh = (
             torch.from_numpy(np.array(x))
-            for x in factorizations._svd_by_polar_form(jnp.asarray(a.numpy()), full_matrices=full)
+            for x in singular_values.by_polar_form(jnp.asarray(a.numpy()), full_matrices=full)
         )
     for got, right in zip((u, s, vh), expected):
         assert (got.shape, got.dtype) == (right.shape, right.dtype)
@@ -238,7 +239,7 @@ def test_the_svd_of_tpus_of_a_matrix_that_is_not_finite() -> None:
     a = values(torch.float32, 2, 3, 3)
     a[1, 0, 0] = torch.inf
     with jax.enable_x64(True):
-        results = factorizations._svd_by_polar_form(jnp.asarray(a.numpy()), full_matrices=False)
+        results = singular_values.by_polar_form(jnp.asarray(a.numpy()), full_matrices=False)
     for x in results:
         assert np.isfinite(x[0]).all() and np.isnan(x[1]).all()
 

@@ -1,5 +1,6 @@
 """planner/topology.py: devices of topologies that are not there."""
 
+import children
 import pytest
 
 import spmd_core as spmd
@@ -65,3 +66,15 @@ def test_slices():
 def test_a_shape_that_no_host_has():
     with pytest.raises(spmd.PlanError, match="it refused v4:3x5x1"):
         topology.find("v4:3x5x1")
+
+
+@LIBTPU
+@pytest.mark.one_device
+def test_libtpu_is_silent_where_there_is_no_tpu():
+    """A program without a plan runs on the CPU, and no process disturbs another one."""
+    program = """
+import torch
+from spmd_core.planner import topology
+print([(torch.ones(3, device="xla") + 1).sum().item(), len(topology.find("v4-8").devices)])
+"""
+    assert children.figures(program, warns=False) == [6.0, 4]

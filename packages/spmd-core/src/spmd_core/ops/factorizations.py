@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels import singular_values
 from spmd_core.ops.kernels.matrix_batches import on_matrices
 from spmd_core.ops.kernels.precision import matmul_precision
 from spmd_core.ops.registry import Context, lowering
@@ -82,49 +83,6 @@ def _singular_values(a: jax.Array) -> jax.Array:
     return lax.linalg.svd(a, full_matrices=False, compute_uv=False)
 
 
-def _svd_by_polar_form(
-    a: jax.Array, *, full_matrices: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The singular value decomposition from the polar form `a = w h`, as jax has it on TPUs.
-
-    jax's own does not compile there: where its 64-bit types are on, it makes the signs of a column
-    int64, and XLA lowers no product of floats and these ("rewriting computation to not contain
-    X{64|128} element types"). Can go when jax gives them the matrix's dtype.
-
-    Source: Nakatsukasa and Higham, "Stable and efficient spectral divide and conquer algorithms for
-    the symmetric eigenvalue decomposition and the SVD", 2013, section 5.
-    """
-    if a.shape[-2] < a.shape[-1]:
-        u, s, vh = _svd_by_polar_form(
-            jnp.conj(jnp.matrix_transpose(a)), full_matrices=full_matrices
-        )
-        return jnp.conj(jnp.matrix_transpose(vh)), s, jnp.conj(jnp.matrix_transpose(u))
-    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    finite = jnp.isfinite(a).all((-2, -1))[..., None]
-    q, r = lax.linalg.qr(a, full_matrices=full_matrices)
-    size = a.shape[-1]
-    r = r[..., :size, :]
-
-    def square(r: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        with jax.default_matmul_precision("float32"):
-            w, h, *_ = lax.linalg.qdwh(r, max_iterations=10)
-        v, s = lax.linalg.eigh(h)
-        v, s = v[:, ::-1], jnp.maximum(s[::-1], 0)
-        # Of a singular matrix, `w` is not unitary: only the columns of values that are not 0 are.
-        u, triangle = lax.linalg.qr(product(w, v))
-        signs = jnp.sign(jnp.diag(triangle))
-        return u * jnp.where(signs == 0, jnp.ones_like(signs), signs), s, v
-
-    u, s, v = jnp.vectorize(square, signature="(n,n)->(n,n),(n),(n,n)")(r)
-    u = jnp.concatenate([product(q[..., :size], u), q[..., size:]], -1)
-    nan = jnp.asarray(jnp.nan, s.dtype)
-    return (
-        jnp.where(finite[..., None], u, nan),
-        jnp.where(finite, s, nan),
-        jnp.where(finite[..., None], jnp.conj(jnp.matrix_transpose(v)), nan),
-    )
-
-
 @lowering("aten._linalg_svd.default")
 def _svd(
     ctx: Context,
@@ -151,9 +109,7 @@ def _svd(
             on_matrices(ctx, _singular_values, a),
             jnp.zeros(v_shape, a.dtype),
         )
-    function = _svd_by_polar_form if ctx.platform == "tpu" else lax.linalg.svd
-    u, s, v = on_matrices(ctx, partial(function, full_matrices=full_matrices), a)
-    return u, s, v
+    return singular_values.decompose(ctx, a, full_matrices=full_matrices)
 
 
 # ---- eigenvalues ---------------------------------------------------------------------------------

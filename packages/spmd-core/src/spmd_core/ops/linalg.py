@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels import singular_values
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.matrix_batches import on_matrices
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
@@ -359,9 +360,7 @@ def _pinv(
         vectors, values = on_matrices(ctx, partial(lax.linalg.eigh, symmetrize_input=False), whole)
         left, right, sizes = vectors, vectors, jnp.abs(values)
     else:
-        left, values, adjoint_right = on_matrices(
-            ctx, partial(lax.linalg.svd, full_matrices=False), a
-        )
+        left, values, adjoint_right = singular_values.decompose(ctx, a, full_matrices=False)
         right, sizes = _adjoint(adjoint_right), values
     largest = sizes.max(-1)
     absolute = jnp.zeros_like(largest) if atol is None else atol.astype(largest.dtype)

@@ -1,8 +1,5 @@
 """The devices of a topology that is not there, and what its chips can do."""
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -15,15 +12,6 @@ from spmd_core.planner.topology_names import TopologyName, parse
 from spmd_core.runtime import devices
 
 _topologies = releases.jax_module("jax.experimental.topologies", "get_topology_desc")
-# libtpu asks the host that it runs on for its accelerators, and locks them for one process. A plan
-# only compiles. The type and the host names concern no topology; without them, libtpu writes to
-# stderr that it could not determine them.
-_LIBTPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-    "TPU_ACCELERATOR_TYPE": "v4-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ def _tpus(name: TopologyName) -> tuple[jax.Device, ...]:
     if name.num_slices > 1:
         options["num_slices"] = name.num_slices
     shape = "x".join(map(str, name.shape))
-    with _environment(_LIBTPU):
+    with devices.libtpu_without_tpus():
         try:
             return tuple(
                 _topologies.get_topology_desc(
@@ -128,15 +116,3 @@ def _explained(name: TopologyName, error: Exception) -> PlanError:
         f"libtpu must know the topology; it refused {name}: {text.splitlines()[0]} "
         "Name another shape, such as v4:2x2x2."
     )
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Inside, the variables that are not set have these values."""
-    added = {key: value for key, value in values.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)

@@ -3,6 +3,7 @@
 The devices start with the first call that needs them.
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,16 @@ from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
 from spmd_core.sharding.mesh import Mesh
 
 _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
+
+# libtpu asks the host that it runs on for its accelerators, and locks them for one process. The
+# type and the host names concern no topology; without them, it writes to stderr that it could not
+# determine them.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "TPU_ACCELERATOR_TYPE": "v4-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
 
 
 @dataclass
@@ -96,14 +107,33 @@ def _start() -> tuple[jax.Device, ...]:
     os.environ["XLA_FLAGS"] = with_positional_shardings(
         os.environ.get("XLA_FLAGS", ""), jaxlib.__version__
     )
+    # jax names the platforms if it sees a TPU when it is imported. If nobody names them, it tries
+    # each platform that is installed: with libtpu TPUs, though there are none.
+    is_named = bool(jax.config.values["jax_platforms"])
     try:
-        found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
+        with contextlib.nullcontext() if is_named else libtpu_without_tpus():
+            found = jax.devices(_PLATFORM_OF_PJRT_DEVICE[wanted.upper()] if wanted else None)
     except RuntimeError as error:
         raise SpmdError(
             f"PJRT_DEVICE={wanted} asks for a platform that jax cannot start here: {error}. "
             "Unset it, or install jax for that platform."
         ) from error
     return tuple(sorted(found, key=lambda d: d.id))
+
+
+@contextmanager
+def libtpu_without_tpus() -> Iterator[None]:
+    """Inside, libtpu expects no TPU on this host: it locks none, and is silent about it.
+
+    Variables of the environment that are set stay as they are.
+    """
+    added = {key: value for key, value in _LIBTPU.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
 
 
 def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
