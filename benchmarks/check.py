@@ -103,12 +103,17 @@ BENCHMARKS = {
         ),
     ),
     "generate": Benchmark((), (Amount("runs[cache,bounded].programs"),)),
+    "initialisation": Benchmark(
+        (),
+        (
+            Amount("plans[model,topology].peak_bytes"),
+            Amount("run.uploaded_bytes"),
+            Ratio("run.model_cpu_samples_s", "run.jax_cpu_samples_s"),
+        ),
+    ),
     "memory": Benchmark(
         ("num_devices",),
-        (
-            *(Amount(f"step.{name}") for name in ("argument_bytes", "temp_bytes", "peak_bytes")),
-            *(Amount(f"init.{name}") for name in ("num_programs", "peak_bytes", "uploaded_bytes")),
-        ),
+        tuple(Amount(f"step.{name}") for name in ("argument_bytes", "temp_bytes", "peak_bytes")),
     ),
     "op_overhead": Benchmark((), (Ratio("us.*.samples", "floor_samples_us"),)),
     "op_speed": Benchmark((), (Ratio("calls[name,variant].ours", "calls[name,variant].eager"),)),

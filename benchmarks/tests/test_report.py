@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.fixed_step import paired_ratio
 from benchmarks.loss_agreement import largest_relative_difference
-from benchmarks.memory import full_bytes, shard_bytes
+from benchmarks.memory import shard_bytes
 from benchmarks.report import Samples, Table, publish
 
 TABLE = Table("Title", ["name", "value"], [["a", "1"], ["b", "2"]], ["A note."])
@@ -50,5 +50,4 @@ def test_losses_of_different_length_are_an_error() -> None:
 
 def test_bytes_on_one_device() -> None:
     sizes = [(16, 3), (7,)]
-    assert full_bytes(sizes) == 4 * (48 + 7)
     assert shard_bytes(sizes, num_devices=8) == 4 * (6 + 7)

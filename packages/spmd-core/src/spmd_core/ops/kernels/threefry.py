@@ -22,7 +22,7 @@ def fused(key: jax.Array) -> jax.Array:
     """The same key, whose bits XLA fuses with what reads them.
 
     Not for samplers that draw until a value is accepted, which jax writes for its own keys: with
-    another one, `jax.random.gamma` takes 40 times as long, and `jax.random.poisson` raises.
+    another one, `jax.random.gamma` takes tens of times as long, and `jax.random.poisson` raises.
 
     Args:
         key: a threefry2x32 key of jax.
