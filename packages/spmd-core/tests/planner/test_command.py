@@ -142,3 +142,17 @@ def test_as_a_process(script, tmp_path):
     words = [sys.executable, "-m", "spmd_core.plan", "--topology", "cpu-16", "--", script]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "Plan for cpu-16: 16 devices" in done.stdout
+
+
+@pytest.mark.slow
+def test_plans_of_a_new_process_follow_each_other():
+    code = (
+        "import torch, spmd_core as spmd\n"
+        "def f():\n"
+        "    x = torch.ones(8).to('xla') + 1\n"
+        "    spmd.sync()\n"
+        "for name in ('cpu-8', 'cpu-1'):\n"
+        "    print(spmd.plan(f, topology=name).topology.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu-8", "cpu-1"]

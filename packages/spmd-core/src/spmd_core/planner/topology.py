@@ -71,6 +71,7 @@ def libtpu_version() -> str | None:
 def _cpus(name: TopologyName) -> tuple[jax.Device, ...]:
     if not devices.is_started():
         devices.simulate(name.num_chips)
+        devices.all_devices()
     found = tuple(jax.devices("cpu"))
     if len(found) < name.num_chips:
         raise PlanError(

@@ -10,7 +10,9 @@ XLA's TPU compiler orders operations by what they free and take at their place, 
 
 With GPT-2 over 4 devices, that was half of the temporaries. So in the second run of a block, which
 begins with an optimization barrier, the barrier waits for the gradients of the block before the
-last (those of the last one may be reduced meanwhile), and parameters are cast behind it.
+last (those of the last one may be reduced meanwhile), and parameters are cast behind it. What reads
+a gradient waits for all that no second run has waited for: the compiler makes an all-reduce of some
+reduce-scatters, and would cut it where it is read, at the end.
 """
 
 from collections import deque
@@ -58,7 +60,18 @@ class PacedGradients:
             if cast in self._casts and self._start is not None:
                 inputs = [jax.lax.optimization_barrier((inputs[0], self._start))[0]]
             self._casts.add(cast)
+        elif {*node.inputs} & {*self._made, *(n for block in self._blocks for n in block)}:
+            inputs = self._after_all_gradients(node, inputs)
         return inputs
+
+    def _after_all_gradients(self, node: Node, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        numbers = [*(n for block in self._blocks for n in block), *self._made]
+        behind = dict(zip(numbers, jax.lax.optimization_barrier([self.values[n] for n in numbers])))
+        for number, x in behind.items():
+            self.values[number] = x
+        self._blocks.clear()
+        self._made = []
+        return [behind.get(number, x) for number, x in zip(node.inputs, inputs)]
 
     def after(
         self, node: Node, inputs: list[jax.Array], results: Sequence[jax.Array]

@@ -1,6 +1,7 @@
 """Lowers the sums over the batch that `batch_sums` found: each device's part, then a reduction."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,15 +220,17 @@ class PartialSums:
         """
         shape, entry = part.spec.shape, self._graph.nodes[part.node].entry
         is_known = len(part.sources) == len(shape) == 2 and not entry.number_kinds
-        if self._platform != "tpu" or not is_known or reduction.dim is None or reduction.others:
+        if self._platform != "tpu" or not is_known or reduction.dim is None:
+            return 1
+        if any(dim != reduction.dim for dim, _ in reduction.others):
             return 1
         columns, rest = divmod(shape[1 - reduction.dim], _REGISTER)
-        if rest or part.spec.num_bytes <= _LARGEST_PIECE_BYTES:
+        by_others = math.prod(reduction.size(axes) for _, axes in reduction.others)
+        num_bytes = part.spec.num_bytes // by_others
+        if rest or num_bytes <= _LARGEST_PIECE_BYTES:
             return 1
         counts = [count for count in range(1, columns + 1) if columns % count == 0]
-        return next(
-            (c for c in counts if part.spec.num_bytes // c <= _LARGEST_PIECE_BYTES), columns
-        )
+        return next((c for c in counts if num_bytes // c <= _LARGEST_PIECE_BYTES), columns)
 
 
 def _in_pieces(
