@@ -22,8 +22,8 @@ class PlannedProgram:
         graph: what it computes.
         name: the program's.
         record: without the compiler's figures.
-        out_placements: where its results lie. What no mark places is a scalar, or is asked of the
-            compiler.
+        out_placements: where its results lie. What no mark places is a scalar, is on the only
+            device, or is asked of the compiler.
     """
 
     def __init__(self, graph: Graph, name: str) -> None:
@@ -49,7 +49,7 @@ class PlannedProgram:
         is_in_region = any(node.entry.border is not None for node in self.graph.nodes) or any(
             leaf.placement.manual is not None for leaf in self.graph.leaves
         )
-        if output.spec.shape or is_in_region:
+        if (output.spec.shape and len(self.graph.device_ids) > 1) or is_in_region:
             return None
         return Placement.of(replicated(self.graph.device_ids), None)
 
