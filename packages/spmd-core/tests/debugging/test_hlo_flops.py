@@ -20,6 +20,7 @@ def test_a_loops_product_is_counted_for_each_run():
     program = compiled(scan, (16, 16), (10, 16, 16))
     product = 2 * 16**3
     assert hlo_flops.repeated(program.as_text()) == 9 * product
+    assert hlo_flops.total(program.as_text()) == 10 * product
     assert program.cost_analysis()["flops"] == pytest.approx(product, abs=20)  # and the loop's
 
 
@@ -47,14 +48,18 @@ def test_an_unknown_length_is_not_guessed():
     def loop(a, n):
         return lax.while_loop(lambda c: c[1] < n[0], lambda c: (c[0] @ a, c[1] + 1), (a, 0.0))[0]
 
-    assert hlo_flops.repeated(compiled(loop, (8, 8), (1,)).as_text()) is None
+    text = compiled(loop, (8, 8), (1,)).as_text()
+    assert hlo_flops.repeated(text) is None
+    assert hlo_flops.total(text) == 2 * 8**3  # at least
 
 
 def test_a_branch_is_no_loop():
     def branch(a):
         return lax.cond(a[0, 0] > 0, lambda x: x @ x, lambda x: x + 1, a)
 
-    assert hlo_flops.repeated(compiled(branch, (8, 8)).as_text()) == 0
+    text = compiled(branch, (8, 8)).as_text()
+    assert hlo_flops.repeated(text) == 0
+    assert hlo_flops.total(text) == 0
 
 
 def test_a_librarys_product_in_a_loop_is_not_guessed():

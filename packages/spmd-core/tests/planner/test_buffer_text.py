@@ -66,6 +66,11 @@ def test_what_allocations_are_for(buffers):
     assert temporary.values[0].instruction == "fusion.1"
 
 
+def test_arguments_and_results(buffers):
+    assert buffers.argument_bytes == 4096
+    assert (buffers.result_bytes, buffers.new_result_bytes) == (4096 + 64, 64)
+
+
 def test_the_peak_is_where_most_is_alive_and_an_update_in_place_counts_once(buffers):
     alive = buffers.live_at_peak()
     assert [value.size for value in alive] == [4000, 4000]

@@ -11,6 +11,7 @@ import spmd_core as spmd
 from spmd_core import chips
 from spmd_core.debugging.communication import Collective, Collectives
 from spmd_core.planner import costs
+from spmd_core.planner.buffer_text import Allocation, Buffers
 from spmd_core.planner.topology import Topology
 
 
@@ -107,21 +108,24 @@ def test_what_crosses_slices_goes_over_the_network():
     assert not costs.crosses_slices(_collective(None), topology)
 
 
-class _Program:
-    """What `costs_of` reads of a program."""
+class _Graph:
+    """What `costs_of` reads of a graph."""
 
-    class graph:
-        nodes = leaves = ()
-
-    class compiled:
-        @staticmethod
-        def cost_analysis():
-            return {"flops": 197e12 * 3, "bytes accessed": 5.0}
-
-    class record:
-        argument_bytes, output_bytes = int(819e9), int(819e9)
-
+    nodes = leaves = ()
     device_ids = (0, 1, 2, 3)
+
+
+# An argument that a result takes over, and a product of 591 TFLOP.
+BUFFERS = Buffers((Allocation(int(819e9), 0, True, False, ()),), {})
+HLO = """\
+HloModule f
+
+ENTRY main {
+  a = f32[591000000,1000]{1,0} parameter(0)
+  b = f32[1000,500]{1,0} parameter(1)
+  ROOT c = f32[591000000,500]{1,0} dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
 
 
 def test_bounds_follow_from_the_data_sheet():
@@ -133,7 +137,7 @@ def test_bounds_follow_from_the_data_sheet():
         ],
         "p",
     )
-    found = costs.costs_of(_Program, None, moves, topology)
+    found = costs.costs_of(_Graph, HLO, BUFFERS, moves, topology)
     assert found.compute_s == pytest.approx(3.0)
     assert found.memory_s == pytest.approx(2.0)
     # Twice half of 400 GB, at 200 GB/s over the links and 6.25 GB/s over the network.
@@ -145,6 +149,6 @@ def test_bounds_follow_from_the_data_sheet():
 
 def test_emulated_devices_have_no_bounds():
     topology = Topology("t", (_Device(0),) * 4, None)
-    found = costs.costs_of(_Program, None, Collectives.of([], "p"), topology)
+    found = costs.costs_of(_Graph, HLO, BUFFERS, Collectives.of([], "p"), topology)
     assert (found.compute_s, found.bound_s, found.mfu_bound) == (None, None, None)
     assert found.least_bytes == 2 * int(819e9)

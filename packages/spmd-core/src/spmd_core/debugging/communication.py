@@ -180,12 +180,20 @@ def _axes_text(c: Collective) -> str:
 
 def of_program(program: Program) -> Collectives:
     """The collectives of a compiled program."""
-    meshes = _meshes(program.graph)
-    ids = program.device_ids
-    found = hlo_text.collectives(program.compiled_text(), len(ids))
-    return Collectives.of(
-        (_collective(c, program.graph, meshes, ids) for c in found), program.record.name
-    )
+    return of_text(program.compiled_text(), program.graph, program.record.name)
+
+
+def of_text(hlo: str, graph: Graph, name: str) -> Collectives:
+    """The collectives of an optimised module.
+
+    Args:
+        hlo: the module as text.
+        graph: what it computes.
+        name: the program's.
+    """
+    meshes, ids = _meshes(graph), graph.device_ids
+    found = hlo_text.collectives(hlo, len(ids))
+    return Collectives.of((_collective(c, graph, meshes, ids) for c in found), name)
 
 
 def _collective(

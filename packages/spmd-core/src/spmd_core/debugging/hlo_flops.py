@@ -1,7 +1,7 @@
-"""FLOPs of the matrix products and convolutions that loops of a compiled module repeat.
+"""FLOPs of the matrix products and convolutions of a compiled module, in XLA's text of it.
 
-XLA's cost analysis counts the body of a loop once, however often it runs. This counts the rest, in
-XLA's text of the module.
+XLA's cost analysis counts the body of a loop once, however often it runs. This counts the rest, or
+all.
 """
 
 import math
@@ -46,6 +46,30 @@ def repeated(text: str) -> float | None:
             if flops and often is not None:
                 total += flops * (often - counted)
     return total
+
+
+def total(text: str) -> float:
+    """The FLOPs of all products and convolutions, in all runs of loops' bodies.
+
+    Of each device, at least: a loop of unknown length counts once; branches, and what a library
+    computes, count nothing.
+
+    Args:
+        text: the optimised module.
+    """
+    computations, entry = hlo_text.parse(text)
+    always = hlo_text.executions(
+        computations,
+        entry,
+        per_call=lambda role, length: (
+            0 if role in _FACTORS else hlo_text.executions_per_call(role, length or 1)
+        ),
+    )
+    return sum(
+        (_flops(instruction, instructions) or 0.0) * (always[name] or 0)
+        for name, instructions in computations.items()
+        for instruction in instructions.values()
+    )
 
 
 def _per_call(role: str, length: int | None) -> int | None:

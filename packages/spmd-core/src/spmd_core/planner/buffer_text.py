@@ -85,6 +85,21 @@ class Buffers:
         return sum(allocation.size for allocation in self.allocations)
 
     @property
+    def argument_bytes(self) -> int:
+        """Bytes of the program's arguments."""
+        return sum(a.size for a in self.allocations if a.parameter is not None)
+
+    @property
+    def new_result_bytes(self) -> int:
+        """Bytes of the results that take no argument's place."""
+        return sum(a.size for a in self.allocations if a.parameter is None and a.is_output)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of all results, but the arguments that are results as they are."""
+        return sum(a.size for a in self.allocations if a.is_output)
+
+    @property
     def temporaries(self) -> tuple[Allocation, ...]:
         """The allocations of neither parameters, results nor constants."""
         return tuple(

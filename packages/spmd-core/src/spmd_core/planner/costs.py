@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from spmd_core.debugging import hlo_flops
 from spmd_core.debugging.communication import Collective, Collectives
 from spmd_core.metrics.flops import operation_flops
-from spmd_core.planner.parts import Roles
+from spmd_core.planner.buffer_text import Buffers
 from spmd_core.planner.topology import Topology
-from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.source_lines import Phase
 
@@ -19,8 +19,8 @@ class Costs:
         model_flops: of products, convolutions and attention, over all devices, as torch counts them
             (`metrics.count_flops`), without what checkpoints compute again.
         recomputed_flops: of what checkpoints compute again.
-        compiler_flops: of one device, as XLA counts them; its custom kernels count nothing.
-        compiler_bytes: that the instructions of one device read and write, as XLA counts them.
+        compiler_flops: of the products and convolutions of one device in the optimised module, in
+            all runs of loops; custom kernels and branches count nothing.
         least_bytes: that one device must read and write: each argument and each result once.
         ici_bytes, dcn_bytes: that one device sends over the chips' links and over the network
             between slices, by the algorithm on a ring.
@@ -34,7 +34,6 @@ class Costs:
     model_flops: int
     recomputed_flops: int
     compiler_flops: float
-    compiler_bytes: float
     least_bytes: int
     ici_bytes: float
     dcn_bytes: float
@@ -46,14 +45,22 @@ class Costs:
     mfu_bound: float | None = None
 
 
-def costs_of(program: Program, roles: Roles, collectives: Collectives, topology: Topology) -> Costs:
-    """The costs of a compiled program on these devices."""
-    model, recomputed = _recorded_flops(program.graph)
-    num_devices = len(program.device_ids)
-    analysis = program.compiled.cost_analysis() or {}
-    compiler_flops = float(analysis.get("flops", 0.0))
-    record = program.record
-    least = record.argument_bytes + record.output_bytes
+def costs_of(
+    graph: Graph, hlo: str, buffers: Buffers, collectives: Collectives, topology: Topology
+) -> Costs:
+    """The costs of a compiled program on these devices.
+
+    Args:
+        graph: of the program.
+        hlo: its optimised HLO as text.
+        buffers: its allocations.
+        collectives: what it moves.
+        topology: the devices.
+    """
+    model, recomputed = _recorded_flops(graph)
+    num_devices = len(graph.device_ids)
+    compiler_flops = hlo_flops.total(hlo)
+    least = buffers.argument_bytes + buffers.result_bytes
     sent = {False: 0.0, True: 0.0}
     for collective in collectives:
         times = 1 if collective.executions is None else collective.executions
@@ -62,7 +69,6 @@ def costs_of(program: Program, roles: Roles, collectives: Collectives, topology:
         model,
         recomputed,
         compiler_flops,
-        float(analysis.get("bytes accessed", 0.0)),
         least,
         sent[False],
         sent[True],

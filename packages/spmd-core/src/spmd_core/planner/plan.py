@@ -17,6 +17,7 @@ from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
 from spmd_core.graph.storage import lock, take_pending
 from spmd_core.planner import buffer_text, parts
 from spmd_core.planner.costs import costs_of
+from spmd_core.planner.memory_program import MemoryProgram
 from spmd_core.planner.parts import Part
 from spmd_core.planner.planned import Plan, ProgramPlan
 from spmd_core.planner.topology import Topology, find
@@ -203,33 +204,31 @@ def _compiled(seen: _Seen, topology: Topology) -> ProgramPlan:
     Raises:
         DeviceMemoryError: it does not fit.
     """
-    program = seen.program.compiled
+    planned = seen.program
+    if topology.request is None or planned.is_compiled:
+        program = planned.compiled
+    else:
+        program = MemoryProgram(planned.graph, planned.name, topology)
     record = program.record
     assert isinstance(program.dump_folder, str)
     memory = buffer_text.read(program.dump_folder)
-    shutil.rmtree(program.dump_folder)
-    roles = parts.roles(program.graph, seen.kept)
     hlo = program.compiled_text()
+    shutil.rmtree(program.dump_folder)
     numbers: Any = program.arguments[0]
+    roles = parts.roles(program.graph, seen.kept)
     rows = parts.at_peak(program.graph, roles, memory, hlo, len(numbers))
-    analysis = program.compiled.memory_analysis()
-    assert analysis is not None
-    extra = {
-        Part.CODE: analysis.generated_code_size_in_bytes,
-        Part.ELSEWHERE: seen.elsewhere,
-    }
-    collectives = communication.of_program(program)
+    collectives = communication.of_text(hlo, program.graph, record.name)
     return ProgramPlan(
         record.name,
-        seen.program.record.source,
-        seen.program.record.executions,
+        planned.record.source,
+        planned.record.executions,
         seen.is_step,
         record.trace_s + record.compile_s,
-        {part: n for part, n in {**parts.sums(rows), **extra}.items() if n},
+        {part: n for part, n in {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}.items() if n},
         rows,
-        record.argument_bytes + max(record.output_bytes - record.alias_bytes, 0),
+        memory.argument_bytes + memory.new_result_bytes,
         collectives,
-        costs_of(program, roles, collectives, topology),
+        costs_of(program.graph, hlo, memory, collectives, topology),
     )
 
 

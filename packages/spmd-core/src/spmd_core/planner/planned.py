@@ -15,7 +15,7 @@ from spmd_core.planner.parts import Buffer, Part
 from spmd_core.planner.topology import Topology
 
 # Of the plain values of `values`; raised when a field changes its meaning or goes.
-SCHEMA = 1
+SCHEMA = 2
 _NUM_BUFFERS = 10
 
 
@@ -49,7 +49,7 @@ class ProgramPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the program and all other arrays take of a device's memory."""
+        """What the program, without its code, and all other arrays take of a device's memory."""
         return sum(self.parts.values())
 
 

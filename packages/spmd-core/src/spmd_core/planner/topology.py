@@ -1,5 +1,6 @@
 """The devices of a topology that is not there, and what its chips can do."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -22,11 +23,13 @@ class Topology:
         name: as given, or libtpu's form of it.
         devices: jax's, in the order of their ids.
         chip: what the maker publishes; None for CPUs.
+        request: what jax's `get_topology_desc` finds the devices by; None for CPUs.
     """
 
     name: str
     devices: tuple[jax.Device, ...]
     chip: Chip | None
+    request: Mapping[str, object] | None = None
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -55,9 +58,10 @@ def find(name: str, *, num_slices: int = 1) -> Topology:
         PlanError: no such topology; libtpu is not installed, or refuses it.
     """
     parsed = parse(name, num_slices=num_slices)
-    found = _cpus(parsed) if parsed.platform == "cpu" else _tpus(parsed)
+    request = None if parsed.platform == "cpu" else _request(parsed)
+    found = _cpus(parsed) if request is None else _tpus(parsed, request)
     found = tuple(sorted(found, key=lambda device: device.id))
-    return Topology(str(parsed), found, chip_of(found[0].device_kind))
+    return Topology(str(parsed), found, chip_of(found[0].device_kind), request)
 
 
 def libtpu_version() -> str | None:
@@ -82,20 +86,23 @@ def _cpus(name: TopologyName) -> tuple[jax.Device, ...]:
     return found[: name.num_chips]
 
 
-def _tpus(name: TopologyName) -> tuple[jax.Device, ...]:
-    options: dict[str, object] = {}
-    if name.chip_config is not None:
-        options["chip_config_name"] = name.chip_config
-    if name.num_slices > 1:
-        options["num_slices"] = name.num_slices
+def _request(name: TopologyName) -> dict[str, object]:
     shape = "x".join(map(str, name.shape))
+    request: dict[str, object] = {
+        "platform": "tpu",
+        "topology_name": f"{name.version}:{shape}",
+    }
+    if name.chip_config is not None:
+        request["chip_config_name"] = name.chip_config
+    if name.num_slices > 1:
+        request["num_slices"] = name.num_slices
+    return request
+
+
+def _tpus(name: TopologyName, request: dict[str, object]) -> tuple[jax.Device, ...]:
     with devices.libtpu_without_tpus():
         try:
-            return tuple(
-                _topologies.get_topology_desc(
-                    platform="tpu", topology_name=f"{name.version}:{shape}", **options
-                ).devices
-            )
+            return tuple(_topologies.get_topology_desc(**request).devices)
         except Exception as error:  # jax raises several kinds
             raise _explained(name, error) from error
 

@@ -20,13 +20,14 @@ class PlannedProgram:
 
     Attributes:
         graph: what it computes.
+        name: the program's.
         record: without the compiler's figures.
-        out_placements: where its results lie. What no mark places is a scalar, or is asked of the
-            compiler.
+        out_placements: where its results lie. What no mark places is a scalar, is on the only
+            device, or is asked of the compiler.
     """
 
     def __init__(self, graph: Graph, name: str) -> None:
-        self.graph, self._name = graph, name
+        self.graph, self.name = graph, name
         self.record = counters.ProgramRecord(
             name,
             len(graph.nodes),
@@ -48,7 +49,7 @@ class PlannedProgram:
         is_in_region = any(node.entry.border is not None for node in self.graph.nodes) or any(
             leaf.placement.manual is not None for leaf in self.graph.leaves
         )
-        if output.spec.shape or is_in_region:
+        if (output.spec.shape and len(self.graph.device_ids) > 1) or is_in_region:
             return None
         return Placement.of(replicated(self.graph.device_ids), None)
 
@@ -59,7 +60,12 @@ class PlannedProgram:
         Raises:
             DeviceMemoryError: it does not fit.
         """
-        return Program(self.graph, self._name)
+        return Program(self.graph, self.name)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether someone asked for `compiled`, as for a result that the compiler places."""
+        return "compiled" in vars(self)
 
     def run(
         self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[Any]

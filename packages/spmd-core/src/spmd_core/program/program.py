@@ -90,8 +90,8 @@ class Program(Traced):
                     found.add(i)
         return found
 
-    def _compile(self) -> None:
-        start = time.perf_counter()
+    def _compile_options(self) -> dict[str, str | bool]:
+        """XLA's options for this program."""
         options = {
             name: value if isinstance(value, bool) else str(value)
             for name, value in self.graph.options
@@ -108,6 +108,11 @@ class Program(Traced):
         plan = abstract.run()
         if plan is not None:
             options |= plan.compile_options()
+        return options
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        options = self._compile_options()
         self.dump_folder = options.get("xla_dump_to")
         with (
             jax.enable_x64(True),

@@ -1,0 +1,109 @@
+"""Compiles one StableHLO module for a TPU topology, as far as its memory is known.
+
+A program of its own, run by its path: it imports neither torch nor this package, so it starts fast
+and takes little memory. XLA writes the optimised module and its buffers after about a fifth of a
+compilation. The rest makes machine code, which nobody runs, and takes most of the memory; so the
+process ends before it.
+
+Enter: a folder with `REQUEST` and `MODULE`. Leave: XLA's texts in that folder, or `ERROR`.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.interpreters import mlir
+from jaxlib import xla_client
+from jaxlib.mlir import ir
+
+REQUEST, MODULE, ERROR = "request.json", "module.mlirbc", "error.txt"
+# What XLA writes next after the texts that a plan reads. A compiler that does not write it is
+# waited for.
+_FURTHER = "*.after_optimizations_after_buffer_assignment.txt"
+_POLL_S = 0.05
+# From here on, jax hands the arguments of a TPU's program over as one tuple.
+_MAX_ARGUMENTS = 2000
+
+
+def main(folder: Path) -> int:
+    """Compiles the module in the folder.
+
+    Returns:
+        0, also if the compiler refuses the module: its words are in `ERROR` then.
+    """
+    request = json.loads((folder / REQUEST).read_text())
+    _in_background(_wait_for_the_end_of_the_parent)
+    found = topologies.get_topology_desc(**request["topology"]).devices
+    by_id = {device.id: device for device in found}
+    chosen = [by_id[number] for number in request["device_ids"]]
+    with mlir.make_ir_context():
+        module = ir.Module.parse((folder / MODULE).read_bytes())
+        options = _options(module, request)
+        _in_background(_wait_for_texts, folder)
+        try:
+            found[0].client.compile(
+                module,
+                executable_devices=xla_client.DeviceList(tuple(chosen)),
+                compile_options=options,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            (folder / ERROR).write_text(str(error))
+    return 0
+
+
+def _options(module: ir.Module, request: dict) -> xla_client.CompileOptions:
+    """The options with which `jax.jit` compiles such a module, whose arguments have shardings."""
+    ids = request["device_ids"]
+    function = ir.SymbolTable(module.operation)["main"]
+    num_arguments = len(function.arguments)
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, len(ids)
+    options.device_assignment = xla_client.DeviceAssignment.create(np.array([ids], np.int32))
+    options.parameter_is_tupled_arguments = num_arguments > _MAX_ARGUMENTS
+    options.profile_version = -1  # there is no profile
+    options.env_option_overrides = list(request["options"].items())
+    build = options.executable_build_options
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = request["use_shardy"]
+    build.allow_spmd_sharding_propagation_to_parameters = [False] * num_arguments
+    build.allow_spmd_sharding_propagation_to_output = [
+        len(ids) > 1 and "sdy.sharding" not in result and "mhlo.sharding" not in result
+        for result in function.attributes["res_attrs"]
+    ]
+    return options
+
+
+def _wait_for_texts(folder: Path) -> None:
+    while not any(folder.glob(_FURTHER)):
+        time.sleep(_POLL_S)
+    _end(0)
+
+
+def _wait_for_the_end_of_the_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # the parent writes nothing, and its end closes the pipe
+    _end(1)
+
+
+def _in_background(function, *arguments) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def _end(code: int) -> None:
+    """Ends the process while the compiler's threads work."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        _end(main(Path(sys.argv[1])))
+    except BaseException:  # Python's own end would wait for threads, and crash
+        traceback.print_exc()
+        _end(1)

@@ -1,0 +1,107 @@
+"""A program for TPUs that are not there, compiled as far as its memory is known."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmd_core import counters
+from spmd_core.errors import PlanError
+from spmd_core.graph.placement import Placement
+from spmd_core.planner.topology import Topology
+from spmd_core.program.program import Program
+from spmd_core.program.program_graph import Graph
+from spmd_core.runtime import devices
+from spmd_core.runtime.jax_sharding import replicated
+
+# Not imported: it runs in another process. The names are those of `planner/compiler.py`.
+_COMPILER = Path(__file__).with_name("compiler.py")
+_REQUEST, _MODULE, _ERROR = "request.json", "module.mlirbc", "error.txt"
+_OPTIMISED = "*.after_optimizations.txt"
+
+
+class MemoryProgram(Program):
+    """A program without machine code, which cannot run: its buffers and its optimised module.
+
+    A process of its own compiles it (`planner/compiler.py`) and ends when that much is known.
+    `record` has no bytes and no FLOPs; `buffer_text.read` has them.
+
+    Args:
+        graph: what it computes. Each result has a mark or is a scalar.
+        name: the program's.
+        topology: TPUs.
+
+    Raises:
+        DeviceMemoryError: it does not fit.
+        ProgramError: the compiler refused it otherwise.
+        PlanError: the compiler's process ended without a word.
+    """
+
+    def __init__(self, graph: Graph, name: str, topology: Topology) -> None:
+        self._topology = topology
+        super().__init__(graph, name)
+
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        options = self._compile_options()
+        self.dump_folder = options["xla_dump_to"]
+        folder = Path(str(self.dump_folder))
+        folder.mkdir(parents=True)
+        request = {
+            "topology": self._topology.request,
+            "device_ids": [device.id for device in self._mesh.devices.flat],
+            "use_shardy": jax.config.values["jax_use_shardy_partitioner"],
+            "options": options,
+        }
+        (folder / _REQUEST).write_text(json.dumps(request))
+        module: Any = self.lowered.compiler_ir("stablehlo")
+        with (folder / _MODULE).open("wb") as file:
+            module.operation.write_bytecode(file)
+        with counters.timed(counters.Part.COMPILING):
+            _run(folder)
+        error = folder / _ERROR
+        if error.exists():
+            raise jax.errors.JaxRuntimeError(error.read_text())
+        self.record.compile_s = time.perf_counter() - start
+        everywhere = Placement.of(replicated(self.graph.device_ids), None)
+        self.out_placements = [placement or everywhere for placement in self.out_placements]
+
+    def compiled_text(self) -> str:
+        """The optimised HLO module of each device, as text."""
+        return next(Path(str(self.dump_folder)).glob(_OPTIMISED)).read_text()
+
+
+def _run(folder: Path) -> None:
+    """Runs the compiler's process on a folder, to its end; an interruption ends it, too."""
+    # -P: the compiler's own folder has modules with names that other packages have.
+    words = [sys.executable, "-P", str(_COMPILER), str(folder)]
+    search_path = os.pathsep.join(entry for entry in sys.path if entry)
+    with (folder / "stderr.txt").open("w+b") as words_of_it:
+        with devices.libtpu_without_tpus():
+            child = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=words_of_it,
+                env={**os.environ, "PYTHONPATH": search_path},
+            )
+        try:
+            code = child.wait()
+        finally:
+            child.kill()
+            child.wait()
+            assert child.stdin is not None
+            child.stdin.close()
+        if code:
+            words_of_it.seek(0)
+            lines = words_of_it.read().decode(errors="replace").strip().splitlines()
+            raise PlanError(
+                "the compiler's process must end with a result or an error of XLA; it ended with "
+                f"code {code} and {lines[-1] if lines else 'no word'!r}. A code of -9 is Linux's "
+                "when the host's memory is used up: plan on a host with more."
+            )

@@ -1,0 +1,200 @@
+"""planner/memory_program.py, planner/compiler.py: a process that compiles until memory is known."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from planner import training
+
+import spmd_core as spmd
+from spmd_core.planner import buffer_text, compiler, memory_program, planned, topology
+from spmd_core.program.planned_program import PlannedProgram
+
+LIBTPU = pytest.mark.skipif(
+    topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
+)
+pytestmark = pytest.mark.one_device
+
+
+@pytest.fixture
+def compile_by(tmp_path, monkeypatch):
+    """Puts a script in the place of the compiler; its folder is `sys.argv[1]`."""
+
+    def put(script):
+        path = tmp_path / "fake_compiler.py"
+        path.write_text(script)
+        monkeypatch.setattr(memory_program, "_COMPILER", path)
+
+    return put
+
+
+@pytest.fixture
+def like_a_tpu(num_devices):
+    """Emulated devices for which a process of its own compiles."""
+    found = topology.find(f"cpu-{num_devices}")
+    return topology.Topology("t", found.devices, None, {"platform": "tpu"})
+
+
+@pytest.fixture
+def without_xla_flags(monkeypatch):
+    """libtpu ends a process whose XLA_FLAGS name flags of the CPU's compiler, as tests do."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def test_both_sides_name_the_files_alike():
+    for name in ("REQUEST", "MODULE", "ERROR"):
+        assert getattr(memory_program, f"_{name}") == getattr(compiler, name)
+
+
+def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devices, tmp_path):
+    buffers = "allocation 0: size 4096, parameter 1, maybe-live-out:\n"
+    compile_by(
+        "import json, pathlib, sys\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "request = json.loads((folder / 'request.json').read_text())\n"
+        f"assert request['device_ids'] == list(range({num_devices}))\n"
+        "assert request['topology'] == {'platform': 'tpu'}\n"
+        "assert request['options']['xla_dump_to'] == str(folder)\n"
+        "assert (folder / 'module.mlirbc').read_bytes()[:4] == b'ML\\xefR'\n"
+        "name = 'module_0000.jit_f.after_optimizations'\n"
+        f"(folder / f'{{name}}-buffer-assignment.txt').write_text({buffers!r})\n"
+        "(folder / f'{name}.txt').write_text('HloModule f\\n\\nENTRY main {\\n"
+        "  ROOT p = f32[8]{0} parameter(0)\\n}\\n')\n"
+    )
+    made = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+    assert made.step.peak_bytes - made.step.parts.get("other programs' arrays", 0) == 4096
+    assert made.step.state_bytes == 4096
+    assert made.step.costs.least_bytes == 2 * 4096
+
+
+def _refused(text):
+    return f"import pathlib, sys\n(pathlib.Path(sys.argv[1]) / 'error.txt').write_text({text!r})\n"
+
+
+def test_too_little_memory_is_no_error_of_the_plan(compile_by, like_a_tpu, num_devices):
+    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 58.4G of 31.0G hbm."
+    compile_by(_refused(words))
+    made = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+    assert made.fits is False
+    assert "must fit the device's memory" in made.refusals[0]
+    assert "Used 58.4G of 31.0G hbm" in made.refusals[0]
+
+
+def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
+    compile_by(_refused("INTERNAL: [hlo verifier] wrong"))
+    with pytest.raises(spmd.ProgramError, match=r"failed: INTERNAL: \[hlo verifier\] wrong"):
+        spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("raise ValueError('no such thing')", r"code 1 and 'ValueError: no such thing'"),
+        ("import os; os.kill(os.getpid(), 9)", r"code -9 and 'no word'. A code of -9 is Linux's"),
+    ],
+)
+def test_a_process_that_ends_without_a_result(script, message, compile_by, tmp_path):
+    compile_by(script)
+    with pytest.raises(spmd.PlanError, match=message):
+        memory_program._run(tmp_path)
+
+
+def test_an_interruption_ends_the_process(compile_by, tmp_path):
+    pid_file = tmp_path / "pid"
+    compile_by(
+        "import os, pathlib, sys, time\n"
+        "unfinished = pathlib.Path(sys.argv[1]) / 'unfinished'\n"
+        "unfinished.write_text(str(os.getpid()))\n"
+        "unfinished.rename(unfinished.with_name('pid'))\n"
+        "time.sleep(1000)\n"
+    )
+
+    def interrupt() -> None:
+        while not pid_file.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        memory_program._run(tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_the_process_ends_with_its_parent():
+    script = (
+        f"import runpy, time; names = runpy.run_path({compiler.__file__!r})\n"
+        "names['_in_background'](names['_wait_for_the_end_of_the_parent'])\n"
+        "print('ready', flush=True); time.sleep(1000)\n"
+    )
+    words = [sys.executable, "-P", "-c", script]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"ready\n"
+        child.stdin.close()
+        assert child.wait() == 1
+
+
+def test_the_process_imports_neither_torch_nor_this_package():
+    script = f"import runpy, sys; runpy.run_path({compiler.__file__!r}); print(sorted(sys.modules))"
+    words = [sys.executable, "-P", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "'jax'" in done.stdout
+    assert "'torch'" not in done.stdout
+    assert "'spmd_core'" not in done.stdout
+
+
+@LIBTPU
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xla_flags):
+    def train() -> None:
+        spmd.use_spmd()
+        mesh = spmd.Mesh(range(4), shape, ("x", "y")[: len(shape)])
+        parts = mesh.axis_names if len(shape) == 2 else ("x", None)
+        weight = torch.nn.Parameter(torch.randn(256, 512).to("xla"))
+        spmd.mark_sharding(weight, mesh, parts)
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        while True:
+            x = spmd.mark_sharding(torch.randn(64, 256).to("xla"), mesh, ("x", None))
+            (x @ weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spmd.sync()
+
+    read, parse = [], buffer_text.read
+
+    def keep(folder):
+        found = parse(folder)
+        texts = {f.name.rpartition(".after")[2] for f in Path(folder).glob("*.after_*")}
+        read.append((found, "_codegen.txt" in texts))
+        return found
+
+    monkeypatch.setattr(buffer_text, "read", keep)
+    known = planned.values(spmd.plan(train, topology="v4-8"))
+    monkeypatch.setattr(PlannedProgram, "is_compiled", True)
+    whole = planned.values(spmd.plan(train, topology="v4-8"))
+    (buffers, _), (jits, is_whole) = read
+    assert buffers == jits
+    assert is_whole
+    assert buffers.num_bytes > 3 * 256 * 512  # of a quarter of the weight and of each moment
+    for made in (known, whole):
+        made["step"]["compile_s"] = made["programs"][0]["compile_s"] = None
+    assert known == whole
+
+
+@LIBTPU
+def test_a_program_that_is_too_large_for_a_tpu(without_xla_flags):
+    def infer() -> None:
+        x = torch.zeros(1, device="xla") + 1
+        total = x.expand(200_000, 100_000).cumsum(0).cumsum(1).sum()
+        spmd.sync()
+        del total
+
+    made = spmd.plan(infer, topology="v4-8")
+    assert made.fits is False
+    assert "exceeds available HBM (30.75G)" in made.refusals[0]
