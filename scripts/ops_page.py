@@ -1,6 +1,7 @@
 """Writes docs/ops.md, a table of every torch overload: how it runs, dtypes compared, tests.
 
 Dtypes and entries come from `benchmarks/results/opinfo_*.json`, which `python -m benchmarks.opinfo`
+writes; the columns of platforms from `compiles_*.json`, which `python -m benchmarks.compiles`
 writes. Tests come from the text of the test files.
 
 Run: python -m scripts.ops_page             writes the page
@@ -59,6 +60,11 @@ An entry of torch's operator database counts for every overload that takes part 
 pass, forward or backward. *Dtypes* are the dtypes of those samples, *entries* is the number of such
 entries. *Tests* are the test files that name the overload.
 
+*TPU* and *CUDA* say what becomes of the overload in programs of the same samples, in float32 and
+bfloat16: it *compiles* for TPU v4, and is lowered for CUDA; it runs on the *host*, as above; or it
+does *not* compile. Empty is what these programs do not have; its own handler has other overloads
+recorded. `benchmarks/results/compiles_*.md` lists the entries that read values on the host.
+
 """
 
 
@@ -82,6 +88,14 @@ def _compared() -> dict[str, tuple[set[str], set[str]]]:
             seen[name][0].update(found["dtypes"].split())
             seen[name][1].update(found["entries"].split())
     return seen
+
+
+def _platforms() -> list[dict[str, str]]:
+    """What becomes of overloads on TPUs and under CUDA, by overload as `aten::add.Tensor`."""
+    return [
+        dict(json.loads((RESULTS / f"compiles_{target}_1_devices.json").read_text())["overloads"])
+        for target in ("v4-8", "cuda")
+    ]
 
 
 def _tested() -> dict[str, list[str]]:
@@ -110,7 +124,7 @@ _SHORT = {
 
 def page() -> str:
     """The text of docs/ops.md."""
-    compared, tested = _compared(), _tested()
+    compared, tested, platforms = _compared(), _tested(), _platforms()
     routes = {op: router.route_of(op) for op in overloads()}
     counts = Counter(routes.values())
     routes |= {
@@ -131,9 +145,10 @@ def page() -> str:
         dtypes, entries = compared.get(op.name(), (set(), set()))
         known = " ".join(short for dtype, short in _SHORT.items() if dtype in dtypes)
         files = ", ".join(tested.get(str(op), []))
+        compiles = " | ".join(found.get(op.name(), "") for found in platforms)
         families[family].append(
             f"| `{str(op).removeprefix('aten.')}` | {route} | {known} | "
-            f"{len(entries) or ''} | {files} |"
+            f"{len(entries) or ''} | {compiles} | {files} |"
         )
     host = [str(op).removeprefix("aten.") for op, route in routes.items() if route is Route.HOST]
     elsewhere = [name for name in host if _ELSEWHERE.search(name)]
@@ -143,9 +158,8 @@ def page() -> str:
     for family in sorted(families):
         text += (
             "## "
-            f"{family}\n\n| overload | route | dtypes | entries | tests |\n|---|---|---|---|---|\n"
-            + "\n".join(families[family])
-            + "\n\n"
+            f"{family}\n\n| overload | route | dtypes | entries | TPU | CUDA | tests |\n"
+            "|---|---|---|---|---|---|---|\n" + "\n".join(families[family]) + "\n\n"
         )
     text += "## On the host\n\n" + ", ".join(f"`{name}`" for name in kept) + ".\n\n"
     text += (

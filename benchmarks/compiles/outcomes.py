@@ -32,7 +32,7 @@ class Status(StrEnum):
 
     COMPILES = "compiles"
     EXCLUDED = "excluded"
-    READS = "reads values"  # the result's shape depends on them
+    READS = "reads values"  # on the host, as on any device
     HOST = "on the host"
     FAILS = "does not compile"
 
@@ -107,12 +107,12 @@ def examine(
             try:
                 got = run(op, moved(sample, "xla", mesh=mesh))
             except PlanReadError:
-                outcome.worsen(Status.READS, "reads values on the host")
+                outcome.worsen(Status.READS, "to give the result its shape, or to raise")
             except Exception as error:  # every kind of failure is a finding
                 outcome.worsen(Status.FAILS, brief(error))
             fallen = cases.fell_back(before)
             if fallen:
-                outcome.worsen(Status.HOST, f"on the host: {', '.join(fallen)}")
+                outcome.worsen(Status.HOST, ", ".join(fallen))
                 outcome.host = sorted({*outcome.host, *fallen})
             graph = _pending_graph()
             del got

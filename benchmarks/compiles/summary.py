@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from benchmarks.compiles.outcomes import DTYPES, Status
+from benchmarks.compiles.target import CUDA
 from benchmarks.report import Table
+from spmd_core.planner import topology
 
 
 def summary(outcomes: list[dict[str, Any]], *, target: str, num_devices: int, limit: int) -> Table:
@@ -32,8 +34,10 @@ def summary(outcomes: list[dict[str, Any]], *, target: str, num_devices: int, li
             if c is not None:
                 total = sum(c[s] for s in shown)
                 rows.append([variant, dtype, str(total), *(str(c[s]) for s in shown)])
+    version = topology.libtpu_version()
+    compiler = "jax's lowering alone" if target == CUDA else f"libtpu {version}"
     notes = [
-        f"torch {torch.__version__}, {target}, {num_devices} device(s)"
+        f"torch {torch.__version__}, {compiler}, {target}, {num_devices} device(s)"
         + (f"; at most {limit} samples of an entry, evenly spread." if limit else "; all samples.")
     ]
     for status in (Status.FAILS, Status.HOST, Status.READS):

@@ -1,5 +1,6 @@
 """docs/ops.md agrees with the registry, the recorded results and the tests."""
 
+import json
 import re
 
 import pytest
@@ -29,6 +30,27 @@ def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["ops_page", "--check"])
     assert ops_page.main() == 1
     assert "Run python -m scripts.ops_page and commit" in capsys.readouterr().err
+
+
+def test_the_columns_of_platforms_are_the_sweeps_results(tmp_path, monkeypatch):
+    for target, found in {
+        "v4-8": {"aten::add.Tensor": "compiles", "aten::linalg_eig": "host", "aten::mm": "not"},
+        "cuda": {"aten::add.Tensor": "compiles", "aten::linalg_eig": "compiles"},
+    }.items():
+        file = tmp_path / f"compiles_{target}_1_devices.json"
+        file.write_text(json.dumps({"overloads": found}))
+    monkeypatch.setattr(ops_page, "RESULTS", tmp_path)
+    text = ops_page.page()
+    assert "| overload | route | dtypes | entries | TPU | CUDA | tests |" in text
+    assert "| `add.Tensor` | lowered |  |  | compiles | compiles |" in text
+    assert "| `linalg_eig.default` | lowered |  |  | host | compiles |" in text
+    assert "| `mm.default` | lowered |  |  | not |  |" in text
+
+
+def test_every_overload_that_was_swept_compiles_or_runs_on_the_host():
+    for found in ops_page._platforms():
+        assert len(found) > 500
+        assert [name for name, outcome in found.items() if outcome == "not"] == []
 
 
 @pytest.mark.parametrize(
