@@ -17,6 +17,8 @@ from spmd_core.planner.topology import Topology
 # Of the plain values of `values`; raised when a field changes its meaning or goes.
 SCHEMA = 2
 _NUM_BUFFERS = 10
+# What makes a buffer that no operation of the program does.
+_MADE_BY = dict.fromkeys((Part.PARAMETERS, Part.OPTIMIZER, Part.INPUTS), "argument")
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class _Text:
             lines.append(
                 f"  {self._size(sum(b.num_bytes for b in rows)):>11}  "
                 f"{len(rows):>4} x {first.shape:<24} {first.part}: "
-                f"{first.op or 'made by the compiler'}{_place(rows)}"
+                f"{first.op or _MADE_BY.get(first.part, 'the compiler')}{_place(rows)}"
             )
         return lines
 
