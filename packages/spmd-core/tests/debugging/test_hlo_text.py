@@ -294,3 +294,26 @@ def test_a_tpus_loop_is_counted_where_its_length_is_plain(
     if length:
         (reduced,) = hlo_text.collectives(text, 2)
         assert reduced.executions == length
+
+
+def test_attributes_with_line_breaks_belong_to_their_instruction():
+    text = """\
+HloModule f
+
+%body (p: f32[8]) -> f32[8] {
+  ROOT %p = f32[8]{0} parameter(0)
+}, execution_thread="host"
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%a), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %n = f32[8]{0} negate(%k)
+}
+"""
+    computations, entry = hlo_text.parse(text)
+    assert list(computations) == ["body", "main"]
+    assert list(computations[entry]) == ["a", "k", "n"]
+    assert computations[entry]["k"].op_name == "jit(f)/kernel"
+    assert computations[entry]["n"].operands == ("k",)

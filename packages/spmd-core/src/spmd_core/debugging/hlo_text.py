@@ -32,6 +32,7 @@ _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 # The computation of libtpu's fusion for a reduce-scatter.
 _SCATTERED = "all-reduce-scatter"
 _HEADER = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
+_END = re.compile(r"^\}(?:, execution_thread=.*| //.*)?$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 ARRAY = re.compile(r"\b(?P<dtype>pred|(?:bf|f|s|u|c)\d+\w*)\[(?P<dims>[\d,<=]*)\]")
 _CALLED = re.compile(
@@ -102,18 +103,30 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
     """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         header = None if line.startswith(" ") else _HEADER.match(line)
         if header is not None:
             current = computations[header["name"]] = {}
             entry = header["name"] if header["entry"] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             current = None
         elif current is not None:
             instruction = _instruction(line)
             if instruction is not None:
                 current[instruction.name] = instruction
     return computations, entry
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines, with each instruction in one: attributes of a TPU's kernels have line breaks."""
+    whole = ""
+    for line in text.splitlines():
+        if whole.startswith(" ") and line and not line.startswith(" ") and not _END.match(line):
+            whole += line
+        else:
+            yield whole
+            whole = line
+    yield whole
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +42,7 @@ def main(folder: Path) -> int:
     """
     request = json.loads((folder / REQUEST).read_text())
     _in_background(_wait_for_the_end_of_the_parent)
-    found = topologies.get_topology_desc(**request["topology"]).devices
+    found: Any = topologies.get_topology_desc(**request["topology"]).devices
     by_id = {device.id: device for device in found}
     chosen = [by_id[number] for number in request["device_ids"]]
     with mlir.make_ir_context():
@@ -58,10 +60,10 @@ def main(folder: Path) -> int:
     return 0
 
 
-def _options(module: ir.Module, request: dict) -> xla_client.CompileOptions:
+def _options(module: ir.Module, request: dict[str, Any]) -> xla_client.CompileOptions:
     """The options with which `jax.jit` compiles such a module, whose arguments have shardings."""
     ids = request["device_ids"]
-    function = ir.SymbolTable(module.operation)["main"]
+    function: Any = ir.SymbolTable(module.operation)["main"]
     num_arguments = len(function.arguments)
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(ids)
@@ -91,7 +93,7 @@ def _wait_for_the_end_of_the_parent() -> None:
     _end(1)
 
 
-def _in_background(function, *arguments) -> None:
+def _in_background(function: Callable[..., None], *arguments: Path) -> None:
     threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
