@@ -107,7 +107,7 @@ def examine(
             try:
                 got = run(op, moved(sample, "xla", mesh=mesh))
             except PlanReadError:
-                outcome.worsen(Status.READS, "to give the result its shape, or to raise")
+                outcome.worsen(Status.READS, "for a shape, a Python number or an error")
             except Exception as error:  # every kind of failure is a finding
                 outcome.worsen(Status.FAILS, brief(error))
             fallen = cases.fell_back(before)
