@@ -59,7 +59,7 @@ def test_a_script_is_planned_with_its_options(script, num_devices, tmp_path, cap
     assert f"Plan for cpu-{num_devices}" in printed
     assert "the end" not in printed
     made = json.loads(out.read_text())
-    assert (made["schema"], made["num_devices"], made["fits"]) == (1, num_devices, None)
+    assert (made["schema"], made["num_devices"], made["fits"]) == (2, num_devices, None)
     # A linear layer of 16 x 16 features, forward and the gradient of its weight.
     assert made["step"]["costs"]["model_flops"] == 2 * 2 * 32 * 16 * 16
     assert sum(made["step"]["parts"].values()) == made["step"]["peak_bytes"]
