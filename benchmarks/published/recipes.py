@@ -59,8 +59,8 @@ def planned(folder: Path, seconds: float) -> Samples:
     A step that does not fit has no peak_bytes, and needed_bytes where the compiler says them.
     """
     plan = read_object(folder / PLAN)
-    if plan["refusal"]:
-        match = re.search(r"Used ([\d.]+)([MG]) of", plan["refusal"])
+    if plan["refusals"]:
+        match = re.search(r"Used ([\d.]+)([MG]) of", " ".join(plan["refusals"]))
         needed = {"needed_bytes": [float(match[1]) * UNITS[match[2]]]} if match else {}
         return {"fits": [0.0], **needed}
     step = plan["step"]

@@ -174,7 +174,7 @@ def test_a_recipes_files(tmp_path: Path) -> None:
 
 def test_a_plans_file(tmp_path: Path) -> None:
     plan: dict[str, Any] = {
-        "refusal": None,
+        "refusals": [],
         "ended_by": "",
         "step": {
             "peak_bytes": 100,
@@ -188,7 +188,7 @@ def test_a_plans_file(tmp_path: Path) -> None:
     found = recipes.planned(tmp_path, 1.0)
     assert (found["fits"], found["peak_bytes"], found["state_bytes"]) == ([1.0], [100], [60])
     assert found["optimizer_state_bytes"] == [40]
-    path.write_text(json.dumps(plan | {"refusal": "Used 64.50G of 30.75G hbm."}))
+    path.write_text(json.dumps(plan | {"refusals": ["Used 64.50G of 30.75G hbm."]}))
     assert recipes.planned(tmp_path, 1.0) == {"fits": [0.0], "needed_bytes": [64.5 * 2**30]}
     path.write_text(json.dumps(plan | {"step": None, "ended_by": "it read a value"}))
     with pytest.raises(ValueError, match="a plan must have a step; got none: it read a value"):

@@ -43,7 +43,7 @@ def like_a_tpu(num_devices):
 
 @pytest.fixture
 def without_xla_flags(monkeypatch):
-    """libtpu ends a process whose XLA_FLAGS name flags of the CPU's compiler, as tests do."""
+    """In this process, where a test compiles by libtpu, too: it ends at the tests' XLA_FLAGS."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
@@ -102,6 +102,13 @@ def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
 def test_a_process_that_ends_without_a_result(script, message, compile_by, tmp_path):
     compile_by(script)
     with pytest.raises(spmd.PlanError, match=message):
+        memory_program._run(tmp_path)
+
+
+def test_flags_of_the_cpus_compiler_are_not_handed_over(compile_by, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+    compile_by("import os; raise ValueError(os.environ.get('XLA_FLAGS', 'no flags'))")
+    with pytest.raises(spmd.PlanError, match="'ValueError: no flags'"):
         memory_program._run(tmp_path)
 
 
@@ -188,7 +195,7 @@ def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xl
 
 
 @LIBTPU
-def test_a_program_that_is_too_large_for_a_tpu(without_xla_flags):
+def test_a_program_that_is_too_large_for_a_tpu():
     def infer() -> None:
         x = torch.zeros(1, device="xla") + 1
         total = x.expand(200_000, 100_000).cumsum(0).cumsum(1).sum()

@@ -1,4 +1,4 @@
-"""Every sample of the READMEs runs, and ARCHITECTURE.md's program does what the page says."""
+"""Every sample of the READMEs and of planning.md runs; ARCHITECTURE.md says what happens."""
 
 import os
 import re
@@ -20,6 +20,7 @@ def samples():
         ROOT / "README.md",
         ROOT / "packages/spmd-core/README.md",
         ROOT / "packages/spmd-data/README.md",
+        ROOT / "docs/planning.md",
     ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")

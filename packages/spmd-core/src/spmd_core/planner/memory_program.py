@@ -83,12 +83,15 @@ def _run(folder: Path) -> None:
     search_path = os.pathsep.join(entry for entry in sys.path if entry)
     with (folder / "stderr.txt").open("w+b") as words_of_it:
         with devices.libtpu_without_tpus():
+            # libtpu ends a process with XLA_FLAGS that it does not know, such as those of the CPU's
+            # compiler. Its own are in LIBTPU_INIT_ARGS.
+            kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
             child = subprocess.Popen(
                 words,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=words_of_it,
-                env={**os.environ, "PYTHONPATH": search_path},
+                env={**kept, "PYTHONPATH": search_path},
             )
         try:
             code = child.wait()
