@@ -100,7 +100,15 @@ def roles(graph: Graph, kept: Collection[int]) -> Roles:
                     read_before.add(-number - 1)
             elif i >= after and made_by[number] in in_backward:
                 gradients.add(made_by[number])
-    # What autograd hands over as it is, such as a mark, comes from the operation below.
+    # A mark hands on what the operation below it makes.
+    marks = [i for i in gradients if graph.nodes[i].entry.name.startswith("spmd::mark")]
+    while marks:
+        number = graph.nodes[marks.pop()].inputs[0]
+        below = made_by.get(number)
+        if below in in_backward and below not in gradients:
+            gradients.add(below)
+            if graph.nodes[below].entry.name.startswith("spmd::mark"):
+                marks.append(below)
     leaves = tuple(
         Part.INPUTS
         if i not in kept
