@@ -10,6 +10,10 @@ for the topology's devices and not run. For functions there is `spmd_core.plan`.
 import sys
 
 from spmd_core.planner.command import main
+from spmd_core.planner.plan import plan
 
 if __name__ == "__main__":
     sys.exit(main())
+
+# An import of this module would put the module where `spmd_core` has the function.
+sys.modules[__name__] = plan  # type: ignore[assignment]

@@ -1,5 +1,6 @@
 """planner/command.py: the command line of plans."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -156,3 +157,10 @@ def test_plans_of_a_new_process_follow_each_other():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["cpu-8", "cpu-1"]
+
+
+def test_an_import_of_the_commands_module_gives_the_function():
+    function = spmd.plan
+    assert callable(function)
+    assert importlib.import_module("spmd_core.plan") is function
+    assert spmd.plan is function

@@ -121,6 +121,14 @@ def _start() -> tuple[jax.Device, ...]:
     return tuple(sorted(found, key=lambda d: d.id))
 
 
+def expects_tpus() -> bool:
+    """Whether jax found TPUs on this host as it was imported, or was told of them; starts nothing.
+
+    An installed libtpu says nothing: it compiles for TPUs on hosts that have none.
+    """
+    return "tpu" in (jax.config.values["jax_platforms"] or "").split(",")
+
+
 @contextmanager
 def libtpu_without_tpus() -> Iterator[None]:
     """Inside, libtpu expects no TPU on this host: it locks none, and is silent about it.

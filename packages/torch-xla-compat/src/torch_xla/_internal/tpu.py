@@ -1,10 +1,9 @@
 """Counts and generation of the TPU on this host.
 
 Libraries ask these questions in programs that use another device, so the answers start no device
-unless jax has its TPU plugin.
+unless jax has found a TPU.
 """
 
-import importlib.util
 import os
 import re
 
@@ -14,7 +13,7 @@ from spmd_core.runtime import devices
 
 def _is_tpu() -> bool:
     if not devices.is_started() and not os.environ.get("PJRT_DEVICE"):
-        return importlib.util.find_spec("libtpu") is not None and spmd.device_type() == "TPU"
+        return devices.expects_tpus() and spmd.device_type() == "TPU"
     return spmd.device_type() == "TPU"
 
 
