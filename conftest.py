@@ -1,6 +1,7 @@
 """All tests: emulated devices, how XLA compiles, the tiers, and a clean state around each test."""
 
 import os
+import signal
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +37,9 @@ import spmd_core as spmd  # noqa: E402
 
 spmd.simulate(NUM_DEVICES)
 spmd.use_spmd()
+
+# Tests interrupt themselves. A shell has what it runs in the background ignore that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Tests by id that took over 0.4 s; `scripts/slow_tests.py` writes the file from a run.
