@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import spmd_core as spmd
+from spmd_core.config import user_cache
 
 SOURCE = Path(spmd.__file__).parents[1]
 
@@ -46,3 +47,12 @@ def test_the_environment_sets_defaults():
     env = {**os.environ, "PYTHONPATH": str(SOURCE), **given}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert result.stdout.split() == ["here", "True", "True", "True", "3"], result.stderr
+
+
+@pytest.mark.one_device
+def test_the_users_cache_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache() == Path("/elsewhere/spmd-core")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert user_cache() == Path("/home/someone/.cache/spmd-core")

@@ -14,8 +14,12 @@ def _default_cache_dir() -> str | None:
     chosen = os.environ.get("SPMD_CACHE_DIR")
     if chosen is not None:
         return chosen or None
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(base) / "spmd-core" / "xla")
+    return str(user_cache() / "xla")
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache directory, which `XDG_CACHE_HOME` may name."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd-core"
 
 
 @dataclass

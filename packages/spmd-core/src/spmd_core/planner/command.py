@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from spmd_core.config import user_cache
 from spmd_core.errors import PlanError, PlanReadError
 from spmd_core.planner.plan import plan
 from spmd_core.planner.planned import Plan
@@ -218,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         type=Path,
         metavar="DIR",
-        default=Path.home() / ".cache" / "spmd-core" / "plans",
+        default=user_cache() / "plans",
         help="where --search keeps finished plans (default: %(default)s)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- python -m module [options]")
