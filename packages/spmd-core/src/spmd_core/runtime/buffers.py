@@ -16,6 +16,7 @@ from spmd_core.runtime import abstract
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
+from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
@@ -72,6 +73,37 @@ def from_blocks(
             jax.device_put(np.array(dtypes.numpy_view(block.detach())), all_devices()[device])
             for device, block in blocks.items()
         ]
+        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
+
+
+def from_process_part(
+    tensor: torch.Tensor,
+    jax_sharding: jax.sharding.Sharding,
+    padded_shape: tuple[int, ...],
+    part: ProcessPart,
+) -> jax.Array:
+    """A device array of which this process's host data is its part. Does not wait.
+
+    Each of this process's devices receives its own block; the caller may write to the tensor
+    afterwards.
+
+    Args:
+        tensor: the process's data.
+        jax_sharding: the sharding of the array.
+        padded_shape: the shape of the array.
+        part: what the process holds of it.
+    """
+    data = dtypes.numpy_view(tensor.detach())
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes)
+    with jax.enable_x64(True):
+        arrays = []
+        for bounds, holders in blocks_of(jax_sharding, padded_shape).items():
+            local = part.local_bounds(bounds, data.shape)
+            index = tuple(slice(start, stop) for start, stop in local)
+            # A copy: on the CPU, jax may use the memory of a numpy array.
+            block = np.array(_padded_block(data, index, tuple(b for _, b in local)), order="C")
+            arrays += [jax.device_put(block, device) for device in holders]
         return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
 
 
