@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import torch
 
-from spmd_core import counters, dtypes, releases
+from spmd_core import counters, dtypes, releases, source_lines
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
-from spmd_core.runtime import abstract
+from spmd_core.runtime import abstract, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
@@ -203,6 +203,7 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
 
     Raises:
         PlanReadError: in a plan.
+        ProcessError: the blocks lie in several processes, which do not all read now.
     """
     if isinstance(array, AbstractArray):
         abstract.refuse("a tensor's values")
@@ -211,6 +212,11 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     if array.is_fully_addressable or array.is_fully_replicated:
         host = _assembled(array) if array.nbytes >= _KEPT_BYTES else np.asarray(array)
     else:
+        holders: Any = array.sharding.device_set
+        group = sorted({device.process_index for device in holders})
+        watch.note_transfer(
+            f"read of {array.dtype}{list(shape)}", source_lines.user_line(), tuple(group)
+        )
         host = _multihost_utils.process_allgather(array, tiled=True)
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]

@@ -9,11 +9,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from spmd_core import releases
+from spmd_core import releases, source_lines
 from spmd_core.errors import SpmdError
 from spmd_core.marks import process_data
 from spmd_core.marks.marking import apply_sharding, start_upload
-from spmd_core.runtime import processes
+from spmd_core.runtime import processes, watch
 from spmd_core.sharding.partition_spec import ShardingSpec
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
 
@@ -176,6 +176,8 @@ def raise_together(error: Exception | None) -> None:
         SpmdError: another process has an error, and this one has none.
     """
     if processes.process_count() > 1:
+        everyone = tuple(range(processes.process_count()))
+        watch.note_transfer("end of writing", source_lines.user_line(), everyone)
         # Also in a process that failed, as the others wait here.
         failed = np.flatnonzero(_multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:
