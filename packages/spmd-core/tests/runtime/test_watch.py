@@ -43,8 +43,8 @@ def pair():
     return Watch(store, 0), Watch(store, 1)
 
 
-def starts(watch, *whats, group=(0, 1), compares=False):
-    for what in whats:
+def starts(watch, *names, group=(0, 1), compares=False):
+    for what in names:
         watch.note(
             group,
             what.encode(),
