@@ -25,6 +25,34 @@ def client() -> Any:
     return _distributed.global_state.client if devices.num_processes() > 1 else None
 
 
+def of_process_0(topic: str, text: str) -> str:
+    """Process 0's text, in all processes; all must call this, as often as the others.
+
+    For what is measured, such as a time, before the program depends on it. Waits for process 0.
+
+    Raises:
+        ProcessError: process 0 did not come within `config.process_timeout_s`.
+    """
+    service = client()
+    if service is None:
+        return text
+    with _lock:
+        count = _count[topic, ()] = _count.get((topic, ()), 0) + 1
+    key = f"spmd/{topic}/{count}"
+    if _distributed.global_state.process_id == 0:
+        service.key_value_set(key, text)
+        return text
+    try:
+        found: str = service.blocking_key_value_get(key, round(config.process_timeout_s * 1000))
+        return found
+    except Exception as error:
+        raise ProcessError(
+            f"process 0 decides on the {topic} for all processes; got nothing from it within "
+            f"{config.process_timeout_s:g} s. Look at its output; raise config.process_timeout_s "
+            "if it is only slow."
+        ) from error
+
+
 def disagreement(topic: str, text: str, processes: Sequence[int]) -> dict[int, str]:
     """Waits until all of these processes call this, and compares what they have.
 
