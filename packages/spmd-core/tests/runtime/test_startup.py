@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax._src import clusters
 
 import spmd_core as spmd
 from spmd_core.runtime import startup
@@ -96,11 +97,99 @@ def test_torchrun_says_who_joins(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     startup.initialize(timeout_s=5)
-    assert (
-        seen
-        == [(("10.0.0.1:77", 4, 3), {"initialization_timeout": 5, "heartbeat_timeout_seconds": 30})]
-        and startup.coordinator_address() == "10.0.0.1:77"
+    assert startup.coordinator_address() == "10.0.0.1:77"
+    assert seen == [
+        (
+            ("10.0.0.1:77", 4, 3, None, "deactivate"),
+            {"initialization_timeout": 5, "heartbeat_timeout_seconds": 30},
+        )
+    ]
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "node[07,09-11],other2",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+TORCHRUN = {
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+    "WORLD_SIZE": "8",
+    "RANK": "5",
+    "LOCAL_WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+}
+# The pods of docs/launch/jobset.yaml.
+KUBERNETES = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "MASTER_ADDR": "train-host-0-0.train",
+    "WORLD_SIZE": "2",
+    "RANK": "1",
+}
+TPU_POD = {"TPU_WORKER_HOSTNAMES": "localhost,other", "TPU_WORKER_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        # jax's port is made from the job's number; a task has one of the host's GPUs.
+        (SLURM, ("node07:61441", 8, 5, [1])),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_GPUS_ON_NODE": "4"},
+            ("node07:61441", 8, 5, [0, 1, 2, 3]),
+        ),
+        (OPEN_MPI | {"MASTER_ADDR": "host0"}, ("host0:12355", 8, 5, [1])),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ("127.0.0.1:12355", 8, 5, [1])),
+        (
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.1.0.1:34911"},
+            ("10.96.0.1:62624", 8, 5, [1]),
+        ),
+        (TORCHRUN, ("host0:29500", 8, 5, [1])),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, ("host0:29500", 8, 5, None)),
+        (KUBERNETES, ("train-host-0-0.train:12355", 2, 1, None)),
+        (TPU_POD, (f"localhost:{clusters.cloud_tpu_cluster.coordinator_port}", 2, 1, None)),
+    ],
+    ids=[
+        *("slurm", "slurm, a task per host", "open mpi 5", "open mpi 5, one host", "open mpi 4"),
+        *("torchrun", "torchrun, a process per host", "kubernetes", "tpu pod"),
+    ],
+)
+def test_launchers_say_who_joins(environment, found, monkeypatch):
+    joined = []
+
+    def join(*given, initialization_timeout, heartbeat_timeout_seconds):
+        # What jax does with them, before it connects.
+        *given, method = given
+        if method != "deactivate":
+            given = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                *given, method, initialization_timeout
+            )
+        joined.append(tuple(given))
+
+    for name in {**SLURM, **OPEN_MPI, **TORCHRUN}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for module in (clusters.cluster, clusters.cloud_tpu_cluster):
+        monkeypatch.setattr(module, "running_in_cloud_tpu_vm", environment is TPU_POD)
+    monkeypatch.setattr(
+        clusters.cloud_tpu_cluster, "get_tpu_env_value_from_metadata", lambda _: None
     )
+    # Not a virtual machine of its own, of which a server knows.
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setattr("spmd_core.runtime.devices.is_started", lambda: False)
+    monkeypatch.setattr(startup, "_coordinator", None)
+    monkeypatch.setattr("jax.distributed.initialize", join)
+    startup.initialize(timeout_s=5)
+    assert joined == [found]
 
 
 CACHED = """

@@ -11,6 +11,13 @@ from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.runtime import devices, startup
 from spmd_core.sharding.mesh import Mesh
 
+_LOCAL_COUNTS = (
+    "PJRT_LOCAL_PROCESS_COUNT",
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_NTASKS_PER_NODE",
+)
+
 
 def process_index() -> int:
     """This process's number among those that run the program together; 0 is the master.
@@ -29,12 +36,13 @@ def process_count() -> int:
 def local_process_count() -> int:
     """The number of processes on each host.
 
-    It is `PJRT_LOCAL_PROCESS_COUNT` if that is set, else torchrun's `LOCAL_WORLD_SIZE`, else 1.
+    It is `PJRT_LOCAL_PROCESS_COUNT` if that is set, else what the launcher says (torchrun's
+    `LOCAL_WORLD_SIZE`, Open MPI's `OMPI_COMM_WORLD_LOCAL_SIZE`, `SLURM_NTASKS_PER_NODE`), else 1.
 
     Raises:
         SpmdError: the variable is not a positive number.
     """
-    for name in ("PJRT_LOCAL_PROCESS_COUNT", "LOCAL_WORLD_SIZE"):
+    for name in _LOCAL_COUNTS:
         text = os.environ.get(name)
         if text is not None:
             if not text.isdigit() or int(text) < 1:

@@ -2,6 +2,8 @@
 
 import math
 import os
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +17,45 @@ from spmd_core.runtime import buffers, devices, watch
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
 _jax_cache = releases.jax_module(
     "jax.experimental.compilation_cache.compilation_cache", "reset_cache"
+)
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """What a launcher writes to the environment of each process.
+
+    Attributes:
+        sizes: the variable of the number of processes, and of those on this host.
+        ranks: the variable of this process's number, and of that on this host.
+        unless: a variable with which jax finds everything itself.
+    """
+
+    sizes: tuple[str, str]
+    ranks: tuple[str, str]
+    unless: str | None = None
+
+    def is_present(self) -> bool:
+        return self.sizes[0] in os.environ and (self.unless or "") not in os.environ
+
+    def size(self) -> int:
+        return int(os.environ[self.sizes[0]])
+
+    def rank(self) -> int | None:
+        return int(os.environ[self.ranks[0]]) if self.ranks[0] in os.environ else None
+
+    def is_one_host(self) -> bool:
+        here = os.environ.get(self.sizes[1], "")
+        return here.isdecimal() and int(here) == self.size()
+
+
+# Under SLURM and on TPU pods jax finds everything, and under Open MPI before 5.
+_LAUNCHERS = (
+    _Launcher(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")),
+    _Launcher(
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        unless="OMPI_MCA_orte_hnp_uri",
+    ),
 )
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 _DEFAULT_PORT = 12355
@@ -71,10 +112,12 @@ def initialize(
     Call it in each process before the first use of a device. Waits until all have joined. All then
     have the random state of process 0 (torch's CPU generator), and draw the same random numbers as
     long as they record the same operations. From here on, the failure of one process ends all, and
-    they compare what they run (`config.compare_processes_every_s`). If
-    `WORLD_SIZE` is set, arguments that are None are taken from torchrun's variables (`MASTER_ADDR`,
-    `MASTER_PORT`, `WORLD_SIZE`, `RANK`); else jax finds them, on TPU pods and under SLURM, Open MPI
-    and Kubernetes.
+    they compare what they run (`config.compare_processes_every_s`).
+
+    Arguments that are None are taken from torchrun's variables (`MASTER_ADDR`, `MASTER_PORT`,
+    `WORLD_SIZE`, `RANK`) or from Open MPI's, with `MASTER_ADDR` if there are several hosts; else
+    jax finds them, on TPU pods, under SLURM, and in Kubernetes with the package `kubernetes`.
+    docs/processes.md has a file for each to start from.
 
     Args:
         coordinator_address: `"host:port"` of process 0, the same in every process.
@@ -96,15 +139,12 @@ def initialize(
             "processes join before a device is first used; "
             "the devices are in use and initialize() came later. Call it at the top of the program."
         )
-    if "WORLD_SIZE" in os.environ:
-        if coordinator_address is None and "MASTER_ADDR" in os.environ:
-            coordinator_address = (
-                f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
-            )
-        num_processes = int(os.environ["WORLD_SIZE"]) if num_processes is None else num_processes
-        process_id = (
-            int(os.environ["RANK"]) if process_id is None and "RANK" in os.environ else process_id
-        )
+    for launcher in _LAUNCHERS:
+        if launcher.is_present():
+            coordinator_address = coordinator_address or _master_address(launcher)
+            num_processes = launcher.size() if num_processes is None else num_processes
+            process_id = launcher.rank() if process_id is None else process_id
+            break
     if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
         raise ValueError(
             f"a coordinator's address is 'host:port'; got {coordinator_address!r}. "
@@ -123,6 +163,9 @@ def initialize(
             coordinator_address,
             num_processes,
             process_id,
+            _local_device_ids(),
+            # jax would look for a cluster, in which it need not be.
+            "deactivate" if None not in (coordinator_address, num_processes, process_id) else None,
             initialization_timeout=timeout_s,
             heartbeat_timeout_seconds=heartbeat_timeout_s,
         )
@@ -131,7 +174,8 @@ def initialize(
             "the processes must find each other; "
             f"got coordinator {coordinator_address}, process {process_id} of {num_processes}: "
             f"{error}. "
-            "Give all three in every process, with an address that all of them reach."
+            "Give all three in every process, or start them by torchrun, srun or mpirun, with "
+            "MASTER_ADDR in the environment: an address of process 0 that all of them reach."
         ) from error
     global _coordinator
     _coordinator = coordinator_address
@@ -139,6 +183,31 @@ def initialize(
     if state.num_processes > 1:
         _share_random_state(state.client, state.process_id, timeout_s)
         watch.begin(state.client, state.process_id)
+
+
+def _master_address(launcher: _Launcher) -> str | None:
+    """`MASTER_ADDR` and `MASTER_PORT` as `host:port`; without them this host's, if it is alone."""
+    host = os.environ.get("MASTER_ADDR")
+    if host is None and launcher.is_one_host():
+        host = "127.0.0.1"
+    return None if host is None else f"{host}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
+
+
+def _local_device_ids() -> list[int] | None:
+    """Which of the host's GPUs are this process's; None to leave it to jax.
+
+    Several processes on a host take one each. jax gives a single task of SLURM one, too: it gets
+    all that SLURM has given to it.
+    """
+    if "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    for launcher in _LAUNCHERS:
+        count, rank = (os.environ.get(names[1], "") for names in (launcher.sizes, launcher.ranks))
+        if launcher.is_present() and count.isdecimal() and rank.isdecimal():
+            return [int(rank)] if int(count) > 1 else None
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    is_alone = re.fullmatch(r"1(\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return list(range(int(gpus))) if is_alone and gpus.isdecimal() and int(gpus) > 1 else None
 
 
 def _share_random_state(client: Any, process: int, timeout_s: int) -> None:

@@ -1,0 +1,110 @@
+"""When one of two processes dies, fails or takes another path, the other one ends and says why."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spmd_core as spmd
+
+PROGRAM = """
+import os, signal, sys
+import torch
+import spmd_core as spmd
+
+how, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+spmd.simulate(2)
+spmd.initialize(f"127.0.0.1:{port}", 2, rank, timeout_s=120, heartbeat_timeout_s=10)
+spmd.use_spmd()
+spmd.config.record_source_lines = how == "path"
+mesh = spmd.Mesh(range(4), (4,), ("x",))
+w = spmd.mark_sharding(torch.arange(12.0).reshape(4, 3).to("xla"), mesh, ("x",))
+for step in range(12):
+    loss = (w * w).sum()
+    if step == 10 and rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "failed":
+            raise ValueError("no such file")
+        if how == "path":
+            loss = loss + w.amax()  # the line that differs
+        if how == "read":
+            w.cpu()  # the read that differs
+    w = w * 0.9
+    spmd.sync()
+    loss.item()
+"""
+HOWS = ("killed", "failed", "path", "read")
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """By what happens to process 1: exit codes and what was written to stderr."""
+    script = tmp_path_factory.mktemp("ends") / "train.py"
+    script.write_text(PROGRAM)
+    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "PJRT_DEVICE")}
+    env["PYTHONPATH"] = str(Path(spmd.__file__).parent.parent)
+    children = {}
+    for how in HOWS:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+            arguments = [sys.executable, str(script), how, str(port)]
+        children[how] = [
+            subprocess.Popen(
+                [*arguments, str(rank)],
+                env=env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+    found = {}
+    try:
+        for how, pair in children.items():
+            errors = [child.communicate(timeout=200)[1] for child in pair]
+            found[how] = ([child.returncode for child in pair], errors)
+    finally:
+        for pair in children.values():
+            for child in pair:
+                child.kill()
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named(ends):
+    codes, errors = ends["killed"]
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0
+    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in errors[0]
+
+
+@pytest.mark.slow
+def test_an_exception_reaches_the_others(ends):
+    codes, errors = ends["failed"]
+    assert codes == [1, 1] and "ValueError: no such file" in errors[1]
+    assert "process 1 has failed: ValueError: no such file. Look at its output." in errors[0]
+
+
+@pytest.mark.slow
+def test_another_path_is_told_with_its_lines(ends):
+    codes, errors = ends["path"]
+    line = 1 + PROGRAM.splitlines().index(
+        "            loss = loss + w.amax()  # the line that differs"
+    )
+    assert codes == [1, 1]
+    for said in errors:
+        assert "has aten::amax -> float32[]" in said and f"train.py:{line}" in said
+
+
+@pytest.mark.slow
+def test_a_read_in_one_process_alone_is_told(ends):
+    codes, errors = ends["read"]
+    line = 1 + PROGRAM.splitlines().index("            w.cpu()  # the read that differs")
+    assert codes == [1, 1]
+    for said in errors:
+        assert f"train.py:{line} has read of float32[4, 3]" in said
