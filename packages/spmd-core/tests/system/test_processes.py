@@ -59,6 +59,8 @@ def alone(name, num_slices):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_that_of_one_process(found, name):
+    if name not in found[0]["losses"]:
+        pytest.skip("compared with two processes")
     for process in found:
         torch.testing.assert_close(
             process["losses"][name], alone(name, len(found)), rtol=1e-6, atol=1e-6

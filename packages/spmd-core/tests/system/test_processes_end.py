@@ -38,61 +38,52 @@ for step in range(12):
     spmd.sync()
     loss.item()
 """
-HOWS = ("killed", "failed", "path", "read")
 
 
-@pytest.fixture(scope="module")
-def ends(tmp_path_factory):
-    """By what happens to process 1: exit codes and what was written to stderr."""
-    script = tmp_path_factory.mktemp("ends") / "train.py"
+def ends(how, folder):
+    """What happens to process 1 -> the exit codes, and what was written to stderr."""
+    script = folder / "train.py"
     script.write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "PJRT_DEVICE")}
     env["PYTHONPATH"] = str(Path(spmd.__file__).parent.parent)
-    children = {}
-    for how in HOWS:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-            arguments = [sys.executable, str(script), how, str(port)]
-        children[how] = [
-            subprocess.Popen(
-                [*arguments, str(rank)],
-                env=env,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-    found = {}
+    children = [
+        subprocess.Popen(
+            [sys.executable, str(script), how, str(port), str(rank)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
     try:
-        for how, pair in children.items():
-            errors = [child.communicate(timeout=200)[1] for child in pair]
-            found[how] = ([child.returncode for child in pair], errors)
+        errors = [child.communicate(timeout=200)[1] for child in children]
     finally:
-        for pair in children.values():
-            for child in pair:
-                child.kill()
-    return found
+        for child in children:
+            child.kill()
+    return [child.returncode for child in children], errors
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named(ends):
-    codes, errors = ends["killed"]
+def test_a_killed_process_is_named(tmp_path):
+    codes, errors = ends("killed", tmp_path)
     assert codes[1] == -signal.SIGKILL and codes[0] != 0
     assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in errors[0]
 
 
 @pytest.mark.slow
-def test_an_exception_reaches_the_others(ends):
-    codes, errors = ends["failed"]
+def test_an_exception_reaches_the_others(tmp_path):
+    codes, errors = ends("failed", tmp_path)
     assert codes == [1, 1] and "ValueError: no such file" in errors[1]
     assert "process 1 has failed: ValueError: no such file. Look at its output." in errors[0]
 
 
 @pytest.mark.slow
-def test_another_path_is_told_with_its_lines(ends):
-    codes, errors = ends["path"]
+def test_another_path_is_told_with_its_lines(tmp_path):
+    codes, errors = ends("path", tmp_path)
     line = 1 + PROGRAM.splitlines().index(
         "            loss = loss + w.amax()  # the line that differs"
     )
@@ -101,9 +92,9 @@ def test_another_path_is_told_with_its_lines(ends):
         assert "has aten::amax -> float32[]" in said and f"train.py:{line}" in said
 
 
-@pytest.mark.slow
-def test_a_read_in_one_process_alone_is_told(ends):
-    codes, errors = ends["read"]
+@pytest.mark.exhaustive  # as another operation is
+def test_a_read_in_one_process_alone_is_told(tmp_path):
+    codes, errors = ends("read", tmp_path)
     line = 1 + PROGRAM.splitlines().index("            w.cpu()  # the read that differs")
     assert codes == [1, 1]
     for said in errors:
