@@ -50,6 +50,7 @@ def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
         ProcessError: another process did not call this within `config.process_timeout_s`.
 
     Example:
+        >>> from spmd_core import Mesh
         >>> spec = ShardingSpec(Mesh(range(8), (8,), ("data",)), ("data",), minibatch=True)
         >>> from_process_local(torch.zeros(16, 4), spec).shape
         torch.Size([16, 4])
