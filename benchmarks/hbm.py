@@ -170,7 +170,7 @@ def table_of(results: Mapping[str, Any]) -> Table:
     rows = []
     for row in ROWS:
         found = results.get(row.name)
-        if found is None:
+        if found is None or not {"recipe", "reference"} <= set(found):
             continue
         ours, theirs = found["recipe"], found["reference"]
         peak, other, bound = ours.get("peak"), theirs.get("peak"), row.bound
