@@ -10,7 +10,8 @@ import torch
 import spmd_core as spmd
 from spmd_core import DataError, SpmdError
 from spmd_core.steps.structures import map_tensors
-from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec
+from spmd_data.matching import MissingShardingError, fitted_spec
+from spmd_data.placement import Placement, UnevenBatch
 
 XLA = torch.device("xla:0")
 
@@ -114,9 +115,9 @@ def test_an_uneven_batch_is_an_error_or_dropped_when_asked() -> None:
     mesh = spmd.Mesh(range(8), (4, 2), ("data", "model"))
     spec = spmd.ShardingSpec(mesh, (("data", "model"), None))
     uneven = {"x": torch.zeros(12, 3), "y": 5}
-    message = r"got dim 0 of 'x' with 12 rows for 8 shards\. Let the DataLoader drop"
+    message = r"got dim 0 of batch\['x'\] with 12 rows for 8 shards\. Let the DataLoader drop"
     with pytest.raises(DataError, match=message):
         placement({"x": spec, "y": None}, UnevenBatch.ERROR).place(uneven)
-    with pytest.raises(DataError, match=r"got dim 0 with 12 rows for 8 shards"):
+    with pytest.raises(DataError, match=r"got dim 0 of batch\['x'\] with 12 rows for 8 shards"):
         placement(spec, UnevenBatch.ERROR).place(uneven)
     assert placement(spec, UnevenBatch.DROP).place(uneven) is None

@@ -47,7 +47,7 @@ def test_a_dict_of_specs_shards_by_key(mesh: spmd.Mesh) -> None:
         "pair": (torch.zeros(16),),
     }
     spec = spmd.ShardingSpec(mesh, ("data",))
-    specs = {"ids": spec, "scale": spec, "table": None, "names": None, "pair": spec, "unused": spec}
+    specs = {"ids": spec, "scale": spec, "table": None, "names": None, "pair": spec, "unused": None}
     (moved,) = MpDeviceLoader([batch], "xla", input_sharding=specs)
     assert list(moved) == list(batch)
     assert moved["names"] == ["a", "b"]

@@ -36,12 +36,29 @@ def upload(
     counters.count("uploaded_bytes", data.nbytes)
     with jax.enable_x64(True):
         if padded_shape == data.shape:
-            if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
+            if jax_sharding.is_fully_addressable:
                 return jax.device_put(data, jax_sharding)
             return jax.make_array_from_callback(data.shape, jax_sharding, lambda index: data[index])
         return jax.make_array_from_callback(
             padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape)
         )
+
+
+def upload_and_wait(
+    tensor: torch.Tensor, jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
+) -> jax.Array:
+    """`upload` of memory that the caller may write to afterwards."""
+    if abstract.run() is not None:
+        return upload(tensor, jax_sharding, padded_shape)
+    if platform() == "cpu":
+        # The devices use this copy as their own memory. By numpy, as torch's copy would spread over
+        # the threads that the training loop's operations need.
+        private = torch.empty(tensor.shape, dtype=tensor.dtype)
+        np.copyto(dtypes.numpy_view(private), dtypes.numpy_view(tensor))
+        return upload(private, jax_sharding, padded_shape)
+    array = upload(tensor, jax_sharding, padded_shape)
+    array.block_until_ready()
+    return array
 
 
 def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
