@@ -173,12 +173,11 @@ class _IndexStream:
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
-        self.num_skipped = 0  # batches that the next iteration passes over
+        self.num_skipped = 0  # batches that an iteration passes over
         self.current = _Indices(iter(()), 0)
 
     def __iter__(self) -> "_Indices":
         self.current = _Indices(iter(self._sampler), self.num_skipped)
-        self.num_skipped = 0
         return self.current
 
     def __len__(self) -> int:
@@ -242,13 +241,14 @@ class IndexedSource(Source):
         is_resumed = self._resume is not None
         state = self._taken()
         reading = self._reading_loader()
-        self._stream.num_skipped = state["batches"]
-        if is_resumed:
-            with torch.random.fork_rng(devices=()):
-                self._set_generators(state["generators"])
-                batches = self._iterate(reading)
-        else:
-            batches = self._iterate(reading)
+        self._prepare(state)
+        # The epoch that is continued made its draws when it began.
+        with torch.random.fork_rng(devices=(), enabled=is_resumed):
+            if is_resumed:
+                self._set_generators(state.get("generators", {}))
+            batches = iter(reading)
+            # After the DataLoader's own draw, as in a plain iteration.
+            self._stream.current.prime()
         return batches, state
 
     def after_read(self) -> Any:
@@ -263,11 +263,9 @@ class IndexedSource(Source):
         generators = {name: made.get_state() for name, made in self._generators().items()}
         return {**super().state(), "generators": generators}
 
-    def _iterate(self, reading: DataLoader[Any]) -> Iterator[Any]:
-        batches = iter(reading)
-        # After the DataLoader's own draw, as in a plain iteration.
-        self._stream.current.prime()
-        return batches
+    def _prepare(self, state: dict[str, Any]) -> None:
+        """Has the iteration begin at a state."""
+        self._stream.num_skipped = state["batches"]
 
     def _reading_loader(self) -> DataLoader[Any]:
         """A copy of the DataLoader whose indices go through `_stream`; the user's stays as it is.
@@ -320,13 +318,6 @@ class ShardedSource(IndexedSource):
 
     kind = "sharded"
 
-    def begin(self) -> tuple[Iterator[Any], dict[str, Any]]:
-        state = self._taken()
-        # A loaded state has set the sampler; else an epoch begins, at its first sample unless the
-        # program has loaded another place into the sampler itself.
-        batches = self._iterate(self._reading_loader())
-        return batches, state
-
     def advanced(self, state: dict[str, Any], number: int, noted: Any) -> dict[str, Any]:
         samples = state["samples"] + noted * self._sampler.num_parts
         return {**Source.advanced(self, state, number, noted), "samples": samples}
@@ -343,6 +334,9 @@ class ShardedSource(IndexedSource):
         self._sampler.load_state_dict(
             {name: state[name] for name in ("format", "epoch", "samples", "source")}
         )
+
+    def _prepare(self, state: dict[str, Any]) -> None:
+        """The sampler knows its place."""
 
     @property
     def _sampler(self) -> Any:
