@@ -317,7 +317,7 @@ def _stopped_error() -> RuntimeError:
 
 def _frames_to_the_loop() -> int:
     """The `stacklevel` of a warning that shall name the line of the training loop."""
-    return sum(frame.filename.startswith(_FOLDER) for frame in inspect.stack(0)) + 1
+    return sum(frame.filename.startswith(_FOLDER) for frame in inspect.stack(0))
 
 
 _FOLDER = __file__.rpartition("pipeline.py")[0]
