@@ -220,14 +220,15 @@ def test_what_cannot_be_iterated_is_an_error_at_once() -> None:
 
 def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spmd_data.loader, "_JOIN_TIMEOUT_S", 0.05)
-    release = threading.Event()
+    waits, release = threading.Event(), threading.Event()
 
     def slow() -> Iterator[int]:
         yield 0
+        waits.set()
         release.wait(10)
 
     loader = MpDeviceLoader(slow(), "cpu")
-    assert next(iter(loader)) == 0
+    assert next(iter(loader)) == 0 and waits.wait(10)
     with pytest.warns(
         RuntimeWarning,
         match=r"got none within 0\.05 s of closing the iteration\. Its thread ends with that batch",

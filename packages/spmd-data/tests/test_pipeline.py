@@ -70,6 +70,7 @@ def pipeline(source: Iterator[Any], place: Any = None, **options: Any) -> Pipeli
             "prefetch": 4,
             "transfer_threads": 1,
             "counters": Counters(),
+            "reuses_memory": False,
             "stall_s": 60.0,
             **options,
         },

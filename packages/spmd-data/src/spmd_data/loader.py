@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 import spmd_core as spmd
 from spmd_core import DataError
@@ -57,7 +58,9 @@ class MpDeviceLoader:
         prefetch: number of batches that may be ahead of the training loop, in host memory or on the
             device; 0 for none, and no threads.
         transfer_threads: threads that move batches to the device. More than one pays where one
-            copy does not fill the connection; then `prefetch` should be larger, too.
+            copy does not fill the connection; then `prefetch` should be larger, too, and `loader`
+            must not write to a batch that it has given. (With one thread it may: unless it is a
+            torch DataLoader, it is asked for the next batch when the last one has been copied.)
         batches_per_execution: number of batches whose steps are sent to the device as one program,
             at least 1.
         uneven_batch: what to do with a batch in which the size of a sharded dim is not divisible by
@@ -133,6 +136,8 @@ class MpDeviceLoader:
             prefetch=self._prefetch,
             transfer_threads=self._transfer_threads,
             counters=self._counters,
+            # A DataLoader makes each batch anew, as does whoever asks for several threads.
+            reuses_memory=self._transfer_threads == 1 and not isinstance(self._loader, DataLoader),
             stall_s=self._stall_s,
         )
         num_unsynced = (

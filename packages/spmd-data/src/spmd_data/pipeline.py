@@ -61,6 +61,8 @@ class Pipeline:
             reads and moves one batch.
         transfer_threads: threads that call `place`.
         counters: what the stages take is added to it.
+        reuses_memory: whether the source may write to a batch when it is asked for the next one.
+            The reader then waits until each batch has been moved.
         stall_s: seconds after which `get` warns, once, that it still waits.
     """
 
@@ -73,12 +75,13 @@ class Pipeline:
         prefetch: int,
         transfer_threads: int,
         counters: Counters,
+        reuses_memory: bool,
         stall_s: float,
     ) -> None:
         self._source: Iterator[Any] | None = source
         self._place_batch, self._after_read = place, after_read
         self._prefetch, self._counters, self._stall_s = prefetch, counters, stall_s
-        self._num_read = 0
+        self._reuses_memory, self._num_read = reuses_memory, 0
         self._slots: deque[Slot] = deque()  # in the source's order
         self._unplaced: deque[Slot] = deque()  # those of them that no transfer thread has taken
         self._is_reading = prefetch > 0
@@ -256,9 +259,14 @@ class Pipeline:
         """Waits until another slot may be made; returns False once the pipeline is stopped."""
         start = time.perf_counter()
         with self._changed:
-            self._wait(lambda: self._is_stopped or len(self._slots) < self._prefetch)
+            self._wait(lambda: self._is_stopped or self._has_room())
             self._counters.add("room_s", time.perf_counter() - start)
             return not self._is_stopped
+
+    def _has_room(self) -> bool:
+        if self._reuses_memory and not all(slot.is_ready for slot in self._slots):
+            return False
+        return len(self._slots) < self._prefetch
 
     def _has_something(self) -> bool:
         return self._is_stopped or bool(self._slots and self._slots[0].is_ready)

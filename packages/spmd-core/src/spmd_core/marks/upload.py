@@ -3,7 +3,6 @@
 import torch
 
 from spmd_core.graph.storage import Storage
-from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Spec
 from spmd_core.marks.marking import apply_sharding, start_upload
 from spmd_core.program import leaves
@@ -15,7 +14,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 
 def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
-    """A new tensor on the device with the values and the strides of one on the host.
+    """A new tensor on the device with the values of one on the host.
 
     `t.to("xla")`, `apply_sharding` and `start_upload` in one, without the copy in host memory
     between them. Returns when the host's memory may be written to again, so it waits for the
@@ -37,9 +36,7 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     devices.require_spmd("upload_sharded")
     check_devices(spec.mesh, devices.global_runtime_device_count())
     sharding = Sharding.of(spec.mesh, spec.partition_spec, host.dim())
-    own = Spec.from_tensor(host)
-    if host.numel() and not is_dense(own.shape, own.strides):
-        own = Spec.contiguous(own.shape, own.dtype)
+    own = Spec.from_tensor(host) if _keeps(host) else Spec.contiguous(tuple(host.shape), host.dtype)
     placement = leaves.marked_placement(sharding)
     array = buffers.upload_and_wait(
         host, placement.device_sharding, sharding.padded_shape(own.shape)
@@ -47,3 +44,12 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     storage = Storage.of_leaf(own, array, placement)
     storage.sharding = sharding
     return wrap(storage)
+
+
+def _keeps(host: torch.Tensor) -> bool:
+    """Whether the device's tensor has the same strides; `to` keeps these, and no others."""
+    return (
+        host.is_contiguous()
+        or (host.ndim == 4 and host.is_contiguous(memory_format=torch.channels_last))
+        or (host.ndim == 5 and host.is_contiguous(memory_format=torch.channels_last_3d))
+    )
