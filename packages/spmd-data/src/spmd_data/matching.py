@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -99,6 +100,11 @@ def fitted_spec(spec: spmd.ShardingSpec, ndim: int) -> tuple[Any, ...]:
     return entries + (None,) * (ndim - len(entries))
 
 
+@functools.lru_cache(maxsize=256)
+def _fitted(spec: spmd.ShardingSpec, ndim: int) -> spmd.ShardingSpec:
+    return dataclasses.replace(spec, partition_spec=fitted_spec(spec, ndim))
+
+
 def _match(value: Any, sharding: Any, path: Path, leaves: list[Leaf], *, named: bool) -> Any:
     """Adds the tensors of `value`; `named` if a structure has `sharding` for just this value."""
     if isinstance(value, np.ndarray):
@@ -147,10 +153,7 @@ def _spec_of(
             f"{sharding.partition_spec} for {text(path)} of shape {tuple(tensor.shape)}. "
             f"Give it at most {tensor.ndim} entries."
         )
-    entries = fitted_spec(sharding, tensor.ndim)
-    if entries == sharding.partition_spec:
-        return sharding
-    return dataclasses.replace(sharding, partition_spec=entries)
+    return _fitted(sharding, tensor.ndim)
 
 
 def _is_structure(sharding: Any) -> bool:

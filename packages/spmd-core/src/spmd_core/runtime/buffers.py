@@ -19,6 +19,8 @@ from spmd_core.runtime.jax_sharding import device_ids_of, replicated
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
+# What jax asks of a numpy array whose memory a CPU device shall use.
+_ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
@@ -36,7 +38,7 @@ def upload(
     counters.count("uploaded_bytes", data.nbytes)
     with jax.enable_x64(True):
         if padded_shape == data.shape:
-            if jax_sharding.is_fully_addressable:
+            if jax_sharding.is_fully_addressable and jax_sharding.is_fully_replicated:
                 return jax.device_put(data, jax_sharding)
             return jax.make_array_from_callback(data.shape, jax_sharding, lambda index: data[index])
         return jax.make_array_from_callback(
@@ -47,18 +49,41 @@ def upload(
 def upload_and_wait(
     tensor: torch.Tensor, jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
 ) -> jax.Array:
-    """`upload` of memory that the caller may write to afterwards."""
-    if abstract.run() is not None:
-        return upload(tensor, jax_sharding, padded_shape)
-    if platform() == "cpu":
-        # The devices use this copy as their own memory. By numpy, as torch's copy would spread over
-        # the threads that the training loop's operations need.
-        private = torch.empty(tensor.shape, dtype=tensor.dtype)
-        np.copyto(dtypes.numpy_view(private), dtypes.numpy_view(tensor))
-        return upload(private, jax_sharding, padded_shape)
-    array = upload(tensor, jax_sharding, padded_shape)
-    array.block_until_ready()
-    return array
+    """`upload` of memory that the caller may write to afterwards. The tensor may have gaps."""
+    if abstract.run() is not None or platform() != "cpu":
+        array = upload(tensor, jax_sharding, padded_shape)
+        if not isinstance(array, AbstractArray):
+            array.block_until_ready()
+        return array
+    data = dtypes.numpy_view(tensor.detach())
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes)
+    copies: dict[str, np.ndarray] = {}
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        key = str(index)  # devices that hold the same block share one copy
+        if key not in copies:
+            copies[key] = _aligned_copy(
+                data[index]
+                if padded_shape == data.shape
+                else _padded_block(data, index, padded_shape)
+            )
+        return copies[key]
+
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(padded_shape, jax_sharding, block)
+
+
+def _aligned_copy(data: np.ndarray) -> np.ndarray:
+    """A copy that a CPU device uses as its memory: jax would copy one that is not aligned again.
+
+    By numpy, as torch's copy spreads over threads, for which the training loop needs the cores.
+    """
+    memory = np.empty(data.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + data.nbytes].view(data.dtype).reshape(data.shape)
+    np.copyto(copy, data)
+    return copy
 
 
 def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
