@@ -127,10 +127,10 @@ def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
     assert [total.item() for total in sums] == [64.0 * index for index in range(100)]
 
 
-def test_the_sample_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the sample is written for eight devices")
-    (sample,) = re.findall(
+    sample, resume = re.findall(
         r"```python\n(.*?)```",
         (Path(__file__).parents[1] / "README.md").read_text(),
         flags=re.DOTALL,
@@ -140,6 +140,8 @@ def test_the_sample_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("(16, 3, 8, 8) 8 ") for line in lines)
+    exec(compile(resume, "README.md", "exec"), names)
+    assert capsys.readouterr().out == "6\n"
 
 
 def blocks(x: torch.Tensor) -> list[tuple[int, ...]]:

@@ -290,6 +290,30 @@ def test_torchdatas_loader_is_prefetched_and_resumed() -> None:
             assert [plain(batch) for batch in loader] == expected[1]
 
 
+def test_without_prefetch_the_state_is_asked_for_when_it_is_wanted() -> None:
+    loader = MpDeviceLoader(Stateful(), "cpu", prefetch=0)
+    first = iter(loader)
+    assert loader.state_dict()["source"] == {"next": 0}
+    assert next(first) == 1 and loader.state_dict()["source"] == {"next": 1}
+    resumed = MpDeviceLoader(Stateful(), "cpu", prefetch=0)
+    resumed.load_state_dict(loader.state_dict())
+    assert [plain(batch) for batch in resumed] == [[2], [3], [4], [5], [6]]
+    assert resumed.state_dict()["epoch"] == 1
+
+
+def test_a_state_that_cannot_be_asked_for_is_an_error() -> None:
+    class Adapter(Stateful):
+        def state_dict(self) -> Any:
+            raise AttributeError("the wrapped loader has no state_dict")
+
+    with pytest.raises(
+        DataError,
+        match=r"got an AttributeError from that of a Adapter: the wrapped .*\. Pass prefetch=0",
+    ):
+        iter(MpDeviceLoader(Adapter(), "cpu"))
+    assert len(list(MpDeviceLoader(Adapter(), "cpu", prefetch=0))) == 6  # the advice
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     state = MpDeviceLoader(INDEXED["a generator"](), "cpu").state_dict()
     for other, name, now, then in (

@@ -112,7 +112,7 @@ class MpDeviceLoader:
                 f"{stall_warning_s!r}. Pass float('inf') for no warning."
             )
         self._stall_s = stall_warning_s
-        self._source = source_of(loader)
+        self._source = source_of(loader, is_read_ahead=self._prefetch > 0)
         self._counters = counters.Counters()
         self._logged: dict[str, float] | None = None
         self._pipeline: Pipeline | None = None
@@ -246,7 +246,7 @@ class _Position:
         if self._has_ended:
             return self._source.state()
         if self._last is None:
-            return self._begin
+            return self._source.at_beginning(self._begin)
         return self._source.advanced(self._begin, *self._last)
 
 

@@ -3,7 +3,8 @@
 There are four kinds of wrapped loaders. Each kind says what a saved state holds of it, and how it
 starts at a state:
 
-- *stateful*: it has `state_dict` and `load_state_dict`, which are asked after each batch;
+- *stateful*: it has `state_dict` and `load_state_dict`. It is asked after each batch that is read
+  ahead; one that is not read ahead only when the training loop asks;
 - *sharded*: a torch DataLoader whose sampler counts samples of all processes (`ShardedSampler`);
 - *indexed*: a torch DataLoader over a map-style dataset with any other sampler. Indices are passed
   over, no sample is loaded;
@@ -70,6 +71,10 @@ class Source(abc.ABC):
         """What is noted of a batch that was just read, or of the end; see `advanced`."""
         return None
 
+    def at_beginning(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state before the first batch; `state` is that of the iteration's beginning."""
+        return state
+
     def advanced(self, state: dict[str, Any], number: int, noted: Any) -> dict[str, Any]:
         """The state after a batch.
 
@@ -123,10 +128,10 @@ class Source(abc.ABC):
         return {}
 
 
-def source_of(loader: Iterable[Any]) -> Source:
+def source_of(loader: Iterable[Any], *, is_read_ahead: bool) -> Source:
     """The source of the loader's kind."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return StatefulSource(loader)
+        return StatefulSource(loader, is_read_ahead=is_read_ahead)
     # A subclass with an iteration of its own, such as trainers have, may not follow its sampler.
     if (
         isinstance(loader, DataLoader)
@@ -145,27 +150,47 @@ class StatefulSource(Source):
 
     kind = "stateful"
 
+    def __init__(self, loader: Iterable[Any], *, is_read_ahead: bool) -> None:
+        super().__init__(loader)
+        self._is_read_ahead = is_read_ahead
+
     def begin(self) -> tuple[Iterator[Any], dict[str, Any]]:
         batches = iter(self._loader)
+        if self._resume is None and not self._is_read_ahead:
+            return batches, super().state()
         return batches, self._taken()
 
     def after_read(self) -> Any:
-        # A copy: the loader may return the object in which it counts.
-        return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+        return self._asked() if self._is_read_ahead else None
+
+    def at_beginning(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._is_read_ahead or state["batches"] else self.advanced(state, 0, None)
 
     def advanced(self, state: dict[str, Any], number: int, noted: Any) -> dict[str, Any]:
-        return {**super().advanced(state, number, noted), "source": noted}
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        self._loader.load_state_dict(copy.deepcopy(state["source"]))  # type: ignore[attr-defined]
+        own = noted if self._is_read_ahead else self._asked()
+        return {**super().advanced(state, number, noted), "samples": None, "source": own}
 
     def state(self) -> dict[str, Any]:
         if self._resume is not None:
             return self._resume
-        return {**super().state(), "samples": None, "source": self.after_read()}
+        return {**super().state(), "samples": None, "source": self._asked()}
+
+    def _asked(self) -> Any:
+        try:
+            # A copy: the loader may return the object in which it counts.
+            return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
+        except AttributeError as error:  # of Accelerate's loaders, for what they wrap
+            raise DataError(
+                "a loader with state_dict is asked for its state after each batch that is read "
+                f"ahead; got an AttributeError from that of a {type(self._loader).__name__}: "
+                f"{error}. Pass prefetch=0, which does not ask."
+            ) from error
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """The loader itself checks its state, or does not."""
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._loader.load_state_dict(copy.deepcopy(state["source"]))  # type: ignore[attr-defined]
 
 
 class _IndexStream:
