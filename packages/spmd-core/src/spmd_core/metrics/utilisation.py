@@ -13,6 +13,7 @@ import torch
 
 from spmd_core.chips import chip_of
 from spmd_core.marks.marking import mark_sharding, sync
+from spmd_core.runtime import agreement
 from spmd_core.runtime.devices import device_attributes, is_abstract
 from spmd_core.sharding.mesh import Mesh
 
@@ -137,6 +138,8 @@ def measured_peak(device: torch.device, mesh: Mesh | None, dtype: torch.dtype) -
     for size in _MATMUL_SIZES:
         flops = 2.0 * size**3
         seconds = _matmul_seconds(device, mesh, dtype, rows=size * num_devices, size=size)
+        # Whether another size follows must be the same in all processes.
+        seconds = float(agreement.of_process_0("measured time of a matmul", repr(seconds)))
         if flops / seconds > best:
             best, best_size = flops / seconds, size
         if seconds > _LONG_ENOUGH_S and flops * num_devices > _LONG_ENOUGH_FLOPS:
