@@ -19,7 +19,7 @@ from spmd_core.sharding.mesh import Mesh
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.03
-_LONG_ENOUGH_FLOPS = 1e10  # time alone is not enough: on a busy machine a small matmul is slow too
+_LONG_ENOUGH_FLOPS = 8e9  # time alone is not enough: on a busy machine a small matmul is slow too
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
+# What jax asks of a numpy array whose memory a CPU device shall use.
+_ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 
@@ -43,6 +45,46 @@ def upload(
         return jax.make_array_from_callback(
             padded_shape, jax_sharding, lambda index: _padded_block(data, index, padded_shape)
         )
+
+
+def upload_and_wait(
+    tensor: torch.Tensor, jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
+) -> jax.Array:
+    """`upload` of memory that the caller may write to afterwards. The tensor may have gaps."""
+    if abstract.run() is not None or platform() != "cpu":
+        array = upload(tensor, jax_sharding, padded_shape)
+        if not isinstance(array, AbstractArray):
+            array.block_until_ready()
+        return array
+    data = dtypes.numpy_view(tensor.detach())
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes)
+    copies: dict[str, np.ndarray] = {}
+
+    def block(index: Any) -> np.ndarray:
+        key = str(index)  # devices that hold the same block share one copy
+        if key not in copies:
+            copies[key] = _aligned_copy(
+                data[index]
+                if padded_shape == data.shape
+                else _padded_block(data, index, padded_shape)
+            )
+        return copies[key]
+
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(padded_shape, jax_sharding, block)
+
+
+def _aligned_copy(data: np.ndarray) -> np.ndarray:
+    """A copy that a CPU device uses as its memory: jax would copy one that is not aligned again.
+
+    By numpy, as torch's copy spreads over threads, for which the training loop needs the cores.
+    """
+    memory = np.empty(data.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    copy = memory[start : start + data.nbytes].view(data.dtype).reshape(data.shape)
+    np.copyto(copy, data)
+    return copy
 
 
 def _padded_block(data: np.ndarray, index: Any, padded_shape: tuple[int, ...]) -> np.ndarray:
