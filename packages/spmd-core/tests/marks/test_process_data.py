@@ -1,5 +1,7 @@
 """`from_process_local` in one process; `system/test_processes.py` has what needs several."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -34,6 +36,8 @@ def test_dtypes_stay(spec, dtype):
     host = torch.arange(16).reshape(8, 2).to(dtype)
     got = spmd.from_process_local(host, spec)
     assert got.dtype is dtype and torch.equal(got.cpu(), host)
+    if dtype.is_complex:
+        assert torch.equal(spmd.from_process_local(host.conj(), spec).cpu(), host.conj())
 
 
 def test_a_part_is_data_on_the_host(spec):
@@ -72,3 +76,19 @@ def test_different_data_is_named_by_process(spec, monkeypatch):
 
 def one_dim(spec):
     return spmd.ShardingSpec(spec.mesh, ("x",), minibatch=True)
+
+
+def test_a_batch_lies_in_the_same_processes(spec, monkeypatch):
+    parts = iter([(0,), (0, 1)])
+    real = process_data._part
+
+    def part(t, spec):
+        found, sharding = real(t, spec)
+        return dataclasses.replace(found, processes=next(parts)), sharding
+
+    monkeypatch.setattr(process_data, "_part", part)
+    monkeypatch.setattr(process_data.devices, "num_processes", lambda: 2)
+    with pytest.raises(
+        spmd.DataError, match=r"got meshes over \(0,\) and \(0, 1\). Use one mesh for them"
+    ):
+        process_data.check_alike([("a", torch.ones(8, 2), spec), ("b", torch.ones(8, 2), spec)])

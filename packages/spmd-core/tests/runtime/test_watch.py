@@ -6,7 +6,7 @@ import time
 import pytest
 
 import spmd_core as spmd
-from spmd_core.runtime import agreement, watch
+from spmd_core.runtime import watch
 from spmd_core.runtime.watch import Watch
 
 
@@ -140,7 +140,3 @@ def test_old_starts_are_forgotten_and_far_ones_wait(pair):
     starts(pair[1], "a")
     look(*pair)
     assert pair[0]._error is None and len(pair[0]._logs[0, 1].starts) == watch._NUM_DESCRIBED
-
-
-def test_one_process_has_nothing_to_agree_on():
-    assert agreement.disagreement("data", "text", (0, 1)) == {}

@@ -126,7 +126,10 @@ def global_tensor(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     shape = part.global_shape(tuple(t.shape))
     placement = marked_placement(sharding)
     array = buffers.from_process_part(
-        t, placement.device_sharding, sharding.padded_shape(shape), part
+        t.resolve_conj().resolve_neg(),
+        placement.device_sharding,
+        sharding.padded_shape(shape),
+        part,
     )
     storage = Storage.of_leaf(Spec.contiguous(shape, t.dtype), array, placement)
     storage.sharding = sharding

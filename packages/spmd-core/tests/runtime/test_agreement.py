@@ -1,0 +1,122 @@
+"""What processes compare on the host, with a store in memory in place of jax's service."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.runtime import agreement
+
+
+class Store:
+    """What the coordination service's client does, for all processes of this test."""
+
+    def __init__(self):
+        self.values, self.came = {}, {}
+
+    def key_value_set(self, key, value):
+        assert key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [item for item in self.values.items() if item[0].startswith(folder)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        self._wait(lambda: key in self.values, timeout_in_ms)
+        return self.values[key]
+
+    def wait_at_barrier(self, name, timeout_in_ms, processes):
+        self.came[name] = self.came.get(name, 0) + 1
+        self._wait(lambda: self.came[name] == len(processes), timeout_in_ms)
+
+    def _wait(self, is_there, timeout_in_ms):
+        end = time.monotonic() + timeout_in_ms / 1000
+        while not is_there():
+            if time.monotonic() > end:
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A process for each thread, which is named after its number."""
+    store = Store()
+
+    class State:
+        client = store
+
+        @property
+        def process_id(self):
+            return int(threading.current_thread().name)
+
+    monkeypatch.setattr(agreement, "_distributed", SimpleNamespace(global_state=State()))
+    monkeypatch.setattr(agreement.devices, "num_processes", lambda: 2)
+    monkeypatch.setattr(agreement, "_count", PerThread())
+    return store
+
+
+class PerThread:
+    """A dict of its own for each thread."""
+
+    def __init__(self):
+        self.local = threading.local()
+
+    def get(self, key, default):
+        return vars(self.local).get(str(key), default)
+
+    def __setitem__(self, key, value):
+        vars(self.local)[str(key)] = value
+
+
+def in_processes(function, *numbers):
+    """The function's results or errors by process, each in a thread."""
+    found = {}
+
+    def run(number):
+        try:
+            found[number] = function(number)
+        except Exception as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), name=str(n)) for n in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_texts_are_compared_in_order(store):
+    def compare(process):
+        return [
+            agreement.disagreement("data", text, (0, 1))
+            for text in ("same", f"own {process}", "same")
+        ]
+
+    different = [{}, {0: "own 0", 1: "own 1"}, {}]
+    assert in_processes(compare, 0, 1) == {0: different, 1: different}
+    assert in_processes(lambda _: agreement.disagreement("data", "alone", (0,)), 0) == {0: {}}
+
+
+def test_a_process_that_does_not_come_is_named(store, monkeypatch):
+    monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
+    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 0)[0]
+    assert isinstance(error, spmd.ProcessError) and str(error).startswith(
+        "all processes must agree on the data (comparison 1); got nothing from process 1 within "
+        "0.02 s"
+    )
+    error = in_processes(lambda _: agreement.of_process_0("time", "2"), 1)[1]
+    assert isinstance(error, spmd.ProcessError) and str(error).startswith(
+        "process 0 decides on the time for all processes; got nothing from it within 0.02 s"
+    )
+
+
+def test_process_0_decides(store):
+    assert in_processes(lambda n: agreement.of_process_0("time", str(n)), 0, 1) == {0: "0", 1: "0"}
+
+
+def test_one_process_has_nothing_to_agree_on():
+    assert agreement.disagreement("data", "text", (0, 1)) == {}
+    assert agreement.of_process_0("time", "2") == "2"
