@@ -8,5 +8,8 @@ from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
 from spmd_data.placement import InputSharding as InputSharding
 from spmd_data.placement import MissingShardingError as MissingShardingError
 from spmd_data.placement import UnevenBatch as UnevenBatch
+from spmd_data.sampler import ShardedSampler as ShardedSampler
+from spmd_data.sampler import Tail as Tail
+from spmd_data.shard_dataset import shard_dataset as shard_dataset
 
 source_lines.hide_package_of(__file__)
