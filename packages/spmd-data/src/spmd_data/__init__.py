@@ -5,6 +5,8 @@ By default each batch is one program: see `MpDeviceLoader`.
 
 from spmd_core import source_lines
 from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
+from spmd_data.packing import PackedSequences as PackedSequences
+from spmd_data.packing import Packing as Packing
 from spmd_data.placement import InputSharding as InputSharding
 from spmd_data.placement import MissingShardingError as MissingShardingError
 from spmd_data.placement import UnevenBatch as UnevenBatch
