@@ -4,6 +4,8 @@ By default each batch is one program: see `MpDeviceLoader`.
 """
 
 from spmd_core import source_lines
+from spmd_data.dataloaders import sharded_dataloader as sharded_dataloader
+from spmd_data.images import TransformedSamples as TransformedSamples
 from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
 from spmd_data.packing import Documents as Documents
 from spmd_data.packing import PackedSequences as PackedSequences

@@ -37,11 +37,33 @@ class Tail(enum.StrEnum):
     ERROR = "error"
 
 
+class SampleIndex(int):
+    """The number of a sample, with the epoch in which it is read.
+
+    A dataset takes it for an int. One whose random numbers depend on the epoch reads it here: what
+    a worker process holds of the dataset is a copy, which no `set_epoch` reaches.
+
+    Attributes:
+        epoch: as in `ShardedSampler.epoch`.
+    """
+
+    epoch: int
+
+    def __new__(cls, number: int, epoch: int) -> "SampleIndex":
+        made = super().__new__(cls, number)
+        made.epoch = epoch
+        return made
+
+    def __reduce__(self) -> tuple[type["SampleIndex"], tuple[int, int]]:
+        return SampleIndex, (int(self), self.epoch)
+
+
 class ShardedSampler(torch.utils.data.Sampler[int]):
     """The samples that one part of the processes loads: a sampler for torch's `DataLoader`.
 
-    The order takes no memory that grows with the dataset. Each iteration starts at `start` and has
-    the order of `epoch`; nothing advances by itself: `set_epoch` chooses the next epoch.
+    The numbers are ints that know their epoch (`SampleIndex`). The order takes no memory that grows
+    with the dataset. Each iteration starts at `start` and has the order of `epoch`; nothing
+    advances by itself: `set_epoch` chooses the next epoch.
 
     Args:
         dataset: what has the samples, or their number, at most 2**40.
@@ -207,17 +229,19 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         """Samples of an iteration: of this part, from `start` on."""
         return (self.num_samples - self.start) // self.num_parts
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[SampleIndex]:
         epoch, end = self.epoch, self.num_samples
         for first in range(self.start + self.part, end, _CHUNK * self.num_parts):
             last = min(end, first + _CHUNK * self.num_parts)
             # Padding: the order once more.
             positions = np.arange(first, last, self.num_parts) % self._num_samples
-            yield from (
+            samples = (
                 permuted(positions, self._num_samples, seed=self._seed, epoch=epoch)
                 if self._shuffle
                 else positions
-            ).tolist()
+            )
+            for sample in samples.tolist():
+                yield SampleIndex(sample, epoch)
 
     def _check(self) -> None:
         if not 1 <= self._num_samples <= MAX_SAMPLES:
