@@ -51,7 +51,8 @@ class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
     def _numbers(self, indices: np.ndarray, count: int) -> np.ndarray:
         """`count` random numbers for each index, uint64: a multiply-xorshift hash of the places."""
         places = indices[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
-        x = (places + np.uint64(self._seed % 2**32 << 20)) * np.uint64(0x9E3779B97F4A7C15)
+        x: np.ndarray = places + np.uint64(self._seed % 2**32 << 20)
+        x = x * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
         return x >> np.uint64(32)
 
