@@ -81,7 +81,7 @@ def pack(text: TextData, config: TrainConfig) -> PackedText:
 
 def packed_batches(
     packed: PackedText, config: TrainConfig, mesh: spmd.Mesh | None
-) -> tuple[DataLoader[Any], DataLoader[Any]]:
+) -> tuple[DataLoader[Any], Iterable[Any]]:
     """The batches of one epoch of training, and those of an evaluation: this process's part."""
 
     def loader(sequences: Any, parts: int, **options: Any) -> DataLoader[Any]:
@@ -94,8 +94,10 @@ def packed_batches(
             **options,
         )
 
-    chosen = range(config.batch * config.eval_batches)
     train = loader(packed.train, config.accumulate, seed=config.seed, num_workers=config.workers)
+    if not config.eval_batches:
+        return train, []
+    chosen = range(config.batch * config.eval_batches)
     return train, loader(Subset(packed.validation, chosen), 1, shuffle=False)
 
 
