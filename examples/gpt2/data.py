@@ -32,7 +32,8 @@ def load(config: TrainConfig) -> TextData:
         max_mb=config.max_mb,
         cache_dir=config.cache_dir,
     )
-    check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
+    if not config.pack:  # `pack` counts its sequences
+        check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
     return text
 
 

@@ -46,7 +46,7 @@ def config_of(cache_dir: str, texts: str, **knobs: Any) -> TrainConfig:
 
 
 def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: str) -> None:
-    """Though padding and the ends of documents leave the parts with different numbers of targets."""
+    """Though the parts have different numbers of targets, by padding and the documents' ends."""
     whole, parts = (
         run(config_of(cache_dir, texts, steps=3, accumulate=number)).losses for number in (1, 4)
     )
