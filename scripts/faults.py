@@ -524,13 +524,25 @@ FAULTS = (
         "batches_per_execution=2: an odd last batch's step is not sent",
         "            if self._num_unsynced and self._batches_per_execution is not None:\n"
         "                self._sync()\n"
-        "            raise\n",
-        "            raise\n",
+        "            self._position.end()\n",
+        "            self._position.end()\n",
     ),
     Fault(
-        "spmd_data/placement.py",
+        "spmd_data/matching.py",
         "a tensor with fewer dims than the spec takes its last entries",
         "entries = tuple(spec.partition_spec)[:ndim]",
         "entries = tuple(spec.partition_spec)[-ndim:]",
+    ),
+    Fault(
+        "spmd_data/sources.py",
+        "a resumed epoch passes over one batch too few",
+        'self._stream.num_skipped = state["batches"]',
+        'self._stream.num_skipped = max(0, state["batches"] - 1)',
+    ),
+    Fault(
+        "spmd_data/pipeline.py",
+        "a generator is asked for the next batch while its last one is being copied",
+        "if self._reuses_memory and not all(slot.is_ready for slot in self._slots):",
+        "if False:",
     ),
 )

@@ -10,7 +10,8 @@ import torch
 import spmd_core as spmd
 from spmd_core import DataError, SpmdError
 from spmd_core.steps.structures import map_tensors
-from spmd_data.placement import MissingShardingError, Placement, UnevenBatch, fitted_spec
+from spmd_data.matching import MissingShardingError, fitted_spec
+from spmd_data.placement import Placement, UnevenBatch
 
 XLA = torch.device("xla:0")
 
@@ -114,9 +115,59 @@ def test_an_uneven_batch_is_an_error_or_dropped_when_asked() -> None:
     mesh = spmd.Mesh(range(8), (4, 2), ("data", "model"))
     spec = spmd.ShardingSpec(mesh, (("data", "model"), None))
     uneven = {"x": torch.zeros(12, 3), "y": 5}
-    message = r"got dim 0 of 'x' with 12 rows for 8 shards\. Let the DataLoader drop"
+    message = r"got dim 0 of batch\['x'\] with 12 rows for 8 shards\. Let the DataLoader drop"
     with pytest.raises(DataError, match=message):
         placement({"x": spec, "y": None}, UnevenBatch.ERROR).place(uneven)
-    with pytest.raises(DataError, match=r"got dim 0 with 12 rows for 8 shards"):
+    with pytest.raises(DataError, match=r"got dim 0 of batch\['x'\] with 12 rows for 8 shards"):
         placement(spec, UnevenBatch.ERROR).place(uneven)
     assert placement(spec, UnevenBatch.DROP).place(uneven) is None
+
+
+def test_the_error_names_the_policies_and_each_can_be_taken() -> None:
+    spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
+    x = torch.arange(5.0)
+    with pytest.raises(
+        DataError,
+        match=r"got dim 0 of batch\[0\] with 5 rows for 8 shards\. Let the DataLoader drop .*"
+        r"uneven_batch='drop' leaves .*'pad' fills .*'keep' runs .*'error' raises this",
+    ):
+        placement(spec, UnevenBatch.ERROR).place((x,))
+    assert placement(spec, UnevenBatch.DROP).place((x,)) is None
+
+
+def eager(batch: Any, full_rows: int | None) -> Any:
+    """Pads without devices."""
+    placed = Placement(torch.device("cpu"), None, UnevenBatch.PAD, full_rows).place(batch)
+    assert placed is not None
+    return placed.batch
+
+
+def test_padding_repeats_the_last_row_and_adds_a_mask() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    mask = torch.tensor([True, True, True, False])
+    out = eager({"x": x, "names": ["a"], "scale": torch.tensor(2.0), "y": y}, 4)
+    assert torch.equal(out["x"], torch.cat([x, x[-1:]])) and out["y"].tolist() == [0, 1, 2, 2]
+    assert torch.equal(out["row_mask"], mask) and out["names"] == ["a"] and out["scale"] == 2
+    pair = eager((x, y), 4)
+    assert type(pair) is tuple and len(pair) == 3 and torch.equal(pair[2], mask)
+    assert len(eager([x, y], 4)) == 3
+    alone, its_mask = eager(x, 4)
+    assert len(alone) == 4 and torch.equal(its_mask, mask)
+    whole, every = eager(x, 3)
+    assert torch.equal(whole, x) and every.all()
+
+
+def test_what_cannot_be_padded_is_an_error() -> None:
+    mesh = spmd.Mesh(range(8), (4, 2), ("data", "model"))
+    rows = spmd.ShardingSpec(mesh, ("data",))
+    both = spmd.ShardingSpec(mesh, ("data", "model"))
+    x = torch.zeros(6, 3)
+    for batch, sharding, message in (
+        ((x, torch.zeros(7)), rows, r"all of one size; got the sizes \[6, 7\]\. Shard dim 0"),
+        ((), rows, r"got the sizes \[\]"),
+        ((x,), both, r"fills up rows, dim 0 alone; got dim 1 of batch\[0\] with 3 rows for 2 sh"),
+        ({"row_mask": x}, rows, r"adds the key 'row_mask' .*; got one that has it, .*Rename"),
+        (Pair(x, 1), rows, r"to dicts, lists, tuples and tensors; got a batch of type Pair\."),
+    ):
+        with pytest.raises(DataError, match=message):
+            placement(sharding, UnevenBatch.PAD).place(batch)

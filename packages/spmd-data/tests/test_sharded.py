@@ -1,9 +1,11 @@
 """Tests `MpDeviceLoader` on the xla device: shards, programs per batch, the README's sample."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,7 +49,7 @@ def test_a_dict_of_specs_shards_by_key(mesh: spmd.Mesh) -> None:
         "pair": (torch.zeros(16),),
     }
     spec = spmd.ShardingSpec(mesh, ("data",))
-    specs = {"ids": spec, "scale": spec, "table": None, "names": None, "pair": spec, "unused": spec}
+    specs = {"ids": spec, "scale": spec, "table": None, "names": None, "pair": spec, "unused": None}
     (moved,) = MpDeviceLoader([batch], "xla", input_sharding=specs)
     assert list(moved) == list(batch)
     assert moved["names"] == ["a", "b"]
@@ -125,10 +127,10 @@ def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
     assert [total.item() for total in sums] == [64.0 * index for index in range(100)]
 
 
-def test_the_sample_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the sample is written for eight devices")
-    (sample,) = re.findall(
+    sample, resume = re.findall(
         r"```python\n(.*?)```",
         (Path(__file__).parents[1] / "README.md").read_text(),
         flags=re.DOTALL,
@@ -138,3 +140,84 @@ def test_the_sample_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("(16, 3, 8, 8) 8 ") for line in lines)
+    exec(compile(resume, "README.md", "exec"), names)
+    assert capsys.readouterr().out == "6\n"
+
+
+def blocks(x: torch.Tensor) -> list[tuple[int, ...]]:
+    return [tuple(shard.data.shape) for shard in x.local_shards]
+
+
+def test_nested_batches_by_structure_and_by_function(mesh: spmd.Mesh) -> None:
+    rows = spmd.ShardingSpec(mesh, ("data", None))
+    batch = {"image": torch.arange(64.0).reshape(16, 4), "more": [torch.arange(16), "name"]}
+    size = 16 // mesh.size()
+    for sharding in (
+        {"image": rows, "more": [rows_1d(mesh), None]},
+        lambda path, tensor: rows if path[0] == "image" else rows_1d(mesh),
+    ):
+        (out,) = MpDeviceLoader([batch], "xla", input_sharding=sharding, transfer_threads=2)
+        assert blocks(out["image"]) == [(size, 4)] * mesh.size()
+        assert blocks(out["more"][0]) == [(size,)] * mesh.size() and out["more"][1] == "name"
+        assert torch.equal(out["image"].cpu(), batch["image"])
+
+
+def rows_1d(mesh: spmd.Mesh) -> spmd.ShardingSpec:
+    return spmd.ShardingSpec(mesh, ("data",))
+
+
+def test_a_padded_tail_has_the_shape_and_the_program_of_the_others(mesh: spmd.Mesh) -> None:
+    x = torch.arange(40.0)
+    loader = MpDeviceLoader(
+        DataLoader(x, batch_size=16),
+        "xla",
+        input_sharding=rows_1d(mesh),
+        uneven_batch="pad",
+    )
+    total, rows = 0.0, 0
+    for x_B, mask_B in loader:
+        assert x_B.shape == mask_B.shape == (16,) and blocks(mask_B) == blocks(x_B)
+        total += torch.where(mask_B, x_B, 0.0).sum().item()
+        rows += int(mask_B.sum().item())
+    assert (total, rows) == (x.sum().item(), 40)
+
+
+def test_the_source_may_write_to_its_memory_again(mesh: spmd.Mesh) -> None:
+    def reusing() -> Iterator[Any]:
+        x, y = torch.zeros(16, 4), np.zeros((16, 4))
+        for index in range(8):
+            x.fill_(index)
+            y.fill(index)
+            yield x, y
+
+    sharding = spmd.ShardingSpec(mesh, ("data", None))
+    for index, (x, y) in enumerate(MpDeviceLoader(reusing(), "xla", input_sharding=sharding)):
+        assert (x == index).all().item() and (y == index).all().item()
+        assert y.dtype == torch.float64
+
+
+def test_batches_of_hugging_faces_libraries(mesh: spmd.Mesh) -> None:
+    datasets = pytest.importorskip("datasets")
+    transformers = pytest.importorskip("transformers")
+    rows = {"ids": [[i, i + 1] for i in range(32)], "label": list(range(32))}
+    data = datasets.Dataset.from_dict(rows)
+    sharding = {"ids": spmd.ShardingSpec(mesh, ("data", None)), "label": rows_1d(mesh)}
+    for source in (
+        DataLoader(data.with_format("torch"), batch_size=16),
+        data.with_format("torch").iter(batch_size=16),
+        data.with_format("numpy").iter(batch_size=16),
+        [transformers.BatchEncoding(batch) for batch in data.with_format("torch").iter(16)],
+    ):
+        out = list(MpDeviceLoader(source, "xla", input_sharding=sharding))
+        assert torch.cat([batch["ids"].cpu() for batch in out]).tolist() == rows["ids"]
+        assert torch.cat([batch["label"].cpu() for batch in out]).tolist() == rows["label"]
+        assert len(out[0]["ids"].local_shards) == mesh.size()
+    assert type(out[0]) is transformers.BatchEncoding
+
+
+def test_a_mesh_of_other_devices_is_an_error() -> None:
+    num = spmd.global_runtime_device_count()
+    elsewhere = spmd.Mesh(range(num, 2 * num), (num,), ("data",))
+    loader = MpDeviceLoader([torch.zeros(16)], "xla", input_sharding=rows_1d(elsewhere))
+    with pytest.raises(spmd.MeshError, match=rf"{num}"):
+        list(loader)

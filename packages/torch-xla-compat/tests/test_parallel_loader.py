@@ -82,6 +82,47 @@ def test_a_mini_batch_that_does_not_divide_is_a_runtime_error_from_next(mesh):
     assert len(next(iter(batches((row, label), spec)))) == 2, "the spec does not apply to the label"
 
 
+def test_all_arguments_of_torch_xla_are_accepted(mesh):
+    spec = xs.ShardingSpec(mesh, ("data", None))
+    arguments = {
+        "loader_prefetch_size": 16,
+        "device_prefetch_size": 4,
+        "host_to_device_transfer_threads": 2,
+        "batchdim": 0,
+        "batches_per_execution": 2,
+    }
+    rows = [torch.full((16, 2), float(index)) for index in range(6)]
+    loaders = (
+        pl.MpDeviceLoader(rows, "xla", input_sharding=spec, **arguments),
+        pl.ParallelLoader(rows, ["xla"], input_sharding=spec, **arguments).per_device_loader("xla"),
+    )
+    for loader in loaders:
+        assert [batch[0, 0].item() for batch in loader] == list(range(6))
+
+
+def test_a_key_with_a_sharding_may_be_absent(mesh):
+    spec = xs.ShardingSpec(mesh, ("data", None))
+    (batch,) = batches({"x": BATCH["x"]}, {"x": spec, "absent": spec})
+    assert batch["x"].partition_spec == ("data", None)
+
+
+def test_a_loader_with_a_state_is_never_read_ahead():
+    class Stateful:
+        given = 0
+
+        def __iter__(self):
+            for index in range(4):
+                self.given += 1
+                yield torch.tensor([index])
+
+        def state_dict(self):
+            return {"given": self.given}
+
+    loader = pl.MpDeviceLoader(Stateful(), "xla", device_prefetch_size=4)
+    for index, batch in enumerate(loader):
+        assert batch.item() == index and loader.state_dict() == {"given": index + 1}
+
+
 def test_a_missing_key_is_a_key_error_from_next(mesh):
     iterator = iter(batches(BATCH, {"x": xs.ShardingSpec(mesh, ("data", None))}))
     with pytest.raises(

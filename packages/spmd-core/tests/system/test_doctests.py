@@ -16,7 +16,7 @@ MODULES = (
         if module.name != "spmd_core.plan"  # Its import gives the function.
     ),
     "spmd_data.loader",
-    "spmd_data.placement",
+    "spmd_data.matching",
     "examples.gpt2.config",
     "examples.llama_tp.shardings",
     "examples.training.knobs",

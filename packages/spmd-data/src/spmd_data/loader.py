@@ -1,26 +1,33 @@
 """`MpDeviceLoader`: iterates over host batches and yields them on the device, in the same order.
 
-One background thread prefetches, except from a loader with a `state_dict`.
-
-Invariant: whatever happens in the thread (end of the data, exception, close) reaches the consumer's
-`next()`, so neither side waits forever.
+The parts: `sources` knows the position in what is wrapped, `pipeline` runs the stages in threads,
+`placement` moves one batch, `counters` says what the stages took.
 """
 
-import inspect
-import threading
+import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
+from torch.utils.data import DataLoader
 
 import spmd_core as spmd
 from spmd_core import DataError
-from spmd_data.placement import InputSharding, Placement, UnevenBatch, is_spmd_device
+from spmd_data import counters
+from spmd_data.matching import InputSharding
+from spmd_data.pipeline import Pipeline
+from spmd_data.placement import Placement, UnevenBatch, is_spmd_device
+from spmd_data.sources import Source, source_of
 
 _JOIN_TIMEOUT_S = 30.0
+
+
+class ScalarWriter(Protocol):
+    """What writes scalars, such as TensorBoard's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 class MpDeviceLoader:
@@ -30,42 +37,50 @@ class MpDeviceLoader:
     the next batch is yielded, and after the last one. It does not wait for the device. The training
     loop needs no sync of its own.
 
-    Each `iter()` restarts the wrapped loader and ends the thread of the previous iteration. Leaving
-    the loop early also ends its thread; it does not sync.
+    A thread reads the wrapped loader, and others copy its batches from host memory straight to the
+    shards. Each `iter()` restarts the wrapped loader and ends the threads of the previous
+    iteration. Leaving the loop early also ends them, and a DataLoader's workers; it does not sync.
 
-    A loader with a `state_dict` (torchdata's stateful loaders, and those of trainers) reports its
-    position, and its user asks for the position between two batches. Such a loader is read in the
-    caller's thread when a batch is requested, never ahead, so its state is that of the current
-    batch.
+    `state_dict()` is the position of the training loop, not that of the threads: `load_state_dict`
+    has the next iteration begin with the next batch. A program that asks the *wrapped* loader for
+    its state between two batches, as some trainers do, needs `prefetch=0`: the wrapped loader is
+    then read in the caller's thread when a batch is requested, never ahead.
 
     Args:
         loader: iterable of batches. A batch is a tensor, or tuples, lists, dicts, named tuples and
-            dataclasses of tensors, nested in any way. Values that are not tensors pass through.
-            Under several processes each one loads its own part: see `ShardingSpec.minibatch`.
+            dataclasses of tensors, nested in any way. Arrays of numpy become tensors. Other values
+            pass through. An empty loader gives no batch. Under several processes each one loads its
+            own part: see `ShardingSpec.minibatch`.
         device: target device of the tensors. On "cpu" nothing is sharded or synced, so the same
             loop runs in eager torch.
-        input_sharding: one `ShardingSpec` for every tensor, or a dict with one (or None) for each
-            key of a dict batch; keys that the batch lacks are ignored. A tensor with fewer dims
-            than the spec uses the spec's first entries, so 1-D labels beside 4-D images are split
-            like the images' batch dim. A tensor with more dims is not split along the extra ones.
-        prefetch: number of batches that may wait on the device, at least 1. Has no effect on a
-            loader with a `state_dict`.
+        input_sharding: see `InputSharding`: one `ShardingSpec` for every tensor, a structure like
+            the batch's, or a function of path and tensor.
+        prefetch: number of batches that may be ahead of the training loop, in host memory or on the
+            device; 0 for none, and no threads.
+        transfer_threads: threads that move batches to the device. More than one pays where one
+            copy does not fill the connection; then `prefetch` should be larger, too, and `loader`
+            must not write to a batch that it has given. (With one thread it may: unless it is a
+            torch DataLoader, it is asked for the next batch when the last one has been copied.)
         batches_per_execution: number of batches whose steps are sent to the device as one program,
             at least 1.
         uneven_batch: what to do with a batch in which the size of a sharded dim is not divisible by
             its number of shards: an `UnevenBatch` or its value.
+        stall_warning_s: after how many seconds of waiting for a batch to warn, once in an
+            iteration.
 
     Raises:
         DataError: an argument breaks one of the rules above. (An exception of the wrapped loader or
             of the transfer is raised by the `next()` whose batch it prevented, with its own
-            traceback.)
+            traceback. If a worker process of a DataLoader is killed, torch raises in the main
+            thread, which may be in the step.)
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> for x in MpDeviceLoader(DataLoader(torch.arange(6.0), batch_size=3), "cpu"):
-        ...     print(x.sum())
-        tensor(3.)
-        tensor(12.)
+        >>> loader = MpDeviceLoader(DataLoader(torch.arange(6.0), batch_size=3), "cpu")
+        >>> for x in loader:
+        ...     print(x.sum(), loader.state_dict()["batches"])
+        tensor(3.) 1
+        tensor(12.) 2
     """
 
     def __init__(
@@ -75,16 +90,33 @@ class MpDeviceLoader:
         *,
         input_sharding: InputSharding = None,
         prefetch: int = 2,
+        transfer_threads: int = 1,
         batches_per_execution: int = 1,
         uneven_batch: UnevenBatch | str = UnevenBatch.KEEP,
+        stall_warning_s: float = 60.0,
     ) -> None:
         self._loader = loader
+        rows = getattr(loader, "batch_size", None)
         self._placement = Placement(
-            torch.device(device), input_sharding, _checked_policy(uneven_batch)
+            torch.device(device),
+            input_sharding,
+            _checked_policy(uneven_batch),
+            full_rows=rows if isinstance(rows, int) else None,
         )
-        self._prefetch = _checked_count("prefetch", prefetch)
+        self._prefetch = _checked_count("prefetch", prefetch, least=0)
+        self._transfer_threads = _checked_count("transfer_threads", transfer_threads)
         self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
-        self._running: _InStep | tuple[_Channel, threading.Thread] | None = None
+        if not stall_warning_s > 0:
+            raise DataError(
+                "stall_warning_s must be a number of seconds, more than 0; got "
+                f"{stall_warning_s!r}. Pass float('inf') for no warning."
+            )
+        self._stall_s = stall_warning_s
+        self._source = source_of(loader, is_read_ahead=self._prefetch > 0)
+        self._counters = counters.Counters()
+        self._logged: dict[str, float] | None = None
+        self._pipeline: Pipeline | None = None
+        self._position: _Position | None = None
 
     def __len__(self) -> int:
         """Number of batches of the wrapped loader, including any that `uneven_batch` drops."""
@@ -95,40 +127,89 @@ class MpDeviceLoader:
         self.close()
         # In this thread: a shuffling DataLoader draws its seed from torch's generator, and the
         # order of the draws must not depend on timing.
-        source = iter(self._loader)
+        batches, state = self._source.begin()
+        self._position = _Position(self._source, state)
+        self._pipeline = Pipeline(
+            batches,
+            self._placement.place,
+            after_read=self._source.after_read,
+            prefetch=self._prefetch,
+            transfer_threads=self._transfer_threads,
+            counters=self._counters,
+            # A DataLoader makes each batch anew, as does whoever asks for several threads.
+            reuses_memory=self._transfer_threads == 1 and not isinstance(self._loader, DataLoader),
+            stall_s=self._stall_s,
+        )
         num_unsynced = (
             self._batches_per_execution if is_spmd_device(self._placement.device) else None
         )
-        if hasattr(self._loader, "state_dict"):
-            self._running = _InStep(source, self._placement)
-            return _DeviceBatches(self._running, num_unsynced)
-        channel = _Channel(self._prefetch)
-        thread = threading.Thread(
-            target=_transfer,
-            args=(source, self._placement, channel),
-            name="spmd-data-transfer",
-            daemon=True,
+        device_batches = _DeviceBatches(
+            self._pipeline, self._position, self._counters, num_unsynced
         )
-        self._running = channel, thread
-        thread.start()
-        return _DeviceBatches(channel, num_unsynced)
+        self._pipeline.start()
+        return device_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that the training loop got last. Does not wait.
+
+        After the last batch it is the end of the epoch, whose next iteration gives nothing; when
+        the loop has ended, it is the beginning of the next epoch. A sampler such as
+        `ShardedSampler` is set to the next epoch then.
+
+        Returns:
+            `format`, `kind` (see the module `sources`), `epoch`; `batches` and `samples` of this
+            epoch that the loop got (samples over all processes; None where they are not known);
+            `source`: what must be equal on resume, or the state of a wrapped loader that has one.
+        """
+        return self._source.state() if self._position is None else self._position.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has the next iteration begin with the batch after those that `state` counts.
+
+        With a sampler such as `ShardedSampler`, the number of processes may have changed. A torch
+        DataLoader over a map-style dataset passes over indices; other iterables are read, and the
+        batches dropped, with a warning. Ends the running iteration.
+
+        Raises:
+            DataError: it is the state of another kind of loader, or of another dataset, seed or
+                batch size.
+        """
+        self.close()
+        self._position = None
+        self._source.load(state)
+
+    def counters(self) -> dict[str, float]:
+        """Sums over all iterations so far: see `spmd_data.counters.Counters`. Does not wait."""
+        return self._counters.values()
+
+    def log(self, writer: ScalarWriter, step: int) -> None:
+        """Writes means per batch since the last call as scalars `input/...`. Does not wait.
+
+        They are `read_ms`, `transfer_ms`, `wait_ms`, `step_ms`, `wait_share`, `queue_depth` and
+        `megabytes`.
+        """
+        now = self.counters()
+        for name, value in counters.means(now, self._logged).items():
+            writer.add_scalar(f"input/{name}", value, step)
+        self._logged = now
+
+    def report(self) -> str:
+        """A table of the stages' times, and whether the input is the bottleneck. Does not wait."""
+        return counters.report(
+            self.counters(), prefetch=self._prefetch, transfer_threads=self._transfer_threads
+        )
 
     def close(self) -> None:
-        """Ends the running iteration, if any: waits for its thread, drops prefetched batches.
+        """Ends the running iteration, if any: waits for its threads, drops prefetched batches.
 
-        The thread stops between two batches. A RuntimeWarning is issued if the wrapped loader does
+        A thread stops between two batches. A RuntimeWarning is issued if the wrapped loader does
         not return its next batch within 30 s.
         """
-        if self._running is None:
+        if self._pipeline is None:
             return
-        running, self._running = self._running, None
-        if isinstance(running, _InStep):
-            running.close()
-            return
-        channel, thread = running
-        channel.close()
-        thread.join(_JOIN_TIMEOUT_S)
-        if thread.is_alive():
+        pipeline, self._pipeline = self._pipeline, None
+        pipeline.stop()
+        if not pipeline.join(_JOIN_TIMEOUT_S):
             warnings.warn(
                 "a loader should return its next batch in reasonable time; got none within "
                 f"{_JOIN_TIMEOUT_S:g} s of closing the iteration. "
@@ -144,32 +225,77 @@ class MpDeviceLoader:
         self.close()
 
 
+class _Position:
+    """Where the training loop is in an iteration."""
+
+    def __init__(self, source: Source, state: dict[str, Any]) -> None:
+        self._source, self._begin = source, state
+        self._last: tuple[int, Any] | None = None
+        self._has_ended = False
+
+    def advance(self, number: int, noted: Any) -> None:
+        """Notes that the loop got the batch of this number."""
+        self._last = number, noted
+
+    def end(self) -> None:
+        """Notes that the loop has got every batch of the epoch."""
+        self._has_ended = True
+        self._source.end_epoch()
+
+    def state(self) -> dict[str, Any]:
+        if self._has_ended:
+            return self._source.state()
+        if self._last is None:
+            return self._source.at_beginning(self._begin)
+        return self._source.advanced(self._begin, *self._last)
+
+
 class _DeviceBatches(Iterator[Any]):
     """The consumer's end of one iteration.
 
-    Only the consumer's loop references this object (the thread and the loader reference the
-    source), so leaving the loop collects the object, which ends the thread.
+    Only the consumer's loop references this object (the threads and the loader reference the
+    pipeline), so leaving the loop collects the object, which ends the threads.
     """
 
-    def __init__(self, source: "_Channel | _InStep", batches_per_execution: int | None) -> None:
-        self._source = source
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        position: _Position,
+        sums: counters.Counters,
+        batches_per_execution: int | None,
+    ) -> None:
+        self._pipeline, self._position, self._sums = pipeline, position, sums
         # None: the device is eager, there is nothing to sync.
         self._batches_per_execution = batches_per_execution
         self._num_unsynced = 0
-        weakref.finalize(self, source.close)
+        self._given_at_s: float | None = None
+        weakref.finalize(self, pipeline.stop)
 
     def __next__(self) -> Any:
         # Sync before waiting for data, so that the device does not idle meanwhile.
         if self._num_unsynced == self._batches_per_execution:
             self._sync()
+        asked_s = time.perf_counter()
+        is_first = self._given_at_s is None
+        if self._given_at_s is not None:
+            self._sums.add("step_s", asked_s - self._given_at_s)
+            self._sums.add("ready", self._pipeline.num_ready())
+            self._sums.add("requests", 1)
         try:
-            batch = self._source.get()
-        except StopIteration:
+            slot = self._pipeline.get()
+        finally:
+            self._given_at_s = time.perf_counter()
+            waited_s = self._given_at_s - asked_s
+            self._sums.add("first_wait_s" if is_first else "wait_s", waited_s)
+        if slot.is_end:
             if self._num_unsynced and self._batches_per_execution is not None:
                 self._sync()
-            raise
+            self._position.end()
+            raise StopIteration
+        self._position.advance(slot.number, slot.state)
+        self._sums.add("batches", 1)
         self._num_unsynced += 1
-        return batch
+        return slot.batch
 
     def _sync(self) -> None:
         self._num_unsynced = 0
@@ -178,129 +304,11 @@ class _DeviceBatches(Iterator[Any]):
             spmd.sync()
 
 
-class _Channel:
-    """A bounded queue from the thread to the consumer; also signals end, exception and close."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._batches: deque[Any] = deque()
-        self._has_ended = False
-        self._is_closed = False
-        self._error: BaseException | None = None
-        # The condition's lock must be reentrant (the default is): the garbage collector may call
-        # close() while this thread holds the lock.
-        self._changed = threading.Condition()
-
-    def put(self, batch: Any) -> bool:
-        """Waits for room and appends the batch; returns False once the channel is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or len(self._batches) < self._capacity)
-            if self._is_closed:
-                return False
-            self._batches.append(batch)
-            self._changed.notify_all()
-            return True
-
-    def end(self, error: BaseException | None) -> None:
-        """Signals that no batch follows; `error` is the cause, None for an exhausted loader."""
-        with self._changed:
-            self._has_ended, self._error = True, error
-            self._changed.notify_all()
-
-    def get(self) -> Any:
-        """Waits for the next batch.
-
-        After the last batch, raises the thread's exception once, then StopIteration. RuntimeError
-        after a close.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._has_ended or self._batches)
-            if self._is_closed:
-                raise _closed_error()
-            if self._batches:
-                batch = self._batches.popleft()
-                self._changed.notify_all()
-                return batch
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        raise StopIteration
-
-    def close(self) -> None:
-        """Drops the waiting batches and makes `put` and `get` return at once."""
-        with self._changed:
-            self._is_closed = True
-            self._batches.clear()
-            self._changed.notify_all()
-
-
-class _InStep:
-    """The batches of a loader that is read one batch per request, without prefetching."""
-
-    def __init__(self, source: Iterator[Any], placement: Placement) -> None:
-        self._source, self._batches = source, _placed(source, placement)
-        self._is_closed = False
-
-    def get(self) -> Any:
-        """Returns the next batch; raises what the loader raises, and StopIteration at its end."""
-        if self._is_closed:
-            raise _closed_error()
-        return next(self._batches)
-
-    def close(self) -> None:
-        """Ends the iteration and closes a generator, so that its clean-up code runs now."""
-        self._is_closed = True
-        self._batches.close()
-        if inspect.isgenerator(self._source):
-            self._source.close()
-
-
-def _closed_error() -> RuntimeError:
-    return RuntimeError(
-        "an iteration ends when its loader is closed or iterated again; got next() on one that has "
-        "ended so. "
-        "Use the newest iterator of the loader, or wrap the dataset in a second MpDeviceLoader."
-    )
-
-
-def _placed(source: Iterator[Any], placement: Placement) -> Generator[Any, None, None]:
-    """Yields the batches of `source` on the device, without those that the placement drops."""
-    for batch in source:
-        try:
-            placed = placement.place(batch)
-        except StopIteration as error:  # would look like the end of the data
-            raise RuntimeError(
-                "a batch could not be moved to the device: StopIteration was raised on the way"
-            ) from error
-        if placed is not None or batch is None:
-            yield placed
-
-
-def _transfer(source: Iterator[Any], placement: Placement, channel: _Channel) -> None:
-    """Body of the background thread: moves batches from `source` to `channel`, in order.
-
-    Returns at the end of the data, after an exception (which goes to the channel) or a close.
-    """
-    error: BaseException | None = None
-    try:
-        for batch in _placed(source, placement):
-            if not channel.put(batch):
-                break
-    except BaseException as raised:  # SystemExit too, or the consumer would wait forever
-        error = raised
-    finally:
-        try:
-            if inspect.isgenerator(source):
-                source.close()  # runs the clean-up code now, not at garbage collection
-        except BaseException as raised:
-            error = error or raised
-        channel.end(error)
-
-
-def _checked_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _checked_count(name: str, value: int, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        what = "threads" if name == "transfer_threads" else "batches"
         raise DataError(
-            f"{name} must be a whole number of batches, at least 1; got {value!r}. "
+            f"{name} must be a whole number of {what}, at least {least}; got {value!r}. "
             f"Pass for instance {name}=2."
         )
     return value

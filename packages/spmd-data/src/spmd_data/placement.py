@@ -3,36 +3,19 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.marks.upload import upload_sharded
 from spmd_core.steps import structures
+from spmd_data.matching import InputSharding, Leaf, matched, text
 
-InputSharding: TypeAlias = spmd.ShardingSpec | Mapping[str, spmd.ShardingSpec | None] | None
-"""How to shard a batch: one spec for all of its tensors, a dict of specs by key, or None.
-
-A dict has an entry for each key of a dict batch; its value None means not sharded. None in place of
-the whole means no sharding.
-"""
-
-
-class MissingShardingError(DataError, KeyError):
-    """A dict batch has keys that the dict of shardings lacks. (Also a KeyError, as in torch_xla.)
-
-    Attributes:
-        missing: those keys.
-    """
-
-    def __init__(self, message: str, missing: Sequence[Any]) -> None:
-        super().__init__(message)
-        self.missing = list(missing)
-
-    __str__ = DataError.__str__  # KeyError would print the message's repr
+ROW_MASK = "row_mask"
+"""The key of the mask that `UnevenBatch.PAD` adds to dict batches."""
 
 
 class UnevenBatch(enum.StrEnum):
@@ -40,13 +23,30 @@ class UnevenBatch(enum.StrEnum):
 
     The last batch of an epoch is often such a batch. `KEEP` runs it: the device pads its blocks,
     results are exact, and the new shape compiles one more program. `DROP` leaves the batch out.
-    `ERROR` raises. To have a single shape in every epoch,
-    `torch.utils.data.DataLoader(..., drop_last=True)` is the simplest way.
+    `ERROR` raises. `PAD` repeats the last row until the rows are as many as in the other batches
+    (the wrapped loader's `batch_size`; without one, the next multiple of the number of shards), so
+    there is one shape, and adds a mask to every batch: bool of shape (rows,), False for padding,
+    sharded like the rows. It is the key `row_mask` of a dict, the last item of a list or tuple, and
+    beside a lone tensor in a tuple. Tensors that have as many rows as the sharded ones are padded.
     """
 
     KEEP = "keep"
     DROP = "drop"
+    PAD = "pad"
     ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """A batch on the device.
+
+    Attributes:
+        batch: the structure, with its tensors on the device.
+        num_bytes: what its tensors take in host memory.
+    """
+
+    batch: Any
+    num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +55,9 @@ class Placement:
 
     Args:
         device: target device of the tensors.
-        input_sharding: see `InputSharding`. The spec is fitted to each tensor's rank: a tensor with
-            fewer dims uses the first entries (1-D labels beside 4-D images use the entry of the
-            batch dim), one with more dims is replicated along the extra ones.
+        input_sharding: see `InputSharding`.
         uneven_batch: see `UnevenBatch`.
+        full_rows: the rows of a full batch, to which `UnevenBatch.PAD` pads; None if not known.
 
     Raises:
         DataError: shardings were given for a device that is not "xla".
@@ -67,6 +66,7 @@ class Placement:
     device: torch.device
     input_sharding: InputSharding
     uneven_batch: UnevenBatch
+    full_rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.input_sharding is not None and not is_spmd_device(self.device):
@@ -75,72 +75,44 @@ class Placement:
                 f"the device {str(self.device)!r}. Pass device='xla', or leave input_sharding out."
             )
 
-    def place(self, batch: Any) -> Any:
-        """Returns the same structure with its tensors on the device and sharded; does not wait.
+    def place(self, batch: Any) -> Placed | None:
+        """Returns the same structure with its tensors on the device and sharded.
 
-        Returns None in place of a dropped batch.
+        Tensors are copied from host memory straight to their shards; when this returns, the host's
+        memory may be used for something else. Returns None in place of a dropped batch.
 
         Raises:
-            DataError: `input_sharding` is a dict and the batch is not, or the batch is uneven and
-                the policy is `ERROR`.
+            DataError: `input_sharding` does not fit the batch (see `matching.matched`), or the
+                batch is uneven and the policy is `ERROR`.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
         """
-        specs = self._specs(batch)
-        if self.uneven_batch is not UnevenBatch.KEEP:
-            uneven = [
-                text
-                for key, value in specs.items()
-                for text in _uneven_dims(value[0], value[1], key)
-            ]
+        batch, leaves = matched(batch, self.input_sharding)
+        if self.uneven_batch is UnevenBatch.PAD:
+            batch, leaves = _padded(batch, leaves, self.full_rows)
+        elif self.uneven_batch is not UnevenBatch.KEEP:
+            uneven = [dim for leaf in leaves for dim in _uneven_dims(leaf)]
             if uneven and self.uneven_batch is UnevenBatch.DROP:
                 return None
             if uneven:
                 raise DataError(
                     "every sharded dim must divide by its number of shards under "
                     f"uneven_batch='error'; got {', '.join(uneven)}. "
-                    "Let the DataLoader drop the last batch (drop_last=True), or pass "
-                    "uneven_batch='keep' or 'drop'."
+                    "Let the DataLoader drop the last batch (drop_last=True), or pass another "
+                    "policy: uneven_batch='drop' leaves such a batch out, 'pad' fills it up and "
+                    "adds a mask, 'keep' runs it as it is, 'error' raises this."
                 )
-        if isinstance(self.input_sharding, Mapping):
-            return structures.with_values(
-                batch,
-                {
-                    key: structures.map_tensors(value, partial(self._place_tensor, spec))
-                    for key, (value, spec) in specs.items()
-                },
-            )
-        return structures.map_tensors(batch, partial(self._place_tensor, self.input_sharding))
-
-    def _specs(self, batch: Any) -> dict[Any, tuple[Any, Any]]:
-        """(value, spec) by key of the batch; the whole batch under None without a dict of specs."""
-        if not isinstance(self.input_sharding, Mapping):
-            return {None: (batch, self.input_sharding)}
-        if not isinstance(batch, Mapping):
-            raise DataError(
-                "the input batch must be a dict when input_sharding is a dict; got a batch of type "
-                f"{type(batch).__name__} for the keys {sorted(map(str, self.input_sharding))}. "
-                "Return dicts from the dataset, or pass one ShardingSpec for all tensors."
-            )
-        missing = [key for key in batch if key not in self.input_sharding]
-        if missing:
-            raise MissingShardingError(
-                "input_sharding must have an entry for every key of the batch; the keys "
-                f"{missing} are missing from it, got {list(self.input_sharding)}. "
-                "Add them, with None for a tensor that should not be sharded.",
-                missing,
-            )
-        return {key: (value, self.input_sharding[key]) for key, value in batch.items()}
-
-    def _place_tensor(self, spec: Any, tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.to(self.device)
-        if spec is None or tensor.ndim == 0:
-            return moved
-        marked = spmd.apply_sharding(
-            moved, dataclasses.replace(spec, partition_spec=fitted_spec(spec, tensor.ndim))
+        # By identity: one tensor that occurs twice is moved once.
+        placed = {id(leaf.tensor): self._placed(leaf) for leaf in leaves}
+        return Placed(
+            structures.map_tensors(batch, lambda tensor: placed[id(tensor)]),
+            sum(leaf.tensor.nbytes for leaf in leaves),
         )
-        # The layout is final, so the upload may overlap with the previous step's computation. A
-        # tensor without a sharding is uploaded later: the loop may still mark it.
-        return spmd.start_upload(marked)
+
+    def _placed(self, leaf: Leaf) -> torch.Tensor:
+        if leaf.spec is None:
+            # Uploaded later: the loop may still mark it.
+            return leaf.tensor.to(self.device)
+        return upload_sharded(leaf.tensor, leaf.spec)
 
 
 def is_spmd_device(device: torch.device) -> bool:
@@ -148,31 +120,75 @@ def is_spmd_device(device: torch.device) -> bool:
     return device.type == "xla"
 
 
-def fitted_spec(spec: Any, ndim: int) -> tuple[Any, ...]:
-    """The partition spec for a tensor of rank `ndim`: truncated, or padded with None, to `ndim`."""
-    entries = tuple(spec.partition_spec)[:ndim]
-    return entries + (None,) * (ndim - len(entries))
+def _uneven_dims(leaf: Leaf) -> list[str]:
+    """Describes each dim of a tensor that its number of shards does not divide."""
+    where = f" of {text(leaf.path)}" if leaf.path else ""
+    return [
+        f"dim {dim}{where} with {size} rows for {shards} shards"
+        for dim, size in enumerate(leaf.tensor.shape)
+        if size % (shards := _num_shards(leaf.spec, dim))
+    ]
 
 
-def _uneven_dims(value: Any, spec: Any, key: Any) -> list[str]:
-    """Describes each dim of each tensor in `value` that its number of shards does not divide."""
-    found: list[str] = []
+def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
+    """Number of blocks into which a spec splits a dim."""
     if spec is None:
-        return found
-    where = "" if key is None else f" of {key!r}"
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        for dim, (size, entry) in enumerate(zip(tensor.shape, spec.partition_spec, strict=False)):
-            shards = _num_shards(spec.mesh, entry)
-            if size % shards:
-                found.append(f"dim {dim}{where} with {size} rows for {shards} shards")
-        return tensor
-
-    structures.map_tensors(value, look)
-    return found
-
-
-def _num_shards(mesh: Any, entry: Any) -> int:
-    """Number of blocks into which one entry of a partition spec splits its dim."""
+        return 1
+    entry = spec.partition_spec[dim]
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(mesh.mesh_shape[mesh.axis_index(axis)] for axis in axes)
+    return math.prod(spec.mesh.mesh_shape[spec.mesh.axis_index(axis)] for axis in axes)
+
+
+def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any, list[Leaf]]:
+    """The batch with more rows, and its row mask."""
+    with_spec = [leaf for leaf in leaves if leaf.spec is not None]
+    split = [leaf for leaf in with_spec if _num_shards(leaf.spec, 0) > 1] or with_spec
+    split = split or [leaf for leaf in leaves if leaf.tensor.ndim][:1]
+    rows = {leaf.tensor.shape[0] for leaf in split}
+    if len(rows) != 1:
+        raise DataError(
+            "uneven_batch='pad' needs the number of rows of a batch: tensors whose dim 0 is "
+            f"sharded, all of one size; got the sizes {sorted(rows)}. "
+            "Shard dim 0 of the tensors that have the rows, and no other's."
+        )
+    (num_rows,) = rows
+    first = split[0].spec
+    shards = math.lcm(*(_num_shards(leaf.spec, 0) for leaf in split))
+    wanted = max(num_rows, full_rows or 0)
+    wanted += -wanted % shards
+    tensors, padded = {}, []
+    for leaf in leaves:
+        tensor = leaf.tensor
+        if tensor.ndim and tensor.shape[0] == num_rows and wanted > num_rows:
+            last = tensor[-1:].expand(wanted - num_rows, *tensor.shape[1:])
+            tensor = torch.cat([tensor, last])
+        tensors[id(leaf.tensor)] = tensor
+        made = dataclasses.replace(leaf, tensor=tensor)
+        if uneven := _uneven_dims(made):
+            raise DataError(
+                f"uneven_batch='pad' fills up rows, dim 0 alone; got {', '.join(uneven)}. "
+                "Pad that dim in the dataset, or do not shard it."
+            )
+        padded.append(made)
+    mask = torch.arange(wanted) < num_rows
+    spec = first and dataclasses.replace(first, partition_spec=first.partition_spec[:1])
+    batch = structures.map_tensors(batch, lambda tensor: tensors[id(tensor)])
+    return _with_mask(batch, mask), [*padded, Leaf((ROW_MASK,), mask, spec)]
+
+
+def _with_mask(batch: Any, mask: torch.Tensor) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch, mask
+    if type(batch) in (list, tuple):
+        return type(batch)([*batch, mask])
+    if isinstance(batch, MutableMapping):
+        if ROW_MASK in batch:
+            raise DataError(
+                f"uneven_batch='pad' adds the key {ROW_MASK!r} to a dict batch; got one that has "
+                f"it, with the keys {list(batch)}. Rename it in the dataset."
+            )
+        return structures.with_values(batch, {**batch, ROW_MASK: mask})
+    raise DataError(
+        "uneven_batch='pad' adds a mask to dicts, lists, tuples and tensors; got a batch of type "
+        f"{type(batch).__name__}. Return one of these from the DataLoader's collate_fn."
+    )

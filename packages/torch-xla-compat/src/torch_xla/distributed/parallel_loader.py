@@ -16,9 +16,9 @@ _PREFETCH = 8
 class MpDeviceLoader:
     """Wraps a loader and yields its batches on the device, sharded, prefetching the next.
 
-    Ends a step before each batch. A loader with a `state_dict` is never read ahead (see
-    `spmd_data.MpDeviceLoader`). Public attributes that this class lacks are read from the loader,
-    such as `dataset` and `batch_size`.
+    Ends a step before each batch. A loader with a `state_dict` is never read ahead: trainers ask it
+    for its state between two batches. Public attributes that this class lacks are read from the
+    loader, such as `dataset` and `batch_size`, and its `state_dict`.
 
     Args:
         loader: any iterable of batches.
@@ -26,10 +26,10 @@ class MpDeviceLoader:
         input_sharding: a ShardingSpec, or a dict with one (or None) for each key of a dict batch. A
             tensor without a spec is replicated.
         batches_per_execution: number of batches whose steps are sent to the device as one program.
-        device_prefetch_size: number of batches that may wait on the device.
-        loader_prefetch_size: accepted; `device_prefetch_size` is the only bound here.
-        batchdim, host_to_device_transfer_threads: accepted; one thread transfers the batches, which
-            keeps their order.
+        device_prefetch_size: number of batches that may be ahead of the training loop.
+        host_to_device_transfer_threads: number of threads that move batches to the device; the
+            order is kept.
+        loader_prefetch_size, batchdim: accepted; `device_prefetch_size` is the only bound here.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device | str, **kwargs: Any) -> None:
@@ -47,14 +47,19 @@ class MpDeviceLoader:
     def __iter__(self) -> "PerDeviceLoader":
         self.close()
         given = self._parallel_loader_kwargs
+        sharding = given.get("input_sharding")
+        if isinstance(sharding, Mapping):  # torch_xla looks up the batch's keys alone
+            sharding = spmd_data.OptionalKeys(sharding)
+        has_state = hasattr(self._loader, "state_dict")
         self._current = spmd_data.MpDeviceLoader(
             self._loader,
             self._device,
-            input_sharding=given.get("input_sharding"),
-            prefetch=given.get("device_prefetch_size", _PREFETCH),
+            input_sharding=sharding,
+            prefetch=0 if has_state else given.get("device_prefetch_size", _PREFETCH),
+            transfer_threads=given.get("host_to_device_transfer_threads", 1),
             batches_per_execution=given.get("batches_per_execution", 1),
         )
-        return PerDeviceLoader(iter(self._current), given.get("input_sharding"))
+        return PerDeviceLoader(iter(self._current), sharding)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -132,6 +137,7 @@ class ParallelLoader:
             self._devices[0],
             batches_per_execution=batches_per_execution,
             device_prefetch_size=device_prefetch_size,
+            host_to_device_transfer_threads=host_to_device_transfer_threads,
             input_sharding=input_sharding,
         )
 
