@@ -7,13 +7,13 @@ from spmd_core import source_lines
 from spmd_data.dataloaders import sharded_dataloader as sharded_dataloader
 from spmd_data.images import TransformedSamples as TransformedSamples
 from spmd_data.loader import MpDeviceLoader as MpDeviceLoader
+from spmd_data.matching import InputSharding as InputSharding
+from spmd_data.matching import MissingShardingError as MissingShardingError
+from spmd_data.matching import OptionalKeys as OptionalKeys
 from spmd_data.packing import Documents as Documents
 from spmd_data.packing import PackedSequences as PackedSequences
 from spmd_data.packing import Packing as Packing
 from spmd_data.packing import TokenStream as TokenStream
-from spmd_data.matching import InputSharding as InputSharding
-from spmd_data.matching import MissingShardingError as MissingShardingError
-from spmd_data.matching import OptionalKeys as OptionalKeys
 from spmd_data.placement import ROW_MASK as ROW_MASK
 from spmd_data.placement import UnevenBatch as UnevenBatch
 from spmd_data.sampler import ShardedSampler as ShardedSampler
