@@ -64,8 +64,12 @@ def sharded_dataloader(
     context = None
     if num_workers:
         context = multiprocessing.get_context("forkserver")
-        # Has an effect until the server starts. Without it, each worker imports torch and jax.
-        context.set_forkserver_preload(["spmd_data"])
+        # Imported once, in the server, and not by each worker. (Not the main module, which Python
+        # runs again in each worker; it warns where that is imported already.) This has an effect
+        # until the server starts.
+        made_by = getattr(collate_fn, "func", collate_fn)  # what a partial calls
+        modules = {type(dataset).__module__, getattr(made_by, "__module__", "spmd_data")}
+        context.set_forkserver_preload(["spmd_data", *sorted(modules - {"__main__"})])
     return DataLoader(
         dataset,
         batch_size=sampler.local_batch_size,
