@@ -125,6 +125,12 @@ class MpDeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
+        is_spmd = is_spmd_device(self._placement.device)
+        if self._transfer_threads > 1 and is_spmd and spmd.process_count() > 1:
+            raise DataError(
+                "several processes move their parts of the batches in one order; got "
+                f"transfer_threads={self._transfer_threads}. Leave it out."
+            )
         # In this thread: a shuffling DataLoader draws its seed from torch's generator, and the
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
@@ -140,9 +146,7 @@ class MpDeviceLoader:
             reuses_memory=self._transfer_threads == 1 and not isinstance(self._loader, DataLoader),
             stall_s=self._stall_s,
         )
-        num_unsynced = (
-            self._batches_per_execution if is_spmd_device(self._placement.device) else None
-        )
+        num_unsynced = self._batches_per_execution if is_spmd else None
         device_batches = _DeviceBatches(
             self._pipeline, self._position, self._counters, num_unsynced
         )

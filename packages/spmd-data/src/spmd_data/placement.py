@@ -10,6 +10,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
 from spmd_core.steps import structures
 from spmd_data.matching import InputSharding, Leaf, matched, text
@@ -82,11 +83,19 @@ class Placement:
         memory may be used for something else. Returns None in place of a dropped batch.
 
         Raises:
-            DataError: `input_sharding` does not fit the batch (see `matching.matched`), or the
-                batch is uneven and the policy is `ERROR`.
+            DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
+                batch is uneven and the policy is `ERROR`, or the processes have different batches.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
         """
         batch, leaves = matched(batch, self.input_sharding)
+        # Before anything is decided: all processes then leave out, pad or refuse the same batches.
+        process_data.check_alike(
+            [
+                (text(leaf.path), leaf.tensor, leaf.spec)
+                for leaf in leaves
+                if leaf.spec is not None and leaf.spec.minibatch
+            ]
+        )
         if self.uneven_batch is UnevenBatch.PAD:
             batch, leaves = _padded(batch, leaves, self.full_rows)
         elif self.uneven_batch is not UnevenBatch.KEEP:
@@ -131,9 +140,12 @@ def _uneven_dims(leaf: Leaf) -> list[str]:
 
 
 def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
-    """Number of blocks into which a spec splits a dim."""
+    """Number of blocks into which a spec splits a dim, of those that are this process's part."""
     if spec is None:
         return 1
+    if spec.minibatch and spmd.process_count() > 1:
+        part = process_data.part_of(spec.mesh, spec.partition_spec)
+        return part.tiles[dim] if part.is_whole[dim] else len(part.blocks[dim])
     entry = spec.partition_spec[dim]
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(spec.mesh.mesh_shape[spec.mesh.axis_index(axis)] for axis in axes)
