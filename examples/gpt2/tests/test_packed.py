@@ -53,9 +53,7 @@ def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: st
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-def test_a_run_resumes_exactly_also_in_a_later_epoch(
-    cache_dir: str, texts: str, tmp_path: Path
-) -> None:
+def test_a_run_resumes_exactly_in_any_epoch(cache_dir: str, texts: str, tmp_path: Path) -> None:
     config = with_defaults(config_of(cache_dir, texts))
     per_epoch = len(data.pack(data.load(config), config).train) // config.batch
     steps = per_epoch + 3
