@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import exhaustive
 
 from examples.gpt2 import data
 from examples.gpt2.config import TrainConfig, with_defaults
@@ -42,7 +43,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def config_of(cache_dir: str, texts: str, **knobs: Any) -> TrainConfig:
-    return smoke(cache_dir, data=(texts,), max_mb=0.0, pack=True, eval_batches=1, **knobs)
+    return smoke(
+        cache_dir, **{"data": (texts,), "max_mb": 0.0, "pack": True, "eval_batches": 1, **knobs}
+    )
 
 
 def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: str) -> None:
@@ -72,7 +75,8 @@ def test_packing_changes_the_losses(cache_dir: str, texts: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "devices"), [("spmd", "data=2,fsdp=2,tensor=2", 8), ("fsdp", "fsdp=2", 2)]
+    ("strategy", "mesh", "devices"),
+    [("fsdp", "fsdp=2", 2), exhaustive("spmd", "data=2,fsdp=2,tensor=2", 8)],
 )
 def test_meshes_have_the_losses_of_eager_torch(
     strategy: str, mesh: str, devices: int, cache_dir: str, texts: str, tmp_path: Path
