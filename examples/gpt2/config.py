@@ -107,6 +107,15 @@ class TrainConfig:
     pad_vocab: int = knob(
         128, "round the model's vocabulary up to a multiple of this; 1: no padding"
     )
+    pack: bool = knob(
+        False,
+        "pack whole documents into sequences, none of which sees another, in place of cutting the "
+        "text at every --seq tokens",
+        action=argparse.BooleanOptionalAction,
+    )
+    workers: int = knob(
+        0, "processes that read batches, with --pack; 0: a thread of this one", resumable=True
+    )
     cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
     checkpoint: str = knob(
         "",
@@ -163,11 +172,21 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         data=tuple(config.data),
     )
     check_at_least(config, 1, ("steps", "batch", "accumulate", "seq", "pad_vocab", "log_every"))
-    check_at_least(config, 0, ("devices", "mesh_devices", "save_every"))
+    check_at_least(config, 0, ("devices", "mesh_devices", "save_every", "workers"))
     if config.save_every and not config.checkpoint:
         raise KnobError(
             f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "
             "instance --checkpoint run.pt."
+        )
+    if config.workers and not config.pack:
+        raise KnobError(
+            f"--workers read packed documents; got --workers {config.workers} and no --pack. Add "
+            "--pack, or leave --workers out."
+        )
+    if config.pack and config.strategy == "pipeline":
+        raise KnobError(
+            "--pack gives blocks the documents of a batch, and a pipeline's blocks take nothing "
+            "but activations; got --strategy pipeline. Take another strategy, or leave out --pack."
         )
     if config.seq > preset.positions:
         raise KnobError(

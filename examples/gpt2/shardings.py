@@ -109,9 +109,20 @@ def axis_size(mesh: spmd.Mesh, axis: str) -> int:
     return sizes.get(axis, 1)
 
 
-def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
-    """The sharding of token ids of shape (A, B, T), where a batch has A parts of B sequences."""
-    return spmd.ShardingSpec(mesh, on_mesh((None, BATCH_AXES, None), mesh))
+def batch_axes(mesh: spmd.Mesh) -> tuple[str, ...]:
+    """The axes of the mesh that split the batch."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape())
+
+
+def batch_sharding(mesh: spmd.Mesh, *, minibatch: bool = False) -> spmd.ShardingSpec:
+    """The sharding of token ids of shape (A, B, T), where a batch has A parts of B sequences.
+
+    Args:
+        mesh: the mesh of the run.
+        minibatch: whether each process loads its sequences alone.
+    """
+    spec = on_mesh((None, BATCH_AXES, None), mesh)
+    return spmd.ShardingSpec(mesh, spec, minibatch=minibatch)
 
 
 def compared(num_devices: int) -> list[tuple[str, str]]:

@@ -51,6 +51,7 @@ from examples.training.text import TextError
 from examples.training.timing import StopOnInterrupt
 from spmd_core.metrics import ModelSize, device_kind, device_peak, flops_per_token
 from spmd_data import MpDeviceLoader
+from spmd_data.packing import NO_TARGET
 
 DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on the host first
 # Losses are read this many steps late, so that the device never waits for Python to send the next
@@ -84,6 +85,8 @@ def run(config: TrainConfig) -> Report:
 
     # --- Data: before the model, so that a wrong path fails within seconds ------------------------
     text = data.load(config)
+    packed = data.pack(text, config) if config.pack else None
+    identity = packed.identity if packed else text.identity
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
@@ -113,7 +116,7 @@ def run(config: TrainConfig) -> Report:
             )
         else:
             shardings.parallelize(model, mesh, config.strategy)
-        input_sharding = shardings.batch_sharding(mesh)
+        input_sharding = shardings.batch_sharding(mesh, minibatch=config.pack)
     if inits_on_device and on_xla:
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
@@ -136,14 +139,21 @@ def run(config: TrainConfig) -> Report:
 
     # --- Where the run begins ---------------------------------------------------------------------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    first = resume.restore(saved, data=text.identity, parts=parts) if saved else 0
-    train_batches, eval_batches = data.batches(text, config, first=first)
+    if packed:
+        train_batches, eval_batches = data.packed_batches(packed, config, mesh)
+        batches = MpDeviceLoader(train_batches, device, input_sharding=input_sharding)
+        parts["data"] = batches  # which knows the run's place in the data
+        first = resume.restore(saved, data=identity, parts=parts) if saved else 0
+    else:
+        first = resume.restore(saved, data=identity, parts=parts) if saved else 0
+        train_batches, eval_batches = data.batches(text, config, first=first)
+        batches = MpDeviceLoader(train_batches, device, input_sharding=input_sharding)
 
     def save(step: int) -> None:
         if on_xla:
             spmd.sync()  # ends the step: its program is the same as that of a step without a save
         path = config.checkpoint.replace("{step}", str(step))
-        resume.save(path, step=step, config=config, data=text.identity, parts=parts)
+        resume.save(path, step=step, config=config, data=identity, parts=parts)
         run_log.say(f"step {step:5d}  saved to {path}")
 
     # --- Loop -------------------------------------------------------------------------------------
@@ -158,7 +168,7 @@ def run(config: TrainConfig) -> Report:
     run_log.settings(dataclasses.asdict(config))
     if mesh:
         run_log.mesh(mesh)
-    run_log.say(f"text   {text.summary}")
+    run_log.say(f"text   {packed.summary if packed else text.summary}")
     run_log.say(
         f"model  GPT-2 {preset.name}, {num_params:,} parameters, "
         f"on {num_devices} {config.device} device(s) {axes or ''}"
@@ -189,18 +199,19 @@ def run(config: TrainConfig) -> Report:
     with (
         contextlib.closing(run_log),
         StopOnInterrupt() as interrupt,
-        MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
+        batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.
-        for step, (x_ABT, y_ABT) in enumerate(batches, start=first + 1):
+        for step, batch in enumerate(data.steps(batches, config.steps - first), start=first + 1):
             losses = []
-            for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
+            num_targets = mean_targets(batch[1]) if packed else None
+            for part in zip(*batch, strict=True):
                 with autocast:
                     # As `next_token_loss(model, x_BT, y_BT)`, in the schedule of a pipeline.
                     loss = (
-                        spmd.pipeline_loss(next_token_loss, model, x_BT, y_BT)
+                        spmd.pipeline_loss(next_token_loss, model, *part)
                         if stages
-                        else next_token_loss(model, x_BT, y_BT)
+                        else next_token_loss(model, *part, num_targets=num_targets)
                     )
                 (loss / config.accumulate).backward()
                 losses.append(loss.detach())
@@ -250,10 +261,36 @@ def run(config: TrainConfig) -> Report:
     return report
 
 
-def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
-    logits_BTV = model(x_BT).logits
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), y_BT.flatten())
+def next_token_loss(
+    model: nn.Module,
+    x_BT: torch.Tensor,
+    y_BT: torch.Tensor,
+    position_BT: torch.Tensor | None = None,
+    document_BT: torch.Tensor | None = None,
+    *,
+    num_targets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device.
+
+    Args:
+        model: the model.
+        x_BT, y_BT: tokens, and what follows each; -100 where nothing does.
+        position_BT, document_BT: of packed documents.
+        num_targets: what to divide the sum by, in place of the number of this part's targets.
+    """
+    packed = (
+        {} if document_BT is None else {"position_ids": position_BT, "document_ids": document_BT}
+    )
+    logits_BTV = model(x_BT, **packed).logits
+    scores, targets = logits_BTV.float().flatten(0, 1), y_BT.flatten()
+    if num_targets is None:
+        return F.cross_entropy(scores, targets)
+    return F.cross_entropy(scores, targets, reduction="sum") / num_targets
+
+
+def mean_targets(y_ABT: torch.Tensor) -> torch.Tensor:
+    """The mean number of targets of a part, so that the parts' losses have the batch's mean."""
+    return (y_ABT != NO_TARGET).sum() / len(y_ABT)
 
 
 def bubble(stages: spmd.Pipeline) -> dict[str, float]:
@@ -270,9 +307,9 @@ def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast
     """Mean loss over the batches, without dropout. Waits for the device."""
     model.eval()
     losses = []
-    for x_ABT, y_ABT in batches:
+    for batch in batches:
         with autocast:
-            losses.append(next_token_loss(model, x_ABT[0], y_ABT[0]))
+            losses.append(next_token_loss(model, *(x_ABT[0] for x_ABT in batch)))
     model.train()
     return sum(loss.item() for loss in losses) / len(losses)
 

@@ -107,10 +107,10 @@ def load_text(
             f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; "
             f"got --vocab {vocab_size}. Pass --vocab 512 or more."
         )
-    documents = _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
+    documents = source_of(sources, max_mb)
     key = documents.key() | {
         "format": _CACHE_FORMAT,
-        **({"vocab_size": vocab_size} if given is None else _key_of(given)),
+        **({"vocab_size": vocab_size} if given is None else key_of(given)),
         "max_mb": max_mb,
         "tokenizers": tokenizers.__version__,
     }
@@ -121,11 +121,11 @@ def load_text(
 
     was_cached = (folder / "tokens.npy").exists()
     if not was_cached:
-        texts = _within(documents.read(), max_mb)
+        texts = within(documents.read(), max_mb)
         if given is None:
             trained = _trained_tokenizer(texts, vocab_size)
             given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
-        _write_cache(folder, given.tokenizer, _encoded(texts, given), key)
+        _write_cache(folder, given.tokenizer, np.concatenate(encoded(texts, given)), key)
     tokenizer, tokens = (
         Tokenizer.from_file(str(folder / "tokenizer.json")),
         np.load(folder / "tokens.npy"),
@@ -292,6 +292,11 @@ class _HubDataset:
             yield row["text"]
 
 
+def source_of(sources: Sequence[str], max_mb: float) -> _LocalFiles | _HubDataset:
+    """Where the documents come from; raises TextError for a source that is not there."""
+    return _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
+
+
 def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
     """The hub dataset that `sources` names, or None if the sources are local."""
     only = sources[0] if len(sources) == 1 else ""
@@ -371,7 +376,7 @@ def _check_readable(path: Path) -> None:
         ) from error
 
 
-def _within(texts: Iterable[str], max_mb: float) -> list[str]:
+def within(texts: Iterable[str], max_mb: float) -> list[str]:
     """The first texts, up to `max_mb` in total (0: all); the last one is cut at the limit."""
     kept: list[str] = []
     num_left = int(max_mb * 1e6) if max_mb else None
@@ -437,18 +442,16 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _key_of(given: GivenTokenizer) -> dict[str, Any]:
+def key_of(given: GivenTokenizer) -> dict[str, Any]:
     """What decides the tokens of a text, for the cache."""
     digest = hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()
     return {"tokenizer": digest, "separator": given.separator}
 
 
-def _encoded(texts: list[str], given: GivenTokenizer) -> np.ndarray:
-    """The documents' token ids in one array, int32, with the separator before each document."""
+def encoded(texts: list[str], given: GivenTokenizer) -> list[np.ndarray]:
+    """The token ids of each document, int32, with the separator before them."""
     encodings = given.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return np.concatenate(
-        [np.array([given.separator, *encoding.ids], dtype=np.int32) for encoding in encodings]
-    )
+    return [np.array([given.separator, *encoding.ids], dtype=np.int32) for encoding in encodings]
 
 
 def _write_cache(

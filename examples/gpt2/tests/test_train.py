@@ -164,12 +164,12 @@ def test_the_model_reads_nothing_on_the_host() -> None:
     )
 
 
-def run_apart(cache_dir: str, tmp_path: Path, knobs: dict[str, Any]) -> dict[str, Any]:
+def run_apart(cache_dir: str, tmp_path: Path, knobs: dict[str, Any], *flags: str) -> dict[str, Any]:
     """The report of a run in a process of its own, which emulates devices."""
     results = tmp_path / "results.json"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
     done = subprocess.run(
-        command(cache_dir, *options, "--results", str(results)),
+        command(cache_dir, *options, *flags, "--results", str(results)),
         cwd=ROOT,
         env=environment(),
         capture_output=True,

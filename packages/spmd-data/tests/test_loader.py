@@ -54,12 +54,23 @@ def test_public_names() -> None:
         if not name.startswith("_") and not inspect.ismodule(value)
     }
     assert names == {
+        "Documents",
         "InputSharding",
         "MissingShardingError",
         "MpDeviceLoader",
         "OptionalKeys",
+        "PackedSequences",
+        "Packing",
         "ROW_MASK",
+        "ShardedSampler",
+        "Tail",
+        "TokenCache",
+        "TokenStream",
+        "TransformedSamples",
         "UnevenBatch",
+        "cached_tokens",
+        "shard_dataset",
+        "sharded_dataloader",
     }
 
 

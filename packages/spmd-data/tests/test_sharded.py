@@ -127,10 +127,13 @@ def test_transfers_run_beside_the_recording_of_steps(mesh: spmd.Mesh) -> None:
     assert [total.item() for total in sums] == [64.0 * index for index in range(100)]
 
 
-def test_the_samples_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_samples_of_the_readme(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the sample is written for eight devices")
-    sample, resume = re.findall(
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the sample puts its cache
+    sample, resume, packed = re.findall(
         r"```python\n(.*?)```",
         (Path(__file__).parents[1] / "README.md").read_text(),
         flags=re.DOTALL,
@@ -142,6 +145,8 @@ def test_the_samples_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("(16, 3, 8, 8) 8 ") for line in lines)
     exec(compile(resume, "README.md", "exec"), names)
     assert capsys.readouterr().out == "6\n"
+    exec(compile(packed, "README.md", "exec"), names)
+    assert capsys.readouterr().out == "2 11\n"
 
 
 def blocks(x: torch.Tensor) -> list[tuple[int, ...]]:

@@ -59,6 +59,7 @@ from spmd_core.modules.barrier import apply_backward_optimization_barrier, optim
 from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
 from spmd_core.modules.checkpointing import checkpoint_module
 from spmd_core.modules.context_parallel import context_parallel
+from spmd_core.modules.document_attention import document_attention
 from spmd_core.modules.einsum_linear import EinsumLinear, apply_einsum_linear
 from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel, fully_shard
 from spmd_core.modules.linear_cross_entropy import linear_cross_entropy
@@ -210,6 +211,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "loss_parallel",
     "linear_cross_entropy",
     "context_parallel",
+    "document_attention",
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",

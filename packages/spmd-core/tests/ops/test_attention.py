@@ -329,12 +329,13 @@ def text_for(
     backward=False,
     num_devices=1,
     layout=None,
+    documents=False,
 ) -> str:
     """The StableHLO of attention (or its backward) for a platform that need not be present."""
     gqa = q[1] != kv[1]
     torch_dtype = dtypes.to_torch(np.dtype(dtype))
 
-    def forward(query, key, value):
+    def forward(query, key, value, ids=None):
         ctx = registry.Context(
             (registry.Out((*q[:-1], kv[-1]), torch_dtype),),
             platform,
@@ -342,11 +343,11 @@ def text_for(
             attention=layout,
         )
         return attention._attention_lse(
-            ctx, query, key, value, None, None, 0.0, is_causal, None, gqa
+            ctx, query, key, value, ids, None, 0.0, is_causal, None, gqa
         )
 
-    def both(query, key, value):
-        out, lse = forward(query, key, value)
+    def both(query, key, value, ids=None):
+        out, lse = forward(query, key, value, ids)
         ctx = registry.Context(
             (registry.Out(q, torch_dtype),), platform, num_devices=num_devices, attention=layout
         )
@@ -356,7 +357,7 @@ def text_for(
             query,
             key,
             value,
-            None,
+            ids,
             out,
             lse,
             None,
@@ -368,6 +369,8 @@ def text_for(
         )
 
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in (q, kv, kv)]
+    if documents:
+        shapes.append(jax.ShapeDtypeStruct((q[0], q[2]), np.int64))
     with jax.enable_x64(True):
         traced = jax.jit(both if backward else forward).trace(*shapes)
         return traced.lower(lowering_platforms=(lowering_platform,)).as_text()
@@ -490,6 +493,63 @@ def test_splash_attention_computes_what_the_blocks_do(is_causal):
         dtypes.tensor_view(np.asarray(out)).reshape(right.shape), right, rtol=6e-2, atol=6e-2
     )
     np.testing.assert_allclose(np.asarray(lse), np.asarray(lse_of_blocks), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_splash_attention_keeps_documents_apart(is_causal):
+    query, key, value = tensors(torch.bfloat16, (2, 4, 256, 64), (2, 2, 256, 64), (2, 2, 256, 64))
+    ids = torch.tensor([[3] * 100 + [1] * 156, [0] * 17 + [2] * 139 + [-1] * 100])
+    mask = ids[:, None, :, None] == ids[:, None, None, :]
+    if is_causal:
+        mask = mask.tril()
+    with sdpa_kernel(SDPBackend.MATH):
+        right = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    plan = flash.Plan(256, 256, 0.125, is_causal, 0.0)
+    q, k, v = (jnp.asarray(dtypes.numpy_view(x)) for x in (query, key, value))
+    out, _ = platform_attention._splash(
+        plan,
+        q.reshape(2, 2, 2, 256, 64),
+        *(k, v, jnp.asarray(ids.numpy(), np.int32)),
+        differentiable=False,
+        interpret=True,
+    )
+    torch.testing.assert_close(
+        dtypes.tensor_view(np.asarray(out)).reshape(right.shape), right, rtol=6e-2, atol=6e-2
+    )
+
+
+def test_a_manual_region_splits_the_ids_by_the_batch(num_devices):
+    if num_devices < 2:
+        pytest.skip("one device has nothing to split")
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "tensor"))
+    layout = registry.AttentionLayout(mesh, ("data",), ("tensor",))
+    plan = flash.Plan(16, 16, 1.0, True, 0.0)
+    generator = np.random.default_rng(0)
+    arrays = [
+        generator.normal(size=s).astype(np.float32)
+        for s in ((5, 4, 2, 16, 8), (5, 4, 16, 8), (5, 4, 16, 8))
+    ]
+    ids = np.sort(generator.integers(0, 4, (5, 16)).astype(np.int32))
+
+    def kernel(query, key, value, ids):
+        rows = ids[:, None, None, :, None]
+        mask = flash.Documents(rows, rows.swapaxes(-1, -2))
+        return flash.forward(plan, query, key, value, mask, None)
+
+    found = jax.jit(lambda *given: platform_attention._per_block(layout, kernel, *given))(
+        *arrays, ids
+    )
+    for mine, right in zip(found, kernel(*map(jnp.asarray, (*arrays, ids)))):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("platform", "on"), [("tpu", "tpu"), ("gpu", "cuda")])
+def test_which_kernels_take_documents(platform, on, hopper):
+    """Splash attention takes ids; cuDNN's kernel takes none, so GPUs compute blocks."""
+    kernels = {"tpu": "tpu_custom_call", "gpu": "__cudnn"}
+    text = text_for(platform, on, jnp.bfloat16, backward=True, documents=True)
+    assert (kernels[platform] in text) == (platform == "tpu")
+    assert kernels[platform] in text_for(platform, on, jnp.bfloat16, backward=True)
 
 
 def test_an_opaque_kernel_is_split_over_batch_and_heads(num_devices, monkeypatch):

@@ -233,6 +233,22 @@ def test_only_the_math_backend():
         assert attend(q, k, v)._handle.value.entry.name == "spmd::attention"
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_the_differentiable_backward_has_the_mask(kind):
+    q, k, v = random((1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, 4), dtype=torch.float64)
+    mask = (
+        torch.ones(5, 5, dtype=torch.bool).tril() if kind == "bool" else torch.randn(5, 5).double()
+    )
+
+    def grads(inputs, mask):
+        out = attend(*inputs, attn_mask=mask)
+        return torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+
+    leaves = [x.detach().to("xla").requires_grad_() for x in (q, k, v)]
+    for got, right in zip(grads(leaves, mask.to("xla")), grads([q, k, v], mask)):
+        torch.testing.assert_close(got.detach().cpu(), right.detach())
+
+
 # Dropout.
 
 
@@ -407,7 +423,7 @@ MESSAGES = {
         "Explicit attn_mask should not be set when is_causal=True.*put it into the mask"
     ),
     "mask of integers": (
-        "Expected attn_mask dtype to be bool or float or to match query dtype, but got torch.int32"
+        "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask"
     ),
     "mask of float64": "Expected attn_mask dtype to be bool",
     "mask size": r"size of attn_mask must match .* got \(4, 3\) for scores \(2, 3, 4, 5\)",

@@ -16,6 +16,7 @@ from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.attention import is_documents
 from spmd_core.recording import random_stream, split_sequences
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler, known, record_own
 from spmd_core.recording.views import conjugated
@@ -94,12 +95,31 @@ def attention(
         query.__class__ is not XLAShardedTensor
         or key.__class__ is not XLAShardedTensor
         or value.__class__ is not XLAShardedTensor
-        or not (_flash_enabled() or _fused_enabled())
-        or forward_ad._current_level >= 0
+        or not may_record_attention()
+        or (attn_mask is not None and is_documents(attn_mask.dtype))  # torch refuses these
     ):
         return aten.scaled_dot_product_attention.default.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    return recorded_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def may_record_attention() -> bool:
+    """Whether an attention of plain tensors may be recorded whole."""
+    return (_flash_enabled() or _fused_enabled()) and forward_ad._current_level < 0
+
+
+def recorded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention over tensors of this device as one operation; a mask of integers has documents."""
     split = split_sequences.current.get()
     if split is not None:
         query, key, value = split(query, key, value, attn_mask, dropout_p, is_causal)
@@ -257,6 +277,13 @@ def _differentiable_backward(
     # Views, so that one tensor that is query, key and value at once gets three gradients.
     query, key, value, attn_mask = (None if x is None else x.view_as(x) for x in inputs)
     assert query is not None and key is not None and value is not None
+    if attn_mask is not None and is_documents(attn_mask.dtype):
+        attn_mask, is_causal = explicit_mask(attn_mask, is_causal), False
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # torch's function converts it before it calls the composition, which would add 0 and 1.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(
+            ~attn_mask, -torch.inf
+        )
     out, weights = aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -269,6 +296,12 @@ def _differentiable_backward(
     of = [x for x, yes in zip((query, key, value, attn_mask), wanted) if x is not None and yes]
     found = iter(torch.autograd.grad(out, of, grad, create_graph=True))
     return [next(found) if yes else None for yes in wanted]
+
+
+def explicit_mask(document_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    """Which query attends to which key: bool of shape (batch, 1, rows, rows)."""
+    mask = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return mask.tril() if is_causal else mask
 
 
 def resolve_conj(x: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,9 @@ def _check(
         )
     if mask is None:
         return
+    if is_documents(mask.dtype):
+        assert mask.shape == (query.shape[0], query.shape[-2]) and query.dim() == 4
+        return
     if is_causal:
         raise RuntimeError(
             "Explicit attn_mask should not be set when is_causal=True. Leave out is_causal and put "
@@ -123,6 +126,14 @@ def _check(
             "The size of attn_mask must match the scores' or be 1 in every dim; got "
             f"{tuple(mask.shape)} for scores {scores}."
         )
+
+
+def is_documents(dtype: torch.dtype) -> bool:
+    """Whether a mask of that dtype has document ids, (batch, rows), of queries and keys alike.
+
+    Only `modules.document_attention` gives one: torch refuses such masks.
+    """
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _meta(
@@ -197,12 +208,11 @@ def _grouped(query: jax.Array, num_heads: int) -> jax.Array:
     )
 
 
-def _ungrouped(query: jax.Array, *rest: jax.Array | None) -> Any:
+def _ungrouped(query: jax.Array, *rest: flash.Mask) -> Any:
     """The arrays without the group dim where it is 1: it would decide the products' layout."""
-    return [
-        x if x is None or query.shape[-3] != 1 else lax.squeeze(x, (x.ndim - 3,))
-        for x in (query, *rest)
-    ]
+    if query.shape[-3] != 1:
+        return [query, *rest]
+    return jax.tree.map(lambda x: lax.squeeze(x, (x.ndim - 3,)), [query, *rest])
 
 
 def _with_head_dim(key: jax.Array) -> jax.Array:
@@ -242,8 +252,13 @@ def _ring_layout(ctx: Context, plan: flash.Plan, seed: Any) -> AttentionLayout |
     return None if plan.is_causal and plan.num_queries != plan.num_keys else layout
 
 
-def _grouped_mask(mask: jax.Array, num_heads: int, ndim: int) -> jax.Array:
+def _grouped_mask(mask: Any, num_heads: int, ndim: int) -> flash.Mask:
     """The mask with all `ndim` dims of the grouped scores."""
+    if mask is None:
+        return None
+    if jnp.issubdtype(mask.dtype, np.integer):
+        rows = mask.reshape(mask.shape[0], *(1,) * (ndim - 3), mask.shape[1], 1)
+        return flash.Documents(rows, rows.swapaxes(-1, -2))
     mask = mask.reshape((1,) * (ndim - 1 - mask.ndim) + mask.shape)
     heads = (1, 1) if mask.shape[-3] == 1 else (num_heads, mask.shape[-3] // num_heads)
     return mask.reshape(*mask.shape[:-3], *heads, *mask.shape[-2:])
@@ -282,10 +297,10 @@ def _forward(
     key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query = _grouped(query, heads)
-    mask = None if mask is None else _grouped_mask(mask, heads, query.ndim)
+    mask = _grouped_mask(mask, heads, query.ndim)
     layout = _ring_layout(ctx, plan, seed)
     if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
-        out, lse = platform_attention.forward(ctx, plan, query, key, value)
+        out, lse = platform_attention.forward(ctx, plan, query, key, value, mask)
     else:
         query, mask = _ungrouped(query, mask)
         query, key, value = _cast_operands(ctx, query, key, value)
@@ -354,11 +369,11 @@ def _attention_backward(
     key, value = (_repeated(ctx, _with_head_dim(x)) for x in (key, value))
     heads = key.shape[-3]
     query, grad, out, lse = (_grouped(x, heads) for x in (query, grad, out, lse[..., None]))
-    mask = None if attn_mask is None else _grouped_mask(attn_mask, heads, query.ndim)
+    mask = _grouped_mask(attn_mask, heads, query.ndim)
     layout = None if wanted.mask else _ring_layout(ctx, plan, seed)
     grads: Sequence[jax.Array | None]
     if layout is None and platform_attention.takes(ctx, plan, query, key, value, mask, seed):
-        grads = platform_attention.backward(ctx, plan, grad, query, key, value)
+        grads = platform_attention.backward(ctx, plan, grad, query, key, value, mask)
     else:
         query, grad, out, lse, mask = _ungrouped(query, grad, out, lse, mask)
         grad, query, key, value = _cast_operands(ctx, grad, query, key, value)

@@ -12,7 +12,7 @@ Arrays have any leading dims, followed by:
 - `query`: (kv heads, group, queries, dim)
 - `key`: (kv heads, keys, dim)
 - `value`: (kv heads, keys, value dim)
-- `mask`: the scores' (kv heads, group, queries, keys), where each dim may also be 1
+- `mask`: the scores' (kv heads, group, queries, keys), where each dim may also be 1; or `Documents`
 
 A group of query heads shares one kv head, which is never repeated. Where each query head has its
 own kv head, there is no group dim. No dim is merged with another, so that the partitioner splits
@@ -21,7 +21,7 @@ the leading dims and the heads, and not the loop.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,37 @@ class Plan:
         )
 
 
+class Documents(NamedTuple):
+    """A mask of two short arrays: a query attends to the keys of its own document.
+
+    Each block of the mask is made from them where it is needed, so no array of size (queries, keys)
+    exists. Together with a causal mask if the plan has one.
+
+    Attributes:
+        rows: the document of each query, integers, as a mask with one key.
+        columns: the document of each key, as a mask with one query.
+    """
+
+    rows: jax.Array
+    columns: jax.Array
+
+
+Mask: TypeAlias = jax.Array | Documents | None
+
+
+def _padded_mask(plan: Plan, mask: Mask) -> Mask:
+    """The mask in whole blocks; what is behind the sequences stays to be hidden."""
+    if mask is None:
+        return None
+    if isinstance(mask, Documents):
+        return Documents(
+            _padded(mask.rows, mask.rows.ndim - 2, plan.query_blocks),
+            _padded(mask.columns, mask.columns.ndim - 1, plan.key_blocks),
+        )
+    of_rows = _padded(mask, mask.ndim - 2, plan.query_blocks)
+    return _padded(of_rows, mask.ndim - 1, plan.key_blocks)
+
+
 def _equal_blocks(n: int, most: int) -> tuple[int, int]:
     """(size, count) of the fewest equal blocks of at most `most`; they pad by less than `count`."""
     count = -(-n // most)
@@ -139,14 +170,17 @@ def _weighted_sums(weights: jax.Array, value: jax.Array) -> jax.Array:
     )
 
 
-def _scores(
-    plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+def _scores(plan: Plan, i: Any, j: Any, query: jax.Array, key: jax.Array, mask: Mask) -> jax.Array:
     """One block of scores, -inf where a query may not attend to a key."""
     (size_q, _), (size_k, num_k) = plan.query_blocks, plan.key_blocks
     scores = _pairwise_products(query, key)
     scores = scores * np.asarray(plan.scale, scores.dtype)
-    if mask is not None:
+    if isinstance(mask, Documents):
+        rows = _read_block(mask.rows, i, size_q, mask.rows.ndim - 2)
+        scores = _masked(
+            rows == _read_block(mask.columns, j, size_k, mask.columns.ndim - 1), scores
+        )
+    elif mask is not None:
         block = _read_block(_read_block(mask, i, size_q, mask.ndim - 2), j, size_k, mask.ndim - 1)
         # A sum and not a select, as in torch: a score of nan stays nan under a mask.
         added = (
@@ -217,7 +251,7 @@ def dropout_mask(plan: Plan, seed: jax.Array, shape: tuple[int, ...]) -> jax.Arr
     return result[..., : shape[-2], : shape[-1]]
 
 
-def _finite(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _finite(x: jax.Array, mask: Mask) -> jax.Array:
     """`x`, with the lowest finite number for -inf where there is a mask.
 
     The maximum of a row that attends to nothing is -inf. With a finite number instead, each exp of
@@ -227,7 +261,7 @@ def _finite(x: jax.Array, mask: jax.Array | None) -> jax.Array:
     return x if mask is None else jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
-def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _softmax(scores: jax.Array, mask: Mask) -> jax.Array:
     """The probabilities of whole rows; zeros for a row that attends to nothing."""
     weights = jnp.exp(scores - _finite(jnp.max(scores, axis=-1, keepdims=True), mask))
     # The sum is at least 1 where anything is attended to: exp(maximum - maximum) is 1.
@@ -236,7 +270,7 @@ def _softmax(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
     )
 
 
-def _logsumexp(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
+def _logsumexp(scores: jax.Array, mask: Mask) -> jax.Array:
     """The log of the sum of exponentials of whole rows; -inf for a row that attends to nothing."""
     top = _finite(jnp.max(scores, axis=-1, keepdims=True), mask)
     return (top + jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)))[..., 0]
@@ -247,7 +281,7 @@ def forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: jax.Array | None,
+    mask: Mask,
     seed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attended values, and the log of the sum of the scores' exponentials.
@@ -262,10 +296,7 @@ def forward(
         _padded(key, key.ndim - 2, plan.key_blocks),
         _padded(value, value.ndim - 2, plan.key_blocks),
     )
-    if mask is not None:
-        mask = _padded(
-            _padded(mask, mask.ndim - 2, plan.query_blocks), mask.ndim - 1, plan.key_blocks
-        )
+    mask = _padded_mask(plan, mask)
     rows, columns = query.ndim - 2, key.ndim - 2
 
     def attend(i: Any, j: Any, weights: jax.Array) -> jax.Array:
@@ -346,7 +377,7 @@ def backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: jax.Array | None,
+    mask: Mask,
     out: jax.Array | None,
     lse: jax.Array,
     seed: jax.Array | None,
@@ -374,11 +405,8 @@ def backward(
     shift = _padded(_finite(lse, mask), rows, plan.query_blocks)
     delta, grad, query = (_padded(x, rows, plan.query_blocks) for x in (delta, grad, query))
     key, value = _padded(key, columns, plan.key_blocks), _padded(value, columns, plan.key_blocks)
-    mask_shape = None if mask is None else mask.shape
-    if mask is not None:
-        mask = _padded(
-            _padded(mask, mask.ndim - 2, plan.query_blocks), mask.ndim - 1, plan.key_blocks
-        )
+    mask_shape = mask.shape if isinstance(mask, jax.Array) else None
+    mask = _padded_mask(plan, mask)
 
     def add(
         into: jax.Array | None, at: Any, axis: int, make: Callable[[], jax.Array]
@@ -436,7 +464,9 @@ def backward(
         of_key = add(of_key, j, columns, lambda: _product(transposed, narrow, query_i))
         return (of_query, of_key, of_value, of_mask), None
 
-    asked = ((query, wanted.query), (key, wanted.key), (value, wanted.value), (mask, wanted.mask))
+    assert not (wanted.mask and isinstance(mask, Documents)), "integers have no gradient"
+    array = None if isinstance(mask, Documents) else mask
+    asked = ((query, wanted.query), (key, wanted.key), (value, wanted.value), (array, wanted.mask))
     start = tuple(jnp.zeros(x.shape, wide) if x is not None and yes else None for x, yes in asked)
     pairs = plan.pairs()
     (of_query, of_key, of_value, of_mask), _ = (

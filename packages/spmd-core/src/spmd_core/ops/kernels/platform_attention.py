@@ -29,26 +29,36 @@ def takes(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: Any,
+    mask: flash.Mask,
     seed: Any,
 ) -> bool:
     """Whether the platform has a kernel for this; `query` is grouped, as for `flash`."""
-    if mask is not None or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
-        # A mask: for a row that attends to no key, the kernels do not return torch's zeros.
-        # A seed: cuDNN's is static.
+    is_array = mask is not None and not isinstance(mask, flash.Documents)
+    if is_array or seed is not None or query.ndim != 5 or query.size == 0 or key.size == 0:
+        # A mask: for a row that attends to no key, the kernels do not return torch's zeros. With
+        # documents, each row attends to itself. A seed: cuDNN's is static.
         return False
     if ctx.platform == "gpu":
+        if mask is not None:  # cuDNN's kernel takes no ids
+            return False
         return _cudnn_takes(plan, query, value, _cuda_capability())
     is_split_known = ctx.num_devices == 1 or ctx.attention is not None
     return ctx.platform == "tpu" and is_split_known and _splash_takes(plan, query, value)
 
 
 def forward(
-    ctx: Context, plan: flash.Plan, query: jax.Array, key: jax.Array, value: jax.Array
+    ctx: Context,
+    plan: flash.Plan,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: flash.Mask = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attended values, and the log of the sum of the scores' exponentials."""
     found: tuple[jax.Array, jax.Array] = _split(
-        ctx, lambda *args: _kernel(ctx, plan, *args, differentiable=False), query, key, value
+        ctx,
+        lambda *args: _kernel(ctx, plan, *args, differentiable=False),
+        *(query, key, value, *_ids(mask)),
     )
     return found
 
@@ -60,6 +70,7 @@ def backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    mask: flash.Mask = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query, key and value.
 
@@ -67,14 +78,27 @@ def backward(
     forward's saved results.
     """
 
-    def gradients(query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array) -> Any:
+    def gradients(
+        query: jax.Array, key: jax.Array, value: jax.Array, grad: jax.Array, *ids: jax.Array
+    ) -> Any:
         _, vjp = jax.vjp(
-            lambda *args: _kernel(ctx, plan, *args, differentiable=True)[0], query, key, value
+            lambda *args: _kernel(ctx, plan, *args, *ids, differentiable=True)[0], query, key, value
         )
         return vjp(grad)
 
-    found: tuple[jax.Array, jax.Array, jax.Array] = _split(ctx, gradients, query, key, value, grad)
+    found: tuple[jax.Array, jax.Array, jax.Array] = _split(
+        ctx, gradients, query, key, value, grad, *_ids(mask)
+    )
     return found
+
+
+def _ids(mask: flash.Mask) -> list[jax.Array]:
+    """The documents' ids, int32 of shape (batch, rows), if there are any."""
+    if mask is None:
+        return []
+    assert isinstance(mask, flash.Documents), "takes() has said no to other masks"
+    rows = mask.rows
+    return [rows.reshape(rows.shape[0], rows.shape[-2]).astype(np.int32)]
 
 
 def _kernel(
@@ -83,19 +107,19 @@ def _kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
+    *ids: jax.Array,
     differentiable: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     if ctx.platform == "gpu":
         return _cudnn(plan, query, key, value)
-    return _splash(plan, query, key, value, differentiable=differentiable)
+    return _splash(plan, query, key, value, *ids, differentiable=differentiable)
 
 
 def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
     """`kernel(*args)`, on each device for the batch elements and kv heads that the device holds.
 
-    Batch and kv heads are the first two dims of every argument and result; the other dims are
-    gathered.
+    Batch and kv heads are the first two dims of every argument and result (ids have a batch alone);
+    the other dims are gathered.
     """
 
     def call(*given: jax.Array) -> Any:
@@ -115,11 +139,16 @@ def _per_block(layout: AttentionLayout, call: Callable[..., Any], *args: jax.Arr
     CustomSPMDPartitioning not found").
     """
     spec = PartitionSpec(layout.batch or None, layout.heads or None)
+    of_ids = PartitionSpec(layout.batch or None)
     size = args[0].shape[0]
     missing = -size % layout.count(layout.batch)
     padded = [jnp.pad(x, [(0, missing), *((0, 0),) * (x.ndim - 1)]) for x in args]
     mapped: Callable[..., Any] = jax.shard_map(
-        call, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        call,
+        mesh=layout.mesh,
+        in_specs=tuple(spec if x.ndim > 2 else of_ids for x in args),
+        out_specs=spec,
+        check_vma=False,
     )
     return jax.tree.map(lambda x: x[:size], mapped(*padded))
 
@@ -248,12 +277,14 @@ def _splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    ids: jax.Array | None = None,
     *,
     differentiable: bool,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """jax's TPU kernel, mapped over the batch.
 
+    Blocks of queries and keys that share no document in `ids` are computed too, and hidden.
     The kernel has no scale, so the queries are scaled first. The log of the sum of exponentials is
     None where the result is to be differentiated.
     """
@@ -295,7 +326,8 @@ def _splash(
         .astype(query.dtype)
         .reshape(batch, heads * group, rows, dim)
     )
-    found = jax.vmap(kernel)(scaled, key, value)
+    segments = () if ids is None else (splash_kernel.SegmentIds(q=ids, kv=ids),)
+    found = jax.vmap(kernel)(scaled, key, value, *segments)
     out, lse = (
         (found, None) if differentiable else (found[0], found[1][0].reshape(query.shape[:-1]))
     )

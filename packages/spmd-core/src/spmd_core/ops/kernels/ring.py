@@ -38,7 +38,7 @@ def forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: jax.Array | None,
+    mask: flash.Mask,
 ) -> tuple[jax.Array, jax.Array]:
     """As `flash.forward`, over the ring of `layout.rows`, without dropout."""
     ring = _Ring(plan, layout)
@@ -65,7 +65,7 @@ def backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: jax.Array | None,
+    mask: flash.Mask,
     out: jax.Array,
     lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,10 +152,20 @@ class _Ring:
         )
 
     def masks(
-        self, mask: jax.Array | None, query: jax.Array, queries: PartitionSpec
+        self, mask: flash.Mask, query: jax.Array, queries: PartitionSpec
     ) -> list[tuple[jax.Array, PartitionSpec]]:
-        """The mask with its spec, if one is needed; each device has all columns of its rows."""
+        """The mask with its spec, if one is needed; each device has all columns of its rows.
+
+        Of documents, each device has the ids of all keys, which are those of all queries too.
+        """
         num_keys = self._padded_size(self._plan.num_keys, self._layout.rows)
+        if isinstance(mask, flash.Documents):
+            ids = mask.columns
+            widths = [(0, 0)] * (ids.ndim - 1) + [(0, num_keys - ids.shape[-1])]
+            # Whatever document the padding is taken for: under a causal mask it lies behind all
+            # rows, and else it has one of its own.
+            ids = jnp.pad(ids, widths, constant_values=int(np.iinfo(ids.dtype).min))
+            return [(ids, PartitionSpec(queries[0]))]
         if mask is None and (num_keys == self._plan.num_keys or self._plan.is_causal):
             return []  # the causal mask hides the padding, which lies behind all rows
         if mask is None:
@@ -268,11 +278,25 @@ class _Ring:
         sizes = {"num_queries": query.shape[-2], "num_keys": key.shape[-2]}
         return replace(self._plan, **sizes, is_causal=is_causal, is_part=True)
 
-    def _columns(self, masks: Sequence[jax.Array], source: Any, key: jax.Array) -> Any:
-        """The mask of the keys of device `source`."""
+    def _chunk(self, device: Any, i: Any) -> Any:
+        """The place in the whole sequence of chunk `i` of a device's."""
+        if not self._plan.is_causal:
+            return device
+        return jnp.where(i == 0, device, 2 * self.size - 1 - device)
+
+    def _mask(
+        self, masks: Sequence[jax.Array], source: Any, i: Any, j: Any, key: jax.Array
+    ) -> flash.Mask:
+        """The mask of this device's rows of chunk `i` for the keys of chunk `j` of `source`."""
+        num = key.shape[-2]
+        if masks and jnp.issubdtype(masks[0].dtype, np.integer):
+            rows, columns = (
+                lax.dynamic_slice_in_dim(masks[0], self._chunk(*chunk) * num, num, axis=-1)
+                for chunk in ((self._index(), i), (source, j))
+            )
+            return flash.Documents(rows.swapaxes(-1, -2), columns)
         if not masks or masks[0].shape[-1] == 1:
             return masks[0] if masks else None
-        num = key.shape[-2]
         return lax.dynamic_slice_in_dim(masks[0], source * num, num, axis=-1)
 
     def attend(
@@ -287,7 +311,7 @@ class _Ring:
                     rows, key, value = query[i], keys[0][j], keys[1][j]
                     found = flash.forward(
                         self._part(rows, key, is_causal),
-                        *(rows, key, value, self._columns(masks, source, key), None),
+                        *(rows, key, value, self._mask(masks, source, i, j, key), None),
                     )
                     joined = _joined((total[0][i], total[1][i]), found)
                     return _updated(total[0], i, joined[0]), _updated(total[1], i, joined[1])
@@ -335,7 +359,7 @@ class _Ring:
                     rows, key, value = query[i], keys[0][j], keys[1][j]
                     found = flash.backward(
                         self._part(rows, key, is_causal),
-                        *(grad[i], rows, key, value, self._columns(masks, source, key)),
+                        *(grad[i], rows, key, value, self._mask(masks, source, i, j, key)),
                         *(None, lse[i], None, wanted),
                         delta=delta[i],
                     )

@@ -1,0 +1,110 @@
+"""Packs a text's documents into sequences: none is cut that fits, and none sees another.
+
+The documents' tokens lie in a file that all processes of a machine share.
+
+Legend: T tokens in a sequence.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from examples.training.text import (
+    VALIDATION_SHARE,
+    GivenTokenizer,
+    TextData,
+    TextError,
+    encoded,
+    key_of,
+    source_of,
+    within,
+)
+from spmd_data import Documents, PackedSequences, cached_tokens
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """Packed documents for training and validation.
+
+    Attributes:
+        train: sequences of T tokens; see `PackedSequences`.
+        validation: the same, of other documents.
+        summary: the number of documents and sequences, in one line for the console.
+        identity: of the tokens and their packing.
+    """
+
+    train: PackedSequences
+    validation: PackedSequences
+    summary: str
+    identity: str
+
+
+def pack_text(
+    text: TextData,
+    sources: Sequence[str],
+    *,
+    seq: int,
+    max_mb: float,
+    cache_dir: str,
+    progress: bool = True,
+) -> PackedText:
+    """Packs the documents of `sources`; the last ones, with 5% of the tokens, are for validation.
+
+    Args:
+        text: the same sources as blocks, for its tokenizer.
+        sources, max_mb, cache_dir: as `load_text` got them.
+        seq: tokens in a sequence (T).
+        progress: whether a bar shows the first run's writing of the tokens.
+
+    Raises:
+        TextError: there are fewer than two documents.
+    """
+    source, given = source_of(sources, max_mb), GivenTokenizer(text.tokenizer, text.separator)
+
+    def texts() -> Iterator[str]:  # read only where the cache lacks them
+        yield from within(source.read(), max_mb)
+
+    documents = cached_tokens(
+        texts(),
+        lambda some: encoded(some, given),
+        key=source.key() | key_of(given) | {"max_mb": max_mb},
+        cache_dir=f"{cache_dir}/documents",
+        progress=progress,
+    )
+    ends = np.cumsum(documents.lengths)
+    if len(ends) < 2:
+        raise TextError(
+            f"packed documents need one for training and one for validation; got {len(ends)} from "
+            f"{', '.join(sources)}. Give more files, or leave out --pack."
+        )
+    wanted = max(seq + 1, int(VALIDATION_SHARE * ends[-1]))
+    first = int(np.clip(np.searchsorted(ends, ends[-1] - wanted, side="right"), 1, len(ends) - 1))
+    train, validation = (
+        PackedSequences(_Range(documents, *range_), seq, padding_token=text.separator)
+        for range_ in ((0, first), (first, len(ends)))
+    )
+    padding = train.num_padding / (len(train) * seq)
+    return PackedText(
+        train=train,
+        validation=validation,
+        summary=f"{source.name()}: {ends[-1]:,} tokens of {len(ends):,} documents, packed into "
+        f"{len(train):,} sequences of {seq} with {100 * padding:.1f}% padding",
+        identity=f"{text.identity}, packed by documents",
+    )
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Consecutive documents."""
+
+    documents: Documents
+    first: int
+    last: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.documents.lengths[self.first : self.last]
+
+    def tokens(self, document: int) -> np.ndarray:
+        return self.documents.tokens(self.first + document)

@@ -1,0 +1,81 @@
+"""`sharded_dataloader`: a torch `DataLoader` of this process's part, with workers that are safe."""
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+import spmd_core as spmd
+from spmd_core import DataError
+from spmd_data.sampler import ShardedSampler, Tail
+
+
+def sharded_dataloader(
+    dataset: Any,
+    mesh: spmd.Mesh | None,
+    axis: str | int | Sequence[str | int] | None,
+    *,
+    batch_size: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    tail: Tail | str = Tail.DROP,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """A DataLoader whose batches are this process's part of global batches. Starts the devices.
+
+    Its sampler is a `ShardedSampler`, so `MpDeviceLoader` knows its place, and a run goes on at it
+    with any number of processes and workers. Give the `MpDeviceLoader` a
+    `ShardingSpec(..., minibatch=True)`: then the parts are one global batch.
+
+    Worker processes are forked from a server that has imported this package, and not from this
+    process, whose threads (those of jax, above all) a fork would leave in any state. They live as
+    long as the DataLoader. The dataset and `collate_fn` are sent to them as pickles; a script needs
+    `if __name__ == "__main__":`.
+
+    Args:
+        dataset: has a length, and samples by index.
+        mesh: the mesh of the program; None for one process that loads everything.
+        axis: the axis or axes of `mesh` that split the batch, as in a partition spec.
+        batch_size: samples of a global batch, over all processes.
+        seed, shuffle, tail: see `ShardedSampler`.
+        num_workers: worker processes; 0: this process reads.
+        collate_fn: makes a batch of a list of samples; None: torch's.
+
+    Raises:
+        DataError: see `ShardedSampler.of_mesh`.
+    """
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "shuffle": shuffle,
+        "tail": tail,
+    }
+    if mesh is None:
+        if axis is not None:
+            raise DataError(
+                f"an axis that splits the batch is a mesh's; got axis={axis!r} and no mesh. Pass "
+                "the mesh, or axis=None."
+            )
+        sampler = ShardedSampler(dataset, **options)
+    else:
+        sampler = ShardedSampler.of_mesh(dataset, mesh, axis, **options)
+    context = None
+    if num_workers:
+        context = multiprocessing.get_context("forkserver")
+        # Imported once, in the server, and not by each worker. (Not the main module, which Python
+        # runs again in each worker; it warns where that is imported already.) This has an effect
+        # until the server starts.
+        made_by = getattr(collate_fn, "func", collate_fn)  # what a partial calls
+        modules = {type(dataset).__module__, getattr(made_by, "__module__", "spmd_data")}
+        context.set_forkserver_preload(["spmd_data", *sorted(modules - {"__main__"})])
+    return DataLoader(
+        dataset,
+        batch_size=sampler.local_batch_size,
+        sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate_fn,
+        multiprocessing_context=context,
+        persistent_workers=num_workers > 0,
+    )

@@ -1,0 +1,198 @@
+"""Tokenised documents on disk: written once, in one Arrow file, and mapped into memory by all.
+
+One process writes while the others that ask for the same tokens wait. A cache is renamed to its
+name when it is whole, so a write that is interrupted, at any point, leaves none.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd_core import DataError
+
+_FORMAT = 1
+_TOKENS, _KEY = "tokens.arrow", "key.json"
+_COLUMN = "tokens"
+_BATCH = 1000  # documents that are encoded and written at once
+_FIRST_WAIT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class TokenCache:
+    """The documents of a cache, read from the file when they are asked for; see `cached_tokens`.
+
+    A pickle names the folder, so workers of a `DataLoader` map the same file.
+
+    Args:
+        folder: of one cache.
+
+    Attributes:
+        folder: as above.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @cached_property
+    def dataset(self) -> Any:
+        """The cache as a `datasets.Dataset` with the column `tokens`, lists of int32."""
+        return _library().Dataset.from_file(str(self.folder / _TOKENS))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each document: int64 of shape (documents,)."""
+        return np.concatenate([np.diff(offsets) for offsets, _ in self._chunks]).astype(np.int64)
+
+    def tokens(self, document: int) -> np.ndarray:
+        """The tokens of a document: a read-only view of the file, int32 of shape (length,)."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} is out of range for {len(self)} documents")
+        chunk = int(np.searchsorted(self._first, document, side="right")) - 1
+        offsets, values = self._chunks[chunk]
+        place = document - int(self._first[chunk])
+        return values[offsets[place] : offsets[place + 1]]
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
+        return TokenCache, (self.folder,)
+
+    @cached_property
+    def _chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each record batch of the file, its documents' offsets and all their tokens."""
+        return [
+            (chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=True))
+            for chunk in self.dataset.data.column(_COLUMN).chunks
+        ]
+
+    @cached_property
+    def _first(self) -> np.ndarray:
+        """The first document of each record batch, and the number of all."""
+        return np.cumsum([0, *(len(offsets) - 1 for offsets, _ in self._chunks)])
+
+
+def cached_tokens(
+    documents: Iterable[str],
+    encode: Callable[[list[str]], Sequence[Sequence[int]]],
+    *,
+    key: Mapping[str, Any],
+    cache_dir: str | Path,
+    num_documents: int | None = None,
+    progress: bool = True,
+) -> TokenCache:
+    """The documents' tokens, from the cache; they are encoded and written if it has none.
+
+    Of several processes that call this at once, on one host or over a file system with locks, one
+    writes and the others wait. If it dies, another one writes.
+
+    Args:
+        documents: the texts; read from only where the cache has none of this key.
+        encode: gives the tokens of each text of a list, as integers below 2**31.
+        key: what decides the tokens, as JSON can write it: the texts' source and its version, the
+            tokenizer. Another key is another cache.
+        cache_dir: the folder that holds caches; made where it is missing.
+        num_documents: how many documents there are, for the progress bar.
+        progress: whether a bar on stderr shows the writing.
+
+    Raises:
+        DataError: there are no documents, `encode` gives another number of lists than it got, or
+            the package `datasets` is missing.
+    """
+    root = Path(cache_dir).expanduser()
+    text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:20]
+    folder = root / name
+    if not folder.exists():
+        _library()
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(root / f"{name}.lock"):
+            if not folder.exists():
+                # A name for each host: not every shared file system has locks.
+                scratch = root / f"{name}.{socket.gethostname()}.part"
+                shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+                scratch.mkdir()
+                try:
+                    _write(scratch / _TOKENS, documents, encode, num_documents, progress)
+                    (scratch / _KEY).write_text(text)
+                    with contextlib.suppress(FileExistsError):
+                        scratch.rename(folder)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
+    return TokenCache(folder)
+
+
+def _write(
+    path: Path,
+    documents: Iterable[str],
+    encode: Callable[[list[str]], Sequence[Sequence[int]]],
+    num_documents: int | None,
+    progress: bool,
+) -> None:
+    # Optional dependencies, needed only to write.
+    from datasets.arrow_writer import ArrowWriter  # noqa: PLC0415
+    from tqdm import tqdm  # noqa: PLC0415
+
+    datasets = _library()
+    features = datasets.Features({_COLUMN: datasets.List(datasets.Value("int32"))})
+    bar = tqdm(
+        total=num_documents, unit=" documents", desc="tokenizing", disable=not progress, leave=False
+    )
+    num_written = 0
+    with bar, ArrowWriter(path=str(path), features=features) as writer:
+        rest = iter(documents)
+        while texts := list(islice(rest, _BATCH)):
+            found = encode(texts)
+            if len(found) != len(texts):
+                raise DataError(
+                    "encode() gives one list of tokens for each text; got "
+                    f"{len(found)} for {len(texts)} texts. Return a list of lists."
+                )
+            writer.write_batch({_COLUMN: [np.asarray(tokens, np.int32) for tokens in found]})
+            num_written += len(texts)
+            bar.update(len(texts))
+        if num_written == 0:
+            raise DataError(
+                "a cache of tokens needs documents; got none. Pass texts, or look at what the "
+                "iterable reads."
+            )
+        writer.finalize()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    # An optional dependency, which `datasets` brings.
+    from filelock import FileLock, Timeout  # noqa: PLC0415
+
+    lock = FileLock(str(path))
+    try:
+        lock.acquire(timeout=_FIRST_WAIT_S)
+    except Timeout:
+        _log.info("waiting for the process that tokenizes; it holds %s", path)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _library() -> Any:
+    try:
+        # Optional: only text needs it.
+        import datasets  # noqa: PLC0415
+    except ImportError as error:
+        raise DataError(
+            "a cache of tokens is an Arrow file of the package datasets; got no such package. "
+            "Run: pip install 'spmd-data[text]'"
+        ) from error
+    return datasets

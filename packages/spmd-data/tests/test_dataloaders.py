@@ -1,0 +1,37 @@
+"""Tests `sharded_dataloader`: this process's part of each batch, and its options."""
+
+import pytest
+import torch
+
+import spmd_core as spmd
+from spmd_core import DataError
+from spmd_data import MpDeviceLoader, ShardedSampler, sharded_dataloader
+from spmd_data.synthetic import SyntheticTokens
+
+
+def test_batches_on_the_mesh(mesh: spmd.Mesh) -> None:
+    tokens = SyntheticTokens(40, seq=4, vocab_size=9)
+    loader = sharded_dataloader(tokens, mesh, "data", batch_size=16, seed=3)
+    order = list(ShardedSampler(40, batch_size=16, seed=3))
+    spec = spmd.ShardingSpec(mesh, ("data", None), minibatch=True)
+    specs = {"input_ids": spec, "targets": None}
+    batches = MpDeviceLoader(loader, "xla", input_sharding=specs)
+    rows = [row for batch in batches for row in batch["input_ids"].cpu()]
+    assert len(rows) == 32
+    assert all(torch.equal(row, tokens[i]["input_ids"]) for row, i in zip(rows, order))
+
+
+def test_the_processes_parts(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = mesh.size()
+    monkeypatch.setattr(
+        spmd, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
+    )
+    loader = sharded_dataloader(list(range(64)), mesh, "data", batch_size=4 * count, shuffle=False)
+    assert loader.batch_size == 4
+    assert next(iter(loader)).tolist() == [0, count, 2 * count, 3 * count]
+
+
+def test_an_axis_without_a_mesh() -> None:
+    with pytest.raises(DataError, match=r"got axis='data' and no mesh\. Pass the mesh, or axis="):
+        sharded_dataloader([1], None, "data", batch_size=1)
+    assert len(sharded_dataloader([1], None, None, batch_size=1)) == 1

@@ -1,0 +1,126 @@
+"""Tests the cache of tokens: written once, whole or not at all, and read without copies."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_core import DataError
+from spmd_data.packing import PackedSequences
+from spmd_data.token_cache import TokenCache, cached_tokens
+
+TEXTS = [f"{'ab' * (i % 7)}{i}" for i in range(2345)]
+
+
+def encode(texts: list[str]) -> list[list[int]]:
+    return [list(text.encode()) for text in texts]
+
+
+def written(folder: Path, **options: object) -> TokenCache:
+    arguments = {"key": {"texts": "of the tests"}, "cache_dir": folder, "progress": False}
+    return cached_tokens(TEXTS, encode, **arguments | options)  # type: ignore[arg-type]
+
+
+def test_the_tokens_come_back(tmp_path: Path) -> None:
+    cache = written(tmp_path)
+    assert len(cache) == len(TEXTS)
+    assert [bytes(cache.tokens(i).tolist()).decode() for i in range(len(TEXTS))] == TEXTS
+    assert cache.lengths.tolist() == [len(text) for text in TEXTS]
+    assert cache.tokens(5).dtype == np.int32
+    assert not cache.tokens(5).flags.owndata  # a view of the mapped file
+    assert cache.dataset[7] == {"tokens": list(TEXTS[7].encode())}
+    with pytest.raises(IndexError, match="document 2345 is out of range"):
+        cache.tokens(2345)
+
+
+def test_it_is_written_once(tmp_path: Path) -> None:
+    first = written(tmp_path)
+
+    def never(texts: list[str]) -> list[list[int]]:
+        raise AssertionError("the tokens are there")
+
+    again = cached_tokens([], never, key={"texts": "of the tests"}, cache_dir=tmp_path)
+    assert again.folder == first.folder
+    assert written(tmp_path, key={"texts": "others"}).folder != first.folder
+
+
+def test_a_pickle_names_the_file(tmp_path: Path) -> None:
+    packed = PackedSequences(written(tmp_path), 64)
+    data = pickle.dumps(packed._documents)
+    assert len(data) < 500
+    assert pickle.loads(data).tokens(3).tolist() == list(TEXTS[3].encode())
+
+
+def test_a_bar_shows_the_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, progress=True, num_documents=len(TEXTS))
+    assert "tokenizing" in capsys.readouterr().err
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def failing(texts: list[str]) -> list[list[int]]:
+        if "2000" in texts[0] or len(texts) < 1000:
+            raise OSError("the disk is full")
+        return encode(texts)
+
+    with pytest.raises(OSError, match="disk is full"):
+        cached_tokens(TEXTS, failing, key={}, cache_dir=tmp_path, progress=False)
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
+    assert len(cached_tokens(TEXTS, encode, key={}, cache_dir=tmp_path, progress=False)) == 2345
+
+
+WRITER = """
+import sys, time
+from spmd_data.token_cache import cached_tokens
+
+def encode(texts):
+    with open(sys.argv[2], "a") as file:
+        file.write("called\\n")
+    time.sleep(float(sys.argv[3]))
+    return [list(text.encode()) for text in texts]
+
+cache = cached_tokens(["abc", "de"], encode, key={}, cache_dir=sys.argv[1], progress=False)
+print(cache.lengths.tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_others_wait_and_a_killed_writer_is_replaced(tmp_path: Path) -> None:
+    """The first process is killed while it writes; of the two that wait, one writes for both."""
+    calls, folder = tmp_path / "calls", tmp_path / "cache"
+
+    def start(seconds: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", WRITER, str(folder), str(calls), str(seconds)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+
+    killed = start(600)
+    while not calls.exists():
+        time.sleep(0.05)
+        assert killed.poll() is None
+    waiting = [start(0), start(0)]
+    killed.send_signal(signal.SIGKILL)
+    assert killed.communicate()[0] == "" and killed.returncode == -signal.SIGKILL
+    assert [process.communicate()[0] for process in waiting] == ["[3, 2]\n"] * 2
+    assert calls.read_text().count("called") == 2
+    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [""]
+
+
+def test_no_documents(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"needs documents; got none\."):
+        cached_tokens([], encode, key={}, cache_dir=tmp_path, progress=False)
+
+
+def test_an_encoder_that_loses_texts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"one list of tokens for each text; got 1 for 2 texts"):
+        cached_tokens(["a", "b"], lambda _: [[1]], key={}, cache_dir=tmp_path, progress=False)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"pip install 'spmd-data\[text\]'"):
+        written(tmp_path)
