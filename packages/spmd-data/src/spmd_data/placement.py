@@ -37,6 +37,19 @@ class UnevenBatch(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch on the host that is ready to be moved.
+
+    Attributes:
+        batch: the structure.
+        leaves: its tensors.
+    """
+
+    batch: Any
+    leaves: list[Leaf]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
     """A batch on the device.
 
@@ -75,11 +88,10 @@ class Placement:
                 f"the device {str(self.device)!r}. Pass device='xla', or leave input_sharding out."
             )
 
-    def place(self, batch: Any) -> Placed | None:
-        """Returns the same structure with its tensors on the device and sharded.
+    def prepare(self, batch: Any) -> Prepared | None:
+        """Finds the tensors of a batch and their shardings, and pads them.
 
-        Tensors are copied from host memory straight to their shards; when this returns, the host's
-        memory may be used for something else. Returns None in place of a dropped batch.
+        Returns None in place of a dropped batch.
 
         Raises:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), or the
@@ -88,8 +100,8 @@ class Placement:
         """
         batch, leaves = matched(batch, self.input_sharding)
         if self.uneven_batch is UnevenBatch.PAD:
-            batch, leaves = _padded(batch, leaves, self.full_rows)
-        elif self.uneven_batch is not UnevenBatch.KEEP:
+            return Prepared(*_padded(batch, leaves, self.full_rows))
+        if self.uneven_batch is not UnevenBatch.KEEP:
             uneven = [dim for leaf in leaves for dim in _uneven_dims(leaf)]
             if uneven and self.uneven_batch is UnevenBatch.DROP:
                 return None
@@ -101,11 +113,19 @@ class Placement:
                     "policy: uneven_batch='drop' leaves such a batch out, 'pad' fills it up and "
                     "adds a mask, 'keep' runs it as it is, 'error' raises this."
                 )
+        return Prepared(batch, leaves)
+
+    def place(self, prepared: Prepared) -> Placed:
+        """Returns the same structure with its tensors on the device and sharded.
+
+        Tensors are copied from host memory straight to their shards; when this returns, the host's
+        memory may be used for something else. May be called in several threads.
+        """
         # By identity: one tensor that occurs twice is moved once.
-        placed = {id(leaf.tensor): self._placed(leaf) for leaf in leaves}
+        placed = {id(leaf.tensor): self._placed(leaf) for leaf in prepared.leaves}
         return Placed(
-            structures.map_tensors(batch, lambda tensor: placed[id(tensor)]),
-            sum(leaf.tensor.nbytes for leaf in leaves),
+            structures.map_tensors(prepared.batch, lambda tensor: placed[id(tensor)]),
+            sum(leaf.tensor.nbytes for leaf in prepared.leaves),
         )
 
     def _placed(self, leaf: Leaf) -> torch.Tensor:

@@ -31,7 +31,9 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
         UnsupportedOpError: see `apply_sharding`.
     """
     host = t.detach().resolve_conj().resolve_neg()
-    if host.device.type != "cpu" or (spec.minibatch and devices.num_processes() > 1):
+    if spec.minibatch and devices.num_processes() > 1:
+        return start_upload(apply_sharding(host, spec))
+    if host.device.type != "cpu":
         return start_upload(apply_sharding(host.to("xla"), spec))
     devices.require_spmd("upload_sharded")
     check_devices(spec.mesh, devices.global_runtime_device_count())

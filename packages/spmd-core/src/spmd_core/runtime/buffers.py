@@ -60,7 +60,7 @@ def upload_and_wait(
     counters.count("uploaded_bytes", data.nbytes)
     copies: dict[str, np.ndarray] = {}
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: Any) -> np.ndarray:
         key = str(index)  # devices that hold the same block share one copy
         if key not in copies:
             copies[key] = _aligned_copy(
