@@ -170,13 +170,14 @@ def table_of(results: Mapping[str, Any]) -> Table:
     rows = []
     for row in ROWS:
         found = results.get(row.name)
-        if found is None:
+        if found is None or not {"recipe", "reference"} <= set(found):
             continue
         ours, theirs = found["recipe"], found["reference"]
         peak, other, bound = ours.get("peak"), theirs.get("peak"), row.bound
-        reached = peak is not None and peak <= MAX_OF_BOUND * bound.total
-        reached = reached and (other is None or peak <= MAX_OF_REFERENCE * other)
-        if row.batch > 1:
+        reached = peak is not None and (other is None or peak <= MAX_OF_REFERENCE * other)
+        if row.batch == 1:
+            reached = reached and peak <= MAX_OF_BOUND * bound.total
+        else:
             reached = reached and ours["fits"] and ours["mfu_bound"] > MIN_MFU_BOUND
         failures = [f"{who}: {x['failed']}" for who, x in found.items() if "failed" in x]
         mfu = ours.get("mfu_bound")
@@ -202,9 +203,10 @@ def table_of(results: Mapping[str, Any]) -> Table:
         notes=(
             "One sequence of 1,024 tokens on each shard of the batch where no batch is named, each "
             "block computed again in backward, bfloat16 autocast, AdamW. Peaks without code.",
-            f"Reached: at most {MAX_OF_BOUND} times the bound and {MAX_OF_REFERENCE} times the "
-            "hand-written program; with a larger batch also that the step fits the chip and its "
-            f"roofline bound on MFU, modelled, is above {MIN_MFU_BOUND:.0%}.",
+            f"Reached: at most {MAX_OF_REFERENCE} times the hand-written program, and at most "
+            f"{MAX_OF_BOUND} times the bound; with a larger batch, instead of the latter, that the "
+            "step fits the chip and its roofline bound on MFU, modelled, is above "
+            f"{MIN_MFU_BOUND:.0%}.",
             "Unsharded 4B does not fit a chip (32 GiB), whose compiler then refuses it.",
         ),
     )

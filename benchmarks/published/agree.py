@@ -1,8 +1,9 @@
 """Do two runs of the published plots agree, within the spread that each of them states?
 
 Compares the rows that both folders have, by quantity. Two medians agree if they differ by at most
-the larger of their two spreads; what a compiler computes has no spread, and must be equal. Prints
-what does not agree, and exits with 1 if there is any.
+the larger of their two spreads; what a compiler computes has no spread, and must be equal. What a
+run measures only once has none that is known, and is left out. Prints what does not agree, and
+exits with 1 if there is any.
 
 Run: python -m benchmarks.published.agree results/first results/second
 """
@@ -17,6 +18,8 @@ from benchmarks.published.rows import Measured, Quantity, VersionError, read
 from benchmarks.report import Table
 
 EXIT_DIFFERENT, EXIT_USAGE = 1, 2
+MEASURED = ("s", "us", "ratio", "peak_flops")  # how the names of measured quantities end
+ROUNDING = 1e-9  # of figures that are computed from measured ones and cancel them
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,14 @@ class Pair:
     def agrees(self) -> bool:
         """Whether the medians differ by at most the larger spread."""
         spread = max(self.first.spread, self.second.spread)
-        return abs(self.first.median - self.second.median) <= spread
+        difference = abs(self.first.median - self.second.median)
+        return difference <= spread + ROUNDING * abs(self.first.median)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the spread of both is known."""
+        is_measured = any(f"_{self.name}".endswith(f"_{end}") for end in MEASURED)
+        return not is_measured or min(len(q.samples) for q in (self.first, self.second)) > 1
 
 
 def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
@@ -50,7 +60,7 @@ def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
             for name, quantity in row.quantities().items()
             if name in quantities
         ]
-    return found
+    return [pair for pair in found if pair.is_known]
 
 
 def _shape(row: Measured) -> tuple[list[str], int]:

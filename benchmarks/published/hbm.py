@@ -72,7 +72,17 @@ def _row(
     point = {"preset": preset, "mesh": mesh, "devices": size, "remat": remat}
     point |= {"topology": topology, "sharding": name, "fsdp": shards}
     # 1: the plan says that the step does not fit.
-    return Row(NAME, f"{preset}, {name}", words.split(), recipes.planned, point, 1, (0, 1), env)
+    return Row(
+        NAME,
+        f"{preset}, {name}",
+        words.split(),
+        recipes.planned,
+        point,
+        1,
+        (0, 1),
+        env,
+        is_timed=False,
+    )
 
 
 def _num_chips(topology: str) -> int:

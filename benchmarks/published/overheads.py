@@ -27,7 +27,7 @@ def rows(settings: Settings) -> list[Row]:
     quick = settings.scale is Scale.QUICK
     # 1: a target of the benchmark is missed; it has its figures all the same.
     codes = (0, 1)
-    rounds, depths = (2, (1, 2, 4)) if quick else (3, (6, 12, 24, 48))
+    rounds, depths = (2, (1, 4)) if quick else (3, (6, 12, 24, 48))
     pairs = "--rounds 6 --burst 0" if quick else "--rounds 20"
     env = {} if settings.device is Device.EMULATED else {"JAX_PLATFORMS": "cpu"}
     chosen: list[tuple[str, str, Any, dict[str, Any], int]] = [

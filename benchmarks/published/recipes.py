@@ -15,14 +15,17 @@ UNITS = {"M": 2**20, "G": 2**30}  # in the words of the TPU's compiler
 def trained(folder: Path, seconds: float) -> Samples:
     """Of a recipe that was run with `--results {run}/report.json --log-dir {logs}`.
 
-    step_s has a sample for each logged interval, without those in which something was compiled.
+    step_s has a sample for each logged interval, without those in which something was compiled, and
+    without the first of the others: the step's program runs for the first time, and takes its
+    memory.
     """
     report = read_object(folder / REPORT)
     logs = Path(report["config"]["log_dir"]) / "metrics.jsonl"
     lines = [json.loads(line) for line in logs.read_text().splitlines()]
     steps = [line["speed/step_time_s"] for line in lines if "speed/step_time_s" in line]
+    steps = steps[1:]
     if not steps:
-        raise ValueError("a run must time a step; got none")
+        raise ValueError("a run must time a step that is not its program's first; got none")
     unit = report["unit"]
     per_step = report["items_per_s"] * report["step_time_s"]
     found = {
@@ -34,7 +37,6 @@ def trained(folder: Path, seconds: float) -> Samples:
         "peak_flops": [report["peak_flops"]],
         "last_loss": [report["losses"][-1]],
         "num_params": [report["num_params"]],
-        "compile_s": [report["compile_s"]],
     }
     # FLOPs of a step by formula; how much of the peak they are is computed for all rows at once.
     for formula, share in report["mfu"].items():
@@ -70,7 +72,6 @@ def planned(folder: Path, seconds: float) -> Samples:
         "fits": [1.0],
         "peak_bytes": [step["peak_bytes"]],
         "state_bytes": [step["state_bytes"]],
-        "compile_s": [step["compile_s"]],
     }
     return found | {f"{part.replace(' ', '_')}_bytes": [n] for part, n in step["parts"].items()}
 

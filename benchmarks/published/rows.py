@@ -96,6 +96,8 @@ class Row:
         exit_codes: those of a run that has a result; benchmarks end with 1 where a target is
             missed.
         env: further environment variables.
+        is_timed: whether its figures depend on what else the machine does. Others, such as of
+            compilations, run beside each other.
     """
 
     figure: str
@@ -106,6 +108,7 @@ class Row:
     rounds: int = 1
     exit_codes: tuple[int, ...] = (0,)
     env: Mapping[str, str] = field(default_factory=dict)
+    is_timed: bool = True
 
     @property
     def slug(self) -> str:

@@ -1,4 +1,4 @@
-"""Runs rows, one command at a time and each in a process of its own, and keeps what they give."""
+"""Runs the commands of rows, each in a process of its own, and keeps what they give."""
 
 import os
 import shutil
@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -15,6 +16,8 @@ from benchmarks.published.rows import ROOT, Measured, Row, Store
 
 LAST_LINES = 12  # of a failed command's output, in the reason
 GRACE_S = 10.0  # for a command to end after an interruption
+MOST_AT_ONCE = 2  # of commands that are not timed
+POLL_S = 0.02
 
 
 def run(rows: Sequence[Row], store: Store) -> None:
@@ -22,27 +25,51 @@ def run(rows: Sequence[Row], store: Store) -> None:
 
     Each row's result is kept as soon as it is known. A row that fails is kept with its reason, and
     the others go on. Rows of a figure take turns, so that a change of the machine's speed reaches
-    all of them.
+    all of them. A row that is timed runs alone.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the command that ran was ended, and all others are kept.
+        KeyboardInterrupt: Ctrl-C; the commands that ran were ended, and all others are kept.
     """
     found = {row: store.of(row) for row in rows}
     left = [(row, n) for row in rows for n in range(len(found[row].runs), row.rounds)]
     turns = sorted(left, key=lambda turn: (figures(rows).index(turn[0].figure), turn[1]))
     total = sum(row.rounds for row in rows)
+    waiting, running = deque(turns), list[_Run]()
     with tqdm(total=total, initial=total - len(left), unit="run", disable=None) as bar:
-        for row, number in turns:
-            measured = found[row]
-            if measured.status != "failed":  # by an earlier run of the row
-                bar.set_description(f"{row.figure}: {row.name}")
-                _run(row, measured, number, store)
-                store.keep(measured)
-                said = f"{measured.runs[-1]['seconds']:.0f} s" if measured.runs else ""
-                if measured.status == "failed":
-                    said = f"failed: {measured.reason.splitlines()[-1]}"
-                tqdm.write(f"{row.figure}, {row.name}: {said}")
-            bar.update()
+        try:
+            while waiting or running:
+                while waiting and _may_start(waiting[0][0], running):
+                    row, number = waiting.popleft()
+                    if found[row].status == "failed":  # by an earlier run of the row
+                        bar.update()
+                        continue
+                    running.append(_Run(row, number, store))
+                    bar.set_description("; ".join(f"{r.row.figure}: {r.row.name}" for r in running))
+                ended = [one for one in running if one.has_ended]
+                for one in ended:
+                    running.remove(one)
+                    measured = found[one.row]
+                    one.add_to(measured)
+                    store.keep(measured)
+                    said = f"{measured.runs[-1]['seconds']:.0f} s" if measured.runs else ""
+                    if measured.status == "failed":
+                        said = f"failed: {measured.reason.splitlines()[-1]}"
+                    tqdm.write(f"{one.row.figure}, {one.row.name}: {said}")
+                    bar.update()
+                if not ended:
+                    time.sleep(POLL_S)
+        finally:
+            for one in running:
+                one.end()
+
+
+def _may_start(row: Row, running: Sequence["_Run"]) -> bool:
+    """Whether a row can run beside these."""
+    if not running:
+        return True
+    return len(running) < MOST_AT_ONCE and not any(
+        r.is_timed for r in (row, *(o.row for o in running))
+    )
 
 
 def figures(rows: Sequence[Row]) -> list[str]:
@@ -50,60 +77,70 @@ def figures(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row.figure for row in rows))
 
 
-def _run(row: Row, measured: Measured, number: int, store: Store) -> None:
-    """Adds one run to what is measured, or the reason why there is none."""
-    name = f"{row.figure}/{row.slug}/round-{number + 1}"
-    folder = store.folder / "runs" / name
-    logs = store.folder / "tensorboard" / name
-    for old in (folder, logs):  # TensorBoard would join two runs in one curve
-        shutil.rmtree(old, ignore_errors=True)
-    folder.mkdir(parents=True)
-    places = {"{run}": str(folder), "{logs}": str(logs)}
-    command = [sys.executable]
-    for argument in row.command:
-        for key, value in places.items():
-            argument = argument.replace(key, value)
-        command.append(argument)
-    # The programs that rows of this folder share are compiled once.
-    env = {**os.environ, "SPMD_CACHE_DIR": str(store.folder / "programs"), **row.env}
-    started, start = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
-    code = _child(command, env, folder / "output.txt")
-    seconds = time.perf_counter() - start
-    try:
-        if code not in row.exit_codes:
-            raise ValueError(f"exit code {code}")
-        samples = row.read(folder, seconds)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        lines = (folder / "output.txt").read_text(errors="replace").splitlines()
-        last = [line for line in lines if line.strip()][-LAST_LINES:]
-        measured.reason = "\n".join([f"{error} of {' '.join(row.command)}; its last lines:", *last])
-        return
-    measured.runs.append({"started": started, "seconds": seconds, "samples": samples})
-
-
-def _child(command: Sequence[str], env: Mapping[str, str], output: Path) -> int:
-    """The exit code of a command, whose output goes to a file.
+class _Run:
+    """One run of a row's command, which it starts.
 
     In a session of its own: Ctrl-C comes to this process alone, which then ends the command and the
     processes that it started.
     """
-    with output.open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+
+    def __init__(self, row: Row, number: int, store: Store) -> None:
+        self.row = row
+        name = f"{row.figure}/{row.slug}/round-{number + 1}"
+        self._folder = store.folder / "runs" / name
+        logs = store.folder / "tensorboard" / name
+        for old in (self._folder, logs):  # TensorBoard would join two runs in one curve
+            shutil.rmtree(old, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        places = {"{run}": str(self._folder), "{logs}": str(logs)}
+        command = [sys.executable]
+        for argument in row.command:
+            for key, value in places.items():
+                argument = argument.replace(key, value)
+            command.append(argument)
+        # The programs that rows of this folder share are compiled once.
+        env = {**os.environ, "SPMD_CACHE_DIR": str(store.folder / "programs"), **row.env}
+        self._started, self._start = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.perf_counter()
+        with self._output.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the command has ended; does not wait."""
+        return self._process.poll() is not None
+
+    def add_to(self, measured: Measured) -> None:
+        """Adds the run, which has ended, to what is measured, or the reason why it gave nothing."""
+        seconds = time.perf_counter() - self._start
         try:
-            return process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            raise
+            if self._process.returncode not in self.row.exit_codes:
+                raise ValueError(f"exit code {self._process.returncode}")
+            samples = self.row.read(self._folder, seconds)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            lines = self._output.read_text(errors="replace").splitlines()
+            last = [line for line in lines if line.strip()][-LAST_LINES:]
+            told = f"{error} of {' '.join(self.row.command)}; its last lines:"
+            measured.reason = "\n".join([told, *last])
+            return
+        measured.runs.append({"started": self._started, "seconds": seconds, "samples": samples})
+
+    def end(self) -> None:
+        """Ends the command and all that it started; waits."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @property
+    def _output(self) -> Path:
+        return self._folder / "output.txt"

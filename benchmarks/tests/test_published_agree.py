@@ -53,3 +53,12 @@ def test_runs_without_a_common_row(tmp_path: Path, capsys: pytest.CaptureFixture
     (second / "results.json").write_text("{")
     assert agree.main([str(first), str(second)]) == 2
     assert "must be one that this command wrote" in capsys.readouterr().err
+
+
+def test_what_was_measured_once_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run(tmp_path / "a", step_s=[1.0], peak=7.0)
+    second = run(tmp_path / "b", step_s=[2.0, 2.1], peak=7.0 + 1e-10)
+    assert agree.main([str(first), str(second)]) == 0
+    assert "1 of 1 quantities agree" in capsys.readouterr().out

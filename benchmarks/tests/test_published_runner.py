@@ -89,3 +89,28 @@ except KeyboardInterrupt:
         os.kill(child, 0)
     (kept,) = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert (kept["name"], kept["status"]) == ("short", "done")
+
+
+def test_rows_that_are_not_timed_run_beside_each_other(tmp_path: Path) -> None:
+    # Each waits for the file of the other.
+    wait = "\nwhile not Path(sys.argv[3]).exists(): time.sleep(0.01)"
+    code = f"import time; from pathlib import Path; Path(sys.argv[4]).touch(){wait}"
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    rows = [
+        row("first", f"{WRITE}; {code}", "{run}", "1", a, b, is_timed=False),
+        row("second", f"{WRITE}; {code}", "{run}", "2", b, a, is_timed=False),
+    ]
+    store = Store(tmp_path / "out", HERE)
+    runner.run(rows, store)
+    assert [store.of(r)["n"].samples for r in rows] == [[1.0], [2.0]]
+
+
+def test_a_timed_row_runs_alone(tmp_path: Path) -> None:
+    code = (
+        f"{WRITE}; import os, time; path = {str(tmp_path / 'now')!r}; "
+        "os.close(os.open(path, os.O_CREAT | os.O_EXCL)); time.sleep(0.1); os.remove(path)"
+    )
+    rows = [row(n, code, "{run}", n, is_timed=n != "2") for n in ("1", "2", "3")]
+    store = Store(tmp_path / "out", HERE)
+    runner.run(rows, store)
+    assert [store.of(r).status for r in rows] == ["done"] * 3

@@ -39,7 +39,7 @@ from examples.gpt2.config import (
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
 from examples.training import resume
-from examples.training.command import exit_code, num_real_devices
+from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
@@ -76,9 +76,7 @@ def run(config: TrainConfig) -> Report:
 
     # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
-        if config.devices:
-            spmd.simulate(config.devices)
-        spmd.use_spmd()
+        start_devices(config.devices)
     mesh = parsed_mesh(config)
     device = spmd.device() if on_xla else torch.device("cpu")
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}

@@ -34,7 +34,7 @@ from examples.llama_tp import data, lora, shardings, weights
 from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, sizes, with_defaults
 from examples.llama_tp.model import build_model
 from examples.training import resume
-from examples.training.command import exit_code, num_real_devices
+from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 from examples.training.layouts import layout_table
@@ -72,9 +72,7 @@ def run(config: TrainConfig) -> Report:
 
     # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
-        if config.devices:
-            spmd.simulate(config.devices)
-        spmd.use_spmd()
+        start_devices(config.devices)
     mesh = parsed_mesh(config)
     device = spmd.device() if on_xla else torch.device("cpu")
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}

@@ -39,7 +39,7 @@ from examples.resnet_spatial.model import build_model, forward_flops
 from examples.resnet_spatial.pictures import samples_picture
 from examples.training import resume
 from examples.training.average import MovingAverage
-from examples.training.command import exit_code
+from examples.training.command import exit_code, start_devices
 from examples.training.knobs import add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
@@ -69,9 +69,7 @@ def run(config: TrainConfig) -> Report:
 
     # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
-        if config.devices:
-            spmd.simulate(config.devices)
-        spmd.use_spmd()
+        start_devices(config.devices)
     mesh = parsed_mesh(config)
     device = spmd.device() if on_xla else torch.device("cpu")
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}

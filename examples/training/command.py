@@ -1,5 +1,6 @@
 """The command line of a recipe: its errors as one line each, and its exit codes."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -38,6 +39,34 @@ def exit_code(
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_INTERRUPTED if interrupted else 0
+
+
+# How torchrun, scripts/launch.sh, srun and mpirun tell the number of processes.
+_NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+def start_devices(num_emulated: int | None) -> None:
+    """Joins the other processes of the run, if a launcher has started several, and SPMD mode.
+
+    Args:
+        num_emulated: CPU devices to emulate, in all processes together; None or 0 for real ones.
+
+    Raises:
+        KnobError: the processes cannot emulate equally many.
+    """
+    found = next((os.environ[name] for name in _NUM_PROCESSES if name in os.environ), "1")
+    num_processes = int(found)
+    if num_emulated:
+        if num_emulated % num_processes:
+            raise KnobError(
+                "each process emulates equally many devices; "
+                f"got --devices {num_emulated} for {num_processes} processes. "
+                f"Pass a multiple of {num_processes}."
+            )
+        spmd.simulate(num_emulated // num_processes)
+    if num_processes > 1:
+        spmd.initialize()
+    spmd.use_spmd()
 
 
 def num_real_devices() -> int:

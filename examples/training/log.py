@@ -154,6 +154,8 @@ class Report:
 class RunLog:
     """Writes a run's numbers to the console and to files while the run goes on.
 
+    Of several processes only the first writes; in the others every method does nothing.
+
     Args:
         log_dir: folder for TensorBoard's event file, `metrics.jsonl` and `report.json`; with an
             empty string no files are written.
@@ -168,7 +170,8 @@ class RunLog:
     def __init__(
         self, *, log_dir: str, num_steps: int, shows_progress: bool, first_step: int = 0
     ) -> None:
-        self._folder = Path(log_dir).expanduser() if log_dir else None
+        self._is_writer = spmd.is_master()
+        self._folder = Path(log_dir).expanduser() if log_dir and self._is_writer else None
         self._writer: Any = None
         self._lines: Any = None
         if self._folder is not None:
@@ -179,18 +182,20 @@ class RunLog:
             total=num_steps,
             initial=first_step,
             unit="step",
-            disable=None if shows_progress else True,
+            disable=None if shows_progress and self._is_writer else True,
             dynamic_ncols=True,
             leave=False,
         )
 
     def say(self, text: str) -> None:
         """Prints a line on the console, above the progress bar."""
-        tqdm.write(text)
+        if self._is_writer:
+            tqdm.write(text)
 
     def table(self, table: Table) -> None:
         """Prints a table on the console, before the progress bar moves."""
-        Console().print(table)
+        if self._is_writer:
+            Console().print(table)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Writes the configuration as a text for TensorBoard."""

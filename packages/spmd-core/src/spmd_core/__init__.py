@@ -18,6 +18,7 @@ from spmd_core.errors import (
     PartitionSpecError,
     PlanError,
     PlanReadError,
+    ProcessError,
     ProgramError,
     ShardError,
     SpmdError,
@@ -53,6 +54,7 @@ from spmd_core.marks.marking import (
 )
 from spmd_core.marks.module_rules import ShardingReport, shard_module
 from spmd_core.marks.placements import partition_spec_of, placements_of
+from spmd_core.marks.process_data import from_process_local
 from spmd_core.modules.barrier import apply_backward_optimization_barrier, optimization_barrier_
 from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
 from spmd_core.modules.checkpointing import checkpoint_module
@@ -173,6 +175,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "shard_as",
     "clear_sharding",
     "apply_sharding",
+    "from_process_local",
     "start_upload",
     "shard_module",
     "ShardingReport",
@@ -299,6 +302,7 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "IndexRangeError",
     "DeviceMemoryError",
     "ProgramError",
+    "ProcessError",
     "VerificationError",
     "DataError",
     "PlanError",

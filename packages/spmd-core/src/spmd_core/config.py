@@ -41,6 +41,13 @@ class Config:
     # Programs in flight on GPU and TPU: enough to hide the host's work, and few enough that donated
     # memory is freed soon. Read when a program starts.
     max_in_flight: int = 32
+    # Seconds that a process waits for another one that should do the same, such as in the
+    # comparison of their data, before it raises `ProcessError`. Read when it waits.
+    process_timeout_s: float = 300.0
+    # Seconds after which a process compares the programs that it has started with those of another
+    # process; new programs are compared before they start. None compares nothing. Read at each
+    # comparison; one process has nothing to compare.
+    compare_processes_every_s: float | None = 0.5
     # Asynchronous step closures that may wait for their thread; with more, `sync()` waits for one
     # to end. Read when a step ends.
     max_async_closures: int = 4

@@ -11,6 +11,7 @@
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
     ├── ProgramError         (RuntimeError)              a program failed to compile or run
+    ├── ProcessError         (RuntimeError)              processes of one program went apart
     ├── VerificationError    (RuntimeError)              results depend on the partitioning
     ├── IndexRangeError      (IndexError, RuntimeError)  an index outside its dim, found by a check
     ├── PlanError            (ValueError, RuntimeError)  a plan cannot be made as asked
@@ -65,6 +66,10 @@ class DeviceMemoryError(SpmdError, RuntimeError):
 
 class ProgramError(SpmdError, RuntimeError):
     """A recorded program could not be lowered, compiled or executed."""
+
+
+class ProcessError(SpmdError, RuntimeError):
+    """The processes of one program do not do the same: one failed, or took another path."""
 
 
 class VerificationError(SpmdError, RuntimeError):

@@ -197,6 +197,18 @@ def test_sequence_parallelism_saves_memory(eight):
     assert found["tensor"] - found["sharded"] > 0.5 * 4 * 4 * (4 * 64 * 128 * 4)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+def test_a_step_returns_no_activation_while_its_loss_is_held(mesh, kind):
+    ours = spmd.parallelize_module(Transformer(), mesh, plan(kind), axis="tensor")
+    tokens, labels = torch.randint(64, (2, 8, 16))
+    split = [spmd.mark_sharding(t.to("xla"), mesh, ("data",)) for t in (tokens, labels)]
+    spmd.sync()
+    loss = loss_of(ours, *split)
+    loss.backward()
+    spmd.sync()
+    assert spmd.metrics.programs()[-1].num_outputs == len([loss, *ours.parameters()])
+
+
 def test_no_plan_gathers_the_logits(eight, mesh):
     """The rest: numbers for each token, and gradients of the norms' weights."""
     ours = spmd.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")

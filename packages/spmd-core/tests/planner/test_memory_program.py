@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,30 @@ def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xl
     for made in (known, whole):
         made["step"]["compile_s"] = made["programs"][0]["compile_s"] = None
     assert known == whole
+
+
+@LIBTPU
+def test_gradients_are_scattered_over_all_three_dims_of_a_torus():
+    def train() -> None:
+        spmd.use_spmd()
+        mesh = spmd.Mesh(range(8), (8,), ("fsdp",))
+        weight = torch.nn.Parameter(torch.randn(1024, 512).to("xla"))
+        spmd.mark_sharding(weight, mesh, ("fsdp", None))
+        x = spmd.mark_sharding(torch.randn(8, 64, 1024).to("xla"), mesh, ("fsdp", None, None))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        while True:
+            (x @ weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            spmd.sync()
+
+    made = spmd.plan(train, topology="v4:2x2x2")
+    moved = Counter()
+    for collective in made.step.collectives:
+        moved[collective.kind] += collective.moved_bytes
+    weight_bytes = 1024 * 512 * 4
+    assert moved["reduce-scatter"] == weight_bytes * 7 / 8
+    assert moved["all-reduce"] < weight_bytes / 100
 
 
 @LIBTPU

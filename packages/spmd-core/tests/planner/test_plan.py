@@ -8,7 +8,8 @@ from planner import training
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.planner.parts import Part
+from spmd_core.planner.parts import Part, roles
+from spmd_core.program import compile_cache
 from spmd_core.runtime import devices
 
 pytestmark = pytest.mark.one_device
@@ -254,3 +255,19 @@ def test_the_report_names_what_matters(planned, num_devices):
         assert "over fsdp" in text
     else:
         assert "No collectives." in text
+
+
+def test_gradients_below_casts_are_known(num_devices, monkeypatch):
+    monkeypatch.setattr(spmd.config, "record_source_lines", True)
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    model = nn.Linear(8, 16).to("xla")
+    spmd.mark_sharding(model.weight, mesh, ("fsdp",))
+    x = spmd.mark_sharding(torch.randn(8, 4, 8).to("xla"), mesh, ("fsdp",))
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        y = model(x)
+    y.float().square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    spmd.sync()
+    graph = compile_cache.newest().graph
+    names = {graph.nodes[i].entry.name for i in roles(graph, ()).gradients}
+    assert names & {"aten::mm", "aten::linear_backward"}

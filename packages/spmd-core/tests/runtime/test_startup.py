@@ -97,7 +97,8 @@ def test_torchrun_says_who_joins(monkeypatch):
         monkeypatch.setenv(name, value)
     startup.initialize(timeout_s=5)
     assert (
-        seen == [(("10.0.0.1:77", 4, 3), {"initialization_timeout": 5})]
+        seen
+        == [(("10.0.0.1:77", 4, 3), {"initialization_timeout": 5, "heartbeat_timeout_seconds": 30})]
         and startup.coordinator_address() == "10.0.0.1:77"
     )
 

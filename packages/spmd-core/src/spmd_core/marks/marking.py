@@ -8,8 +8,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from spmd_core.config import config
-from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
+from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError
 from spmd_core.graph.storage import Handle, Storage, lock, read
+from spmd_core.marks import process_data
 from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.ops.kernels.shard_alike import shard_alike
 from spmd_core.program import execution, leaves
@@ -182,17 +183,33 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
 def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """`mark_sharding` with a `ShardingSpec`.
 
+    With `spec.minibatch` under several processes, `t` is this process's part of a global tensor,
+    which the call makes and returns (`from_process_local`); `t` stays as it is, on the CPU, or on
+    device `xla` as long as no program has read it.
+
     Raises:
-        UnsupportedOpError: `spec.minibatch` with several processes, each of which would hold its
-            own part of the batch.
+        DeviceMismatchError: with `minibatch`, the data of `t` is not on the host any more.
     """
     if spec.minibatch and devices.num_processes() > 1:
-        raise UnsupportedOpError(
-            "minibatch=True joins the batches of several processes into one global tensor, "
-            f"which is not available yet; got {devices.num_processes()} processes. "
-            "Give every process the whole batch and minibatch=False."
-        )
+        return process_data.from_process_local(_host_data(t), spec)
     return mark_sharding(t, spec.mesh, spec.partition_spec)
+
+
+def _host_data(t: torch.Tensor) -> torch.Tensor:
+    """A tensor's data in host memory: a CPU tensor itself, or what `t.to("xla")` has copied."""
+    if not isinstance(t, XLAShardedTensor):
+        return t
+    handle = t._handle
+    if isinstance(handle, Storage) and handle.value.data is not None:
+        value = handle.value
+        if value.placement.jax_sharding is None:
+            host: torch.Tensor = value.data
+            return host
+    raise DeviceMismatchError(
+        "a process's part of a tensor comes from its host's memory; got a tensor of shape "
+        f"{tuple(t.shape)} that a program has computed, or whose data is on the device. "
+        "Pass the CPU tensor, without .to('xla')."
+    )
 
 
 def start_upload(t: torch.Tensor) -> XLAShardedTensor:

@@ -13,12 +13,13 @@ import torch
 
 from spmd_core.chips import chip_of
 from spmd_core.marks.marking import mark_sharding, sync
+from spmd_core.runtime import agreement
 from spmd_core.runtime.devices import device_attributes, is_abstract
 from spmd_core.sharding.mesh import Mesh
 
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
 _LONG_ENOUGH_S = 0.03
-_LONG_ENOUGH_FLOPS = 1e10  # time alone is not enough: on a busy machine a small matmul is slow too
+_LONG_ENOUGH_FLOPS = 8e9  # time alone is not enough: on a busy machine a small matmul is slow too
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ def measured_peak(device: torch.device, mesh: Mesh | None, dtype: torch.dtype) -
     for size in _MATMUL_SIZES:
         flops = 2.0 * size**3
         seconds = _matmul_seconds(device, mesh, dtype, rows=size * num_devices, size=size)
+        # Whether another size follows must be the same in all processes.
+        seconds = float(agreement.of_process_0("measured time of a matmul", repr(seconds)))
         if flops / seconds > best:
             best, best_size = flops / seconds, size
         if seconds > _LONG_ENOUGH_S and flops * num_devices > _LONG_ENOUGH_FLOPS:

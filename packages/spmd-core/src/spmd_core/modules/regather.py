@@ -6,6 +6,7 @@ across which the compiler cannot keep the first gather. `fully_shard` does so wi
 sequence parallelism with the inputs of its layers.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -81,15 +82,20 @@ class Regather:
 
         A barrier makes the gather wait for that gradient, and the gradient for the shards.
         """
+        # What autograd saved holds this object, and lets go of it in backward. A hook lives as long
+        # as the loss does: over the end of the step, where what is held becomes a result.
+        reference = weakref.ref(self)
 
         def gather(gradient: torch.Tensor) -> torch.Tensor | None:
+            regather = reference()
             if (
-                self._values is not None
+                regather is None
+                or regather._values is not None
                 or not isinstance(gradient, XLAShardedTensor)
                 or torch.is_grad_enabled()
             ):
                 return None
-            return self._regathered(gradient)[1]
+            return regather._regathered(gradient)[1]
 
         if self._shards:
             for leaf in pytree.tree_leaves(output):

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from spmd_core.debugging import hlo_text
 from spmd_core.planner.buffer_text import Buffers, Value
+from spmd_core.program.gradient_plans import UNCHANGED
 from spmd_core.program.program_graph import Graph, Node
 from spmd_core.source_lines import Origin, Phase
 
@@ -100,15 +101,14 @@ def roles(graph: Graph, kept: Collection[int]) -> Roles:
                     read_before.add(-number - 1)
             elif i >= after and made_by[number] in in_backward:
                 gradients.add(made_by[number])
-    # A mark hands on what the operation below it makes.
-    marks = [i for i in gradients if graph.nodes[i].entry.name.startswith("spmd::mark")]
-    while marks:
-        number = graph.nodes[marks.pop()].inputs[0]
-        below = made_by.get(number)
+    # What hands a value on has the name of the operation below, which makes it.
+    passing = [i for i in gradients if _hands_on(graph.nodes[i])]
+    while passing:
+        below = made_by.get(graph.nodes[passing.pop()].inputs[0])
         if below in in_backward and below not in gradients:
             gradients.add(below)
-            if graph.nodes[below].entry.name.startswith("spmd::mark"):
-                marks.append(below)
+            if _hands_on(graph.nodes[below]):
+                passing.append(below)
     leaves = tuple(
         Part.INPUTS
         if i not in kept
@@ -122,6 +122,11 @@ def roles(graph: Graph, kept: Collection[int]) -> Roles:
 
 def _is_backward(origin: Origin) -> bool:
     return origin.phase is not Phase.FORWARD
+
+
+def _hands_on(node: Node) -> bool:
+    """Whether an operation's result is its operand, sharded or typed or cut in another way."""
+    return node.entry.name.startswith("spmd::mark") or node.entry.name in UNCHANGED
 
 
 def _outs(node: Node) -> int:

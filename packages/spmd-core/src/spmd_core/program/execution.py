@@ -11,7 +11,7 @@ import torch
 
 from spmd_core import counters
 from spmd_core.config import config
-from spmd_core.errors import ProgramError
+from spmd_core.errors import ProcessError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
@@ -20,6 +20,7 @@ from spmd_core.program import (
     compile_cache,
     growing_sizes,
     index_checks,
+    path,
     planned_program,
     verification,
 )
@@ -78,6 +79,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
         DeviceMemoryError, ProgramError: a program could not be compiled or run.
         IndexRangeError: with `wait`, a program under `config.check_indices` found an index outside
             its dim.
+        ProcessError: another process failed, or does not start the same program.
     """
     with lock, counters.timed(counters.Part.PLANNING):
         live = take_pending()
@@ -91,6 +93,9 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
             counters.count("cuts")
             try:
                 _execute(live)
+            except ProcessError:  # nothing was started, and smaller programs would not help
+                _request(live)
+                raise
             except Exception as error:
                 _execute_apart(live, error, wanted)
             except BaseException:  # an interruption, which loses nothing
@@ -229,15 +234,17 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         program = planned_program.of(planned.key, lambda: planned.graph(), planned.name)
     else:
         program = compile_cache.find(planned.key)
+    key, bounded = planned.key, None
     if program is None:
         bounded = _bounded(planned)
-        if bounded is None:
-            program = planned.program()
-        else:
-            name = f"{planned.name}_{bounded.key.bound}"
-            program = compile_cache.get(bounded.key, lambda: Program(bounded.graph, name))
-            targets = bounded.targets
+        if bounded is not None:
+            key, targets = bounded.key, bounded.targets
             ints.append(bounded.number)
+            program = compile_cache.find(key)
+    if abstract.run() is None and config.compare_processes_every_s is not None:
+        path.note(key, program, (floats, ints, complexes))
+    if program is None:
+        program = planned.program() if bounded is None else _for_many_sizes(planned, bounded)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
@@ -252,6 +259,11 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
         for storage, array, placement in zip(live, results, program.out_placements):
             _commit(storage, array, placement)
+
+
+def _for_many_sizes(planned: Plan, bounded: growing_sizes.Bounded) -> Program:
+    name = f"{planned.name}_{bounded.key.bound}"
+    return compile_cache.get(bounded.key, lambda: Program(bounded.graph, name))
 
 
 def _has_run(program: Program | PlannedProgram) -> TypeGuard[Program]:

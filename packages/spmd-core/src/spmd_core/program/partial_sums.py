@@ -17,6 +17,7 @@ from spmd_core.ops import registry
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.program.gradient_plans import MARK_SUM, Gradient, Plans, Reduction, Sum, Total
 from spmd_core.program.program_graph import Graph
+from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 
 # The pieces in which TPUs compute and scatter a large gradient, so that no device holds a whole
@@ -368,11 +369,8 @@ def _reduce(
         # Only a dim that no other axis splits may be uneven.
         padding = [(0, 0)] * total.ndim
         padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
-        total = lax.psum_scatter(
-            jnp.pad(total, padding),
-            names[reduction.axis],
-            scatter_dimension=reduction.dim,
-            tiled=True,
+        total = torus.scatter(
+            jnp.pad(total, padding), reduction.mesh, reduction.axis, reduction.dim
         )
     rest = [axis for axis in reduction.batch_axes if axis != reduction.axis]
     over = tuple(names[axis] for axis in rest if reduction.size((axis,)) > 1)

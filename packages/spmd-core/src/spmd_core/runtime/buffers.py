@@ -9,13 +9,14 @@ import jax
 import numpy as np
 import torch
 
-from spmd_core import counters, dtypes, releases
+from spmd_core import counters, dtypes, releases, source_lines
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
-from spmd_core.runtime import abstract
+from spmd_core.runtime import abstract, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
+from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
@@ -117,6 +118,37 @@ def from_blocks(
         return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
 
 
+def from_process_part(
+    tensor: torch.Tensor,
+    jax_sharding: jax.sharding.Sharding,
+    padded_shape: tuple[int, ...],
+    part: ProcessPart,
+) -> jax.Array:
+    """A device array of which this process's host data is its part. Does not wait.
+
+    Each of this process's devices receives its own block; the caller may write to the tensor
+    afterwards.
+
+    Args:
+        tensor: the process's data.
+        jax_sharding: the sharding of the array.
+        padded_shape: the shape of the array.
+        part: what the process holds of it.
+    """
+    data = dtypes.numpy_view(tensor.detach())
+    counters.count("uploads")
+    counters.count("uploaded_bytes", data.nbytes)
+    with jax.enable_x64(True):
+        arrays = []
+        for bounds, holders in blocks_of(jax_sharding, padded_shape).items():
+            local = part.local_bounds(bounds, data.shape)
+            index = tuple(slice(start, stop) for start, stop in local)
+            # A copy: on the CPU, jax may use the memory of a numpy array.
+            block = np.array(_padded_block(data, index, tuple(b for _, b in local)), order="C")
+            arrays += [jax.device_put(block, device) for device in holders]
+        return jax.make_array_from_single_device_arrays(padded_shape, jax_sharding, arrays)
+
+
 def blocks_of(
     jax_sharding: jax.sharding.Sharding, padded_shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
@@ -213,6 +245,7 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
 
     Raises:
         PlanReadError: in a plan.
+        ProcessError: the blocks lie in several processes, which do not all read now.
     """
     if isinstance(array, AbstractArray):
         abstract.refuse("a tensor's values")
@@ -221,6 +254,11 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
     if array.is_fully_addressable or array.is_fully_replicated:
         host = _assembled(array) if array.nbytes >= _KEPT_BYTES else np.asarray(array)
     else:
+        holders: Any = array.sharding.device_set
+        group = sorted({device.process_index for device in holders})
+        watch.note_transfer(
+            f"read of {array.dtype}{list(shape)}", source_lines.user_line(), tuple(group)
+        )
         host = _multihost_utils.process_allgather(array, tiled=True)
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]

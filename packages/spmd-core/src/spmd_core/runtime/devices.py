@@ -195,6 +195,11 @@ def is_local(device: jax.Device) -> bool:
     return _state.abstract or device.process_index == jax.process_index()
 
 
+def process_of(device: int) -> int:
+    """The process that the device at this position belongs to; 0 for each of a topology."""
+    return 0 if _state.abstract else all_devices()[device].process_index
+
+
 def is_started() -> bool:
     """Whether the runtime has started, so that the set of devices is fixed."""
     return _state.devices is not None

@@ -2,18 +2,21 @@
 
 import math
 import os
+from typing import Any
 
 import jax
+import torch
 
 from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
-from spmd_core.runtime import buffers, devices
+from spmd_core.runtime import buffers, devices, watch
 
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
 _jax_cache = releases.jax_module(
     "jax.experimental.compilation_cache.compilation_cache", "reset_cache"
 )
+_distributed = releases.jax_module("jax._src.distributed", "global_state")
 _DEFAULT_PORT = 12355
 _coordinator: str | None = None
 
@@ -61,10 +64,14 @@ def initialize(
     process_id: int | None = None,
     *,
     timeout_s: int = 300,
+    heartbeat_timeout_s: int = 30,
 ) -> None:
     """Joins the processes of one program, on several hosts or several on one host.
 
-    Call it in each process before the first use of a device. Waits until all have joined. If
+    Call it in each process before the first use of a device. Waits until all have joined. All then
+    have the random state of process 0 (torch's CPU generator), and draw the same random numbers as
+    long as they record the same operations. From here on, the failure of one process ends all, and
+    they compare what they run (`config.compare_processes_every_s`). If
     `WORLD_SIZE` is set, arguments that are None are taken from torchrun's variables (`MASTER_ADDR`,
     `MASTER_PORT`, `WORLD_SIZE`, `RANK`); else jax finds them, on TPU pods and under SLURM, Open MPI
     and Kubernetes.
@@ -74,6 +81,8 @@ def initialize(
         num_processes: the number of processes.
         process_id: the number of this process, from 0.
         timeout_s: seconds to wait for the other processes.
+        heartbeat_timeout_s: seconds after which a process that gives no sign of life counts as
+            dead; the others then end, with an error that names it.
 
     Raises:
         ValueError: a number is out of its range, or the address has no port.
@@ -111,7 +120,11 @@ def initialize(
         )
     try:
         jax.distributed.initialize(
-            coordinator_address, num_processes, process_id, initialization_timeout=timeout_s
+            coordinator_address,
+            num_processes,
+            process_id,
+            initialization_timeout=timeout_s,
+            heartbeat_timeout_seconds=heartbeat_timeout_s,
         )
     except (RuntimeError, ValueError) as error:
         raise SpmdError(
@@ -122,6 +135,24 @@ def initialize(
         ) from error
     global _coordinator
     _coordinator = coordinator_address
+    state = _distributed.global_state
+    if state.num_processes > 1:
+        _share_random_state(state.client, state.process_id, timeout_s)
+        watch.begin(state.client, state.process_id)
+
+
+def _share_random_state(client: Any, process: int, timeout_s: int) -> None:
+    """Gives torch's CPU generator of each process the state of process 0's.
+
+    torch seeds it by chance. A random operation takes its seed from it, and its results must not
+    depend on the process.
+    """
+    key = "spmd/random_state"
+    if process == 0:
+        client.key_value_set_bytes(key, torch.get_rng_state().numpy().tobytes())
+    else:
+        state = client.blocking_key_value_get_bytes(key, timeout_s * 1000)
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def coordinator_address() -> str | None:

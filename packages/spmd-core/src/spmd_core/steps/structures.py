@@ -9,10 +9,11 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from spmd_core import releases
+from spmd_core import releases, source_lines
 from spmd_core.errors import SpmdError
+from spmd_core.marks import process_data
 from spmd_core.marks.marking import apply_sharding, start_upload
-from spmd_core.runtime import processes
+from spmd_core.runtime import processes, watch
 from spmd_core.sharding.partition_spec import ShardingSpec
 from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
 
@@ -96,21 +97,48 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
     without dims is not marked. Starts the upload of marked tensors; others are uploaded when a
     program needs them. Does not wait for the device.
 
+    With `input_sharding.minibatch` under several processes, each gives its part of the same
+    tensors, those with dims: see `from_process_local`. A tensor that is on the device already stays
+    as it is.
+
     Raises:
         NotInSpmdModeError: a sharding is given outside of SPMD mode.
-        UnsupportedOpError: `input_sharding.minibatch` with several processes.
+        DataError, MeshError, ProcessError: see `from_process_local`.
     """
+    if input_sharding is not None and input_sharding.minibatch and processes.process_count() > 1:
+        return _send_parts(data, input_sharding)
 
     def up(t: torch.Tensor) -> torch.Tensor:
         moved = t.to(XLA_DEVICE)
         if input_sharding is None or t.dim() == 0:
             return moved
-        fitted = dataclasses.replace(
-            input_sharding, partition_spec=tuple(input_sharding.partition_spec)[: t.dim()]
-        )
-        return start_upload(apply_sharding(moved, fitted))
+        return start_upload(apply_sharding(moved, _fitted(input_sharding, t)))
 
     return map_tensors(data, up)
+
+
+def _send_parts(data: Any, spec: ShardingSpec) -> Any:
+    parts: list[tuple[str, torch.Tensor, ShardingSpec]] = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() and t.device.type == "cpu":
+            parts.append((f"tensor {len(parts)}", t, _fitted(spec, t)))
+        return t
+
+    map_tensors(data, note)
+    process_data.check_alike(parts)
+
+    def up(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() and t.device.type == "cpu":
+            return process_data.global_tensor(t, _fitted(spec, t))
+        return t.to(XLA_DEVICE)
+
+    return map_tensors(data, up)
+
+
+def _fitted(spec: ShardingSpec, t: torch.Tensor) -> ShardingSpec:
+    """The spec without entries that the tensor has no dims for."""
+    return dataclasses.replace(spec, partition_spec=tuple(spec.partition_spec)[: t.dim()])
 
 
 def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bool = True) -> None:
@@ -148,6 +176,8 @@ def raise_together(error: Exception | None) -> None:
         SpmdError: another process has an error, and this one has none.
     """
     if processes.process_count() > 1:
+        everyone = tuple(range(processes.process_count()))
+        watch.note_transfer("end of writing", source_lines.user_line(), everyone)
         # Also in a process that failed, as the others wait here.
         failed = np.flatnonzero(_multihost_utils.process_allgather(np.array(error is not None)))
         if failed.size and error is None:

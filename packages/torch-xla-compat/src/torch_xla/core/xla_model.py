@@ -229,7 +229,8 @@ def _check_minibatch(datas: Any, input_sharding: Any) -> None:
 def _sent(t: torch.Tensor, input_sharding: Any) -> torch.Tensor:
     moved = t.to(spmd.device())
     if input_sharding is not None and input_sharding.can_apply(moved):
-        spmd.start_upload(spmd.apply_sharding(moved, input_sharding))
+        # Under several processes, with `minibatch`, another tensor: the global one.
+        moved = spmd.start_upload(spmd.apply_sharding(moved, input_sharding))
     return _replicated(moved)
 
 

@@ -1,0 +1,160 @@
+"""Global tensors from what each of several processes has on its host (`minibatch=True`)."""
+
+import functools
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from spmd_core import dtypes
+from spmd_core.errors import DataError, DeviceMismatchError
+from spmd_core.graph.storage import Storage
+from spmd_core.graph.values import Spec
+from spmd_core.program.leaves import marked_placement
+from spmd_core.runtime import agreement, buffers, devices, processes
+from spmd_core.sharding.mesh import check_devices
+from spmd_core.sharding.partition_spec import ShardingSpec
+from spmd_core.sharding.process_parts import ProcessPart, process_part
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
+
+# Descriptions of data on which the processes have agreed.
+_agreed: set[tuple[str, ...]] = set()
+_agreement = threading.Lock()
+_MAX_AGREED = 4096
+
+
+def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
+    """The global tensor of which each process gives its part, as `spec` shards it.
+
+    A process's part consists of the blocks that its devices hold, joined along each dim in the
+    order of their numbers. So it has a split dim whole where every process holds all blocks of the
+    dim, and else `size / tiles * blocks` of it. Processes that hold the same blocks must give equal
+    data: their shapes are compared, their values are not. The data goes to this process's devices
+    directly; the uploads start now. Does not wait, except that the processes of the mesh compare
+    the dtype and the global shape of data that they have not had before. So all must call this
+    function in the same order.
+
+    Args:
+        t: this process's part, of any shape and dtype, on the CPU.
+        spec: how the global tensor is sharded; of one process, `t` is all of it.
+
+    Returns:
+        The global tensor, marked.
+
+    Raises:
+        DataError: a part does not divide into the blocks that the process holds, the processes'
+            data do not fit together, or `t` requires grad.
+        DeviceMismatchError: `t` is not on the CPU.
+        MeshError: this process has no device in the mesh, or its blocks form no tensor.
+        ProcessError: another process did not call this within `config.process_timeout_s`.
+
+    Example:
+        >>> spec = ShardingSpec(Mesh(range(8), (8,), ("data",)), ("data",), minibatch=True)
+        >>> from_process_local(torch.zeros(16, 4), spec).shape
+        torch.Size([16, 4])
+    """
+    check_alike([("the tensor", t, spec)])
+    return global_tensor(t, spec)
+
+
+def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
+    """Checks that all processes are about to give parts of the same global tensors.
+
+    Communicates only about data whose dtypes, shapes and shardings it has not seen before; then all
+    processes of the mesh must come here.
+
+    Args:
+        data: the name, the process's part and the spec of each tensor, such as those of a batch.
+
+    Raises:
+        DataError, DeviceMismatchError, MeshError, ProcessError: see `from_process_local`.
+    """
+    texts, group = [], set()
+    for name, t, spec in data:
+        part, sharding = _part(t, spec)
+        shape = part.global_shape(tuple(t.shape))
+        texts.append(
+            f"{name} {str(t.dtype).removeprefix('torch.')}{list(shape)} "
+            f"as {sharding.partition_spec}"
+        )
+        group.add(part.processes)
+    if devices.num_processes() == 1 or not texts:
+        return
+    if len(group) > 1:
+        raise DataError(
+            "the tensors of one batch must lie on the devices of the same processes; got meshes "
+            f"over {' and '.join(map(str, sorted(group)))}. Use one mesh for them."
+        )
+    key = tuple(texts)
+    # Held while waiting: of two threads with new data, the second finds it known.
+    with _agreement:
+        if key in _agreed:
+            return
+        _compare(texts, next(iter(group)))
+        if len(_agreed) >= _MAX_AGREED:
+            _agreed.clear()
+        _agreed.add(key)
+
+
+def _compare(texts: list[str], group: tuple[int, ...]) -> None:
+    different = agreement.disagreement("data", "\n".join(texts), group)
+    if not different:
+        return
+    by_text: dict[str, list[int]] = {}
+    for process, text in different.items():
+        by_text.setdefault(text, []).append(process)
+    lines = {process: text.split("\n") for process, text in different.items()}
+    # What is equal everywhere says nothing.
+    common = set.intersection(*map(set, lines.values()))
+    said = [
+        f"process {', '.join(map(str, sorted(who)))}: "
+        + ("; ".join(x for x in lines[who[0]] if x not in common) or "fewer tensors")
+        for _, who in sorted(by_text.items(), key=lambda item: min(item[1]))
+    ]
+    raise DataError(
+        "with minibatch=True each process gives its part of the same tensors, so that their dtypes "
+        f"and global shapes must be equal; got from {'; from '.join(said)}. "
+        "Give each process equally many rows for each of its blocks, in the same structure."
+    )
+
+
+def global_tensor(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
+    """`from_process_local`, where the processes have agreed already (`check_alike`)."""
+    part, sharding = _part(t, spec)
+    shape = part.global_shape(tuple(t.shape))
+    placement = marked_placement(sharding)
+    array = buffers.from_process_part(
+        t, placement.device_sharding, sharding.padded_shape(shape), part
+    )
+    storage = Storage.of_leaf(Spec.contiguous(shape, t.dtype), array, placement)
+    storage.sharding = sharding
+    return wrap(storage)
+
+
+def _part(t: torch.Tensor, spec: ShardingSpec) -> tuple[ProcessPart, Sharding]:
+    devices.require_spmd("minibatch=True")
+    if t.device.type != "cpu":
+        raise DeviceMismatchError(
+            "a process's part of a tensor comes from its host's memory; "
+            f"got a tensor on {t.device}. Pass the CPU tensor, without .to('xla')."
+        )
+    if t.requires_grad:
+        raise DataError(
+            "a process's part of a tensor is data, through which no gradient goes back; got a "
+            "tensor that requires grad. Pass t.detach()."
+        )
+    dtypes.to_jax(t.dtype)
+    sharding = Sharding.of(spec.mesh, spec.partition_spec, t.dim())
+    return part_of(sharding), sharding
+
+
+@functools.lru_cache(maxsize=1024)
+def part_of(sharding: Sharding) -> ProcessPart:
+    """What this process holds of tensors of a sharding. See `process_part` for its errors."""
+    check_devices(sharding.mesh, devices.global_runtime_device_count())
+    process_of = [devices.process_of(i) for i in range(devices.global_runtime_device_count())]
+    return process_part(sharding, process_of, processes.process_index())
+
+
+devices.on_exchange.append(part_of.cache_clear)

@@ -1,0 +1,157 @@
+"""What a process tells the others about each program that it starts (`runtime.watch`).
+
+The description of a program has the same text in each process that does the same: operations with
+their static arguments, and how inputs and results lie. What may differ is left out: addresses, the
+user's folders, which buffers are donated.
+"""
+
+import functools
+import hashlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from spmd_core import source_lines
+from spmd_core.graph.placement import Placement
+from spmd_core.graph.values import Entry, Spec
+from spmd_core.program.compile_cache import Key
+from spmd_core.runtime import devices
+from spmd_core.runtime import watch as watching
+from spmd_core.runtime.jax_sharding import sharding_text
+from spmd_core.sharding.sharding import Sharding
+
+_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, Spec)
+# For each program, the hash of its key and the processes that run it.
+_known: "weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[int, ...]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note(key: Key, program: Any, numbers: Sequence[Sequence[Any]]) -> None:
+    """Tells the other processes of a program that is about to start. Does nothing in one process.
+
+    A new program waits until a neighbour has come to it, and is compared before it is compiled;
+    others are compared by a thread, within about a second.
+
+    Args:
+        key: the program's.
+        program: the program; None if it is not compiled yet.
+        numbers: its floats, ints and complex numbers.
+
+    Raises:
+        ProcessError: see `Watch.note`.
+    """
+    watch = watching.watch
+    if watch is None:
+        return
+    found = None if program is None else _known.get(program)
+    if found is None:
+        found = (digest(key), processes_of(key.device_ids))
+        if program is not None:
+            _known[program] = found
+    what, group = found
+    if len(group) < 2:
+        return
+    floats, ints, complexes = numbers
+    what += np.array(floats, np.float64).tobytes() + np.array(ints, np.int64).tobytes()
+    what += np.array(complexes, np.complex128).tobytes()
+    watch.note(
+        group,
+        what,
+        source_lines.user_line(),
+        functools.partial(_described, key, floats, ints, complexes),
+        compares=program is None,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def processes_of(device_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The processes that these devices belong to, ascending."""
+    return tuple(sorted({devices.process_of(i) for i in device_ids}))
+
+
+devices.on_exchange.append(processes_of.cache_clear)
+
+
+def digest(key: Key) -> bytes:
+    """A hash of a program's key, equal in all processes that do the same."""
+    return hashlib.blake2b("\n".join(lines(key)).encode(), digest_size=16).digest()
+
+
+def lines(key: Key) -> list[str]:
+    """A program's key as text: a line for each operation, input and result."""
+    found: list[str] = []
+    inputs: list[int] = []
+    entry: Entry | None = None
+    for part in (*key.structure, None):
+        if isinstance(part, int):
+            inputs.append(part)
+            continue
+        if entry is not None:
+            found.append(f"{_entry(entry)} of {inputs}")
+        entry, inputs = part, []
+    found += [f"input {spec!r} {_placement(place, spec)}" for spec, place in key.leaves]
+    found += [
+        f"result {number} {spec!r} {'' if place is None else _placement(place, spec)}"
+        for number, spec, place in key.outputs
+    ]
+    found.append(f"devices {key.device_ids} {key.options} {key.checks_indices} {key.bound}")
+    return found
+
+
+def _described(
+    key: Key, floats: Sequence[Any], ints: Sequence[Any], other: Sequence[Any]
+) -> list[str]:
+    """As `lines`, with each operation's numbers, and the user's line where it was recorded."""
+    found = lines(key)
+    numbers = {float: iter(floats), complex: iter(other)}
+    whole = iter(ints)
+    entries = [part for part in key.structure if not isinstance(part, int)]
+    for i, entry in enumerate(entries):
+        taken = [next(numbers.get(kind, whole), None) for kind in entry.number_kinds]
+        if taken:
+            found[i] += f" with numbers {taken}"
+        if key.origins and key.origins[i] is not None:
+            found[i] += f", recorded at {key.origins[i]}"
+    return [*found, *(f"number {number!r}" for number in whole)]
+
+
+def _entry(entry: Entry) -> str:
+    text = f"{entry.name} -> {', '.join(map(repr, entry.outs))}"
+    arguments = {
+        name: _argument(value)
+        for name, value in (entry.arguments or {}).items()
+        if not isinstance(value, Spec)
+    }
+    if arguments:
+        text += f" with {arguments}"
+    if entry.sharding is not None:
+        text += f" marked {_sharding(entry.sharding)} {entry.along} {entry.summed_over}"
+    if entry.border is not None:
+        text += f" {_sharding(entry.border.sharding)} {entry.border.is_exit}"
+    return text
+
+
+def _argument(value: Any) -> Any:
+    """A static argument as something whose text is equal in all processes."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_argument(item) for item in value]
+    return value.__name__ if isinstance(value, type) else type(value).__name__
+
+
+def _placement(place: Placement, spec: Spec) -> str:
+    if place.sharding is not None and place.manual is None:
+        return _sharding(place.sharding)
+    if place.jax_sharding is None:
+        return "on the host"
+    ndim = len(spec.shape) + (place.manual is not None)
+    return sharding_text(place.jax_sharding, ndim)
+
+
+def _sharding(sharding: Sharding) -> str:
+    return f"{sharding.partition_spec} over {sharding.mesh.mesh_shape} {sharding.text}"

@@ -1,0 +1,89 @@
+"""Splits a reduce-scatter into stages that the compiler of a TPU's torus keeps one.
+
+libtpu 0.0.52 compiles a reduce-scatter, also jax's own `psum_scatter`, as an all-reduce and a slice
+if the devices of a group differ in three coordinates of the torus: each device then holds the
+whole sum. Where they differ in one or two, it scatters. So a scatter over an axis of a mesh that
+extends in three dims becomes one over the larger part of the axis and one over the rest, which
+together send the same bytes.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import jax
+import numpy as np
+from jax import lax
+
+from spmd_core.runtime import devices
+from spmd_core.runtime.jax_sharding import jax_axis_names
+from spmd_core.sharding.mesh import Mesh
+
+Groups = tuple[tuple[int, ...], ...]
+_MOST_DIMS = 2
+
+
+def scatter(x: jax.Array, mesh: Mesh, axis: int, dim: int) -> jax.Array:
+    """Inside a manual region: this device's block of the sum of all arrays along a mesh axis.
+
+    Args:
+        x: each device's own array; the axis divides its dim.
+        mesh: the region's.
+        axis: the number of the axis.
+        dim: of the array, which is cut into blocks.
+    """
+    for groups in stages(mesh, axis):
+        x = lax.psum_scatter(
+            x,
+            jax_axis_names(mesh)[axis],
+            scatter_dimension=dim,
+            axis_index_groups=groups,
+            tiled=True,
+        )
+    return x
+
+
+@lru_cache(maxsize=1024)
+def stages(mesh: Mesh, axis: int) -> tuple[Groups | None, ...]:
+    """The groups of positions along an axis that scatter together, stage by stage.
+
+    One stage of None, which stands for the whole axis, where a split is not needed or not known.
+    """
+    found = devices.all_devices()
+    coords = [getattr(found[i], "coords", None) for i in mesh.ids]
+    if None in coords:
+        return (None,)
+    grid = np.array(coords).reshape(*mesh.mesh_shape, -1)
+    return _stages(np.moveaxis(grid, axis, 0).reshape(mesh.mesh_shape[axis], -1, grid.shape[-1]))
+
+
+def _stages(coords: np.ndarray) -> tuple[Groups | None, ...]:
+    """The same, of an array of coordinates: (position along the axis, other positions, dim).
+
+    Example:
+        >>> box = np.array([(x, y, z) for z in (0, 1) for y in (0, 1) for x in (0, 1)])
+        >>> _stages(box[:, None])
+        (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
+        >>> _stages(box[:4, None])
+        (None,)
+    """
+    size = len(coords)
+    if _num_dims(coords, range(size)) <= _MOST_DIMS:
+        return (None,)
+    for minor in range(2, size):
+        if size % minor == 0:
+            # Block number i of the result belongs to position i: the first stage gives a position
+            # the part with the number i // minor, the second one i % minor of that part.
+            first = tuple(tuple(range(start, size, minor)) for start in range(minor))
+            second = tuple(tuple(range(start, start + minor)) for start in range(0, size, minor))
+            if all(_num_dims(coords, group) <= _MOST_DIMS for group in (*first, *second)):
+                return first, second
+    return (None,)
+
+
+def _num_dims(coords: np.ndarray, group: Sequence[int]) -> int:
+    """In how many coordinates the devices of a group differ, at most over the other positions."""
+    block = coords[list(group)]
+    return int((block != block[:1]).any(axis=0).sum(axis=-1).max())
+
+
+devices.on_exchange.append(stages.cache_clear)

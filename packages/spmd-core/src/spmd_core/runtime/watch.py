@@ -1,0 +1,373 @@
+"""Watches the other processes: that they start the same programs, and how they end.
+
+Each process keeps a log for each group of processes that it runs programs with: a hash for each
+start of a program, which covers all starts before it. A thread publishes the newest ones through
+the store of jax's coordination service, and compares them with those of one neighbour in the group,
+so that the cost does not grow with the number of processes. It also reads how processes ended. The
+devices take no part.
+
+Where processes differ, or one has failed, the thread has the next start of a program raise. If the
+program does not come to one, because it waits for a device, the thread prints the error and ends
+the process.
+"""
+
+import atexit
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from spmd_core.config import config
+from spmd_core.errors import ProcessError
+
+_NUM_PUBLISHED = 64
+_NUM_DESCRIBED = 128
+# How long the user's program has for raising the error itself, and a failed process for telling.
+_GRACE_S = 5.0
+_MAX_LINES = 20_000
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a program.
+
+    Attributes:
+        number: counted from 1 in the group.
+        hash: of this start and all before it.
+        line: the user's.
+        describe: what is started, a line for each operation.
+    """
+
+    number: int
+    hash: str
+    line: str
+    describe: Callable[[], list[str]]
+
+
+class _Log:
+    """The starts of programs over the devices of a group of processes.
+
+    Attributes:
+        key: where each process of the group publishes, below `spmd/path/`.
+        neighbour: the process with which this one compares.
+        starts: the newest, in order.
+    """
+
+    def __init__(self, group: tuple[int, ...], process: int) -> None:
+        self.key = hashlib.sha256(repr(group).encode()).hexdigest()[:12]
+        self.group = group
+        self.neighbour = group[group.index(process) - 1]
+        self.starts: deque[Start] = deque(maxlen=_NUM_DESCRIBED)
+        self.num_published = 0
+
+    @property
+    def count(self) -> int:
+        return self.starts[-1].number if self.starts else 0
+
+    def add(self, what: bytes, line: str, describe: Callable[[], list[str]]) -> Start:
+        before = self.starts[-1].hash if self.starts else ""
+        digest = hashlib.blake2b(before.encode() + what, digest_size=8).hexdigest()
+        start = Start(self.count + 1, digest, line, describe)
+        self.starts.append(start)
+        return start
+
+    def text(self) -> str:
+        """What is published."""
+        newest = list(self.starts)[-_NUM_PUBLISHED:]
+        return json.dumps(
+            {"last": newest[-1].number, "line": newest[-1].line, "hashes": [s.hash for s in newest]}
+        )
+
+    def first_difference(self, published: dict[str, Any]) -> Start | None:
+        """The first start that both know and that differs; None if there is none."""
+        first = published["last"] - len(published["hashes"]) + 1
+        for start in list(self.starts):
+            at = start.number - first
+            if 0 <= at < len(published["hashes"]) and published["hashes"][at] != start.hash:
+                return start
+        return None
+
+
+class Watch:
+    """The watch of one process over the others.
+
+    Args:
+        client: jax's client of the coordination service.
+        process: this process's number.
+    """
+
+    def __init__(self, client: Any, process: int) -> None:
+        self._client, self._process = client, process
+        self._logs: dict[tuple[int, ...], _Log] = {}
+        self._lock = threading.Lock()
+        self._error: str | None = None
+        self._is_raised = threading.Event()
+        self._is_over = threading.Event()
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._run, name="spmd-watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, and tells the others when this process ends."""
+        self._thread.start()
+        hook = sys.excepthook
+
+        def note_failure(kind: Any, error: BaseException, trace: Any) -> None:
+            hook(kind, error, trace)
+            if not issubclass(kind, SystemExit):
+                self._tell({"failed": _said_by(error)})
+                self._has_failed = True
+
+        sys.excepthook = note_failure
+        atexit.register(self.end)
+
+    def note(
+        self,
+        group: tuple[int, ...],
+        what: bytes,
+        line: str,
+        describe: Callable[[], list[str]],
+        *,
+        compares: bool,
+    ) -> None:
+        """Logs the start of a program, which follows.
+
+        Args:
+            group: the processes whose devices the program runs on, this one among them.
+            what: the program and its numbers, equal in processes that do the same.
+            line: the user's.
+            describe: see `Start`.
+            compares: whether to wait until the neighbour has come here, and compare now.
+
+        Raises:
+            ProcessError: the processes differ, one has failed, or with `compares` the neighbour
+                does not come within `config.process_timeout_s`.
+        """
+        self._raise_if_over()
+        with self._lock:
+            log = self._logs.get(group)
+            if log is None:
+                log = self._logs[group] = _Log(group, self._process)
+            start = log.add(what, line, describe)
+        if compares:
+            self._publish(log)
+            self._wait_for_neighbour(log, start)
+
+    def end(self) -> None:
+        """Tells the others that this process ends; registered to run at its end."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        if not self._has_failed and self._error is None:
+            self._tell({"ended": {log.key: log.count for log in self._logs.values()}})
+            return
+        # jax would wait for the others, which wait for what this process should have started.
+        time.sleep(1.0 if self._process else _GRACE_S)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _wait_for_neighbour(self, log: _Log, start: Start) -> None:
+        deadline = time.monotonic() + config.process_timeout_s
+        pause_s = 0.0005
+        while True:
+            published = self._published(log)
+            if published is not None and log.first_difference(published) is not None:
+                self._compare(log)
+            self._raise_if_over()
+            if published is not None and published["last"] >= start.number:
+                return
+            if time.monotonic() > deadline:
+                seen = (
+                    "has started none"
+                    if published is None
+                    else f"started number {published['last']} at {published['line']}"
+                )
+                raise ProcessError(
+                    "all processes start the same programs; this one is at number "
+                    f"{start.number}, {start.line}, and process {log.neighbour} {seen} and did not "
+                    f"come here within {config.process_timeout_s:g} s. Look at its output; raise "
+                    "config.process_timeout_s if it is only slow."
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.05)
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            self._is_raised.set()
+            raise ProcessError(self._error)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(config.compare_processes_every_s or 1.0):
+            try:
+                self._look()
+            except Exception as error:
+                if not self._is_over.is_set():
+                    self._stop(f"the store of jax's coordination service failed: {error}")
+            if self._error is not None:
+                if not self._is_raised.wait(_GRACE_S) and not self._is_over.is_set():
+                    print(f"spmd_core.ProcessError: {self._error}", file=sys.stderr, flush=True)
+                    os._exit(1)
+                return
+
+    def _look(self) -> None:
+        with self._lock:
+            logs = list(self._logs.values())
+        if config.compare_processes_every_s is not None:
+            for log in logs:
+                if log.count > log.num_published:
+                    self._publish(log)
+                self._compare(log)
+        for key, text in self._client.key_value_dir_get("spmd/notice/"):
+            self._read(int(key.rpartition("/")[2]), json.loads(text), logs)
+
+    def _publish(self, log: _Log) -> None:
+        with self._lock:
+            text, log.num_published = log.text(), log.count
+        self._client.key_value_set(
+            f"spmd/path/{log.key}/{self._process}", text, allow_overwrite=True
+        )
+
+    def _published(self, log: _Log) -> dict[str, Any] | None:
+        text = _found(self._client, f"spmd/path/{log.key}/{log.neighbour}")
+        return None if text is None else json.loads(text)
+
+    def _compare(self, log: _Log) -> None:
+        published = self._published(log)
+        start = None if published is None else log.first_difference(published)
+        if start is None:
+            return
+        with self._lock:
+            if self._error is not None:
+                return
+            self._tell({"asks": [log.neighbour, log.key, start.number]})
+            self._describe(log, start.number)
+        try:
+            said = self._client.blocking_key_value_get(
+                f"spmd/said/{log.key}/{start.number}/{log.neighbour}", round(_GRACE_S * 1000)
+            )
+            theirs = json.loads(said)
+        except Exception:
+            theirs = {"line": "an unknown line", "lines": []}
+        ours = {"line": start.line, "lines": start.describe()[:_MAX_LINES]}
+        self._stop(
+            _difference(
+                start.number, (self._process, ours), (log.neighbour, theirs), len(log.group)
+            )
+        )
+
+    def _describe(self, log: _Log, number: int) -> None:
+        found = next((s for s in log.starts if s.number == number), None)
+        if found is not None:
+            said = {"line": found.line, "lines": found.describe()[:_MAX_LINES]}
+            self._client.key_value_set(
+                f"spmd/said/{log.key}/{number}/{self._process}",
+                json.dumps(said),
+                allow_overwrite=True,
+            )
+
+    def _read(self, process: int, notice: dict[str, Any], logs: list[_Log]) -> None:
+        if process == self._process:
+            return
+        if "asks" in notice:
+            asked, key, number = notice["asks"]
+            for log in logs:
+                if asked == self._process and log.key == key:
+                    self._describe(log, number)
+        elif "failed" in notice:
+            self._stop(
+                f"all processes of a program end together; process {process} has failed: "
+                f"{notice['failed']}. Look at its output."
+            )
+        else:
+            for log in logs:
+                ended_at = notice["ended"].get(log.key, 0)
+                if process in log.group and log.count > ended_at:
+                    last = log.starts[-1]
+                    self._stop(
+                        "all processes start the same programs; "
+                        f"process {process} ended after number {ended_at}, and this one went on to "
+                        f"number {last.number} at {last.line}. "
+                        "Give every process the same number of steps."
+                    )
+
+    def _stop(self, text: str) -> None:
+        if self._error is None:
+            self._error = text
+            self._tell({"failed": text})
+
+    def _tell(self, notice: dict[str, Any]) -> None:
+        try:
+            self._client.key_value_set(
+                f"spmd/notice/{self._process}", json.dumps(notice), allow_overwrite=True
+            )
+        except Exception as error:  # process 0 is gone: jax ends all others then
+            print(f"spmd_core: no other process could be told: {error}", file=sys.stderr)
+
+
+def _said_by(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".rstrip(".")
+    return text if len(text) < 2000 else f"{text[:2000]}..."
+
+
+def _found(client: Any, key: str) -> str | None:
+    """A value of the store; None if there is none."""
+    try:
+        found: str = client.key_value_try_get(key)
+        return found
+    except Exception as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def _difference(
+    number: int,
+    ours: tuple[int, dict[str, Any]],
+    theirs: tuple[int, dict[str, Any]],
+    num_processes: int,
+) -> str:
+    """What two processes did at the first start at which they differ, the lower process first."""
+    said = []
+    pair = sorted((ours, theirs), key=lambda one: one[0])
+    mine, other = pair[0][1]["lines"], pair[1][1]["lines"]
+    at = next(
+        (i for i, (a, b) in enumerate(zip(mine, other)) if a != b), min(len(mine), len(other))
+    )
+    for process, what in pair:
+        lines = what["lines"]
+        operation = lines[at] if at < len(lines) else "nothing more"
+        said.append(f"process {process} at {what['line']} has {operation}")
+    return (
+        f"all {num_processes} processes start the same programs with the same numbers; number "
+        f"{number} differs from line {at + 1} of its description on: {'; '.join(said)}. Do not let "
+        "what is recorded, read or synced, a seed or a learning rate depend on the process "
+        "(spmd.debugging.source_lines() has each operation tell its line)."
+    )
+
+
+watch: Watch | None = None
+
+
+def note_transfer(what: str, line: str, group: tuple[int, ...]) -> None:
+    """Notes that this process and others exchange data outside of a program; does so in order.
+
+    Raises:
+        ProcessError: see `Watch.note`.
+    """
+    if watch is not None and len(group) > 1 and config.compare_processes_every_s is not None:
+        watch.note(group, what.encode(), line, lambda: [what], compares=True)
+
+
+def begin(client: Any, process: int) -> None:
+    """Starts the watch of this process, when it has joined the others."""
+    global watch
+    watch = Watch(client, process)
+    watch.start()

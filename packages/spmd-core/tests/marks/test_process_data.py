@@ -1,0 +1,74 @@
+"""`from_process_local` in one process; `system/test_processes.py` has what needs several."""
+
+import pytest
+import torch
+
+import spmd_core as spmd
+from spmd_core.marks import process_data
+from spmd_core.runtime import agreement
+
+
+@pytest.fixture
+def spec(num_devices):
+    return spmd.ShardingSpec(spmd.get_1d_mesh("x"), ("x", None), minibatch=True)
+
+
+@pytest.mark.one_device
+def test_one_process_gives_all_of_the_tensor(spec, num_devices):
+    host = torch.arange(6.0 * num_devices).reshape(3 * num_devices, 2)
+    got = spmd.from_process_local(host, spec)
+    before = spmd.metrics.counter("uploads")
+    host.add_(1)  # the tensor has its own data
+    assert torch.equal(got.cpu(), host - 1) and spmd.metrics.counter("uploads") == before
+    assert (
+        got.sharding is not None
+        and [s.data.shape for s in got.local_shards] == [(3, 2)] * num_devices
+    )
+    # All blocks are here, so that the rows need not divide.
+    uneven = spmd.from_process_local(torch.arange(10.0).reshape(5, 2).t().contiguous().t(), spec)
+    assert torch.equal(uneven.cpu(), torch.arange(10.0).reshape(5, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+def test_dtypes_stay(spec, dtype):
+    host = torch.arange(16).reshape(8, 2).to(dtype)
+    got = spmd.from_process_local(host, spec)
+    assert got.dtype is dtype and torch.equal(got.cpu(), host)
+
+
+def test_a_part_is_data_on_the_host(spec):
+    with pytest.raises(spmd.DeviceMismatchError, match=r"got a tensor on xla:0. Pass the CPU"):
+        spmd.from_process_local(torch.ones(8, 2, device="xla"), spec)
+    with pytest.raises(spmd.DataError, match=r"got a tensor that requires grad. Pass t.detach"):
+        spmd.from_process_local(torch.ones(8, 2, requires_grad=True), spec)
+    with pytest.raises(spmd.PartitionSpecError, match=r"2 entries for a tensor of rank 1"):
+        spmd.from_process_local(torch.ones(8), spec)
+
+
+def test_different_data_is_named_by_process(spec, monkeypatch):
+    asked = []
+
+    def different(topic, text, group):
+        asked.append(text)
+        return {0: text, 1: text.replace("float32[8, 2]", "float32[8, 3]"), 2: text}
+
+    monkeypatch.setattr(process_data.devices, "num_processes", lambda: 3)
+    monkeypatch.setattr(agreement, "disagreement", different)
+    monkeypatch.setattr(process_data, "_agreed", set())
+    data = [("a", torch.ones(8), one_dim(spec)), ("b", torch.ones(8, 2), spec)]
+    with pytest.raises(
+        spmd.DataError,
+        match=r"got from process 0, 2: b float32\[8, 2\] as \('x', None\); from process 1: b "
+        r"float32\[8, 3\] as .* Give each process equally many rows",
+    ):
+        process_data.check_alike(data)
+    assert len(asked) == 1
+    # Data on which they have agreed is not compared again.
+    monkeypatch.setattr(agreement, "disagreement", lambda *_: asked.append("") or {})
+    process_data.check_alike(data)
+    process_data.check_alike(data)
+    assert len(asked) == 2
+
+
+def one_dim(spec):
+    return spmd.ShardingSpec(spec.mesh, ("x",), minibatch=True)

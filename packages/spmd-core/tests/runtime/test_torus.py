@@ -1,0 +1,106 @@
+"""runtime/torus.py: a reduce-scatter over an axis that extends in three dims of a TPU's torus."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import spmd_core as spmd
+from spmd_core.program import compile_cache
+from spmd_core.runtime import torus
+
+
+def box(x, y, z):
+    """The coordinates of a slice's chips in the order of their ids, as libtpu numbers them."""
+    return np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)])
+
+
+def summed(parts, stages):
+    """What each position has after the stages; `parts` is (position, block)."""
+    held = [dict(enumerate(row)) for row in parts]
+    for groups in stages:
+        groups = groups or (tuple(range(len(held))),)
+        after = list(held)
+        for group in groups:
+            blocks = sorted(held[group[0]])
+            size = len(blocks) // len(group)
+            for i, position in enumerate(group):
+                own = blocks[i * size : (i + 1) * size]
+                after[position] = {b: sum(held[p][b] for p in group) for b in own}
+        held = after
+    return held
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("shape", [(2, 2, 2), (2, 2, 4), (4, 4, 4), (4, 4, 8), (2, 4, 8)])
+def test_each_position_gets_its_block_of_the_sum(shape):
+    coords = box(*shape)
+    stages = torus._stages(coords[:, None])
+    assert len(stages) == 2
+    for groups in stages:
+        assert sorted(itertools.chain(*groups)) == list(range(len(coords)))
+        assert all(torus._num_dims(coords[:, None], group) <= 2 for group in groups)
+    parts = np.random.default_rng(0).integers(0, 100, (len(coords), len(coords)))
+    for position, held in enumerate(summed(parts, stages)):
+        assert held == {position: parts[:, position].sum()}
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize(
+    ("coords", "reason"),
+    [
+        (box(2, 2, 1), "a plane"),
+        (box(1, 1, 8), "a line"),
+        # Every second step leaves the plane of the step before.
+        (np.array([(i % 2, i // 2 % 2, i % 3) for i in range(7)]), "no split"),
+    ],
+)
+def test_other_axes_scatter_at_once(coords, reason):
+    assert torus._stages(coords[:, None]) == (None,), reason
+
+
+@pytest.mark.one_device
+def test_an_axis_of_several(monkeypatch):
+    found = [SimpleNamespace(coords=tuple(map(int, c))) for c in box(2, 2, 4)]
+    monkeypatch.setattr(torus.devices, "all_devices", lambda: found)
+    torus.stages.cache_clear()
+    mesh = spmd.Mesh(range(16), (8, 2), ("fsdp", "tensor"))
+    # Along fsdp, the coordinates y and z change; along tensor, x.
+    assert torus.stages(mesh, 0) == torus.stages(mesh, 1) == (None,)
+    mesh = spmd.Mesh(range(16), (2, 8), ("fsdp", "tensor"))
+    assert torus.stages(mesh, 0) == (None,)
+    assert torus.stages(mesh, 1)[1] == ((0, 1), (2, 3), (4, 5), (6, 7))
+    monkeypatch.undo()
+    torus.stages.cache_clear()
+    assert torus.stages(spmd.Mesh(range(1), (1,), ("x",)), 0) == (None,)  # a CPU has no place
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 8), (13, 8)])
+def test_gradients_that_are_scattered_in_stages(shape, rows, columns, num_devices, monkeypatch):
+    if num_devices != 8:
+        pytest.skip("two stages need four devices along an axis")
+    axes = ("fsdp", "tensor")[: len(shape)]
+    mesh = spmd.Mesh(range(8), shape, axes)
+    half = shape[0] // 2
+    first = tuple(tuple(range(start, shape[0], 2)) for start in range(2))
+    second = tuple((2 * i, 2 * i + 1) for i in range(half))
+    in_stages = (first, second) if half > 1 else (None,)
+    monkeypatch.setattr(torus, "stages", lambda mesh, axis: in_stages if axis == 0 else (None,))
+    torch.manual_seed(0)
+    model, x = nn.Linear(columns, rows), torch.randn(16, 3, columns)
+    ours = nn.Linear(columns, rows)
+    ours.load_state_dict(model.state_dict())
+    ours.to("xla")
+    spmd.mark_sharding(ours.weight, mesh, axes)
+    spmd.mark_sharding(ours.bias, mesh, ("fsdp",))
+    ours(spmd.mark_sharding(x.to("xla"), mesh, ("fsdp",))).sin().sum().backward()
+    spmd.sync()
+    text = compile_cache.newest().lowered_text()
+    assert text.count("stablehlo.reduce_scatter") == 2 * len(in_stages)
+    model(x).sin().sum().backward()
+    for got, right in zip(ours.parameters(), model.parameters()):
+        torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,146 @@
+"""The watch over other processes, with a store in memory in place of jax's service."""
+
+import threading
+import time
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.runtime import agreement, watch
+from spmd_core.runtime.watch import Watch
+
+
+class Store:
+    """What the coordination service's client does, for all processes of this test."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise RuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def key_value_dir_get(self, folder):
+        return [item for item in self.values.items() if item[0].startswith(folder)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        end = time.monotonic() + timeout_in_ms / 1000
+        while key not in self.values:
+            if time.monotonic() > end:
+                raise RuntimeError("DEADLINE_EXCEEDED")
+            time.sleep(0.001)
+        return self.values[key]
+
+
+@pytest.fixture
+def pair():
+    store = Store()
+    return Watch(store, 0), Watch(store, 1)
+
+
+def starts(watch, *names, group=(0, 1), compares=False):
+    for what in names:
+        watch.note(
+            group,
+            what.encode(),
+            f"train.py:{ord(what[0])}",
+            lambda what=what: ["aten::mm of [-1, -2]", what],
+            compares=compares,
+        )
+
+
+def look(*watches):
+    """What the threads do, a few times each, as one may have to answer the other."""
+
+    def look_often(each):
+        for _ in range(10):
+            each._look()
+            time.sleep(0.005)
+
+    threads = [threading.Thread(target=look_often, args=(each,)) for each in watches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_equal_paths_pass(pair):
+    starts(pair[0], *"abcabc")
+    starts(pair[1], *"abca")
+    look(*pair)
+    starts(pair[1], *"bc")
+    # The neighbour is here, and has the same.
+    starts(pair[1], "d", group=(1,))
+    look(*pair)
+    assert pair[0]._error is None and pair[1]._error is None
+
+
+def test_the_first_difference_is_told_in_both(pair):
+    starts(pair[0], *"abcde")
+    starts(pair[1], *"abxdefg")
+    look(*pair)
+    for each in pair:
+        with pytest.raises(
+            spmd.ProcessError,
+            match=r"all 2 processes start the same programs with the same numbers; number 3 differs"
+            r" from line 2 of its description on: process 0 at train.py:99 has c; process 1 at "
+            r"train.py:120 has x. Do not let what is recorded, read or synced",
+        ):
+            starts(each, "z")
+
+
+def test_a_new_program_waits_for_the_neighbour(pair, monkeypatch):
+    other = threading.Timer(0.05, starts, (pair[1], "a"), {"compares": True})
+    other.start()
+    starts(pair[0], "a", compares=True)
+    other.join()
+    monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
+    with pytest.raises(
+        spmd.ProcessError,
+        match=r"this one is at number 2, train.py:98, and process 1 started number 1 at train.py:97"
+        r" and did not come here within 0.02 s. Look at its output; raise config.process_timeout_s",
+    ):
+        starts(pair[0], "b", compares=True)
+
+
+def test_a_failure_is_told_to_the_others(pair):
+    pair[1]._tell({"failed": watch._said_by(ValueError("no such file."))})
+    look(pair[0])
+    with pytest.raises(
+        spmd.ProcessError,
+        match=r"process 1 has failed: ValueError: no such file. Look at its output",
+    ):
+        starts(pair[0], "a")
+
+
+def test_a_process_may_end_when_it_has_done_what_the_others_did(pair):
+    starts(pair[0], *"ab")
+    starts(pair[1], *"ab")
+    pair[1].end()
+    look(pair[0])
+    starts(pair[0], "own", group=(0,))  # a program of this process alone
+    starts(pair[0], "c")
+    look(pair[0])
+    with pytest.raises(
+        spmd.ProcessError,
+        match=r"process 1 ended after number 2, and this one went on to number 3 at train.py:99. "
+        r"Give every process the same number of steps",
+    ):
+        starts(pair[0], "d")
+
+
+def test_old_starts_are_forgotten_and_far_ones_wait(pair):
+    starts(pair[0], *("a" * 500))
+    look(pair[0])
+    starts(pair[1], "a")
+    look(*pair)
+    assert pair[0]._error is None and len(pair[0]._logs[0, 1].starts) == watch._NUM_DESCRIBED
+
+
+def test_one_process_has_nothing_to_agree_on():
+    assert agreement.disagreement("data", "text", (0, 1)) == {}
