@@ -10,6 +10,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
 from spmd_core.steps import structures
 from spmd_data.matching import InputSharding, Leaf, matched, text
@@ -91,17 +92,19 @@ class Placement:
     def prepare(self, batch: Any) -> Prepared | None:
         """Finds the tensors of a batch and their shardings, and pads them.
 
-        Returns None in place of a dropped batch.
+        Returns None in place of a dropped batch. Processes that give parts of global tensors
+        compare these, so each must prepare its batches in the same order.
 
         Raises:
+            DataError: the processes' batches differ in structure, dtypes or shapes.
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), or the
                 batch is uneven and the policy is `ERROR`.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
         """
         batch, leaves = matched(batch, self.input_sharding)
         if self.uneven_batch is UnevenBatch.PAD:
-            return Prepared(*_padded(batch, leaves, self.full_rows))
-        if self.uneven_batch is not UnevenBatch.KEEP:
+            batch, leaves = _padded(batch, leaves, self.full_rows)
+        elif self.uneven_batch is not UnevenBatch.KEEP:
             uneven = [dim for leaf in leaves for dim in _uneven_dims(leaf)]
             if uneven and self.uneven_batch is UnevenBatch.DROP:
                 return None
@@ -113,6 +116,13 @@ class Placement:
                     "policy: uneven_batch='drop' leaves such a batch out, 'pad' fills it up and "
                     "adds a mask, 'keep' runs it as it is, 'error' raises this."
                 )
+        process_data.check_alike(
+            [
+                (text(leaf.path), leaf.tensor, leaf.spec)
+                for leaf in leaves
+                if leaf.spec is not None and _is_part(leaf.spec)
+            ]
+        )
         return Prepared(batch, leaves)
 
     def place(self, prepared: Prepared) -> Placed:
@@ -132,6 +142,8 @@ class Placement:
         if leaf.spec is None:
             # Uploaded later: the loop may still mark it.
             return leaf.tensor.to(self.device)
+        if _is_part(leaf.spec):
+            return process_data.global_tensor(leaf.tensor, leaf.spec)
         return upload_sharded(leaf.tensor, leaf.spec)
 
 
@@ -140,20 +152,33 @@ def is_spmd_device(device: torch.device) -> bool:
     return device.type == "xla"
 
 
+def _is_part(spec: spmd.ShardingSpec) -> bool:
+    """Whether tensors of this spec are one process's part of global ones."""
+    return spec.minibatch and spmd.process_count() > 1
+
+
 def _uneven_dims(leaf: Leaf) -> list[str]:
     """Describes each dim of a tensor that its number of shards does not divide."""
     where = f" of {text(leaf.path)}" if leaf.path else ""
     return [
         f"dim {dim}{where} with {size} rows for {shards} shards"
         for dim, size in enumerate(leaf.tensor.shape)
-        if size % (shards := _num_shards(leaf.spec, dim))
+        if size % (shards := _num_shards(leaf, dim))
     ]
 
 
-def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
-    """Number of blocks into which a spec splits a dim."""
+def _num_shards(leaf: Leaf, dim: int) -> int:
+    """Into how many blocks a dim of a tensor is split; of a process's part, into how many of its.
+
+    In a dim that each process has whole, these are all blocks.
+    """
+    spec = leaf.spec
     if spec is None:
         return 1
+    if _is_part(spec):
+        sharding = spmd.Sharding.of(spec.mesh, spec.partition_spec, leaf.tensor.ndim)
+        part = process_data.part_of(sharding)
+        return part.tiles[dim] if part.is_whole[dim] else len(part.blocks[dim])
     entry = spec.partition_spec[dim]
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     return math.prod(spec.mesh.mesh_shape[spec.mesh.axis_index(axis)] for axis in axes)
@@ -162,7 +187,7 @@ def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
 def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any, list[Leaf]]:
     """The batch with more rows, and its row mask."""
     with_spec = [leaf for leaf in leaves if leaf.spec is not None]
-    split = [leaf for leaf in with_spec if _num_shards(leaf.spec, 0) > 1] or with_spec
+    split = [leaf for leaf in with_spec if _num_shards(leaf, 0) > 1] or with_spec
     split = split or [leaf for leaf in leaves if leaf.tensor.ndim][:1]
     rows = {leaf.tensor.shape[0] for leaf in split}
     if len(rows) != 1:
@@ -173,7 +198,7 @@ def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any,
         )
     (num_rows,) = rows
     first = split[0].spec
-    shards = math.lcm(*(_num_shards(leaf.spec, 0) for leaf in split))
+    shards = math.lcm(*(_num_shards(leaf, 0) for leaf in split))
     wanted = max(num_rows, full_rows or 0)
     wanted += -wanted % shards
     tensors, padded = {}, []
