@@ -20,7 +20,11 @@ from spmd_data import MpDeviceLoader
 
 
 def transfer_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("spmd-data")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.is_alive() and thread.name.startswith("spmd-data")
+    ]
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> bool:

@@ -126,6 +126,7 @@ class MpDeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
+        is_spmd = is_spmd_device(self._placement.device)
         # In this thread: a shuffling DataLoader draws its seed from torch's generator, and the
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
@@ -141,9 +142,7 @@ class MpDeviceLoader:
             reuses_memory=self._transfer_threads == 1 and not _makes_each_anew(self._loader),
             stall_s=self._stall_s,
         )
-        num_unsynced = (
-            self._batches_per_execution if is_spmd_device(self._placement.device) else None
-        )
+        num_unsynced = self._batches_per_execution if is_spmd else None
         device_batches = _DeviceBatches(
             self._pipeline, self._position, self._counters, num_unsynced
         )

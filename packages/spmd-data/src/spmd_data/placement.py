@@ -96,12 +96,19 @@ class Placement:
         compare these, so each must prepare its batches in the same order.
 
         Raises:
-            DataError: the processes' batches differ in structure, dtypes or shapes.
-            DataError: `input_sharding` does not fit the batch (see `matching.matched`), or the
-                batch is uneven and the policy is `ERROR`.
+            DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
+                batch is uneven and the policy is `ERROR`, or the processes have different batches.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
         """
         batch, leaves = matched(batch, self.input_sharding)
+        # Before anything is decided: all processes then leave out, pad or refuse the same batches.
+        process_data.check_alike(
+            [
+                (text(leaf.path), leaf.tensor, leaf.spec)
+                for leaf in leaves
+                if leaf.spec is not None and _is_part(leaf.spec)
+            ]
+        )
         if self.uneven_batch is UnevenBatch.PAD:
             batch, leaves = _padded(batch, leaves, self.full_rows)
         elif self.uneven_batch is not UnevenBatch.KEEP:
@@ -116,13 +123,6 @@ class Placement:
                     "policy: uneven_batch='drop' leaves such a batch out, 'pad' fills it up and "
                     "adds a mask, 'keep' runs it as it is, 'error' raises this."
                 )
-        process_data.check_alike(
-            [
-                (text(leaf.path), leaf.tensor, leaf.spec)
-                for leaf in leaves
-                if leaf.spec is not None and _is_part(leaf.spec)
-            ]
-        )
         return Prepared(batch, leaves)
 
     def place(self, prepared: Prepared) -> Placed:
@@ -163,21 +163,16 @@ def _uneven_dims(leaf: Leaf) -> list[str]:
     return [
         f"dim {dim}{where} with {size} rows for {shards} shards"
         for dim, size in enumerate(leaf.tensor.shape)
-        if size % (shards := _num_shards(leaf, dim))
+        if size % (shards := _num_shards(leaf.spec, dim))
     ]
 
 
-def _num_shards(leaf: Leaf, dim: int) -> int:
-    """Into how many blocks a dim of a tensor is split; of a process's part, into how many of its.
-
-    In a dim that each process has whole, these are all blocks.
-    """
-    spec = leaf.spec
+def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
+    """Number of blocks into which a spec splits a dim, of those that are this process's part."""
     if spec is None:
         return 1
     if _is_part(spec):
-        sharding = spmd.Sharding.of(spec.mesh, spec.partition_spec, leaf.tensor.ndim)
-        part = process_data.part_of(sharding)
+        part = process_data.part_of(spec.mesh, spec.partition_spec)
         return part.tiles[dim] if part.is_whole[dim] else len(part.blocks[dim])
     entry = spec.partition_spec[dim]
     axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -187,7 +182,7 @@ def _num_shards(leaf: Leaf, dim: int) -> int:
 def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any, list[Leaf]]:
     """The batch with more rows, and its row mask."""
     with_spec = [leaf for leaf in leaves if leaf.spec is not None]
-    split = [leaf for leaf in with_spec if _num_shards(leaf, 0) > 1] or with_spec
+    split = [leaf for leaf in with_spec if _num_shards(leaf.spec, 0) > 1] or with_spec
     split = split or [leaf for leaf in leaves if leaf.tensor.ndim][:1]
     rows = {leaf.tensor.shape[0] for leaf in split}
     if len(rows) != 1:
@@ -198,7 +193,7 @@ def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any,
         )
     (num_rows,) = rows
     first = split[0].spec
-    shards = math.lcm(*(_num_shards(leaf, 0) for leaf in split))
+    shards = math.lcm(*(_num_shards(leaf.spec, 0) for leaf in split))
     wanted = max(num_rows, full_rows or 0)
     wanted += -wanted % shards
     tensors, padded = {}, []

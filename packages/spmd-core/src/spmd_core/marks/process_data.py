@@ -12,8 +12,8 @@ from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
 from spmd_core.program.leaves import marked_placement
 from spmd_core.runtime import agreement, buffers, devices, processes
-from spmd_core.sharding.mesh import check_devices
-from spmd_core.sharding.partition_spec import ShardingSpec
+from spmd_core.sharding.mesh import Mesh, check_devices
+from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
 from spmd_core.sharding.process_parts import ProcessPart, process_part
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -62,7 +62,8 @@ def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
     """Checks that all processes are about to give parts of the same global tensors.
 
     Communicates only about data whose dtypes, shapes and shardings it has not seen before; then all
-    processes of the mesh must come here.
+    processes of the mesh must come here. Parts that do not divide into blocks are compared, too, so
+    that all processes find the same wrong.
 
     Args:
         data: the name, the process's part and the spec of each tensor, such as those of a batch.
@@ -73,10 +74,9 @@ def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
     texts, group = [], set()
     for name, t, spec in data:
         part, sharding = _part(t, spec)
-        shape = part.global_shape(tuple(t.shape))
+        sizes = ", ".join(map(str, part.scaled_shape(tuple(t.shape))))
         texts.append(
-            f"{name} {str(t.dtype).removeprefix('torch.')}{list(shape)} "
-            f"as {sharding.partition_spec}"
+            f"{name} {str(t.dtype).removeprefix('torch.')}[{sizes}] as {sharding.partition_spec}"
         )
         group.add(part.processes)
     if devices.num_processes() == 1 or not texts:
@@ -146,15 +146,22 @@ def _part(t: torch.Tensor, spec: ShardingSpec) -> tuple[ProcessPart, Sharding]:
         )
     dtypes.to_jax(t.dtype)
     sharding = Sharding.of(spec.mesh, spec.partition_spec, t.dim())
-    return part_of(sharding), sharding
+    return _part_of(sharding), sharding
+
+
+def part_of(mesh: Mesh, partition_spec: PartitionSpec) -> ProcessPart:
+    """What this process holds of tensors with as many dims as the spec has entries.
+
+    See `process_part` for its errors.
+    """
+    return _part_of(Sharding.of(mesh, partition_spec, len(partition_spec)))
 
 
 @functools.lru_cache(maxsize=1024)
-def part_of(sharding: Sharding) -> ProcessPart:
-    """What this process holds of tensors of a sharding. See `process_part` for its errors."""
+def _part_of(sharding: Sharding) -> ProcessPart:
     check_devices(sharding.mesh, devices.global_runtime_device_count())
     process_of = [devices.process_of(i) for i in range(devices.global_runtime_device_count())]
     return process_part(sharding, process_of, processes.process_index())
 
 
-devices.on_exchange.append(part_of.cache_clear)
+devices.on_exchange.append(_part_of.cache_clear)

@@ -32,7 +32,7 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """
     host = t.detach().resolve_conj().resolve_neg()
     if spec.minibatch and devices.num_processes() > 1:
-        return start_upload(apply_sharding(host, spec))
+        return apply_sharding(host, spec)
     if host.device.type != "cpu":
         return start_upload(apply_sharding(host.to("xla"), spec))
     devices.require_spmd("upload_sharded")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -49,10 +50,14 @@ class ProcessPart:
                     f"Use {size - size % len(blocks)} or {size + len(blocks) - size % len(blocks)} "
                     "in each process, for instance by leaving out or padding the last batch."
                 )
+        return tuple(map(int, self.scaled_shape(local_shape)))
+
+    def scaled_shape(self, local_shape: Shape) -> tuple[Fraction, ...]:
+        """The shape of the global tensor; with fractions where the blocks are not of one size."""
         return tuple(
-            size if whole else size // len(blocks) * tiles
+            Fraction(size) if whole else Fraction(size * tiles, len(blocks))
             for size, blocks, tiles, whole in zip(
-                local_shape, self.blocks, self.tiles, self.is_whole
+                local_shape, self.blocks, self.tiles, self.is_whole, strict=True
             )
         )
 
