@@ -20,7 +20,11 @@ from spmd_data import MpDeviceLoader
 
 
 def transfer_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.is_alive() and thread.name.startswith("spmd-data")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.is_alive() and thread.name.startswith("spmd-data")
+    ]
 
 
 def wait_until(condition: Any, seconds: float = 10.0) -> bool:
@@ -112,7 +116,7 @@ def test_a_second_iteration_starts_afresh_and_ends_the_first() -> None:
         assert [next(first), next(first)] == [0, 1]
         second = iter(loader)
         assert source.is_closed
-        assert len(transfer_threads()) == 2
+        assert wait_until(lambda: len(transfer_threads()) == 2)
         assert [next(second), next(second)] == [0, 1]
         with pytest.raises(
             RuntimeError, match=r"got next\(\) on one that has ended so\. Use the newest iterator"
@@ -195,6 +199,7 @@ class Stateful(Endless):
 def test_without_prefetch_the_wrapped_loader_is_never_read_ahead() -> None:
     source = Stateful(fail_at=3)
     loader = MpDeviceLoader(source, "cpu", prefetch=0)
+    assert wait_until(lambda: not transfer_threads())  # those of the test before
     for index, batch in zip(range(3), loader):
         assert (
             int(batch) == index

@@ -96,7 +96,7 @@ def test_a_dict_sharding_needs_dict_batches() -> None:
         match=r"the input batch must be a dict when input_sharding is a dict; "
         r"got a batch of type tuple for the keys \['x'\]",
     ):
-        placement({"x": spec}).place((torch.zeros(8),))
+        placement({"x": spec}).prepare((torch.zeros(8),))
 
 
 def test_a_key_without_a_sharding_is_named() -> None:
@@ -106,7 +106,7 @@ def test_a_key_without_a_sharding_is_named() -> None:
         match=r"^input_sharding must .* the keys \['y', 'z'\] are missing from it, "
         r"got \['x'\]\. Add them",
     ) as caught:
-        placement({"x": spec}).place({"x": torch.zeros(8), "y": torch.zeros(8), "z": 1})
+        placement({"x": spec}).prepare({"x": torch.zeros(8), "y": torch.zeros(8), "z": 1})
     assert isinstance(caught.value, KeyError) and caught.value.missing == ["y", "z"]
     assert isinstance(caught.value, SpmdError)
 
@@ -117,10 +117,10 @@ def test_an_uneven_batch_is_an_error_or_dropped_when_asked() -> None:
     uneven = {"x": torch.zeros(12, 3), "y": 5}
     message = r"got dim 0 of batch\['x'\] with 12 rows for 8 shards\. Let the DataLoader drop"
     with pytest.raises(DataError, match=message):
-        placement({"x": spec, "y": None}, UnevenBatch.ERROR).place(uneven)
+        placement({"x": spec, "y": None}, UnevenBatch.ERROR).prepare(uneven)
     with pytest.raises(DataError, match=r"got dim 0 of batch\['x'\] with 12 rows for 8 shards"):
-        placement(spec, UnevenBatch.ERROR).place(uneven)
-    assert placement(spec, UnevenBatch.DROP).place(uneven) is None
+        placement(spec, UnevenBatch.ERROR).prepare(uneven)
+    assert placement(spec, UnevenBatch.DROP).prepare(uneven) is None
 
 
 def test_the_error_names_the_policies_and_each_can_be_taken() -> None:
@@ -131,15 +131,15 @@ def test_the_error_names_the_policies_and_each_can_be_taken() -> None:
         match=r"got dim 0 of batch\[0\] with 5 rows for 8 shards\. Let the DataLoader drop .*"
         r"uneven_batch='drop' leaves .*'pad' fills .*'keep' runs .*'error' raises this",
     ):
-        placement(spec, UnevenBatch.ERROR).place((x,))
-    assert placement(spec, UnevenBatch.DROP).place((x,)) is None
+        placement(spec, UnevenBatch.ERROR).prepare((x,))
+    assert placement(spec, UnevenBatch.DROP).prepare((x,)) is None
 
 
 def eager(batch: Any, full_rows: int | None) -> Any:
     """Pads without devices."""
-    placed = Placement(torch.device("cpu"), None, UnevenBatch.PAD, full_rows).place(batch)
-    assert placed is not None
-    return placed.batch
+    prepared = Placement(torch.device("cpu"), None, UnevenBatch.PAD, full_rows).prepare(batch)
+    assert prepared is not None
+    return prepared.batch
 
 
 def test_padding_repeats_the_last_row_and_adds_a_mask() -> None:
@@ -170,4 +170,4 @@ def test_what_cannot_be_padded_is_an_error() -> None:
         (Pair(x, 1), rows, r"to dicts, lists, tuples and tensors; got a batch of type Pair\."),
     ):
         with pytest.raises(DataError, match=message):
-            placement(sharding, UnevenBatch.PAD).place(batch)
+            placement(sharding, UnevenBatch.PAD).prepare(batch)

@@ -91,7 +91,8 @@ def report(sums: dict[str, float], *, prefetch: int, transfer_threads: int) -> s
             "transfer",
             sums["transfer_s"],
             mean["transfer_ms"],
-            f"{transfer_threads} threads, {mean['megabytes']:.2f} MB per batch",
+            f"{transfer_threads} thread{'s' * (transfer_threads > 1)}, "
+            f"{mean['megabytes']:.2f} MB per batch",
         ),
         ("first waits", sums["first_wait_s"], None, "one in each iteration"),
         ("loop waits", sums["wait_s"], mean["wait_ms"], f"{mean['wait_share']:.1%} of its time"),

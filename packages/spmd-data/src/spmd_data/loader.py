@@ -60,7 +60,8 @@ class MpDeviceLoader:
         transfer_threads: threads that move batches to the device. More than one pays where one
             copy does not fill the connection; then `prefetch` should be larger, too, and `loader`
             must not write to a batch that it has given. (With one thread it may: unless it is a
-            torch DataLoader, it is asked for the next batch when the last one has been copied.)
+            DataLoader with worker processes, it is asked for the next batch when the last one has
+            been copied.)
         batches_per_execution: number of batches whose steps are sent to the device as one program,
             at least 1.
         uneven_batch: what to do with a batch in which the size of a sharded dim is not divisible by
@@ -126,24 +127,19 @@ class MpDeviceLoader:
     def __iter__(self) -> Iterator[Any]:
         self.close()
         is_spmd = is_spmd_device(self._placement.device)
-        if self._transfer_threads > 1 and is_spmd and spmd.process_count() > 1:
-            raise DataError(
-                "several processes move their parts of the batches in one order; got "
-                f"transfer_threads={self._transfer_threads}. Leave it out."
-            )
         # In this thread: a shuffling DataLoader draws its seed from torch's generator, and the
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
         self._position = _Position(self._source, state)
         self._pipeline = Pipeline(
             batches,
+            self._placement.prepare,
             self._placement.place,
             after_read=self._source.after_read,
             prefetch=self._prefetch,
             transfer_threads=self._transfer_threads,
             counters=self._counters,
-            # A DataLoader makes each batch anew, as does whoever asks for several threads.
-            reuses_memory=self._transfer_threads == 1 and not isinstance(self._loader, DataLoader),
+            reuses_memory=self._transfer_threads == 1 and not _makes_each_anew(self._loader),
             stall_s=self._stall_s,
         )
         num_unsynced = self._batches_per_execution if is_spmd else None
@@ -306,6 +302,12 @@ class _DeviceBatches(Iterator[Any]):
         # A `StepTrace` around the step has already synced at its end.
         if not spmd.profiler.take_step_mark():
             spmd.sync()
+
+
+def _makes_each_anew(loader: Iterable[Any]) -> bool:
+    """Whether no batch of a loader lies in the memory of an earlier one."""
+    # A batch of a worker process comes in shared memory of its own.
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
 def _checked_count(name: str, value: int, *, least: int = 1) -> int:

@@ -54,7 +54,9 @@ class Pipeline:
 
     Args:
         source: gives the batches on the host.
-        place: moves one to the device; returns None for one to be left out.
+        prepare: checks a batch, in the source's order; returns what `place` takes, or None for a
+            batch to be left out.
+        place: moves one to the device.
         after_read: called after each batch of the source and at its end, where the source is read;
             its result travels with the batch.
         prefetch: batches that may be ahead of the training loop. With 0 there are no threads: `get`
@@ -69,7 +71,8 @@ class Pipeline:
     def __init__(
         self,
         source: Iterator[Any],
-        place: Callable[[Any], Placed | None],
+        prepare: Callable[[Any], Any | None],
+        place: Callable[[Any], Placed],
         *,
         after_read: Callable[[], Any],
         prefetch: int,
@@ -79,7 +82,8 @@ class Pipeline:
         stall_s: float,
     ) -> None:
         self._source: Iterator[Any] | None = source
-        self._place_batch, self._after_read = place, after_read
+        self._prepare_batch, self._place_batch = prepare, place
+        self._after_read = after_read
         self._prefetch, self._counters, self._stall_s = prefetch, counters, stall_s
         self._reuses_memory, self._num_read = reuses_memory, 0
         self._slots: deque[Slot] = deque()  # in the source's order
@@ -188,10 +192,11 @@ class Pipeline:
                     if self._is_stopped:
                         break
                     self._slots.append(slot)
-                    if slot.is_ready:
-                        break
-                    self._unplaced.append(slot)
+                    if not slot.is_ready:
+                        self._unplaced.append(slot)
                     self._changed.notify_all()
+                if slot.is_end or (slot.is_ready and slot.error is not None):
+                    break
                 del slot  # or this frame would hold the batch while it waits for the next
         finally:
             with self._changed:
@@ -214,7 +219,7 @@ class Pipeline:
             del slot
 
     def _read(self) -> Slot:
-        """Pulls one batch. A slot that is ready at once holds the end or an exception."""
+        """Pulls one batch. A slot that is ready at once has none that is to be moved."""
         assert self._source is not None
         start = time.perf_counter()
         slot = Slot(self._num_read)
@@ -222,38 +227,41 @@ class Pipeline:
             slot.batch = next(self._source)
             self._num_read = slot.number = slot.number + 1
         except StopIteration:
-            slot.is_end = slot.is_ready = True
+            slot.is_end = True
         except BaseException as error:  # SystemExit too, or the loop would wait forever
-            slot.error, slot.is_ready = error, True
+            slot.error = error
         self._counters.add("read_s", time.perf_counter() - start)
         if slot.error is None:
-            try:
-                slot.state = self._after_read()
-            except BaseException as error:
-                slot.error, slot.is_ready, slot.batch = error, True, None
+            slot.state = self._try(slot, self._after_read)
+        if slot.error is None and not slot.is_end:
+            host, slot.batch = slot.batch, None
+            slot.batch = self._try(slot, lambda: self._prepare_batch(host))
+            slot.is_dropped = slot.batch is None
+        slot.is_ready = slot.is_end or slot.is_dropped or slot.error is not None
         return slot
 
     def _place(self, slot: Slot) -> None:
         """Moves a slot's batch to the device."""
         start = time.perf_counter()
-        host, slot.batch = slot.batch, None
+        prepared, slot.batch = slot.batch, None
+        placed = self._try(slot, lambda: self._place_batch(prepared))
+        if placed is not None:
+            slot.batch = placed.batch
+            self._counters.add("bytes", placed.num_bytes)
+        self._counters.add("transfer_s", time.perf_counter() - start)
+
+    def _try(self, slot: Slot, function: Callable[[], Any]) -> Any:
+        """The function's result; None if it raised, which the slot then has as its error."""
         try:
-            placed = self._place_batch(host)
+            return function()
         except StopIteration as error:  # would look like the end of the data
             slot.error = RuntimeError(
                 "a batch could not be moved to the device: StopIteration was raised on the way"
             )
             slot.error.__cause__ = error
-            return
         except BaseException as error:
             slot.error = error
-            return
-        if placed is None:
-            slot.is_dropped = True
-        else:
-            slot.batch = placed.batch
-            self._counters.add("bytes", placed.num_bytes)
-        self._counters.add("transfer_s", time.perf_counter() - start)
+        return None
 
     def _wait_for_room(self) -> bool:
         """Waits until another slot may be made; returns False once the pipeline is stopped."""

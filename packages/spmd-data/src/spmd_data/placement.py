@@ -38,6 +38,19 @@ class UnevenBatch(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch on the host that is ready to be moved.
+
+    Attributes:
+        batch: the structure.
+        leaves: its tensors.
+    """
+
+    batch: Any
+    leaves: list[Leaf]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
     """A batch on the device.
 
@@ -76,11 +89,11 @@ class Placement:
                 f"the device {str(self.device)!r}. Pass device='xla', or leave input_sharding out."
             )
 
-    def place(self, batch: Any) -> Placed | None:
-        """Returns the same structure with its tensors on the device and sharded.
+    def prepare(self, batch: Any) -> Prepared | None:
+        """Finds the tensors of a batch and their shardings, and pads them.
 
-        Tensors are copied from host memory straight to their shards; when this returns, the host's
-        memory may be used for something else. Returns None in place of a dropped batch.
+        Returns None in place of a dropped batch. Processes that give parts of global tensors
+        compare these, so each must prepare its batches in the same order.
 
         Raises:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
@@ -93,7 +106,7 @@ class Placement:
             [
                 (text(leaf.path), leaf.tensor, leaf.spec)
                 for leaf in leaves
-                if leaf.spec is not None and leaf.spec.minibatch
+                if leaf.spec is not None and _is_part(leaf.spec)
             ]
         )
         if self.uneven_batch is UnevenBatch.PAD:
@@ -110,23 +123,38 @@ class Placement:
                     "policy: uneven_batch='drop' leaves such a batch out, 'pad' fills it up and "
                     "adds a mask, 'keep' runs it as it is, 'error' raises this."
                 )
+        return Prepared(batch, leaves)
+
+    def place(self, prepared: Prepared) -> Placed:
+        """Returns the same structure with its tensors on the device and sharded.
+
+        Tensors are copied from host memory straight to their shards; when this returns, the host's
+        memory may be used for something else. May be called in several threads.
+        """
         # By identity: one tensor that occurs twice is moved once.
-        placed = {id(leaf.tensor): self._placed(leaf) for leaf in leaves}
+        placed = {id(leaf.tensor): self._placed(leaf) for leaf in prepared.leaves}
         return Placed(
-            structures.map_tensors(batch, lambda tensor: placed[id(tensor)]),
-            sum(leaf.tensor.nbytes for leaf in leaves),
+            structures.map_tensors(prepared.batch, lambda tensor: placed[id(tensor)]),
+            sum(leaf.tensor.nbytes for leaf in prepared.leaves),
         )
 
     def _placed(self, leaf: Leaf) -> torch.Tensor:
         if leaf.spec is None:
             # Uploaded later: the loop may still mark it.
             return leaf.tensor.to(self.device)
+        if _is_part(leaf.spec):
+            return process_data.global_tensor(leaf.tensor, leaf.spec)
         return upload_sharded(leaf.tensor, leaf.spec)
 
 
 def is_spmd_device(device: torch.device) -> bool:
     """Whether operations on `device` are recorded and run as sharded programs."""
     return device.type == "xla"
+
+
+def _is_part(spec: spmd.ShardingSpec) -> bool:
+    """Whether tensors of this spec are one process's part of global ones."""
+    return spec.minibatch and spmd.process_count() > 1
 
 
 def _uneven_dims(leaf: Leaf) -> list[str]:
@@ -143,7 +171,7 @@ def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
     """Number of blocks into which a spec splits a dim, of those that are this process's part."""
     if spec is None:
         return 1
-    if spec.minibatch and spmd.process_count() > 1:
+    if _is_part(spec):
         part = process_data.part_of(spec.mesh, spec.partition_spec)
         return part.tiles[dim] if part.is_whole[dim] else len(part.blocks[dim])
     entry = spec.partition_spec[dim]
