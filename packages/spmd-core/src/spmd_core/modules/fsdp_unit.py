@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from spmd_core.marks.marking import mark_sharding, marked_gradient
 from spmd_core.modules.checkpointing import barrier, in_backward, inner_forward
 from spmd_core.modules.regather import Regather, outer_hooks
+from spmd_core.recording.second_runs import awaited
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding
@@ -223,8 +224,10 @@ class Unit:
         ]
         parameters = {id(ref.parameter): (ref.parameter, plan) for ref, plan in refs}
         if in_backward():
-            # The second run of a checkpoint, which must not share its gathers with the first.
-            shards = barrier([p for p, _ in parameters.values()]) if parameters else []
+            # The second run of a checkpoint, which must not share its gathers with the first, nor
+            # gather before the gradient has come for which it waits.
+            own = [p for p, _ in parameters.values()]
+            shards = barrier([*own, *awaited()])[: len(own)] if own else []
         else:
             shards = [p for p, _ in parameters.values()]
         whole = {

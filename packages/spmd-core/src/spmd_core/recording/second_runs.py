@@ -15,10 +15,10 @@ import torch
 from jax import lax
 
 from spmd_core.graph import values
-from spmd_core.graph.storage import lock, read
+from spmd_core.graph.storage import Storage, lock, read
 from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.recording.calls import known
-from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 
 class _SecondRun:
@@ -35,10 +35,20 @@ class _SecondRun:
         self._own: set[Value] = set()
 
     def __call__(self, node: Value, operands: Sequence[Value]) -> Sequence[Value]:
-        if threading.get_ident() != self._thread:
+        if not self.is_here:
             return operands
         self._own.add(node)
         return tuple(self._own_or_apart(value) for value in operands)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread records the run."""
+        return threading.get_ident() == self._thread
+
+    @property
+    def after(self) -> Value | None:
+        """What the program computes before this run."""
+        return self._after
 
     def _own_or_apart(self, value: Value) -> Value:
         node = value.parent or value
@@ -95,3 +105,11 @@ def second_run(arguments: Sequence[Any], after: torch.Tensor | None) -> Iterator
         yield
     finally:
         values.second_run = around
+
+
+def awaited() -> list[XLAShardedTensor]:
+    """The tensor that this thread's second run waits for, in a list that is else empty."""
+    running = values.second_run
+    if not isinstance(running, _SecondRun) or not running.is_here or running.after is None:
+        return []
+    return [wrap(Storage(running.after, running.after.spec))]
