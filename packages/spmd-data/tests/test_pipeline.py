@@ -64,7 +64,7 @@ class Numbers(Dataset):
 def pipeline(source: Iterator[Any], place: Any = None, **options: Any) -> Pipeline:
     made = Pipeline(
         source,
-        lambda batch: batch,
+        lambda batch, noted: batch,
         place or (lambda batch: Placed(batch, 0)),
         **{
             "after_read": lambda: None,

@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -133,7 +134,9 @@ class MpDeviceLoader:
         self._position = _Position(self._source, state)
         self._pipeline = Pipeline(
             batches,
-            self._placement.prepare,
+            lambda batch, noted: self._placement.prepare(
+                batch, partial(self._source.row_mask, state, noted)
+            ),
             self._placement.place,
             after_read=self._source.after_read,
             prefetch=self._prefetch,

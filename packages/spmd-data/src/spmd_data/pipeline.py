@@ -54,8 +54,8 @@ class Pipeline:
 
     Args:
         source: gives the batches on the host.
-        prepare: checks a batch, in the source's order; returns what `place` takes, or None for a
-            batch to be left out.
+        prepare: checks a batch, in the source's order, and also gets what `after_read` said of it;
+            returns what `place` takes, or None for a batch to be left out.
         place: moves one to the device.
         after_read: called after each batch of the source and at its end, where the source is read;
             its result travels with the batch.
@@ -71,7 +71,7 @@ class Pipeline:
     def __init__(
         self,
         source: Iterator[Any],
-        prepare: Callable[[Any], Any | None],
+        prepare: Callable[[Any, Any], Any | None],
         place: Callable[[Any], Placed],
         *,
         after_read: Callable[[], Any],
@@ -235,7 +235,7 @@ class Pipeline:
             slot.state = self._try(slot, self._after_read)
         if slot.error is None and not slot.is_end:
             host, slot.batch = slot.batch, None
-            slot.batch = self._try(slot, lambda: self._prepare_batch(host))
+            slot.batch = self._try(slot, lambda: self._prepare_batch(host, slot.state))
             slot.is_dropped = slot.batch is None
         slot.is_ready = slot.is_end or slot.is_dropped or slot.error is not None
         return slot

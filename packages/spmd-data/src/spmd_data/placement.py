@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class UnevenBatch(enum.StrEnum):
     there is one shape, and adds a mask to every batch: bool of shape (rows,), False for padding,
     sharded like the rows. It is the key `row_mask` of a dict, the last item of a list or tuple, and
     beside a lone tensor in a tuple. Tensors that have as many rows as the sharded ones are padded.
+    Rows that a `ShardedSampler` with the tail "pad" repeated are False, too.
     """
 
     KEEP = "keep"
@@ -89,11 +90,18 @@ class Placement:
                 f"the device {str(self.device)!r}. Pass device='xla', or leave input_sharding out."
             )
 
-    def prepare(self, batch: Any) -> Prepared | None:
+    def prepare(
+        self, batch: Any, row_mask: Callable[[int], torch.Tensor | None] | None = None
+    ) -> Prepared | None:
         """Finds the tensors of a batch and their shardings, and pads them.
 
         Returns None in place of a dropped batch. Processes that give parts of global tensors
         compare these, so each must prepare its batches in the same order.
+
+        Args:
+            batch: on the host.
+            row_mask: of a number of rows, as many as the batch has: which are no padding already;
+                None if none are. `UnevenBatch.PAD` asks it.
 
         Raises:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
@@ -110,7 +118,7 @@ class Placement:
             ]
         )
         if self.uneven_batch is UnevenBatch.PAD:
-            batch, leaves = _padded(batch, leaves, self.full_rows)
+            batch, leaves = _padded(batch, leaves, self.full_rows, row_mask)
         elif self.uneven_batch is not UnevenBatch.KEEP:
             uneven = [dim for leaf in leaves for dim in _uneven_dims(leaf)]
             if uneven and self.uneven_batch is UnevenBatch.DROP:
@@ -179,7 +187,12 @@ def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
     return math.prod(spec.mesh.mesh_shape[spec.mesh.axis_index(axis)] for axis in axes)
 
 
-def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any, list[Leaf]]:
+def _padded(
+    batch: Any,
+    leaves: list[Leaf],
+    full_rows: int | None,
+    row_mask: Callable[[int], torch.Tensor | None] | None,
+) -> tuple[Any, list[Leaf]]:
     """The batch with more rows, and its row mask."""
     with_spec = [leaf for leaf in leaves if leaf.spec is not None]
     split = [leaf for leaf in with_spec if _num_shards(leaf.spec, 0) > 1] or with_spec
@@ -211,6 +224,9 @@ def _padded(batch: Any, leaves: list[Leaf], full_rows: int | None) -> tuple[Any,
             )
         padded.append(made)
     mask = torch.arange(wanted) < num_rows
+    own = None if row_mask is None else row_mask(num_rows)
+    if own is not None:
+        mask[:num_rows] = own
     spec = first and dataclasses.replace(first, partition_spec=first.partition_spec[:1])
     batch = structures.map_tensors(batch, lambda tensor: tensors[id(tensor)])
     return _with_mask(batch, mask), [*padded, Leaf((ROW_MASK,), mask, spec)]

@@ -85,6 +85,16 @@ class Source(abc.ABC):
         """
         return {**state, "batches": state["batches"] + number}
 
+    def row_mask(self, state: dict[str, Any], noted: Any, count: int) -> torch.Tensor | None:
+        """Which rows of a batch are no padding of the sampler; None if all are samples.
+
+        Args:
+            state: of the iteration's beginning.
+            noted: what `after_read` said of the batch.
+            count: its rows.
+        """
+        return None
+
     def end_epoch(self) -> None:
         """Counts an epoch whose every batch was given."""
         self.epoch += 1
@@ -346,6 +356,12 @@ class ShardedSource(IndexedSource):
     def advanced(self, state: dict[str, Any], number: int, noted: Any) -> dict[str, Any]:
         samples = state["samples"] + noted * self._sampler.num_parts
         return {**Source.advanced(self, state, number, noted), "samples": samples}
+
+    def row_mask(self, state: dict[str, Any], noted: Any, count: int) -> torch.Tensor | None:
+        if not hasattr(self._sampler, "row_mask"):
+            return None
+        first = state["samples"] // self._sampler.num_parts + noted - count
+        return torch.as_tensor(self._sampler.row_mask(first, count))
 
     def end_epoch(self) -> None:
         self._sampler.set_epoch(self._sampler.epoch + 1)
