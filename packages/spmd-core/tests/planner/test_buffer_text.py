@@ -85,3 +85,20 @@ def test_a_compiler_that_writes_nothing(tmp_path):
 def test_without_live_ranges_there_is_no_peak(tmp_path):
     (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(TPU)
     assert buffer_text.read(tmp_path).live_at_peak() == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("parameter 7, shape |f32[8]| at ShapeIndex {}", 7),
+        ("parameter 7", 7),
+        ("parameter 0, shape |f32[2,128]| at ShapeIndex {12}", 12),
+        ("parameter 0, shape |(f64[3], f32[2,128])|", -1),
+    ],
+)
+def test_arguments_by_themselves_and_in_a_tuple(tmp_path, kind, argument):
+    """From 2,001 arguments on, a TPU's program gets them as one tuple."""
+    text = TPU.replace("parameter 1, shape |f32[32,32]| at ShapeIndex {}", kind)
+    (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(text)
+    (tmp_path / "m.after_optimizations-live-range.txt").write_text(RANGES)
+    assert buffer_text.read(tmp_path).allocations[0].parameter == argument

@@ -15,7 +15,12 @@ from spmd_core.errors import PlanError
 _ALLOCATION = re.compile(
     r"^allocation \d+: size (?P<size>\d+)(?:, color (?P<color>\d+))?(?P<kind>.*):$"
 )
-_PARAMETER = re.compile(r"\bparameter (\d+)\b")
+_PARAMETER = re.compile(
+    r"\bparameter (?P<number>\d+)(?:, shape \|(?P<tuple>\()?[^|]*\|"
+    r"(?: at ShapeIndex \{(?P<index>\d*)\})?)?"
+)
+# The table of a tuple of arguments, which is none of them.
+_TABLE = -1
 _VALUE = re.compile(
     r"^ value: <\d+ (?P<name>\S+) @-?\d+> \(size=(?P<size>\d+),offset=(?P<offset>\d+)\): "
     r"(?P<shape>.*)$"
@@ -54,7 +59,8 @@ class Allocation:
 
     Attributes:
         size: bytes.
-        parameter: which parameter of the program lies in it; None for others.
+        parameter: which argument of the program lies in it, also where they are one tuple; negative
+            for the table of that tuple; None for others.
         is_output: whether a result of the program lies in it.
         is_constant: whether a constant does.
         values: what lies in it; the values of temporaries share it over time.
@@ -160,6 +166,15 @@ def read(folder: str | Path) -> Buffers:
     )
 
 
+def _argument(kind: str) -> int | None:
+    found = _PARAMETER.search(kind)
+    if found is None:
+        return None
+    if found["index"]:
+        return int(found["index"])
+    return _TABLE if found["tuple"] else int(found["number"])
+
+
 def _allocations(lines: Iterable[str]) -> tuple[Allocation, ...]:
     found: list[Allocation] = []
     current: tuple[re.Match[str], list[Value]] | None = None
@@ -171,11 +186,10 @@ def _allocations(lines: Iterable[str]) -> tuple[Allocation, ...]:
         kind = header["kind"]
         if int(header["color"] or _MAIN) != _MAIN or "thread-local" in kind:
             return
-        parameter = _PARAMETER.search(kind)
         found.append(
             Allocation(
                 int(header["size"]),
-                None if parameter is None else int(parameter[1]),
+                _argument(kind),
                 "maybe-live-out" in kind or "output shape" in kind,
                 ", constant" in kind,
                 tuple(values),
