@@ -1,5 +1,12 @@
 """Tests `sharded_dataloader`: this process's part of each batch, and its options."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,3 +42,39 @@ def test_an_axis_without_a_mesh() -> None:
     with pytest.raises(DataError, match=r"got axis='data' and no mesh\. Pass the mesh, or axis="):
         sharded_dataloader([1], None, "data", batch_size=1)
     assert len(sharded_dataloader([1], None, None, batch_size=1)) == 1
+
+
+_KILLED = """
+import os, sys
+from spmd_data import sharded_dataloader
+from spmd_data.synthetic import SyntheticTokens
+
+if __name__ == "__main__":
+    tokens = SyntheticTokens(64, seq=4, vocab_size=9)
+    loader = sharded_dataloader(tokens, None, None, batch_size=8, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    print(*(worker.pid for worker in batches._workers), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.one_device
+def test_workers_end_when_the_process_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        process.send_signal(signal.SIGKILL)
+    assert len(workers) == 2
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,6 +1,9 @@
 """`sharded_dataloader`: a torch `DataLoader` of this process's part, with workers that are safe."""
 
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +34,8 @@ def sharded_dataloader(
 
     Worker processes are forked from a server that has imported this package, and not from this
     process, whose threads (those of jax, above all) a fork would leave in any state. They live as
-    long as the DataLoader. The dataset and `collate_fn` are sent to them as pickles; a script needs
-    `if __name__ == "__main__":`.
+    long as the DataLoader, and end with this process, also if it is killed. The dataset and
+    `collate_fn` are sent to them as pickles; a script needs `if __name__ == "__main__":`.
 
     Args:
         dataset: has a length, and samples by index.
@@ -78,4 +81,20 @@ def sharded_dataloader(
         collate_fn=collate_fn,
         multiprocessing_context=context,
         persistent_workers=num_workers > 0,
+        worker_init_fn=_end_with_parent if num_workers else None,
     )
+
+
+def _end_with_parent(worker: int) -> None:
+    """In a worker process: ends it when the process that wants its batches is gone.
+
+    torch's own watch asks whether the parent has changed, which here is the server.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="spmd-data-parent", daemon=True).start()
