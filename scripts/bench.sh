@@ -12,7 +12,7 @@ Makes .venv with the pinned versions on the first run, then measures GPT-2's spe
 ResNet-50's largest batch, Llama's plans, and overheads. Writes report.html, report.md, plots,
 results.json and TensorBoard logs. After Ctrl-C, the same command goes on.
 
-  --quick             everything in small, on emulated CPU devices, at most 10 minutes on 2 quiet
+  --quick             everything in small, on emulated CPU devices, about 10 minutes on 2 quiet
                       cores (the default)
   --full              larger models, more repeats: hours
   --only NAMES        some of gpt2,hbm,resnet,llama,overheads

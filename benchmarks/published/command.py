@@ -201,7 +201,7 @@ def _parser(figures: Sequence[Figure], doc: str | None) -> argparse.ArgumentPars
     )
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument(
-        "--quick", action="store_true", help="everything in small, at most 10 minutes (the default)"
+        "--quick", action="store_true", help="everything in small, about 10 minutes (the default)"
     )
     scale.add_argument("--full", action="store_true", help="larger models, more repeats: hours")
     if len(figures) > 1:
