@@ -13,8 +13,8 @@ fsdp and tensor, so that each collective stands in the code:
   2019): two all-reduces a block in each direction, and logits that stay split.
 
 The step is compiled ahead of time, for emulated CPU devices or for a TPU that is not there
-(libtpu's compiler), and never run. Its peak is what `examples/gpt2` is compared with
-(`benchmarks/hbm.py`).
+(libtpu's compiler, until the buffers are known), and never run. Its peak is what `examples/gpt2` is
+compared with (`benchmarks/hbm.py`).
 
 Run: python -m benchmarks.reference_jax_gpt2 --preset 2B --topology v4-8 --mesh fsdp=4
      python -m benchmarks.reference_jax_gpt2 --preset smoke --mesh fsdp=4,tensor=2   (emulated CPUs)
@@ -27,6 +27,7 @@ import functools
 import json
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,7 +44,8 @@ from examples.gpt2.presets import PRESETS, ModelPreset, padded_vocab
 from examples.training.command import exit_code
 from examples.training.knobs import KnobError, knob, parser_of
 from spmd_core.errors import PlanError
-from spmd_core.planner import topology
+from spmd_core.planner import buffer_text, topology
+from spmd_core.planner.memory_program import write_buffers
 
 FSDP, TENSOR = "fsdp", "tensor"
 BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, MAX_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
@@ -80,38 +82,32 @@ class Setup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device's memory, as XLA's `memory_analysis` gives them.
+    """Bytes of one device's main memory, without the program's code.
 
     Attributes:
         arguments: parameters, optimizer state and batch.
         results: results that do not take over an argument's memory.
-        temporaries: gradients and activations, with the gaps that the layout leaves between them.
-        code: the program itself.
+        temporaries: gradients and activations, with the gaps that the layout leaves between them,
+            and constants.
     """
 
     arguments: int
     results: int
     temporaries: int
-    code: int
 
     @property
     def peak(self) -> int:
-        """What the data needs: a device must have this much, and the code's in addition.
+        """What a device must have.
 
         XLA's own `peak_memory_in_bytes` is less: it leaves out gaps between temporaries.
         """
         return self.arguments + self.results + self.temporaries
 
     @classmethod
-    def of(cls, compiled: Any) -> "Memory":
-        """The memory of a program that jax compiled."""
-        found = compiled.memory_analysis()
-        return cls(
-            found.argument_size_in_bytes,
-            found.output_size_in_bytes - found.alias_size_in_bytes,
-            found.temp_size_in_bytes,
-            found.generated_code_size_in_bytes,
-        )
+    def of(cls, found: buffer_text.Buffers) -> "Memory":
+        """The memory of a program whose buffers XLA wrote."""
+        arguments, results = found.argument_bytes, found.new_result_bytes
+        return cls(arguments, results, found.num_bytes - arguments - results)
 
 
 class State(NamedTuple):
@@ -448,7 +444,7 @@ class Options:
     remat: str = knob("full", "what backward computes again", choices=["full", "none"])
     dtype: str = knob("bf16", "of the products", choices=["bf16", "fp32"])
     topology: str = knob("", "v4-8, or as libtpu names it v4:2x2x1; empty: emulated CPUs")
-    dump: str = knob("", "a folder for the text of the compiled program and its live ranges")
+    dump: str = knob("", "a new folder for the text of the compiled program; empty: none")
     json: str = knob("", "a file for the figures; empty: none")
 
 
@@ -497,6 +493,8 @@ def compiled_memory(options: Options) -> Memory:
         PlanError: no such topology, or its compiler is not installed.
     """
     setup = setup_of(options)
+    if options.dump and Path(options.dump).exists():
+        raise KnobError(f"--dump makes a folder; got {options.dump}, which is there. Remove it.")
     count = setup.fsdp * setup.tensor
     found = topology.find(options.topology or f"cpu-{count}")
     if len(found.devices) < count:
@@ -505,8 +503,15 @@ def compiled_memory(options: Options) -> Memory:
             f"{found.name}. Pass a larger topology."
         )
     step = step_for(setup, found.devices)
-    dumped = {"xla_dump_to": options.dump, "xla_dump_hlo_as_text": True} if options.dump else {}
-    return Memory.of(step.jitted.lower(*step.arguments).compile(compiler_options=dumped))
+    lowered = step.jitted.lower(*step.arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.dump or Path(temporary) / "texts")
+        if found.request is None:
+            lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+        else:
+            ids = [device.id for device in found.devices[:count]]
+            write_buffers(lowered, folder, found, ids)
+        return Memory.of(buffer_text.read(folder))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -526,7 +531,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"remat {options.remat}, on {options.topology or 'emulated CPUs'}: "
             f"peak {memory.peak / 1e9:.3f} GB a device (arguments {memory.arguments / 1e9:.3f}, "
             f"own results {memory.results / 1e9:.3f}, temporaries {memory.temporaries / 1e9:.3f}), "
-            f"code {memory.code / 1e9:.3f} GB, compiled in {time.perf_counter() - start:.0f} s"
+            f"compiled in {time.perf_counter() - start:.0f} s"
         )
         if options.json:
             Path(options.json).write_text(json.dumps(asdict(memory)))

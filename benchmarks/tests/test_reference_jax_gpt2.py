@@ -134,6 +134,7 @@ def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mesh", "fsdp=64"], "a process starts its emulated devices once"),
         (["--mesh", "fsdp=2", "--topology", "cpu-1"], "--mesh must fit the topology; got 2"),
         (["--topology", "v4-7"], "v4-8"),
+        (["--dump", "."], "--dump makes a folder; got ., which is there"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,4 +143,4 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 def test_peak_is_what_the_data_needs() -> None:
-    assert reference.Memory(arguments=8, results=1, temporaries=4, code=2).peak == 13
+    assert reference.Memory(arguments=8, results=1, temporaries=4).peak == 13

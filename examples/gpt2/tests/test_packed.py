@@ -2,16 +2,13 @@
 
 import hashlib
 import json
-import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 from tiers import exhaustive
@@ -150,43 +147,21 @@ if __name__ == "__main__":
 
 def recorded(
     folder: Path, name: str, arguments: list[str], *, kill_behind: int = 0, processes: int = 1
-) -> tuple[list[list[list[int]]], list[int]]:
-    """The sequences of each step, and the exit codes of the processes."""
+) -> tuple[list[list[list[int]]], list[launched.Ended]]:
+    """The sequences of each step, and how the processes ended."""
     script = folder / "recorded.py"
     script.write_text(RECORDED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    paths = [ROOT, *(ROOT / "packages" / each / "src" for each in ("spmd-core", "spmd-data"))]
-    for rank in range(processes):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "SPMD_STRICT": "1",
-        }
-        if processes > 1:
-            environment |= {
-                "WORLD_SIZE": str(processes),
-                "RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        command = [sys.executable, str(script), str(folder / name), str(kill_behind), *arguments]
-        with (folder / f"{name}.{rank}.txt").open("w") as output:
-            started.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
-                )
-            )
-    try:
-        codes = [process.wait(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    ended = launched.run(
+        processes,
+        lambda rank, port: [script, folder / name, kill_behind, *arguments],
+        env=lambda rank, port: {
+            "SPMD_STRICT": 1,
+            **({} if processes == 1 else launched.as_torchrun(processes, rank, port)),
+        },
+        timeout_s=300,
+    )
     lines = (folder / name).read_text().splitlines() if (folder / name).exists() else []
-    return [json.loads(line) for line in lines], codes
+    return [json.loads(line) for line in lines], ended
 
 
 @pytest.mark.slow
@@ -204,23 +179,23 @@ def test_a_killed_run_sees_every_sequence_once_on_two_processes(
     arguments = ["--smoke", "--no-progress", "--cache-dir", cache_dir, "--data", texts, "--pack"]
     arguments += ["--max-mb", "0", "--eval-batches", "1", "--eval-every", "0", "--warmup", "1"]
     arguments += ["--steps", str(steps), "--workers", "2", "--devices", "4", "--mesh"]
-    killed, codes = recorded(
+    killed, ended = recorded(
         tmp_path,
         "killed",
         [*arguments, "data=2,fsdp=2", "--checkpoint", saved, "--save-every", "2"],
         kill_behind=5,
     )
-    assert codes == [-signal.SIGKILL], (tmp_path / "killed.0.txt").read_text()
+    assert [one.code for one in ended] == [-signal.SIGKILL], ended[0].errors
     assert len(killed) == 5 and torch.load(saved, weights_only=True)["step"] == 4
 
     results = tmp_path / "results.json"
-    resumed, codes = recorded(
+    resumed, ended = recorded(
         tmp_path,
         "resumed",
         [*arguments, "fsdp=4", "--resume", saved, "--results", str(results)],
         processes=2,
     )
-    assert codes == [0, 0], "".join((tmp_path / f"resumed.{i}.txt").read_text() for i in range(2))
+    assert [one.code for one in ended] == [0, 0], "\n".join(one.errors for one in ended)
 
     # Step 5 was seen and lost: the saved run had not got to it.
     seen = [*killed[:4], *resumed]

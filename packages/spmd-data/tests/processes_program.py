@@ -5,6 +5,8 @@ epoch through a loader, and writes what it found to `FOLDER/PROCESS.pt`.
 """
 
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,44 @@ def loader_of(num_parts: int, part: int, **options: Any) -> MpDeviceLoader:
     )
 
 
+def read_together(process: int) -> list[tuple[float, ...]]:
+    """Sums of the batches of two loaders, whose threads have them in opposite order."""
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    spec = spmd.ShardingSpec(mesh, ("data",), minibatch=True)
+
+    def batches(number: int) -> Any:
+        time.sleep(0.5 * (number == process))
+        yield from (torch.ones(8, number + columns) for columns in range(1, 4))
+
+    loops = [iter(MpDeviceLoader(batches(n), "xla", input_sharding=spec)) for n in range(2)]
+    return [tuple(spmd.to_cpu(t).sum().item() for t in pair) for pair in zip(*loops)]
+
+
+def leave_early(process: int) -> float:
+    """How long it takes to leave a loop whose thread waits for one that has not come."""
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    spec = spmd.ShardingSpec(mesh, ("data",), minibatch=True)
+    may_go_on = threading.Event()
+
+    def batches() -> Any:
+        yield torch.zeros(8)
+        if process:
+            may_go_on.wait(60)
+        yield torch.zeros(16)
+
+    loader = MpDeviceLoader(batches(), "xla", input_sharding=spec)
+    for _ in loader:
+        time.sleep(1.0)  # process 0 compares the second batch, which process 1 does not have
+        break
+    start = time.monotonic()
+    if not process:
+        loader.close()
+    took_s = time.monotonic() - start
+    may_go_on.set()
+    loader.close()
+    return took_s
+
+
 def main(folder: Path, port: str, process: int, processes: int) -> None:
     spmd.simulate(8 // processes)
     spmd.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
@@ -65,6 +105,8 @@ def main(folder: Path, port: str, process: int, processes: int) -> None:
             found["batches"].append(spmd.to_cpu([x, y, mask]))
             found["states"].append(loader.state_dict())
     found["dropped"] = len(list(loader_of(processes, process, uneven_batch="drop")))
+    found["together"] = read_together(process)
+    found["left_after_s"] = leave_early(process)
     mesh = spmd.Mesh(range(8), (8,), ("data",))
     spec = spmd.ShardingSpec(mesh, ("data",), minibatch=True)
     other = {"x": torch.zeros(8), "y" if process else "z": torch.zeros(8)}

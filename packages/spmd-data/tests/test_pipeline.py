@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from spmd_core import DataError
 from spmd_data import MpDeviceLoader
 from spmd_data.counters import Counters
 from spmd_data.pipeline import Pipeline
@@ -209,6 +210,7 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
 INTERRUPTED = """
 import sys, time, torch
 from torch.utils.data import DataLoader, Dataset
+from spmd_core import DataError
 from spmd_data import MpDeviceLoader
 
 class Slow(Dataset):
@@ -272,5 +274,26 @@ def test_a_stalled_transfer_warns() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_empty_loader_gives_no_batch(prefetch: int) -> None:
-    assert list(MpDeviceLoader([], "cpu", prefetch=prefetch)) == []
+def test_an_empty_source_is_an_error(prefetch: int) -> None:
+    loader = MpDeviceLoader([], "cpu", prefetch=prefetch)
+    batches = iter(loader)
+    with pytest.raises(
+        DataError, match=r"one batch; got none from a list. Look at its dataset and sampler"
+    ):
+        next(batches)
+    assert list(batches) == []
+    nothing: DataLoader[int] = DataLoader([], batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"got none from a DataLoader\. Look"):
+        list(MpDeviceLoader(nothing, "cpu", prefetch=prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_exhausted_source_is_an_error(prefetch: int) -> None:
+    loader = MpDeviceLoader((torch.zeros(2) for _ in range(3)), "cpu", prefetch=prefetch)
+    assert len(list(loader)) == 3
+    with pytest.raises(
+        DataError,
+        match=r"got none from a generator, an iterator, which gives its batches once \(this is "
+        r"iteration 2\)\. Wrap what makes a new one at each iter\(\): a list",
+    ):
+        list(loader)

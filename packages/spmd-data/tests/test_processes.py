@@ -1,13 +1,10 @@
 """Tests loaders of two processes: parts of global batches, padding, resume, different batches."""
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
 
@@ -31,27 +28,7 @@ pytestmark = [
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process found: one launch for all tests."""
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "PJRT_DEVICE")}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(folder), str(port), str(process), "2"],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        errors = [child.communicate(timeout=240)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0, 0], "\n".join(errors)
+    launched.succeed(2, lambda rank, port: [PROGRAM, folder, port, rank, 2])
     return [torch.load(folder / f"{process}.pt", weights_only=True) for process in range(2)]
 
 
@@ -82,3 +59,14 @@ def test_batches_that_differ_are_named(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert "got from process 0: batch['z'] float32[16]" in process["refusal"]
         assert "from process 1: batch['y'] float32[16]" in process["refusal"]
+
+
+def test_loaders_may_be_read_together(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert process["together"] == [(16.0, 32.0), (32.0, 48.0), (48.0, 64.0)]
+
+
+def test_a_loop_is_left_at_once_where_another_process_is_not_as_far(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["left_after_s"] < 10

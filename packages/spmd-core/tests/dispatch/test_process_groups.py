@@ -1,12 +1,8 @@
 """Tests torch.distributed's collectives on xla tensors, with gloo, in one process and in two."""
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import launched
 import pytest
 import torch
 import torch.distributed as dist
@@ -289,26 +285,7 @@ CASES = [line[4:].split("(")[0] for line in PROGRAM.splitlines() if line.endswit
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of the two processes found, by case."""
     folder = tmp_path_factory.mktemp("groups")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parent.parent)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder), str(port), str(rank)],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+    launched.succeed(2, lambda rank, port: ["-c", PROGRAM, folder, port, rank])
     return [
         dict(line.split(" ", 1) for line in (folder / f"said{rank}.txt").read_text().splitlines())
         for rank in range(2)

@@ -52,26 +52,29 @@ def test_a_part_is_data_on_the_host(spec):
 def test_different_data_is_named_by_process(spec, monkeypatch):
     asked = []
 
-    def different(topic, text, group):
+    def different(topic, text, group, is_wanted):
+        assert topic == "data of a loop" and is_wanted()
         asked.append(text)
         return {0: text, 1: text.replace("float32[8, 2]", "float32[8, 3]"), 2: text}
 
     monkeypatch.setattr(process_data.devices, "num_processes", lambda: 3)
     monkeypatch.setattr(agreement, "disagreement", different)
-    monkeypatch.setattr(process_data, "_agreed", set())
+    stream = process_data.Stream("data of a loop")
     data = [("a", torch.ones(8), one_dim(spec)), ("b", torch.ones(8, 2), spec)]
     with pytest.raises(
         spmd.DataError,
         match=r"got from process 0, 2: b float32\[8, 2\] as \('x', None\); from process 1: b "
         r"float32\[8, 3\] as .* Give each process equally many rows",
     ):
-        process_data.check_alike(data)
+        process_data.check_alike(data, stream)
     assert len(asked) == 1
     # Data on which they have agreed is not compared again.
-    monkeypatch.setattr(agreement, "disagreement", lambda *_: asked.append("") or {})
-    process_data.check_alike(data)
-    process_data.check_alike(data)
+    monkeypatch.setattr(agreement, "disagreement", lambda *_, **__: asked.append("") or {})
+    process_data.check_alike(data, stream)
+    process_data.check_alike(data, stream)
     assert len(asked) == 2
+    process_data.check_alike(data, process_data.Stream("another"))
+    assert len(asked) == 3
 
 
 def one_dim(spec):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 
@@ -164,3 +165,21 @@ def test_an_import_of_the_commands_module_gives_the_function():
     assert callable(function)
     assert importlib.import_module("spmd_core.plan") is function
     assert spmd.plan is function
+
+
+@pytest.mark.slow
+def test_an_end_by_sigterm_leaves_no_files(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('ready', flush=True); time.sleep(1000)\n")
+    words = ["-m", "spmd_core.plan", "--topology", "cpu-2", "--", "python", str(script)]
+    with subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as child:
+        assert child.stdout.readline() == b"ready\n"
+        assert [*tmp_path.glob("spmd-plan-*")]
+        child.terminate()
+        assert child.wait(60) != 0
+    assert not [*tmp_path.glob("spmd-plan-*")]

@@ -237,6 +237,30 @@ def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, mon
     assert "DOES NOT FIT, as the compiler found" in str(made)
 
 
+@pytest.mark.skipif(spmd.global_runtime_device_count() == 1, reason="one device has all results")
+def test_what_does_not_fit_while_the_function_runs_is_reported(num_devices, monkeypatch):
+    from spmd_core.program.program import Program  # noqa: PLC0415
+
+    def refuse(self) -> None:
+        raise spmd.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
+
+    def function() -> None:
+        spmd.use_spmd()
+        x = spmd.mark_sharding(torch.ones(8, 4).to("xla"), spmd.get_1d_mesh("x"), ("x", None))
+        kept.append(x @ torch.ones(4, 4).to("xla"))  # its place is the compiler's choice
+        spmd.sync()
+        raise AssertionError("the plan goes on behind a program that does not fit")
+
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(Program, "_compile", refuse)
+    made = spmd.plan(function, topology=f"cpu-{num_devices}")
+    assert made.fits is False and made.refusals == (
+        "a program must fit; it takes 58.4G of 31.0G hbm",
+    )
+    assert "whose results the compiler places; mark them" in str(made)
+    assert not devices.is_abstract()
+
+
 def test_an_error_of_the_function_comes_through(num_devices):
     with pytest.raises(ZeroDivisionError):
         spmd.plan(lambda: 1 / 0, topology=f"cpu-{num_devices}")

@@ -40,3 +40,22 @@ def test_one_process_tells_nobody():
     before = spmd.metrics.counter("cuts")
     assert torch.ones(3, device="xla").sum().item() == 3
     assert spmd.metrics.counter("cuts") == before + 1 and not path._known
+
+
+def test_numbers_are_told_apart_at_any_size(monkeypatch):
+    told = []
+
+    class Watch:
+        def note(self, group, what, line, describe, *, compares):
+            told.append(what)
+
+    monkeypatch.setattr(path.watching, "watch", Watch())
+    monkeypatch.setattr(path, "processes_of", lambda ids: (0, 1))
+    with lock:
+        key = plan([torch.ones(3, device="xla")._handle]).key
+    for ints in ([2**63], [2**63 + 1], [-1], [-1, 2]):
+        path.note(key, None, ([0.5], ints, [1j]))
+    path.note(key, None, ([0.25], [-1], [1j]))
+    path.note(key, None, ([0.5], [-1], [2j]))
+    assert len(set(told)) == len(told) == 6
+    storage.take_pending()

@@ -14,7 +14,7 @@ class Store:
     """What the coordination service's client does, for all processes of this test."""
 
     def __init__(self):
-        self.values, self.came = {}, {}
+        self.values, self.is_gone = {}, False
 
     def key_value_set(self, key, value):
         assert key not in self.values
@@ -24,19 +24,14 @@ class Store:
         return [item for item in self.values.items() if item[0].startswith(folder)]
 
     def blocking_key_value_get(self, key, timeout_in_ms):
-        self._wait(lambda: key in self.values, timeout_in_ms)
-        return self.values[key]
-
-    def wait_at_barrier(self, name, timeout_in_ms, processes):
-        self.came[name] = self.came.get(name, 0) + 1
-        self._wait(lambda: self.came[name] == len(processes), timeout_in_ms)
-
-    def _wait(self, is_there, timeout_in_ms):
         end = time.monotonic() + timeout_in_ms / 1000
-        while not is_there():
+        while key not in self.values:
+            if self.is_gone:
+                raise RuntimeError("UNAVAILABLE")
             if time.monotonic() > end:
                 raise RuntimeError("DEADLINE_EXCEEDED")
             time.sleep(0.001)
+        return self.values[key]
 
 
 @pytest.fixture
@@ -111,6 +106,44 @@ def test_a_process_that_does_not_come_is_named(store, monkeypatch):
     assert isinstance(error, spmd.ProcessError) and str(error).startswith(
         "process 0 decides on the time for all processes; got nothing from it within 0.02 s"
     )
+
+
+def test_the_first_process_may_be_the_missing_one(store, monkeypatch):
+    monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
+    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 1)[1]
+    assert isinstance(error, spmd.ProcessError) and "nothing from process 0 within" in str(error)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_wait_may_be_given_up(store, process):
+    start = time.monotonic()
+    error = in_processes(
+        lambda _: agreement.disagreement(
+            "data", "text", (0, 1), is_wanted=lambda: time.monotonic() < start + 0.3
+        ),
+        process,
+    )[process]
+    assert isinstance(error, agreement.Abandoned)
+
+
+def test_an_error_of_the_store_is_not_a_timeout(store):
+    store.is_gone = True
+    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 1)[1]
+    assert isinstance(error, RuntimeError) and str(error) == "UNAVAILABLE"
+
+
+def test_topics_come_in_any_order(store):
+    both_are_there = threading.Barrier(4)
+
+    def compare(thread):
+        # Each process compares two topics at once, in threads; these begin in opposite order.
+        process, topic = divmod(thread, 10)
+        threading.current_thread().name = str(process)
+        both_are_there.wait()
+        time.sleep(0.02 * (process == topic))
+        return agreement.disagreement(f"loop {topic}", f"text of {topic}", (0, 1))
+
+    assert set(map(str, in_processes(compare, 0, 1, 10, 11).values())) == {"{}"}
 
 
 def test_process_0_decides(store):

@@ -1,13 +1,9 @@
 """Several processes on one host do what one process with as many devices does."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
+import launched
 import processes_program
 import pytest
 import torch
@@ -25,30 +21,13 @@ def found(request, tmp_path_factory):
     """What each process found, by `processes_program`: one launch for all tests."""
     num_processes = request.param
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "PJRT_DEVICE")}
-    env["PYTHONPATH"] = str(Path(spmd.__file__).parent.parent)
-    children = [
-        subprocess.Popen(
-            [
-                *(sys.executable, processes_program.__file__, str(folder), str(port)),
-                *(str(process), str(num_processes), str(8 // num_processes)),
-            ],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(num_processes)
-    ]
-    try:
-        errors = [child.communicate(timeout=240)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    assert [child.returncode for child in children] == [0] * num_processes, "\n".join(errors)
+    launched.succeed(
+        num_processes,
+        lambda rank, port: [
+            *(processes_program.__file__, folder, port),
+            *(rank, num_processes, 8 // num_processes),
+        ],
+    )
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(num_processes)]
 
 

@@ -1,15 +1,9 @@
 """When one of two processes dies, fails or takes another path, the other one ends and says why."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
+import launched
 import pytest
-
-import spmd_core as spmd
 
 PROGRAM = """
 import os, signal, sys
@@ -44,27 +38,8 @@ def ends(how, folder):
     """What happens to process 1 -> the exit codes, and what was written to stderr."""
     script = folder / "train.py"
     script.write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK", "PJRT_DEVICE")}
-    env["PYTHONPATH"] = str(Path(spmd.__file__).parent.parent)
-    children = [
-        subprocess.Popen(
-            [sys.executable, str(script), how, str(port), str(rank)],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [child.communicate(timeout=200)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    return [child.returncode for child in children], errors
+    ended = launched.run(2, lambda rank, port: [script, how, port, rank])
+    return [one.code for one in ended], [one.errors for one in ended]
 
 
 @pytest.mark.slow

@@ -1,15 +1,8 @@
 """Two processes on one host, with two emulated devices each, run one program together."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
+import launched
 import pytest
 import torch
-
-import spmd_core as spmd
 
 PROGRAM = """
 import sys
@@ -80,35 +73,11 @@ say("end")
 
 
 def outputs(folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "PJRT_DEVICE")
-    }
-    env |= {
-        "PYTHONPATH": str(Path(spmd.__file__).parent.parent),
-        "PJRT_LOCAL_PROCESS_COUNT": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(folder), str(port), str(rank)],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=180) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, results):
-        assert process.returncode == 0, errors
+    launched.succeed(
+        2,
+        lambda rank, port: ["-c", PROGRAM, folder, port, rank],
+        env=lambda rank, port: {"PJRT_LOCAL_PROCESS_COUNT": 2},
+    )
     return [(folder / f"said{rank}.txt").read_text().splitlines() for rank in range(2)]
 
 

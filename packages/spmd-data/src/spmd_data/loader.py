@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.marks import process_data
 from spmd_data import counters
 from spmd_data.matching import InputSharding
 from spmd_data.pipeline import Pipeline
@@ -50,8 +51,8 @@ class MpDeviceLoader:
     Args:
         loader: iterable of batches. A batch is a tensor, or tuples, lists, dicts, named tuples and
             dataclasses of tensors, nested in any way. Arrays of numpy become tensors. Other values
-            pass through. An empty loader gives no batch. Under several processes each one loads its
-            own part: see `ShardingSpec.minibatch`.
+            pass through. An epoch has at least one batch. Under several processes each one loads
+            its own part: see `ShardingSpec.minibatch`.
         device: target device of the tensors. On "cpu" nothing is sharded or synced, so the same
             loop runs in eager torch.
         input_sharding: see `InputSharding`: one `ShardingSpec` for every tensor, a structure like
@@ -71,7 +72,8 @@ class MpDeviceLoader:
             iteration.
 
     Raises:
-        DataError: an argument breaks one of the rules above. (An exception of the wrapped loader or
+        DataError: an argument breaks one of the rules above; by `next()`, if an epoch gave no
+            batch, such as the second one over a generator. (An exception of the wrapped loader or
             of the transfer is raised by the `next()` whose batch it prevented, with its own
             traceback. If a worker process of a DataLoader is killed, torch raises in the main
             thread, which may be in the step.)
@@ -132,13 +134,15 @@ class MpDeviceLoader:
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
         self._position = _Position(self._source, state)
+        stream = process_data.Stream.of_loop() if is_spmd else process_data.CALLS
         self._pipeline = Pipeline(
             batches,
             lambda batch, noted: self._placement.prepare(
-                batch, partial(self._source.row_mask, state, noted)
+                batch, partial(self._source.row_mask, state, noted), stream
             ),
             self._placement.place,
             after_read=self._source.after_read,
+            on_stop=stream.abandon if is_spmd else None,
             prefetch=self._prefetch,
             transfer_threads=self._transfer_threads,
             counters=self._counters,
@@ -240,6 +244,10 @@ class _Position:
         """Notes that the loop got the batch of this number."""
         self._last = number, noted
 
+    def refuse_empty(self) -> None:
+        """See `Source.refuse_empty`."""
+        self._source.refuse_empty(self._begin)
+
     def end(self) -> None:
         """Notes that the loop has got every batch of the epoch."""
         self._has_ended = True
@@ -291,6 +299,8 @@ class _DeviceBatches(Iterator[Any]):
             waited_s = self._given_at_s - asked_s
             self._sums.add("first_wait_s" if is_first else "wait_s", waited_s)
         if slot.is_end:
+            if not slot.number:
+                self._position.refuse_empty()
             if self._num_unsynced and self._batches_per_execution is not None:
                 self._sync()
             self._position.end()

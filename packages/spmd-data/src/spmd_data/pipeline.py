@@ -59,6 +59,7 @@ class Pipeline:
         place: moves one to the device.
         after_read: called after each batch of the source and at its end, where the source is read;
             its result travels with the batch.
+        on_stop: called by `stop`, to end what `prepare` may wait for.
         prefetch: batches that may be ahead of the training loop. With 0 there are no threads: `get`
             reads and moves one batch.
         transfer_threads: threads that call `place`.
@@ -75,6 +76,7 @@ class Pipeline:
         place: Callable[[Any], Placed],
         *,
         after_read: Callable[[], Any],
+        on_stop: Callable[[], None] | None = None,
         prefetch: int,
         transfer_threads: int,
         counters: Counters,
@@ -83,7 +85,7 @@ class Pipeline:
     ) -> None:
         self._source: Iterator[Any] | None = source
         self._prepare_batch, self._place_batch = prepare, place
-        self._after_read = after_read
+        self._after_read, self._on_stop = after_read, on_stop
         self._prefetch, self._counters, self._stall_s = prefetch, counters, stall_s
         self._reuses_memory, self._num_read = reuses_memory, 0
         self._slots: deque[Slot] = deque()  # in the source's order
@@ -139,6 +141,8 @@ class Pipeline:
 
     def stop(self) -> None:
         """Drops the waiting batches, has the threads end after what they do now. Does not wait."""
+        if self._on_stop is not None:
+            self._on_stop()
         with self._changed:
             self._is_stopped = True
             self._slots.clear()

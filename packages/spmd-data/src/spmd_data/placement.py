@@ -91,17 +91,21 @@ class Placement:
             )
 
     def prepare(
-        self, batch: Any, row_mask: Callable[[int], torch.Tensor | None] | None = None
+        self,
+        batch: Any,
+        row_mask: Callable[[int], torch.Tensor | None] | None = None,
+        stream: process_data.Stream = process_data.CALLS,
     ) -> Prepared | None:
         """Finds the tensors of a batch and their shardings, and pads them.
 
         Returns None in place of a dropped batch. Processes that give parts of global tensors
-        compare these, so each must prepare its batches in the same order.
+        compare these, so each must prepare the batches of a stream in the same order.
 
         Args:
             batch: on the host.
             row_mask: of a number of rows, as many as the batch has: which are no padding already;
                 None if none are. `UnevenBatch.PAD` asks it.
+            stream: what the batch is part of.
 
         Raises:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
@@ -115,7 +119,8 @@ class Placement:
                 (text(leaf.path), leaf.tensor, leaf.spec)
                 for leaf in leaves
                 if leaf.spec is not None and _is_part(leaf.spec)
-            ]
+            ],
+            stream,
         )
         if self.uneven_batch is UnevenBatch.PAD:
             batch, leaves = _padded(batch, leaves, self.full_rows, row_mask)

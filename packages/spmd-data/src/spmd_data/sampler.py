@@ -18,6 +18,7 @@ import spmd_core as spmd
 from spmd_core import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import Part, parts_of_processes
+from spmd_data.saved_states import check_same
 
 _FORMAT = 1
 _CHUNK = 8192  # positions that are computed at once: little memory, and no loop in Python
@@ -184,16 +185,12 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
                 f"the keys {sorted(map(str, state))} and format {state.get('format')!r}. "
                 "Pass what state_dict() returned."
             )
-        now, then = self.fingerprint(), dict(state["source"])
-        differing = sorted(key for key in now | then if now.get(key) != then.get(key))
-        if differing:
-            raise DataError(
-                "a sampler goes on with the data that it began with; got "
-                + ", ".join(f"{key} {now.get(key)!r}" for key in differing)
-                + ", and in the saved state "
-                + ", ".join(f"{key} {then.get(key)!r}" for key in differing)
-                + ". Give the dataset and options of the saved run, or begin a new epoch."
-            )
+        check_same(
+            self.fingerprint(),
+            state["source"],
+            who="a sampler",
+            advice="Give the dataset and options of the saved run, or begin a new epoch.",
+        )
         samples = state["samples"]
         if samples % self._batch_size or not 0 <= samples <= self.num_samples:
             raise DataError(

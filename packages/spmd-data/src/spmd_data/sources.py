@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from spmd_core import DataError
+from spmd_data.saved_states import check_same
 
 FORMAT = 1
 
@@ -95,6 +96,27 @@ class Source(abc.ABC):
         """
         return None
 
+    def refuse_empty(self, state: dict[str, Any]) -> None:
+        """Called when an iteration has given no batch.
+
+        Args:
+            state: of the iteration's beginning.
+
+        Raises:
+            DataError: it did not begin at the end of an epoch.
+        """
+        if state["batches"]:
+            return
+        kind = type(self._loader).__name__
+        once = (
+            f", an iterator, which gives its batches once (this is iteration {self.epoch + 1}). "
+            "Wrap what makes a new one at each iter(): a list, a DataLoader, a class with __iter__."
+        )
+        raise DataError(
+            f"an epoch has at least one batch; got none from a {kind}"
+            + (once if isinstance(self._loader, Iterator) else ". Look at its dataset and sampler.")
+        )
+
     def end_epoch(self) -> None:
         """Counts an epoch whose every batch was given."""
         self.epoch += 1
@@ -119,16 +141,12 @@ class Source(abc.ABC):
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """Raises DataError for a state of other data."""
-        now, then = self._fingerprint(), dict(state["source"])
-        differing = sorted(key for key in now | then if now.get(key) != then.get(key))
-        if differing:
-            raise DataError(
-                "a loader goes on with the data that it began with; got "
-                + ", ".join(f"{key} {now.get(key)!r}" for key in differing)
-                + ", and in the saved state "
-                + ", ".join(f"{key} {then.get(key)!r}" for key in differing)
-                + ". Give the dataset, sampler and batch size of the saved run."
-            )
+        check_same(
+            self._fingerprint(),
+            state["source"],
+            who="a loader",
+            advice="Give the dataset, sampler and batch size of the saved run.",
+        )
 
     def _load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most kinds do nothing
         """What a kind does with a state that was found to fit."""
@@ -179,6 +197,9 @@ class StatefulSource(Source):
     def advanced(self, state: dict[str, Any], number: int, noted: Any) -> dict[str, Any]:
         own = noted if self._is_read_ahead else self._asked()
         return {**super().advanced(state, number, noted), "samples": None, "source": own}
+
+    def refuse_empty(self, state: dict[str, Any]) -> None:
+        """Raises nothing: the loader may have been at the end of its epoch."""
 
     def state(self) -> dict[str, Any]:
         if self._resume is not None:

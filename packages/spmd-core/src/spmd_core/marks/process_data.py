@@ -1,6 +1,7 @@
 """Global tensors from what each of several processes has on its host (`minibatch=True`)."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -18,10 +19,64 @@ from spmd_core.sharding.process_parts import ProcessPart, process_part
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
-# Descriptions of data on which the processes have agreed.
-_agreed: set[tuple[str, ...]] = set()
-_agreement = threading.Lock()
 _MAX_AGREED = 4096
+
+
+class Stream:
+    """Data that each process gives in the same order, such as the batches of one loop.
+
+    Two streams may be given at once, by threads, in any order to each other.
+
+    Args:
+        topic: names it; equal in all processes, and of no other stream.
+    """
+
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+        # Descriptions on which the processes have agreed. Not kept for another stream: where one
+        # process gives up its wait, another may have got the result.
+        self._agreed: set[tuple[str, ...]] = set()
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+
+    @classmethod
+    def of_loop(cls) -> "Stream":
+        """The next loop's stream. All processes begin their loops in the same order."""
+        return cls(f"data of loop {next(_loops)}")
+
+    def abandon(self) -> None:
+        """Ends a wait for other processes: the data is not wanted any more. Does not wait."""
+        self._is_abandoned = True
+
+    def compare(self, texts: list[str], group: tuple[int, ...]) -> None:
+        """Compares descriptions of data, unless they are known.
+
+        Raises:
+            DataError: the processes have different ones.
+            ProcessError: a process did not come.
+            Abandoned: the stream was abandoned.
+        """
+        key = tuple(texts)
+        # Held while waiting: of two threads with new data, the second finds it known.
+        with self._lock:
+            if key in self._agreed:
+                return
+            different = agreement.disagreement(
+                self._topic,
+                "\n".join(texts),
+                group,
+                is_wanted=lambda: not self._is_abandoned,
+            )
+            if different:
+                raise _different(different)
+            if len(self._agreed) >= _MAX_AGREED:
+                self._agreed.clear()
+            self._agreed.add(key)
+
+
+_loops = itertools.count(1)
+CALLS = Stream("data")
+"""What the program gives by calls, in its own order."""
 
 
 def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
@@ -59,7 +114,9 @@ def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     return global_tensor(t, spec)
 
 
-def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
+def check_alike(
+    data: Sequence[tuple[str, torch.Tensor, ShardingSpec]], stream: Stream = CALLS
+) -> None:
     """Checks that all processes are about to give parts of the same global tensors.
 
     Communicates only about data whose dtypes, shapes and shardings it has not seen before; then all
@@ -68,9 +125,11 @@ def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
 
     Args:
         data: the name, the process's part and the spec of each tensor, such as those of a batch.
+        stream: what the data is part of.
 
     Raises:
         DataError, DeviceMismatchError, MeshError, ProcessError: see `from_process_local`.
+        Abandoned: the stream was abandoned.
     """
     texts, group = [], set()
     for name, t, spec in data:
@@ -87,21 +146,10 @@ def check_alike(data: Sequence[tuple[str, torch.Tensor, ShardingSpec]]) -> None:
             "the tensors of one batch must lie on the devices of the same processes; got meshes "
             f"over {' and '.join(map(str, sorted(group)))}. Use one mesh for them."
         )
-    key = tuple(texts)
-    # Held while waiting: of two threads with new data, the second finds it known.
-    with _agreement:
-        if key in _agreed:
-            return
-        _compare(texts, next(iter(group)))
-        if len(_agreed) >= _MAX_AGREED:
-            _agreed.clear()
-        _agreed.add(key)
+    stream.compare(texts, next(iter(group)))
 
 
-def _compare(texts: list[str], group: tuple[int, ...]) -> None:
-    different = agreement.disagreement("data", "\n".join(texts), group)
-    if not different:
-        return
+def _different(different: dict[int, str]) -> DataError:
     by_text: dict[str, list[int]] = {}
     for process, text in different.items():
         by_text.setdefault(text, []).append(process)
@@ -113,7 +161,7 @@ def _compare(texts: list[str], group: tuple[int, ...]) -> None:
         + ("; ".join(x for x in lines[who[0]] if x not in common) or "fewer tensors")
         for _, who in sorted(by_text.items(), key=lambda item: min(item[1]))
     ]
-    raise DataError(
+    return DataError(
         "with minibatch=True each process gives its part of the same tensors, so that their dtypes "
         f"and global shapes must be equal; got from {'; from '.join(said)}. "
         "Give each process equally many rows for each of its blocks, in the same structure."

@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +51,10 @@ class MemoryProgram(Program):
     def _compile(self) -> None:
         start = time.perf_counter()
         options = self._compile_options()
-        self.dump_folder = options["xla_dump_to"]
-        folder = Path(str(self.dump_folder))
-        folder.mkdir(parents=True)
-        request = {
-            "topology": self._topology.request,
-            "device_ids": [device.id for device in self._mesh.devices.flat],
-            "use_shardy": jax.config.values["jax_use_shardy_partitioner"],
-            "options": options,
-        }
-        (folder / _REQUEST).write_text(json.dumps(request))
-        module: Any = self.lowered.compiler_ir("stablehlo")
-        with (folder / _MODULE).open("wb") as file:
-            module.operation.write_bytecode(file)
+        self.dump_folder = options.pop("xla_dump_to")
+        ids = [device.id for device in self._mesh.devices.flat]
         with counters.timed(counters.Part.COMPILING):
-            _run(folder)
-        error = folder / _ERROR
-        if error.exists():
-            raise jax.errors.JaxRuntimeError(error.read_text())
+            write_buffers(self.lowered, Path(str(self.dump_folder)), self._topology, ids, options)
         self.record.compile_s = time.perf_counter() - start
         everywhere = Placement.of(replicated(self.graph.device_ids), None)
         self.out_placements = [placement or everywhere for placement in self.out_placements]
@@ -74,6 +62,43 @@ class MemoryProgram(Program):
     def compiled_text(self) -> str:
         """The optimised HLO module of each device, as text."""
         return next(Path(str(self.dump_folder)).glob(_OPTIMISED)).read_text()
+
+
+def write_buffers(
+    lowered: Any,
+    folder: Path,
+    topology: Topology,
+    device_ids: Sequence[int],
+    options: Mapping[str, str | bool] = types.MappingProxyType({}),
+) -> None:
+    """Has XLA write a program's buffers and its optimised module into a folder, and no more.
+
+    Args:
+        lowered: the program, by `jax.jit(...).lower(...)`. Each argument and result has a sharding.
+        folder: made here. `buffer_text.read` reads it.
+        topology: TPUs.
+        device_ids: those of them that the program runs on, in the mesh's order.
+        options: XLA's, beside those that have it write.
+
+    Raises:
+        JaxRuntimeError: the compiler refused the program, for instance as it does not fit.
+        PlanError: the compiler's process ended without a word.
+    """
+    folder.mkdir(parents=True)
+    request = {
+        "topology": topology.request,
+        "device_ids": list(device_ids),
+        "use_shardy": jax.config.values["jax_use_shardy_partitioner"],
+        "options": {**options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True},
+    }
+    (folder / _REQUEST).write_text(json.dumps(request))
+    module = lowered.compiler_ir("stablehlo")
+    with (folder / _MODULE).open("wb") as file:
+        module.operation.write_bytecode(file)
+    _run(folder)
+    error = folder / _ERROR
+    if error.exists():
+        raise jax.errors.JaxRuntimeError(error.read_text())
 
 
 def _run(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Plans a function: records it, compiles its programs for a topology, and runs none of them."""
 
+import gc
 import shutil
 import tempfile
 import weakref
@@ -69,6 +70,7 @@ class _Recorder:
 
     def on_program(self, program: PlannedProgram, leaves: Sequence[AbstractArray]) -> None:
         assert self.run is not None
+        gc.collect()  # or what lies in cycles would count until the collector happens to come
         self._is_new = self._is_new or program not in self.seen
         seen = self.seen.setdefault(program, _Seen(program))
         seen.elsewhere = max(seen.elsewhere, self.run.live_bytes(besides=leaves))
@@ -149,6 +151,7 @@ def plan(
     recorder = _Recorder(quiet_steps)
     recorder.run = run = abstract.Run(folder, recorder.on_program, recorder.before_read)
     ended_by = ""
+    programs, left_out, refusals = [], [], []
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -164,12 +167,16 @@ def plan(
                 if not recorder.seen:
                     raise
                 ended_by = str(error)
+            except DeviceMemoryError as error:
+                # Of a program that is compiled while the function runs: where its results lie is
+                # the compiler's choice.
+                refusals.append(str(error))
+                ended_by = "a program does not fit whose results the compiler places; mark them"
             finally:
                 execution.around_step.remove(recorder.around_step)
                 with lock:
                     take_pending()
             is_complete = any(seen.is_step for seen in recorder.seen.values())
-            programs, left_out, refusals = [], [], []
             for seen in recorder.seen.values():
                 if is_complete and not compile_all and _is_superseded(seen):
                     left_out.append(seen.program.record)

@@ -56,7 +56,7 @@ def note(key: Key, program: Any, numbers: Sequence[Sequence[Any]]) -> None:
     if len(group) < 2:
         return
     floats, ints, complexes = numbers
-    what += np.array(floats, np.float64).tobytes() + np.array(ints, np.int64).tobytes()
+    what += np.array(floats, np.float64).tobytes() + repr([*map(int, ints)]).encode()
     what += np.array(complexes, np.complex128).tobytes()
     watch.note(
         group,
