@@ -99,6 +99,22 @@ def test_arrays_become_tensors_over_the_same_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(12.0)[::-2],
+        np.arange(4.0).reshape(1, 4)[::-1],  # contiguous by numpy's flag
+        np.zeros((0, 3))[::-1],
+        np.arange(6.0).reshape(2, 3).T,
+        np.arange(6, dtype=">i4"),
+        np.array(3, ">f8"),
+    ],
+)
+def test_arrays_that_torch_does_not_take_are_copied(array: np.ndarray) -> None:
+    made, _ = matched(array, None)
+    assert made.tolist() == array.tolist() and made.shape == array.shape
+
+
+@pytest.mark.parametrize(
     ("batch", "sharding", "message"),
     [
         (
@@ -167,3 +183,19 @@ def test_the_advice_for_absent_dims() -> None:
     assert specs({"y": Y}, {"y": ROWS}) == {("y",): ("data",)}
     # One spec for images and labels: the spec's first entries, as ever.
     assert specs([X, Y], BOTH) == {(0,): ("data", "model"), (1,): ("data",)}
+
+
+def test_a_tensor_at_two_places_has_the_spec_of_each() -> None:
+    batch = {"a": X, "b": X, "c": [X]}
+    out, leaves = matched(batch, {"a": BOTH, "b": None, "c": ROWS})
+    assert [leaf.spec and leaf.spec.partition_spec for leaf in leaves] == [
+        ("data", "model"),
+        None,
+        ("data", None),
+    ]
+    # By identity, as the batch is built: an object of its own for each spec, over one memory.
+    assert [leaf.tensor for leaf in leaves] == [out["a"], out["b"], out["c"][0]]
+    assert len({id(leaf.tensor) for leaf in leaves}) == 3 and batch["b"] is X
+    assert len({leaf.tensor.data_ptr() for leaf in leaves}) == 1
+    alike, _ = matched(batch, ROWS)
+    assert alike["a"] is alike["b"] is alike["c"][0] is X

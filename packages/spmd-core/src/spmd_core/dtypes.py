@@ -81,10 +81,14 @@ def numpy_view(tensor: torch.Tensor) -> np.ndarray:
 def tensor_view(array: np.ndarray) -> torch.Tensor:
     """A numpy array of a jax dtype as a CPU tensor over the same memory.
 
-    An array that is read-only or not C-contiguous is copied first.
+    An array that is read-only, not C-contiguous or of the other byte order is copied first.
     """
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     dtype = to_torch(array.dtype)
-    if not array.flags.writeable or not array.flags.c_contiguous:
+    # An array of one row counts as contiguous with any stride, and torch takes no negative one.
+    is_reversed = any(stride < 0 for stride in array.strides)
+    if not array.flags.writeable or not array.flags.c_contiguous or is_reversed:
         array = array.copy(order="C")
     bits = _BIT_PATTERN.get(dtype)
     if bits is None:

@@ -77,15 +77,15 @@ class Leaf:
 def matched(batch: Any, sharding: InputSharding) -> tuple[Any, list[Leaf]]:
     """The batch with numpy arrays as tensors, and its tensors with their specs.
 
-    Does not copy, but for arrays that are read-only or not contiguous. Arrays of strings and of
-    objects stay as they are.
+    Does not copy, but for arrays that are read-only, not contiguous or of the other byte order.
+    Arrays of strings and of objects stay as they are.
 
     Raises:
         MissingShardingError: a dict has keys that its dict of shardings lacks.
         DataError: the structures differ, a spec is for a dim or a tensor that is not there, or
             arrays of different shapes lie where one tensor is expected.
     """
-    leaves: list[Leaf] = []
+    leaves = _Leaves()
     return _match(batch, sharding, (), leaves, named=False), leaves
 
 
@@ -105,13 +105,29 @@ def _fitted(spec: spmd.ShardingSpec, ndim: int) -> spmd.ShardingSpec:
     return dataclasses.replace(spec, partition_spec=fitted_spec(spec, ndim))
 
 
-def _match(value: Any, sharding: Any, path: Path, leaves: list[Leaf], *, named: bool) -> Any:
+class _Leaves(list[Leaf]):
+    """The tensors that were found so far."""
+
+    def __init__(self) -> None:
+        self._spec_of: dict[int, spmd.ShardingSpec | None] = {}
+
+    def add(self, path: Path, tensor: torch.Tensor, spec: spmd.ShardingSpec | None) -> torch.Tensor:
+        """Adds a tensor; returns it, or a view if it has another spec at another place.
+
+        One object has one spec: the batch on the device is built by identity.
+        """
+        if self._spec_of.setdefault(id(tensor), spec) != spec:
+            tensor = tensor.view_as(tensor)
+        self.append(Leaf(path, tensor, spec))
+        return tensor
+
+
+def _match(value: Any, sharding: Any, path: Path, leaves: _Leaves, *, named: bool) -> Any:
     """Adds the tensors of `value`; `named` if a structure has `sharding` for just this value."""
     if isinstance(value, np.ndarray):
         value = _tensor_of(value, sharding, path)
     if isinstance(value, torch.Tensor):
-        leaves.append(Leaf(path, value, _spec_of(value, sharding, path, named=named)))
-        return value
+        return leaves.add(path, value, _spec_of(value, sharding, path, named=named))
     if _is_structure(sharding):
         children = _paired(value, sharding, path)
     else:
