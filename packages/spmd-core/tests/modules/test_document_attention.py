@@ -81,6 +81,12 @@ def test_split_sequences(is_causal, rows, num_devices):
         check(tensors, ids, mesh, ("data", None, "context", None), is_causal=is_causal)
 
 
+def test_split_sequences_of_a_batch_that_does_not_divide(mesh):
+    tensors, ids = operands(20, batch=3)
+    with spmd.context_parallel(mesh, "tensor"):
+        check(tensors, ids, mesh, ("data", None, "tensor", None))
+
+
 def test_sixteen_bits_under_autocast(mesh):
     tensors, ids = operands(24)
     with torch.autocast("xla", dtype=torch.bfloat16):

@@ -165,7 +165,7 @@ class _Ring:
             # Whatever document the padding is taken for: under a causal mask it lies behind all
             # rows, and else it has one of its own.
             ids = jnp.pad(ids, widths, constant_values=int(np.iinfo(ids.dtype).min))
-            return [(ids, PartitionSpec(queries[0]))]
+            return [(ids, PartitionSpec(queries[0], *(None,) * (ids.ndim - 1)))]
         if mask is None and (num_keys == self._plan.num_keys or self._plan.is_causal):
             return []  # the causal mask hides the padding, which lies behind all rows
         if mask is None:
@@ -193,7 +193,13 @@ class _Ring:
             results: the shapes of the whole results, with their specs.
         """
         padded = [
-            jnp.pad(x, [(0, self._padded_size(n, axes) - n) for n, axes in zip(x.shape, spec)])
+            jnp.pad(
+                x,
+                [
+                    (0, self._padded_size(n, axes) - n)
+                    for n, axes in zip(x.shape, spec, strict=True)
+                ],
+            )
             for x, spec in arrays
         ]
         mapped: Callable[..., Any] = jax.shard_map(
