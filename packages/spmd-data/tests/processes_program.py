@@ -92,6 +92,20 @@ def leave_early(process: int) -> float:
     return took_s
 
 
+def end_apart(process: int) -> str:
+    """What process 1 is told, whose data ends before that of process 0."""
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    spec = spmd.ShardingSpec(mesh, ("data",), minibatch=True)
+    loader = MpDeviceLoader([torch.zeros(8)] * (3 - process), "xla", input_sharding=spec)
+    try:
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+    except spmd.DataError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path, port: str, process: int, processes: int) -> None:
     spmd.simulate(8 // processes)
     spmd.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
@@ -107,6 +121,7 @@ def main(folder: Path, port: str, process: int, processes: int) -> None:
     found["dropped"] = len(list(loader_of(processes, process, uneven_batch="drop")))
     found["together"] = read_together(process)
     found["left_after_s"] = leave_early(process)
+    found["end"] = end_apart(process)
     mesh = spmd.Mesh(range(8), (8,), ("data",))
     spec = spmd.ShardingSpec(mesh, ("data",), minibatch=True)
     other = {"x": torch.zeros(8), "y" if process else "z": torch.zeros(8)}

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,8 +202,11 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
             os.kill(worker.pid or 0, signal.SIGKILL)
         list(batches)
 
-    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.* \d+"):
+    # By chance torch sees the dead worker, or the batch that it has not handed over is missing.
+    with pytest.raises((RuntimeError, OSError)) as caught:
         kill_and_go_on()
+    said = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+    assert re.search(r"DataLoader worker \(pid.* \d+", "\n".join(said))
     loader.close()
     assert wait_until(lambda: not left_behind())
 

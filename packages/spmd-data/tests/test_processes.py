@@ -61,6 +61,16 @@ def test_batches_that_differ_are_named(found: list[dict[str, Any]]) -> None:
         assert "from process 1: batch['y'] float32[16]" in process["refusal"]
 
 
+def test_data_that_ends_before_that_of_others_is_named(found: list[dict[str, Any]]) -> None:
+    assert found[0]["end"] == ""
+    # A shape that all have known for long is compared where the other process asks.
+    assert "number 3 of the data of loop" in found[1]["end"]
+    assert (
+        "got from process 0: batch float32[16] as ('data',); from process 1: the end"
+        in (found[1]["end"])
+    )
+
+
 def test_loaders_may_be_read_together(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert process["together"] == [(16.0, 32.0), (32.0, 48.0), (48.0, 64.0)]

@@ -1,6 +1,7 @@
 """`from_process_local` in one process; `system/test_processes.py` has what needs several."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -49,32 +50,71 @@ def test_a_part_is_data_on_the_host(spec):
         spmd.from_process_local(torch.ones(8), spec)
 
 
-def test_different_data_is_named_by_process(spec, monkeypatch):
-    asked = []
+class Compared(agreement.Series):
+    """A series whose comparisons give what `others` makes of this process's text."""
 
-    def different(topic, text, group, is_wanted):
-        assert topic == "data of a loop" and is_wanted()
-        asked.append(text)
-        return {0: text, 1: text.replace("float32[8, 2]", "float32[8, 3]"), 2: text}
+    asked: ClassVar[list[str]] = []
 
+    @staticmethod
+    def others(text):
+        return {}
+
+    def disagreement(self, *, is_wanted):
+        assert self._topic in ("data of a loop", "another") and is_wanted()
+        text = self.text(self.count)
+        self.asked.append(text)
+        return self.others(text)
+
+
+@pytest.fixture
+def compared(monkeypatch):
     monkeypatch.setattr(process_data.devices, "num_processes", lambda: 3)
-    monkeypatch.setattr(agreement, "disagreement", different)
+    monkeypatch.setattr(agreement, "Series", Compared)
+    monkeypatch.setattr(Compared, "asked", [])
+    return Compared
+
+
+def test_different_data_is_named_by_process(spec, compared, monkeypatch):
     stream = process_data.Stream("data of a loop")
     data = [("a", torch.ones(8), one_dim(spec)), ("b", torch.ones(8, 2), spec)]
+    process_data.check_alike(data[:1], stream)
+
+    def different(text):
+        return {0: text, 1: text.replace("float32[8, 2]", "float32[8, 3]"), 2: text}
+
+    monkeypatch.setattr(compared, "others", staticmethod(different))
     with pytest.raises(
         spmd.DataError,
-        match=r"got from process 0, 2: b float32\[8, 2\] as \('x', None\); from process 1: b "
+        match=r"must be equal; at number 2 of the data of a loop, got from process 0, 2: "
+        r"b float32\[8, 2\] as \('x', None\); from process 1: b "
         r"float32\[8, 3\] as .* Give each process equally many rows",
     ):
         process_data.check_alike(data, stream)
-    assert len(asked) == 1
+    assert len(compared.asked) == 2
     # Data on which they have agreed is not compared again.
-    monkeypatch.setattr(agreement, "disagreement", lambda *_, **__: asked.append("") or {})
+    monkeypatch.setattr(compared, "others", staticmethod(lambda text: {}))
     process_data.check_alike(data, stream)
     process_data.check_alike(data, stream)
-    assert len(asked) == 2
+    assert len(compared.asked) == 3
     process_data.check_alike(data, process_data.Stream("another"))
-    assert len(asked) == 3
+    assert len(compared.asked) == 4
+
+
+def test_the_end_of_the_data_is_compared(spec, compared, monkeypatch):
+    stream = process_data.Stream("data of a loop")
+    stream.end()
+    assert not compared.asked  # with nobody: no process has given a part
+    process_data.check_alike([("a", torch.ones(8), one_dim(spec))], stream)
+    stream.end()
+    assert len(compared.asked) == 2
+    monkeypatch.setattr(compared, "others", staticmethod(lambda text: {0: text, 1: "a bool[8]"}))
+    stream = process_data.Stream("data of a loop")
+    with pytest.raises(
+        spmd.DataError,
+        match=r"and ends where the others end; at number 1 of the data of a loop, got from process "
+        r"0: the end; from process 1: a bool\[8\]\. Give each process equally many batches",
+    ):
+        stream.compare(["the end"], (0, 1))
 
 
 def one_dim(spec):

@@ -16,12 +16,15 @@ class Store:
     def __init__(self):
         self.values, self.is_gone = {}, False
 
-    def key_value_set(self, key, value):
-        assert key not in self.values
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
         self.values[key] = value
 
+    def key_value_delete(self, key):
+        del self.values[key]
+
     def key_value_dir_get(self, folder):
-        return [item for item in self.values.items() if item[0].startswith(folder)]
+        return [item for item in [*self.values.items()] if item[0].startswith(folder)]
 
     def blocking_key_value_get(self, key, timeout_in_ms):
         end = time.monotonic() + timeout_in_ms / 1000
@@ -83,24 +86,32 @@ def in_processes(function, *numbers):
     return found
 
 
+def disagreement(topic, *texts, group=(0, 1), **options):
+    """What a process finds that comes to a series with these texts, and compares the last one."""
+    series = agreement.Series(topic, group)
+    for text in texts:
+        series.add(text)
+    return series.disagreement(**options)
+
+
 def test_texts_are_compared_in_order(store):
     def compare(process):
-        return [
-            agreement.disagreement("data", text, (0, 1))
-            for text in ("same", f"own {process}", "same")
-        ]
+        series, found = agreement.Series("data", (0, 1)), []
+        for text in ("same", f"own {process}", "same"):
+            series.add(text)
+            found.append(series.disagreement())
+        return found
 
     different = [{}, {0: "own 0", 1: "own 1"}, {}]
     assert in_processes(compare, 0, 1) == {0: different, 1: different}
-    assert in_processes(lambda _: agreement.disagreement("data", "alone", (0,)), 0) == {0: {}}
+    assert in_processes(lambda _: disagreement("data", "alone", group=(0,)), 0) == {0: {}}
 
 
 def test_a_process_that_does_not_come_is_named(store, monkeypatch):
     monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
-    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 0)[0]
+    error = in_processes(lambda _: disagreement("data", "text"), 0)[0]
     assert isinstance(error, spmd.ProcessError) and str(error).startswith(
-        "all processes must agree on the data (comparison 1); got nothing from process 1 within "
-        "0.02 s"
+        "all processes must agree on the data (number 1); got nothing from process 1 within 0.02 s"
     )
     error = in_processes(lambda _: agreement.of_process_0("time", "2"), 1)[1]
     assert isinstance(error, spmd.ProcessError) and str(error).startswith(
@@ -110,7 +121,7 @@ def test_a_process_that_does_not_come_is_named(store, monkeypatch):
 
 def test_the_first_process_may_be_the_missing_one(store, monkeypatch):
     monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
-    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 1)[1]
+    error = in_processes(lambda _: disagreement("data", "text"), 1)[1]
     assert isinstance(error, spmd.ProcessError) and "nothing from process 0 within" in str(error)
 
 
@@ -118,17 +129,44 @@ def test_the_first_process_may_be_the_missing_one(store, monkeypatch):
 def test_a_wait_may_be_given_up(store, process):
     start = time.monotonic()
     error = in_processes(
-        lambda _: agreement.disagreement(
-            "data", "text", (0, 1), is_wanted=lambda: time.monotonic() < start + 0.3
-        ),
+        lambda _: disagreement("data", "text", is_wanted=lambda: time.monotonic() < start + 0.3),
         process,
     )[process]
     assert isinstance(error, agreement.Abandoned)
 
 
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_process_that_knows_its_text_answers_when_it_is_asked(store, monkeypatch, asks):
+    monkeypatch.setattr(agreement, "_ASK_AFTER_S", 0.01)
+    asking = agreement.Series("data", (0, 1))
+    known = agreement.Series("data", (0, 1))  # of the other process, which goes on
+    for text, other in (("same", "same"), ("new", "known")):
+        asking.add(text)
+        known.add(other)
+    known.add("known")
+    is_over = threading.Event()
+
+    def answer():  # as the thread of the watch does
+        while not is_over.wait(0.01):
+            agreement.answer_questions(store, 1 - asks)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    found = in_processes(lambda _: asking.disagreement(), asks)[asks]
+    is_over.set()
+    thread.join()
+    assert found == {asks: "new", 1 - asks: "known"}
+    assert not store.key_value_dir_get("spmd/asked/")
+    # What is too long ago is forgotten, and what has not come is not known.
+    for _ in range(agreement._NUM_KEPT):
+        known.add("known")
+    assert known.text(2) is None and known.text(known.count + 1) is None
+    assert known.text(known.count) == "known"
+
+
 def test_an_error_of_the_store_is_not_a_timeout(store):
     store.is_gone = True
-    error = in_processes(lambda _: agreement.disagreement("data", "text", (0, 1)), 1)[1]
+    error = in_processes(lambda _: disagreement("data", "text"), 1)[1]
     assert isinstance(error, RuntimeError) and str(error) == "UNAVAILABLE"
 
 
@@ -141,7 +179,7 @@ def test_topics_come_in_any_order(store):
         threading.current_thread().name = str(process)
         both_are_there.wait()
         time.sleep(0.02 * (process == topic))
-        return agreement.disagreement(f"loop {topic}", f"text of {topic}", (0, 1))
+        return disagreement(f"loop {topic}", f"text of {topic}")
 
     assert set(map(str, in_processes(compare, 0, 1, 10, 11).values())) == {"{}"}
 
@@ -151,5 +189,5 @@ def test_process_0_decides(store):
 
 
 def test_one_process_has_nothing_to_agree_on():
-    assert agreement.disagreement("data", "text", (0, 1)) == {}
+    assert disagreement("data", "text") == {}
     assert agreement.of_process_0("time", "2") == "2"

@@ -73,10 +73,11 @@ class MpDeviceLoader:
 
     Raises:
         DataError: an argument breaks one of the rules above; by `next()`, if an epoch gave no
-            batch, such as the second one over a generator. (An exception of the wrapped loader or
-            of the transfer is raised by the `next()` whose batch it prevented, with its own
-            traceback. If a worker process of a DataLoader is killed, torch raises in the main
-            thread, which may be in the step.)
+            batch, such as the second one over a generator, or `uneven_batch` dropped all. (An
+            exception of the wrapped loader or of the transfer is raised by the `next()` whose batch
+            it prevented, with its own traceback. If a worker process of a DataLoader is killed,
+            torch raises in the main thread, which may be in the step; or reading the worker's last
+            batch fails with an OSError, whose note names the worker.)
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -142,6 +143,7 @@ class MpDeviceLoader:
             ),
             self._placement.place,
             after_read=self._source.after_read,
+            on_end=stream.end if is_spmd else None,
             on_stop=stream.abandon if is_spmd else None,
             prefetch=self._prefetch,
             transfer_threads=self._transfer_threads,
@@ -244,9 +246,10 @@ class _Position:
         """Notes that the loop got the batch of this number."""
         self._last = number, noted
 
-    def refuse_empty(self) -> None:
-        """See `Source.refuse_empty`."""
-        self._source.refuse_empty(self._begin)
+    def refuse_empty(self, num_dropped: int) -> None:
+        """See `Source.refuse_empty`; does nothing if the loop got a batch."""
+        if self._last is None:
+            self._source.refuse_empty(self._begin, num_dropped)
 
     def end(self) -> None:
         """Notes that the loop has got every batch of the epoch."""
@@ -299,8 +302,7 @@ class _DeviceBatches(Iterator[Any]):
             waited_s = self._given_at_s - asked_s
             self._sums.add("first_wait_s" if is_first else "wait_s", waited_s)
         if slot.is_end:
-            if not slot.number:
-                self._position.refuse_empty()
+            self._position.refuse_empty(slot.number)
             if self._num_unsynced and self._batches_per_execution is not None:
                 self._sync()
             self._position.end()

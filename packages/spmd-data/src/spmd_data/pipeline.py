@@ -10,6 +10,7 @@ whose batch it is, so neither side waits forever. One thread at a time uses the 
 
 import atexit
 import inspect
+import multiprocessing.connection
 import threading
 import time
 import warnings
@@ -24,6 +25,8 @@ from spmd_data.placement import Placed
 
 _AT_END_S = 30.0
 _AT_EXIT_S = 5.0
+# How long to wait for a worker to be seen dead.
+_WORKER_ENDS_S = 0.5
 
 
 @dataclass(slots=True)
@@ -59,7 +62,8 @@ class Pipeline:
         place: moves one to the device.
         after_read: called after each batch of the source and at its end, where the source is read;
             its result travels with the batch.
-        on_stop: called by `stop`, to end what `prepare` may wait for.
+        on_end: called when the source has ended, where it is read.
+        on_stop: called by `stop`, to end what `prepare` and `on_end` may wait for.
         prefetch: batches that may be ahead of the training loop. With 0 there are no threads: `get`
             reads and moves one batch.
         transfer_threads: threads that call `place`.
@@ -76,6 +80,7 @@ class Pipeline:
         place: Callable[[Any], Placed],
         *,
         after_read: Callable[[], Any],
+        on_end: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         prefetch: int,
         transfer_threads: int,
@@ -85,7 +90,7 @@ class Pipeline:
     ) -> None:
         self._source: Iterator[Any] | None = source
         self._prepare_batch, self._place_batch = prepare, place
-        self._after_read, self._on_stop = after_read, on_stop
+        self._after_read, self._on_end, self._on_stop = after_read, on_end, on_stop
         self._prefetch, self._counters, self._stall_s = prefetch, counters, stall_s
         self._reuses_memory, self._num_read = reuses_memory, 0
         self._slots: deque[Slot] = deque()  # in the source's order
@@ -233,10 +238,13 @@ class Pipeline:
         except StopIteration:
             slot.is_end = True
         except BaseException as error:  # SystemExit too, or the loop would wait forever
+            _note_dead_worker(error, self._source)
             slot.error = error
         self._counters.add("read_s", time.perf_counter() - start)
         if slot.error is None:
             slot.state = self._try(slot, self._after_read)
+        if slot.is_end and slot.error is None and self._on_end is not None:
+            self._try(slot, self._on_end)
         if slot.error is None and not slot.is_end:
             host, slot.batch = slot.batch, None
             slot.batch = self._try(slot, lambda: self._prepare_batch(host, slot.state))
@@ -325,6 +333,22 @@ class Pipeline:
         shut_down = getattr(source, "_shutdown_workers", None)
         if shut_down is not None and not getattr(source, "_persistent_workers", False):
             shut_down()
+
+
+def _note_dead_worker(error: BaseException, source: Iterator[Any]) -> None:
+    """Adds to the error of a lost connection which worker of a DataLoader was lost.
+
+    A worker keeps its batches in shared memory until they are fetched, through a socket of its own.
+    """
+    if not isinstance(error, OSError | EOFError):
+        return
+    workers = {worker.sentinel: worker for worker in getattr(source, "_workers", ())}
+    for sentinel in multiprocessing.connection.wait([*workers], _WORKER_ENDS_S):
+        worker = workers[sentinel]
+        error.add_note(
+            f"DataLoader worker (pid {worker.pid}) ended with exit code {worker.exitcode} before "
+            "its batch was read. If that is -9, look whether the host's memory is exhausted."
+        )
 
 
 def _stopped_error() -> RuntimeError:

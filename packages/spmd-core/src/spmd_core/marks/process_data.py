@@ -20,6 +20,7 @@ from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 _MAX_AGREED = 4096
+_END = "the end"
 
 
 class Stream:
@@ -33,9 +34,10 @@ class Stream:
 
     def __init__(self, topic: str) -> None:
         self._topic = topic
-        # Descriptions on which the processes have agreed. Not kept for another stream: where one
-        # process gives up its wait, another may have got the result.
-        self._agreed: set[tuple[str, ...]] = set()
+        # Of each group of processes: the descriptions, and those on which it has agreed. Not kept
+        # for another stream: where one process gives up its wait, another may have got the result.
+        self._series: dict[tuple[int, ...], agreement.Series] = {}
+        self._agreed: set[tuple[tuple[int, ...], str]] = set()
         self._lock = threading.Lock()
         self._is_abandoned = False
 
@@ -51,27 +53,37 @@ class Stream:
     def compare(self, texts: list[str], group: tuple[int, ...]) -> None:
         """Compares descriptions of data, unless they are known.
 
+        A process to which they are known does not wait, and answers if another one compares.
+
         Raises:
             DataError: the processes have different ones.
             ProcessError: a process did not come.
             Abandoned: the stream was abandoned.
         """
-        key = tuple(texts)
+        text = "\n".join(texts)
         # Held while waiting: of two threads with new data, the second finds it known.
         with self._lock:
-            if key in self._agreed:
+            series = self._series.get(group)
+            if series is None:
+                series = self._series[group] = agreement.Series(self._topic, group)
+            series.add(text)
+            if (group, text) in self._agreed:
                 return
-            different = agreement.disagreement(
-                self._topic,
-                "\n".join(texts),
-                group,
-                is_wanted=lambda: not self._is_abandoned,
-            )
+            different = series.disagreement(is_wanted=lambda: not self._is_abandoned)
             if different:
-                raise _different(different)
+                raise _different(different, f"number {series.count} of the {self._topic}")
             if len(self._agreed) >= _MAX_AGREED:
                 self._agreed.clear()
-            self._agreed.add(key)
+            self._agreed.add((group, text))
+
+    def end(self) -> None:
+        """Compares that the data ends here, with the processes that it was compared with.
+
+        Raises:
+            DataError, ProcessError, Abandoned: see `compare`.
+        """
+        for group in [*self._series]:
+            self.compare([_END], group)
 
 
 _loops = itertools.count(1)
@@ -119,9 +131,9 @@ def check_alike(
 ) -> None:
     """Checks that all processes are about to give parts of the same global tensors.
 
-    Communicates only about data whose dtypes, shapes and shardings it has not seen before; then all
-    processes of the mesh must come here. Parts that do not divide into blocks are compared, too, so
-    that all processes find the same wrong.
+    Communicates only about data whose dtypes, shapes and shardings it has not seen before; then the
+    other processes of the mesh come here, too, or answer for what they had at this place. Parts
+    that do not divide into blocks are compared, too, so that all processes find the same wrong.
 
     Args:
         data: the name, the process's part and the spec of each tensor, such as those of a batch.
@@ -149,7 +161,7 @@ def check_alike(
     stream.compare(texts, next(iter(group)))
 
 
-def _different(different: dict[int, str]) -> DataError:
+def _different(different: dict[int, str], where: str) -> DataError:
     by_text: dict[str, list[int]] = {}
     for process, text in different.items():
         by_text.setdefault(text, []).append(process)
@@ -161,10 +173,20 @@ def _different(different: dict[int, str]) -> DataError:
         + ("; ".join(x for x in lines[who[0]] if x not in common) or "fewer tensors")
         for _, who in sorted(by_text.items(), key=lambda item: min(item[1]))
     ]
+    if _END in different.values():
+        rule = "and ends where the others end"
+        advice = (
+            "Give each process equally many batches: ShardedSampler and shard_dataset cut a "
+            "dataset so."
+        )
+    else:
+        rule = "so that their dtypes and global shapes must be equal"
+        advice = (
+            "Give each process equally many rows for each of its blocks, in the same structure."
+        )
     return DataError(
-        "with minibatch=True each process gives its part of the same tensors, so that their dtypes "
-        f"and global shapes must be equal; got from {'; from '.join(said)}. "
-        "Give each process equally many rows for each of its blocks, in the same structure."
+        f"with minibatch=True each process gives its part of the same tensors, {rule}; "
+        f"at {where}, got from {'; from '.join(said)}. {advice}"
     )
 
 

@@ -8,6 +8,8 @@ import hashlib
 import json
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +19,22 @@ from spmd_core.errors import ProcessError
 from spmd_core.runtime import devices
 
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
-# How often each group of processes has agreed on each topic.
-_count: dict[tuple[str, tuple[int, ...]], int] = {}
+# How often process 0 has decided on each topic.
+_count: dict[str, int] = {}
+# The series of this process, by name: those in use, and the newest, of which some may have ended
+# here and not elsewhere.
+_series: "weakref.WeakValueDictionary[str, Series]" = weakref.WeakValueDictionary()
+_newest_series: "deque[Series]" = deque(maxlen=64)
 _lock = threading.Lock()
-# How often a process that waits for another's word asks whether it is still wanted.
+# How often a process that waits for another's word asks whether it is still wanted, or looks for
+# the texts of the others.
 _LOOK_S = 0.2
+_MOST_PAUSE_S = 0.05
+# How long a process waits for the others to come by themselves, and the newest texts that it has
+# ready for others.
+_ASK_AFTER_S = 1.0
+_NUM_KEPT = 256
+_QUESTIONS = "spmd/asked/"
 
 
 def client() -> Any:
@@ -41,7 +54,7 @@ def of_process_0(topic: str, text: str) -> str:
     if service is None:
         return text
     with _lock:
-        count = _count[topic, ()] = _count.get((topic, ()), 0) + 1
+        count = _count[topic] = _count.get(topic, 0) + 1
     key = f"spmd/{topic}/{count}"
     if _distributed.global_state.process_id == 0:
         service.key_value_set(key, text)
@@ -61,99 +74,132 @@ class Abandoned(Exception):
     """A wait for other processes ended because nobody wants its result any more."""
 
 
-def disagreement(
-    topic: str,
-    text: str,
-    processes: Sequence[int],
-    *,
-    is_wanted: Callable[[], bool] = lambda: True,
-) -> dict[int, str]:
-    """Waits until all of these processes call this, and compares what they have.
+class Series:
+    """Texts that each process of a group has, one after the other; they must be equal in all.
 
-    Each of them must call it, as often as the others. The first of them reads the texts of all; the
-    others wait for what it found.
+    A process compares a text that is new to it. Processes to which theirs is not new need not come:
+    the thread of `runtime.watch` tells what they had at that place.
 
     Args:
-        topic: what is compared; calls about different topics may come in any order.
-        text: what must be equal.
-        processes: those that take part, this one among them.
-        is_wanted: asked while this waits; another thread may change the answer to False.
-
-    Returns:
-        Each process's text, if they differ; else nothing.
-
-    Raises:
-        ProcessError: a process did not come within `config.process_timeout_s`.
-        Abandoned: `is_wanted` said no.
+        topic: names the series; equal in all processes, and of no other series of the group.
+        processes: the group, this process among them.
     """
-    service = client()
-    group = tuple(processes)
-    if service is None or len(group) < 2:
-        return {}
-    with _lock:
-        count = _count[topic, group] = _count.get((topic, group), 0) + 1
-    # The name of a group may be long; keys are not.
-    members = hashlib.sha256(repr(group).encode()).hexdigest()[:12]
-    folder = f"spmd/{topic}/{members}/{count}"
-    own = _distributed.global_state.process_id
-    service.key_value_set(f"{folder}/text/{own}", text)
-    deadline = time.monotonic() + config.process_timeout_s
-    texts: dict[int, str] | None
-    if own == group[0]:
-        texts = _all_texts(service, folder, group, deadline, is_wanted)
-        if texts is not None:
-            texts = texts if len(set(texts.values())) > 1 else {}
-            service.key_value_set(f"{folder}/result", json.dumps(list(texts.items())))
-    else:
-        texts = _result(service, folder, deadline, is_wanted)
-    if texts is None:
-        missing = sorted(set(group) - set(_texts(service, folder)))
-        raise ProcessError(
-            f"all processes must agree on the {topic} (comparison {count}); got nothing from "
-            f"process {', '.join(map(str, missing or group[:1]))} within "
-            f"{config.process_timeout_s:g} s: it failed, or is in another part of the program. "
+
+    def __init__(self, topic: str, processes: Sequence[int]) -> None:
+        self._topic, self._group = topic, tuple(processes)
+        # The name of a group may be long; keys are not.
+        members = hashlib.sha256(repr(self._group).encode()).hexdigest()[:12]
+        self._name = f"{topic}/{members}"
+        self._newest: dict[int, str] = {}
+        self.count = 0
+        with _lock:
+            _series[self._name] = self
+            _newest_series.append(self)
+
+    def add(self, text: str) -> None:
+        """Notes the next text."""
+        self.count += 1
+        self._newest[self.count] = text
+        self._newest.pop(self.count - _NUM_KEPT, None)
+
+    def disagreement(self, *, is_wanted: Callable[[], bool] = lambda: True) -> dict[int, str]:
+        """Waits for the others, and compares what all have at the newest place.
+
+        The first process of the group that is here reads the texts of all; the others wait for what
+        it found, or read them, too.
+
+        Args:
+            is_wanted: asked while this waits; another thread may change the answer to False.
+
+        Returns:
+            Each process's text, if they differ; else nothing.
+
+        Raises:
+            ProcessError: a process did not come to this place within `config.process_timeout_s`.
+            Abandoned: `is_wanted` said no.
+        """
+        service = client()
+        if service is None or len(self._group) < 2:
+            return {}
+        own = _distributed.global_state.process_id
+        folder = f"spmd/{self._name}/{self.count}"
+        service.key_value_set(
+            f"{folder}/text/{own}", self._newest[self.count], allow_overwrite=True
+        )
+        question = f"{_QUESTIONS}{own}/{self._name}"
+        asks_at = time.monotonic() + _ASK_AFTER_S
+        deadline = time.monotonic() + config.process_timeout_s
+        has_asked = False
+        pause_s = 0.0005
+        try:
+            while (texts := self._found(service, folder, own, pause_s)) is None:
+                if not is_wanted():
+                    raise Abandoned
+                if time.monotonic() > deadline:
+                    raise self._timeout(_texts(service, folder))
+                if not has_asked and time.monotonic() > asks_at:
+                    has_asked = True
+                    service.key_value_set(question, str(self.count), allow_overwrite=True)
+                pause_s = min(2 * pause_s, _LOOK_S)
+        finally:
+            if has_asked:
+                service.key_value_delete(question)
+        return texts if len(set(texts.values())) > 1 else {}
+
+    def _found(self, service: Any, folder: str, own: int, pause_s: float) -> dict[int, str] | None:
+        """The texts of all, if they differ, or nothing; None if they have not come: then waits."""
+        if own != self._group[0]:
+            try:
+                found = service.blocking_key_value_get(
+                    f"{folder}/result", 1 + round(1000 * pause_s)
+                )
+                return {int(process): text for process, text in json.loads(found)}
+            except Exception as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        texts = _texts(service, folder)
+        if len(texts) == len(self._group):
+            if own == self._group[0]:
+                different = [*texts.items()] if len(set(texts.values())) > 1 else []
+                service.key_value_set(f"{folder}/result", json.dumps(different))
+            return texts
+        if own == self._group[0]:
+            time.sleep(min(pause_s, _MOST_PAUSE_S))
+        return None
+
+    def _timeout(self, texts: dict[int, str]) -> ProcessError:
+        missing = sorted(set(self._group) - set(texts)) or [self._group[0]]
+        return ProcessError(
+            f"all processes must agree on the {self._topic} (number {self.count}); got nothing "
+            f"from process {', '.join(map(str, missing))} within {config.process_timeout_s:g} s: "
+            "it failed, or is in another part of the program. "
             "Look at its output; raise config.process_timeout_s if it is only slow."
         )
-    return texts
+
+    def text(self, number: int) -> str | None:
+        """The text at a place; None if it has not come, or is too long ago."""
+        return self._newest.get(number)
+
+
+def answer_questions(service: Any, process: int) -> None:
+    """Tells processes that wait in `Series.disagreement` what this one had there.
+
+    Args:
+        service: jax's client of the coordination service.
+        process: this process.
+    """
+    for key, number in service.key_value_dir_get(_QUESTIONS):
+        asks, _, name = key.removeprefix(_QUESTIONS).partition("/")
+        with _lock:
+            series = _series.get(name)
+        text = None if series is None or int(asks) == process else series.text(int(number))
+        if text is not None:
+            service.key_value_set(
+                f"spmd/{name}/{number}/text/{process}", text, allow_overwrite=True
+            )
 
 
 def _texts(service: Any, folder: str) -> dict[int, str]:
     """What has come so far, by process."""
     found = service.key_value_dir_get(f"{folder}/text/")
     return {int(key.rpartition("/")[2]): text for key, text in found}
-
-
-def _all_texts(
-    service: Any,
-    folder: str,
-    group: tuple[int, ...],
-    deadline: float,
-    is_wanted: Callable[[], bool],
-) -> dict[int, str] | None:
-    """The texts of all; None if they do not come in time."""
-    pause_s = 0.0005
-    while len(texts := _texts(service, folder)) < len(group):
-        if not is_wanted():
-            raise Abandoned
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.05)
-    return texts
-
-
-def _result(
-    service: Any, folder: str, deadline: float, is_wanted: Callable[[], bool]
-) -> dict[int, str] | None:
-    """What the first process of the group found; None if it does not come in time."""
-    while is_wanted():
-        left_s = min(deadline - time.monotonic(), _LOOK_S)
-        if left_s <= 0:
-            return None
-        try:
-            found = service.blocking_key_value_get(f"{folder}/result", 1 + round(left_s * 1000))
-            return {int(process): text for process, text in json.loads(found)}
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-    raise Abandoned

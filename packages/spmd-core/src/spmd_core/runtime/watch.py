@@ -3,8 +3,8 @@
 Each process keeps a log for each group of processes that it runs programs with: a hash for each
 start of a program, which covers all starts before it. A thread publishes the newest ones through
 the store of jax's coordination service, and compares them with those of one neighbour in the group,
-so that the cost does not grow with the number of processes. It also reads how processes ended. The
-devices take no part.
+so that the cost does not grow with the number of processes. It also reads how processes ended, and
+answers for the data that this process had (`runtime.agreement`). The devices take no part.
 
 Where processes differ, or one has failed, the thread has the next start of a program raise. If the
 program does not come to one, because it waits for a device, the thread prints the error and ends
@@ -26,6 +26,7 @@ from typing import Any
 
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
+from spmd_core.runtime import agreement
 
 _NUM_PUBLISHED = 64
 _NUM_DESCRIBED = 128
@@ -227,6 +228,7 @@ class Watch:
                 self._compare(log)
         for key, text in self._client.key_value_dir_get("spmd/notice/"):
             self._read(int(key.rpartition("/")[2]), json.loads(text), logs)
+        agreement.answer_questions(self._client, self._process)
 
     def _publish(self, log: _Log) -> None:
         with self._lock:
