@@ -171,3 +171,38 @@ def test_what_cannot_be_padded_is_an_error() -> None:
     ):
         with pytest.raises(DataError, match=message):
             placement(sharding, UnevenBatch.PAD).prepare(batch)
+
+
+NOT_DENSE = {
+    "sparse": lambda x: x.to_sparse(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "mkldnn": lambda x: x.to_mkldnn(),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.parametrize("policy", ["keep", "pad"])
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_tensors_that_are_not_dense_are_refused(kind: str, policy: str) -> None:
+    spec = spmd.ShardingSpec(spmd.Mesh(range(8), (8,), ("data",)), ("data",))
+    batch = {"x": NOT_DENSE[kind](torch.zeros(8, 2))}
+    for sharding in (spec, None):
+        with pytest.raises(
+            spmd.UnsupportedOpError,
+            match=rf"are dense; got batch\['x'\] of layout torch\..*makes a {kind} tensor there\. ",
+        ):
+            placement(sharding, UnevenBatch(policy)).prepare(batch)
+
+
+def test_a_dtype_that_the_device_lacks_is_named() -> None:
+    with pytest.raises(
+        TypeError, match=r"must have one of the dtypes .* got torch.float8_e4m3fnuz"
+    ):
+        placement(None).prepare([torch.zeros(8).to(torch.float8_e4m3fnuz)])
+
+
+def test_a_batch_without_rows_cannot_be_padded() -> None:
+    with pytest.raises(DataError, match=r"repeats the last row; got a batch of 0 rows for 4\."):
+        eager(torch.zeros(0, 2), 4)
+    assert len(eager(torch.zeros(0, 2), None)[0]) == 0

@@ -226,3 +226,20 @@ def test_a_mesh_of_other_devices_is_an_error() -> None:
     loader = MpDeviceLoader([torch.zeros(16)], "xla", input_sharding=rows_1d(elsewhere))
     with pytest.raises(spmd.MeshError, match=rf"{num}"):
         list(loader)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_epoch_whose_every_batch_is_dropped_is_an_error(prefetch: int) -> None:
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    loader = MpDeviceLoader(
+        DataLoader(torch.arange(20), batch_size=7, drop_last=True),
+        "xla",
+        input_sharding=spmd.ShardingSpec(mesh, ("data",)),
+        uneven_batch="drop",
+        prefetch=prefetch,
+    )
+    with pytest.raises(
+        spmd.DataError,
+        match=r"got 2 that uneven_batch='drop' left out\. Choose a batch size that div",
+    ):
+        list(loader)

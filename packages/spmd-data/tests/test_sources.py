@@ -343,6 +343,10 @@ def test_a_state_of_another_kind_of_loader_is_refused() -> None:
         MpDeviceLoader([], "cpu").load_state_dict(state)
     with pytest.raises(DataError, match="got format 2 and kind 'indexed'"):
         MpDeviceLoader(INDEXED["in order"](), "cpu").load_state_dict({**state, "format": 2})
+    with pytest.raises(DataError, match=r"got one without batches, source\. Pass what state_dict"):
+        MpDeviceLoader(INDEXED["in order"](), "cpu").load_state_dict(
+            {key: state[key] for key in ("format", "kind", "epoch")}
+        )
 
 
 @pytest.mark.filterwarnings("ignore:a generator has no position:RuntimeWarning")

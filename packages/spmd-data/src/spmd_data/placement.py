@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core import DataError, dtypes
 from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
+from spmd_core.recording import layouts
 from spmd_core.steps import structures
 from spmd_data.matching import InputSharding, Leaf, matched, text
 
@@ -111,8 +112,14 @@ class Placement:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
                 batch is uneven and the policy is `ERROR`, or the processes have different batches.
             MissingShardingError: the batch has a key that `input_sharding` lacks.
+            UnsupportedOpError, TypeError: a tensor is not dense, or has a dtype that the device has
+                not.
         """
         batch, leaves = matched(batch, self.input_sharding)
+        if is_spmd_device(self.device):
+            for leaf in leaves:
+                layouts.require_dense(leaf.tensor, text(leaf.path))
+                dtypes.to_jax(leaf.tensor.dtype)
         # Before anything is decided: all processes then leave out, pad or refuse the same batches.
         process_data.check_alike(
             [
@@ -214,6 +221,11 @@ def _padded(
     shards = math.lcm(*(_num_shards(leaf.spec, 0) for leaf in split))
     wanted = max(num_rows, full_rows or 0)
     wanted += -wanted % shards
+    if not num_rows and wanted:
+        raise DataError(
+            "uneven_batch='pad' repeats the last row; got a batch of 0 rows for "
+            f"{wanted}. Leave such a batch out in the dataset."
+        )
     tensors, padded = {}, []
     for leaf in leaves:
         tensor = leaf.tensor

@@ -47,13 +47,20 @@ class Source(abc.ABC):
         """Has the next iteration begin after the batches that `state` counts.
 
         Raises:
-            DataError: it is the state of another kind of loader, dataset, seed or batch size.
+            DataError: it is the state of another kind of loader, dataset, seed or batch size, or
+                none.
         """
         if state.get("format") != FORMAT or state.get("kind") != self.kind:
             raise DataError(
                 f"a loader goes on from a state of its own kind; got format {state.get('format')!r}"
                 f" and kind {state.get('kind')!r} for a loader of format {FORMAT} and kind "
                 f"{self.kind!r}. Wrap the same kind of loader as in the saved run."
+            )
+        missing = [key for key in ("epoch", "batches", "source") if key not in state]
+        if missing:
+            raise DataError(
+                "a loader's state has an epoch, batches and a source; got one without "
+                f"{', '.join(missing)}. Pass what state_dict() returned."
             )
         self._check(state)
         self._load(state)
@@ -96,17 +103,24 @@ class Source(abc.ABC):
         """
         return None
 
-    def refuse_empty(self, state: dict[str, Any]) -> None:
+    def refuse_empty(self, state: dict[str, Any], num_dropped: int) -> None:
         """Called when an iteration has given no batch.
 
         Args:
             state: of the iteration's beginning.
+            num_dropped: batches that were read, and left out.
 
         Raises:
             DataError: it did not begin at the end of an epoch.
         """
         if state["batches"]:
             return
+        if num_dropped:
+            raise DataError(
+                f"an epoch has at least one batch; got {num_dropped} that uneven_batch='drop' left "
+                "out. Choose a batch size that divides by the number of shards, or another policy, "
+                "such as 'pad'."
+            )
         kind = type(self._loader).__name__
         once = (
             f", an iterator, which gives its batches once (this is iteration {self.epoch + 1}). "
@@ -198,7 +212,7 @@ class StatefulSource(Source):
         own = noted if self._is_read_ahead else self._asked()
         return {**super().advanced(state, number, noted), "samples": None, "source": own}
 
-    def refuse_empty(self, state: dict[str, Any]) -> None:
+    def refuse_empty(self, state: dict[str, Any], num_dropped: int) -> None:
         """Raises nothing: the loader may have been at the end of its epoch."""
 
     def state(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+import torch
+
 from spmd_core.errors import UnsupportedOpError
 
 
@@ -31,3 +33,23 @@ def refusal(layout: Layout, what: str) -> UnsupportedOpError:
         f"tensors of device 'xla' are dense; got {what}, which makes a {layout} tensor there. "
         f"{_INSTEAD[layout]}"
     )
+
+
+def require_dense(t: torch.Tensor, name: str) -> None:
+    """Raises `refusal` for a tensor of the host that cannot be moved to the device.
+
+    Args:
+        t: the tensor.
+        name: what the message calls it.
+    """
+    if t.is_nested:
+        layout = Layout.NESTED
+    elif t.is_quantized:
+        layout = Layout.QUANTIZED
+    elif t.layout is torch._mkldnn:  # type: ignore[attr-defined]
+        layout = Layout.MKLDNN
+    elif t.layout is not torch.strided:
+        layout = Layout.SPARSE
+    else:
+        return
+    raise refusal(layout, f"{name} of layout {t.layout} and dtype {t.dtype}")
