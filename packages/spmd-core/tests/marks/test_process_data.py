@@ -115,6 +115,8 @@ def test_the_end_of_the_data_is_compared(spec, compared, monkeypatch):
         r"0: the end; from process 1: a bool\[8\]\. Give each process equally many batches",
     ):
         stream.compare(["the end"], (0, 1))
+    stream.abandon()
+    assert next(iter(stream._series.values())).text(2) == "none, as it has left the loop"
 
 
 def one_dim(spec):

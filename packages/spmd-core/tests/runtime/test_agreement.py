@@ -161,6 +161,8 @@ def test_a_process_that_knows_its_text_answers_when_it_is_asked(store, monkeypat
     for _ in range(agreement._NUM_KEPT):
         known.add("known")
     assert known.text(2) is None and known.text(known.count + 1) is None
+    known.close("left")
+    assert known.text(2) is None and known.text(known.count + 1) == "left"
     assert known.text(known.count) == "known"
 
 

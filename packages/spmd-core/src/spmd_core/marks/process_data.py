@@ -21,6 +21,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 _MAX_AGREED = 4096
 _END = "the end"
+_LEFT = "none, as it has left the loop"
 
 
 class Stream:
@@ -49,6 +50,8 @@ class Stream:
     def abandon(self) -> None:
         """Ends a wait for other processes: the data is not wanted any more. Does not wait."""
         self._is_abandoned = True
+        for series in [*self._series.values()]:
+            series.close(_LEFT)
 
     def compare(self, texts: list[str], group: tuple[int, ...]) -> None:
         """Compares descriptions of data, unless they are known.
@@ -173,7 +176,7 @@ def _different(different: dict[int, str], where: str) -> DataError:
         + ("; ".join(x for x in lines[who[0]] if x not in common) or "fewer tensors")
         for _, who in sorted(by_text.items(), key=lambda item: min(item[1]))
     ]
-    if _END in different.values():
+    if not {_END, _LEFT}.isdisjoint(different.values()):
         rule = "and ends where the others end"
         advice = (
             "Give each process equally many batches: ShardedSampler and shard_dataset cut a "

@@ -91,6 +91,7 @@ class Series:
         members = hashlib.sha256(repr(self._group).encode()).hexdigest()[:12]
         self._name = f"{topic}/{members}"
         self._newest: dict[int, str] = {}
+        self._last: str | None = None
         self.count = 0
         with _lock:
             _series[self._name] = self
@@ -176,9 +177,13 @@ class Series:
             "Look at its output; raise config.process_timeout_s if it is only slow."
         )
 
+    def close(self, text: str) -> None:
+        """Notes that no text follows, but for this one at all later places."""
+        self._last = text
+
     def text(self, number: int) -> str | None:
         """The text at a place; None if it has not come, or is too long ago."""
-        return self._newest.get(number)
+        return self._newest.get(number, self._last if number > self.count else None)
 
 
 def answer_questions(service: Any, process: int) -> None:
