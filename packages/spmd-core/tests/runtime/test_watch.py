@@ -109,6 +109,7 @@ def test_a_new_program_waits_for_the_neighbour(pair, monkeypatch):
 
 
 def test_a_failure_is_told_to_the_others(pair):
+    assert watch._said_by(KeyboardInterrupt()) == "KeyboardInterrupt"
     pair[1]._tell({"failed": watch._said_by(ValueError("no such file."))})
     look(pair[0])
     with pytest.raises(
@@ -116,6 +117,9 @@ def test_a_failure_is_told_to_the_others(pair):
         match=r"process 1 has failed: ValueError: no such file. Look at its output",
     ):
         starts(pair[0], "a")
+    third = Watch(pair[0]._client, 2)
+    third._read(0, {"failed": pair[0]._error}, [])
+    assert third._error == pair[0]._error
 
 
 def test_a_process_may_end_when_it_has_done_what_the_others_did(pair):

@@ -33,6 +33,7 @@ _NUM_DESCRIBED = 128
 # How long the user's program has for raising the error itself, and a failed process for telling.
 _GRACE_S = 5.0
 _MAX_LINES = 20_000
+_TOGETHER = "all processes of a program end together"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class Watch:
         def note_failure(kind: Any, error: BaseException, trace: Any) -> None:
             hook(kind, error, trace)
             if not issubclass(kind, SystemExit):
-                self._tell({"failed": _said_by(error)})
+                is_told = self._error is not None and isinstance(error, ProcessError)
+                self._tell({"failed": self._error if is_told else _said_by(error)})
                 self._has_failed = True
 
         sys.excepthook = note_failure
@@ -284,9 +286,12 @@ class Watch:
                 if asked == self._process and log.key == key:
                     self._describe(log, number)
         elif "failed" in notice:
+            said = notice["failed"]
+            # A process that was told of another one's failure passes it on.
             self._stop(
-                f"all processes of a program end together; process {process} has failed: "
-                f"{notice['failed']}. Look at its output."
+                said
+                if said.startswith(_TOGETHER)
+                else f"{_TOGETHER}; process {process} has failed: {said}. Look at its output."
             )
         else:
             for log in logs:
@@ -315,7 +320,7 @@ class Watch:
 
 
 def _said_by(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}".rstrip(".")
+    text = f"{type(error).__name__}: {error}".rstrip(".: ")
     return text if len(text) < 2000 else f"{text[:2000]}..."
 
 
