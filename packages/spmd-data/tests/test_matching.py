@@ -11,7 +11,7 @@ import torch
 import spmd_core as spmd
 from spmd_core import DataError
 from spmd_data import InputSharding, OptionalKeys
-from spmd_data.matching import MissingShardingError, matched
+from spmd_data.matching import MissingShardingError, matched, may_give_parts
 
 MESH = spmd.Mesh(range(8), (4, 2), ("data", "model"))
 ROWS = spmd.ShardingSpec(MESH, ("data",))
@@ -199,3 +199,11 @@ def test_a_tensor_at_two_places_has_the_spec_of_each() -> None:
     assert len({leaf.tensor.data_ptr() for leaf in leaves}) == 1
     alike, _ = matched(batch, ROWS)
     assert alike["a"] is alike["b"] is alike["c"][0] is X
+
+
+def test_which_shardings_may_give_parts() -> None:
+    part = dataclasses.replace(ROWS, minibatch=True)
+    for sharding in (part, {"a": [None, (ROWS, part)]}, Record(ROWS, part), lambda *_: None):
+        assert may_give_parts(sharding)
+    for sharding in (None, ROWS, {"a": [None, (ROWS, BOTH)]}, OptionalKeys(a=ROWS), ()):
+        assert not may_give_parts(sharding)

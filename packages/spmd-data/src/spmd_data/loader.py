@@ -18,7 +18,7 @@ import spmd_core as spmd
 from spmd_core import DataError
 from spmd_core.marks import process_data
 from spmd_data import counters
-from spmd_data.matching import InputSharding
+from spmd_data.matching import InputSharding, may_give_parts
 from spmd_data.pipeline import Pipeline
 from spmd_data.placement import Placement, UnevenBatch, is_spmd_device
 from spmd_data.sources import Source, source_of
@@ -135,7 +135,9 @@ class MpDeviceLoader:
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
         self._position = _Position(self._source, state)
-        stream = process_data.Stream.of_loop() if is_spmd else process_data.CALLS
+        # Loops that give no parts are not counted: one process may have some of its own.
+        compares = is_spmd and may_give_parts(self._placement.input_sharding)
+        stream = process_data.Stream.of_loop() if compares else process_data.CALLS
         self._pipeline = Pipeline(
             batches,
             lambda batch, noted: self._placement.prepare(
@@ -143,8 +145,8 @@ class MpDeviceLoader:
             ),
             self._placement.place,
             after_read=self._source.after_read,
-            on_end=stream.end if is_spmd else None,
-            on_stop=stream.abandon if is_spmd else None,
+            on_end=stream.end if compares else None,
+            on_stop=stream.abandon if compares else None,
             prefetch=self._prefetch,
             transfer_threads=self._transfer_threads,
             counters=self._counters,

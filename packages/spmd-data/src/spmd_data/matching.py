@@ -94,6 +94,15 @@ def text(path: Path) -> str:
     return "batch" + "".join(f"[{part!r}]" for part in path)
 
 
+def may_give_parts(sharding: InputSharding) -> bool:
+    """Whether a spec may be of one process's part of a tensor: see `ShardingSpec.minibatch`."""
+    if _is_structure(sharding):
+        return any(map(may_give_parts, _children(sharding).values()))
+    if isinstance(sharding, spmd.ShardingSpec):
+        return sharding.minibatch
+    return callable(sharding)  # it says so for each tensor
+
+
 def fitted_spec(spec: spmd.ShardingSpec, ndim: int) -> tuple[Any, ...]:
     """The partition spec for a tensor of rank `ndim`: truncated, or padded with None, to `ndim`."""
     entries = tuple(spec.partition_spec)[:ndim]

@@ -44,7 +44,7 @@ class Stream:
 
     @classmethod
     def of_loop(cls) -> "Stream":
-        """The next loop's stream. All processes begin their loops in the same order."""
+        """The next loop's stream. All processes begin the loops that compare in the same order."""
         return cls(f"data of loop {next(_loops)}")
 
     def abandon(self) -> None:
