@@ -34,7 +34,8 @@ def shard_dataset(
             - what has a length and `dataset[i]`: the result is a view, which holds no indices;
             - an iterable, also `datasets.IterableDataset`: the result is a torch `IterableDataset`
               that reads everything and keeps every k-th sample. In a DataLoader's workers, each
-              worker of an iterable that is no torch dataset keeps its part of these.
+              worker of an iterable that is no torch dataset keeps its part of these. A torch
+              `IterableDataset` cuts itself among workers, so `tail` then holds for what each reads.
         mesh: the mesh of the program.
         axis: the axis or axes that split the batch, as in a partition spec.
         tail: of samples that k does not divide: `drop` or `error`. An iterable's error comes at its
