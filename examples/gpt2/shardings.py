@@ -47,8 +47,9 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
     # (D, F): column parallel.
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
-    # (F or D, D): row parallel, ends in one all-reduce.
-    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", ("tensor", "fsdp")),
+    # (F or D, D): row parallel, ends in one all-reduce. fsdp splits the rows, too: TPUs pad a last
+    # dim to whole registers of 128, of which many devices would have less.
+    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", (("tensor", "fsdp"), None)),
     # Replicated: splitting these small vectors, 0.1% of a model, would save little memory for the
     # cost of one gather each.
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.bias", (None,)),  # (D,)

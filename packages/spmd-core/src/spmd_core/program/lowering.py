@@ -368,7 +368,8 @@ class Function:
         sums = PartialSums(graph, plans, platform, read)
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
-        paced = PacedGradients(values, sums) if platform == "tpu" else None
+        is_summed = len(self.device_ids) > 1
+        paced = PacedGradients(values, sums, is_summed) if platform == "tpu" else None
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
             entry = node.entry

@@ -179,7 +179,9 @@ class PartialSums:
 
         def local(blocks: list[jax.Array], values: list[jax.Array], looked_up: Any) -> Any:
             if rows is not None:
-                total = rows.gradient(reduction, *blocks).astype(dtypes.to_jax(part.spec.dtype))
+                grad, own_indices = blocks
+                total = rows.gradient(reduction, grad, own_indices, self._platform)
+                total = total.astype(dtypes.to_jax(part.spec.dtype))
                 if not reduces:
                     return total[None]
                 return _reduce(total, reduction, part.spec, is_scattered=rows.gathered is not None)
@@ -216,8 +218,8 @@ class PartialSums:
     def _pieces(self, part: Sum, reduction: Reduction) -> int:
         """Into how many pieces of its other dim a gradient that is scattered along one is cut.
 
-        A device's part is as large as the whole gradient. TPUs, where a step has to fit, get the
-        smallest number of equal pieces, of whole registers (128), that are small enough.
+        A device's part is as large as the whole gradient. TPUs, where a step has to fit, get
+        pieces.
         """
         shape, entry = part.spec.shape, self._graph.nodes[part.node].entry
         is_known = len(part.sources) == len(shape) == 2 and not entry.number_kinds
@@ -225,13 +227,22 @@ class PartialSums:
             return 1
         if any(dim != reduction.dim for dim, _ in reduction.others):
             return 1
-        columns, rest = divmod(shape[1 - reduction.dim], _REGISTER)
         by_others = math.prod(reduction.size(axes) for _, axes in reduction.others)
-        num_bytes = part.spec.num_bytes // by_others
-        if rest or num_bytes <= _LARGEST_PIECE_BYTES:
-            return 1
-        counts = [count for count in range(1, columns + 1) if columns % count == 0]
-        return next((c for c in counts if num_bytes // c <= _LARGEST_PIECE_BYTES), columns)
+        return _num_pieces(shape[1 - reduction.dim], part.spec.num_bytes // by_others)
+
+
+def _num_pieces(size: int, num_bytes: int) -> int:
+    """The smallest number of equal pieces, of whole registers, that are small enough.
+
+    Args:
+        size: of the dim that is cut; one that is not whole registers is not.
+        num_bytes: of what is cut.
+    """
+    registers, rest = divmod(size, _REGISTER)
+    if rest or num_bytes <= _LARGEST_PIECE_BYTES:
+        return 1
+    counts = [count for count in range(1, registers + 1) if registers % count == 0]
+    return next((c for c in counts if num_bytes // c <= _LARGEST_PIECE_BYTES), registers)
 
 
 def _in_pieces(
@@ -320,21 +331,33 @@ class _RowsOfTable:
             return None
         return cls(num_rows, (entry.arguments or {})["padding_idx"], axes, gathered)
 
-    def gradient(self, reduction: Reduction, grad: jax.Array, indices: jax.Array) -> jax.Array:
-        """Inside the region: what this device adds up, which is all of it where it is gathered."""
-        names, axes = jax_axis_names(reduction.mesh), self.axes
+    def gradient(
+        self, reduction: Reduction, grad: jax.Array, indices: jax.Array, platform: str
+    ) -> jax.Array:
+        """Inside the region: what this device adds up, which is all of it where it is gathered.
+
+        TPUs gather in pieces of the rows, each behind the one before the last.
+        """
+        names, axes, pieces, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
         if self.gathered is not None:
-            axes, along = (*axes, self.gathered), names[self.gathered]
-            grad, indices = (lax.all_gather(x, along, tiled=True) for x in (grad, indices))
+            axes = (*axes, self.gathered)
+            gather = functools.partial(lax.all_gather, axis_name=names[self.gathered], tiled=True)
+            indices = gather(indices)
+            num_bytes = indices.size * grad.shape[-1] * grad.dtype.itemsize
+            pieces = _num_pieces(grad.shape[-1], num_bytes) if platform == "tpu" else 1
         num_own = -(-self.num_rows // reduction.size(axes))
         own = indices - num_own * lax.axis_index(tuple(names[axis] for axis in axes))
         is_own = (own >= 0) & (own < num_own) & (indices != self.padding_row)
         # The row past the end does not exist: the scatter drops writes to it.
         rows = jnp.where(is_own, own, num_own)
-        total = jnp.zeros((num_own, grad.shape[-1]), opmath(grad.dtype))
-        return total.at[rows].add(
-            grad.astype(total.dtype), mode="drop", wrap_negative_indices=False
-        )
+        made: list[jax.Array] = []
+        for piece in jnp.split(grad, pieces, axis=-1):
+            if len(made) > 1:
+                piece, made[-2] = lax.optimization_barrier((piece, made[-2]))
+            values = (piece if gather is None else gather(piece)).astype(opmath(grad.dtype))
+            total = jnp.zeros((num_own, values.shape[-1]), values.dtype)
+            made.append(total.at[rows].add(values, mode="drop", wrap_negative_indices=False))
+        return jnp.concatenate(made, axis=-1)
 
 
 def _outs(specs: Sequence[Spec]) -> tuple[registry.Out, ...]:
