@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache, lowering, partial_sums
+from spmd_core.ops.kernels import pieces
+from spmd_core.program import compile_cache, lowering
 
 WIDTH = 8
 
@@ -122,26 +123,28 @@ def test_parameters_are_cast_again_in_a_second_run(num_devices):
 
 @pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")])
 def test_a_large_gradient_is_scattered_in_pieces(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(partial_sums, "_LARGEST_PIECE_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(partial_sums, "_REGISTER", 2)
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     ids = ids_for(num_devices)
     text = program_of(Tied(), ids, mesh, lambda p: spec if p.dim() > 1 else ())
-    pieces = re.findall(r"stablehlo.reduce_scatter", text)
+    scattered = re.findall(r"stablehlo.reduce_scatter", text)
     if num_devices > 1:
-        # The table's 4 pieces, and the 4 blocks, whose gradients are small; a table that is split
-        # along the width has its looked up part in one more.
-        assert len(pieces) == 4 + 4 + (spec[0] is None)
+        # The table's 4 pieces, and the 4 blocks, whose gradients are small. Rows that are looked
+        # up are scattered in pieces, too; of a table that is split along the width, their gradients
+        # at once.
+        looked_up = pieces.count(WIDTH, num_devices * 5 * WIDTH * 4)
+        assert len(scattered) == 4 + 4 + (1 if spec[0] is None else looked_up)
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_gradients_of_looked_up_rows_are_gathered_in_pieces(pieces, num_devices, monkeypatch):
-    monkeypatch.setattr(partial_sums, "_LARGEST_PIECE_BYTES", num_devices * 5 * WIDTH * 4 // pieces)
-    monkeypatch.setattr(partial_sums, "_REGISTER", 2)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_of_looked_up_rows_are_gathered_in_pieces(count, num_devices, monkeypatch):
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", num_devices * 5 * WIDTH * 4 // count)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     text = program_of(Tied(), ids_for(num_devices), mesh, by_rows)
     gathered = re.findall(rf"stablehlo.all_gather.*tensor<{num_devices}x5x(\d)xf32>", text)
-    assert gathered == [str(WIDTH // pieces)] * pieces * (num_devices > 1)
+    assert gathered == [str(WIDTH // count)] * count * (num_devices > 1)
 
 
 def test_gradients_that_autocast_made_stay_narrow_on_one_device(num_devices):
@@ -155,8 +158,8 @@ def test_gradients_that_autocast_made_stay_narrow_on_one_device(num_devices):
 
 @pytest.mark.parametrize("spec", [("fsdp", "tensor"), (("tensor", "fsdp"), None)])
 def test_two_axes(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(partial_sums, "_LARGEST_PIECE_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(partial_sums, "_REGISTER", 2)
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
     if num_devices < 4:
         pytest.skip("needs two axes")
     mesh = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("fsdp", "tensor"))
