@@ -15,6 +15,7 @@ Run: python -m benchmarks.hbm
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from examples.gpt2.presets import PRESETS
 
 MAX_OF_BOUND, MAX_OF_REFERENCE, MIN_MFU_BOUND = 1.10, 1.03, 0.50
 TIMEOUT_S = 3600
+CAPACITY = 32 * 2**30  # of a v4 chip
 # Chips by the number of devices that the mesh takes: a v4 slice has at least four.
 TOPOLOGIES = {1: "v4-8", 4: "v4-8", 8: "v4-16", 16: "v4-32"}
 
@@ -161,6 +163,12 @@ def _ratio(peak: float | None, of: float | None) -> str:
     return "" if peak is None or of is None else f"{peak / of:.3f}"
 
 
+def _brief(failure: str) -> str:
+    """What a compiler says of memory, without what stands around it."""
+    found = re.search(r"total memory required .* exceeds available HBM \([^)]*\)", failure)
+    return found[0] if found else failure.splitlines()[0]
+
+
 def _gb(value: float | None) -> str:
     return "" if value is None else f"{value / 1e9:.2f}"
 
@@ -179,7 +187,8 @@ def table_of(results: Mapping[str, Any]) -> Table:
             reached = reached and peak <= MAX_OF_BOUND * bound.total
         else:
             reached = reached and ours["fits"] and ours["mfu_bound"] > MIN_MFU_BOUND
-        failures = [f"{who}: {x['failed']}" for who, x in found.items() if "failed" in x]
+        failures = [f"{who}: {_brief(x['failed'])}" for who, x in found.items() if "failed" in x]
+        said = "no program fits" if bound.total > CAPACITY else verdict(bool(reached))
         mfu = ours.get("mfu_bound")
         rows.append(
             [
@@ -190,7 +199,7 @@ def table_of(results: Mapping[str, Any]) -> Table:
                 _ratio(peak, bound.total),
                 _ratio(peak, other),
                 "" if mfu is None else f"{mfu:.1%}",
-                "; ".join([verdict(bool(reached)), *failures]),
+                "; ".join([said, *failures]),
             ]
         )
     return Table(
@@ -207,7 +216,8 @@ def table_of(results: Mapping[str, Any]) -> Table:
             f"{MAX_OF_BOUND} times the bound; with a larger batch, instead of the latter, that the "
             "step fits the chip and its roofline bound on MFU, modelled, is above "
             f"{MIN_MFU_BOUND:.0%}.",
-            "Unsharded 4B does not fit a chip (32 GiB), whose compiler then refuses it.",
+            f"A chip has {CAPACITY / 2**30:.0f} GiB; of a step that takes more, its compiler says "
+            "how much.",
         ),
     )
 

@@ -43,7 +43,7 @@ from benchmarks import jax_gpt2_step as small
 from examples.gpt2.presets import PRESETS, ModelPreset, padded_vocab
 from examples.training.command import exit_code
 from examples.training.knobs import KnobError, knob, parser_of
-from spmd_core.errors import PlanError
+from spmd_core.errors import DeviceMemoryError, PlanError
 from spmd_core.planner import buffer_text, topology
 from spmd_core.planner.memory_program import write_buffers
 
@@ -489,6 +489,7 @@ def compiled_memory(options: Options) -> Memory:
     """Compiles the step, and returns what one device holds. Runs nothing.
 
     Raises:
+        DeviceMemoryError: the step does not fit.
         KnobError: the options do not fit together.
         PlanError: no such topology, or its compiler is not installed.
     """
@@ -510,7 +511,13 @@ def compiled_memory(options: Options) -> Memory:
             lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
         else:
             ids = [device.id for device in found.devices[:count]]
-            write_buffers(lowered, folder, found, ids)
+            try:
+                write_buffers(lowered, folder, found, ids)
+            except jax.errors.JaxRuntimeError as error:
+                raise DeviceMemoryError(
+                    f"the step must fit the device's memory; got {str(error).splitlines()[0]} "
+                    "Pass a larger --mesh."
+                ) from error
         return Memory.of(buffer_text.read(folder))
 
 
@@ -537,7 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(options.json).write_text(json.dumps(asdict(memory)))
         return False
 
-    return exit_code(command, usage=(PlanError,))
+    return exit_code(command, usage=(PlanError,), failed=(DeviceMemoryError,))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """Do two runs of the published plots agree, within the spread that each of them states?
 
 Compares the rows that both folders have, by quantity. Two medians agree if they differ by at most
-the larger of their two spreads; what a compiler computes has no spread, and must be equal. What a
-run measures only once has none that is known, and is left out. Prints what does not agree, and
-exits with 1 if there is any.
+the root of the sum of their squared spreads, as intervals of independent samples do; what a
+compiler computes has no spread, and must be equal. What a run measures only once has none of its
+own, and is left out. Prints what does not agree, and exits with 1 if there is any.
 
 Run: python -m benchmarks.published.agree results/first results/second
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.published.rows import Measured, Quantity, VersionError, read
+from benchmarks.published.rows import Measured, Quantity, VersionError, is_timed, read
 from benchmarks.report import Table
 
 EXIT_DIFFERENT, EXIT_USAGE = 1, 2
-MEASURED = ("s", "us", "ratio", "peak_flops")  # how the names of measured quantities end
 ROUNDING = 1e-9  # of figures that are computed from measured ones and cancel them
 
 
@@ -34,15 +34,15 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        """Whether the medians differ by at most the larger spread."""
-        spread = max(self.first.spread, self.second.spread)
+        """Whether the medians differ by no more than the two spreads allow."""
+        spread = math.hypot(self.first.spread, self.second.spread)
         difference = abs(self.first.median - self.second.median)
         return difference <= spread + ROUNDING * abs(self.first.median)
 
     @property
     def is_known(self) -> bool:
         """Whether the spread of both is known."""
-        is_measured = any(f"_{self.name}".endswith(f"_{end}") for end in MEASURED)
+        is_measured = is_timed(self.name) or self.name == "ratio"
         return not is_measured or min(len(q.samples) for q in (self.first, self.second)) > 1
 
 

@@ -118,13 +118,16 @@ def html(text: str, folder: Path) -> str:
 def _head(rows: Sequence[Measured], command: str) -> list[str]:
     """Where the rows were measured: usually one place."""
     places = list(dict.fromkeys(_place(row) for row in rows))
+    drift = max((row.drift for row in rows), default=0.0)
     lines = [f"Written by `{command}`.", ""]
     lines += [f"- {place}" for place in places]
     return [
         *lines,
         "",
-        "Figures are medians. What stands behind ± is the spread: the largest distance of a "
-        "sample from the median. `results.json` has every sample.",
+        "Figures are medians. What stands behind ± is the spread, within which another run agrees: "
+        "the larger of half the width of the 95% interval of the samples' mean and, for times and "
+        f"rates, the drift of the machine's speed between the runs ({drift:.1%}, by a fixed job). "
+        "`results.json` has every sample.",
     ]
 
 

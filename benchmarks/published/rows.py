@@ -18,26 +18,31 @@ interruption loses nothing:
       runs       list of objects: started (ISO 8601), seconds, and samples by quantity
       quantities object: by name, unit, median, spread, and samples of all runs
 
-The spread is the largest distance of a sample from the median. A quantity that the compiler
-computes, such as a program's peak memory, has one value and a spread of 0.
+The spread says how far the median of another run may lie. It is the larger of two: half the width
+of the 95% interval that the samples alone give for their mean (Student's t), and, for times and
+rates, the drift of the machine's speed over all runs of the folder (`speed.py`). A quantity that
+the compiler computes, such as a program's peak memory, has one value and a spread of 0.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.published import speed
 from benchmarks.report import environment
 
-VERSION = 1
+VERSION = 2
 FILE = "results.json"
 ROOT = Path(__file__).parents[2]
 # What decides the figures: a change of documents makes no row anew.
@@ -128,9 +133,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Median and spread of a row's samples of one quantity."""
+    """Median and spread of a row's samples of one quantity.
+
+    Attributes:
+        samples: one or more.
+        drift: of the machine's speed, as a share; 0 for what it does not reach.
+    """
 
     samples: Sequence[float]
+    drift: float = 0.0
 
     @property
     def median(self) -> float:
@@ -139,8 +150,20 @@ class Quantity:
 
     @property
     def spread(self) -> float:
-        """The largest distance of a sample from the median."""
-        return max(abs(sample - self.median) for sample in self.samples)
+        """How far the median of another run may lie: see the module."""
+        count = len(self.samples)
+        interval = 0.0
+        if count > 1:
+            interval = _student(count) * statistics.stdev(self.samples) / math.sqrt(count)
+        return max(interval, self.drift * abs(self.median))
+
+
+@functools.cache
+def _student(count: int) -> float:
+    """The 97.5th percentile of Student's t for so many samples."""
+    from scipy import stats  # noqa: PLC0415  (takes a second)
+
+    return float(stats.t.ppf(0.975, count - 1))
 
 
 @dataclass
@@ -157,6 +180,8 @@ class Measured:
     hardware: dict[str, Any]
     reason: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)
+    # Of the machine, over all rows of the folder: `Store` and `read` know it.
+    drift: float = field(default=0.0, compare=False)
 
     @property
     def status(self) -> str:
@@ -169,7 +194,10 @@ class Measured:
         """What was measured, over all runs."""
         names = dict.fromkeys(name for run in self.runs for name in run["samples"])
         return {
-            name: Quantity([s for run in self.runs for s in run["samples"].get(name, ())])
+            name: Quantity(
+                [s for run in self.runs for s in run["samples"].get(name, ())],
+                self.drift if is_timed(name) else 0.0,
+            )
             for name in names
         }
 
@@ -225,6 +253,7 @@ class Store:
     def keep(self, row: Measured) -> None:
         """Writes the row, in place of what was known of it."""
         self._rows[row.figure, row.name] = row
+        _note_drift(self._rows.values())
         found = {"version": VERSION, "rows": [_object(row) for row in self._rows.values()]}
         # By a rename, so that an interruption leaves the old file or the new one.
         new = self.folder / f"{FILE}.new"
@@ -255,7 +284,19 @@ def read(folder: Path) -> list[Measured]:
             f"{path}. Pass another --out."
         )
     names = {f.name for f in dataclasses.fields(Measured)}
-    return [Measured(**{k: v for k, v in row.items() if k in names}) for row in rows]
+    measured = [Measured(**{k: v for k, v in row.items() if k in names}) for row in rows]
+    _note_drift(measured)
+    return measured
+
+
+def _note_drift(measured: Iterable[Measured]) -> None:
+    """Tells each row how far the machine's speed moved: in the runs of its own commit."""
+    rows = list(measured)
+    for commit in {row.commit for row in rows}:
+        of_commit = [row for row in rows if row.commit == commit]
+        probes = [run["probe_s"] for row in of_commit for run in row.runs if run["probe_s"]]
+        for row in of_commit:
+            row.drift = speed.drift(probes)
 
 
 def _object(row: Measured) -> dict[str, Any]:
@@ -268,7 +309,8 @@ def _object(row: Measured) -> dict[str, Any]:
         }
         for name, quantity in row.quantities().items()
     }
-    return dataclasses.asdict(row) | {"status": row.status, "quantities": quantities}
+    known = {k: v for k, v in dataclasses.asdict(row).items() if k != "drift"}
+    return known | {"status": row.status, "quantities": quantities}
 
 
 def unit(name: str) -> str:
@@ -281,6 +323,16 @@ def unit(name: str) -> str:
     head, _, rate = name.partition("_per_")
     last = head.rpartition("_")[2]
     return f"{last}/{rate}" if rate else last
+
+
+def is_timed(name: str) -> bool:
+    """Whether a quantity is a time or a rate, which the machine's speed decides.
+
+    Example:
+        >>> is_timed("step_s"), is_timed("tokens_per_s"), is_timed("ratio"), is_timed("peak_bytes")
+        (True, True, False, False)
+    """
+    return name == "peak_flops" or unit(name).rpartition("/")[2] in ("s", "us")
 
 
 # --- Where a row is measured ----------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.published.rows import ROOT, Measured, Row, Store
+from benchmarks.published.speed import probe_s
 
 LAST_LINES = 12  # of a failed command's output, in the reason
 GRACE_S = 10.0  # for a command to end after an interruption
@@ -86,6 +87,7 @@ class _Run:
 
     def __init__(self, row: Row, number: int, store: Store) -> None:
         self.row = row
+        self._probe_s = probe_s() if row.is_timed else None
         name = f"{row.figure}/{row.slug}/round-{number + 1}"
         self._folder = store.folder / "runs" / name
         logs = store.folder / "tensorboard" / name
@@ -130,7 +132,14 @@ class _Run:
             told = f"{error} of {' '.join(self.row.command)}; its last lines:"
             measured.reason = "\n".join([told, *last])
             return
-        measured.runs.append({"started": self._started, "seconds": seconds, "samples": samples})
+        measured.runs.append(
+            {
+                "started": self._started,
+                "seconds": seconds,
+                "probe_s": self._probe_s,
+                "samples": samples,
+            }
+        )
 
     def end(self) -> None:
         """Ends the command and all that it started; waits."""

@@ -52,6 +52,17 @@ def test_a_failure_is_named() -> None:
     assert verdict_of(ROW, result) == "NO; recipe: does not fit; reference: no output"
 
 
+def test_what_cannot_fit_is_told() -> None:
+    oom = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (59.87G) exceeds "
+    oom += "available HBM (30.75G). HLO module: jit_step.\nmore"
+    result = {"recipe": {"failed": f"a program must fit\n{oom}"}, "reference": {"failed": "x\ny"}}
+    said = verdict_of(hbm.Row("4B"), result)
+    assert said == (
+        "no program fits; recipe: total memory required for HLO temporaries (59.87G) exceeds "
+        "available HBM (30.75G); reference: x"
+    )
+
+
 def test_finished_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 

@@ -20,9 +20,36 @@ def row(*, command: str = "-m x", rounds: int = 2) -> Row:
 
 
 def test_median_and_spread() -> None:
+    # By a table of Student's t: 4.303 for three samples, 12.706 for two.
     quantity = Quantity([1.0, 5.0, 2.0])
-    assert (quantity.median, quantity.spread) == (2.0, 3.0)
-    assert Quantity([7.0]).spread == 0
+    assert quantity.median == 2.0
+    assert quantity.spread == pytest.approx(4.303 * (13 / 3) ** 0.5 / 3**0.5, rel=1e-3)
+    assert Quantity([1.0, 2.0]).spread == pytest.approx(12.706 / 2, rel=1e-3)
+    assert Quantity([7.0]).spread == 0 and Quantity([3.0, 3.0]).spread == 0
+    assert Quantity([7.0], drift=0.1).spread == pytest.approx(0.7)
+
+
+def test_the_drift_reaches_times_and_rates(tmp_path: Path) -> None:
+    store = Store(tmp_path, HERE)
+    for name, probe_s in (("a", 0.1), ("b", 0.11), ("c", 0.125), ("d", None)):
+        measured = store.of(Row("gpt2", name, ["-m", "x"], nothing))
+        samples = {"step_s": [2.0], "tokens_per_s": [10.0], "peak_bytes": [7.0], "ratio": [1.0]}
+        measured.runs.append(
+            {"started": "", "seconds": 1.0, "probe_s": probe_s, "samples": samples}
+        )
+        store.keep(measured)
+    other = Store(tmp_path, Place("def", {}, {}))
+    measured = other.of(Row("gpt2", "e", ["-m", "x"], nothing))
+    measured.runs.append({"started": "", "seconds": 1.0, "probe_s": 9.0, "samples": samples})
+    other.keep(measured)
+    found = {row.name: row for row in rows.read(tmp_path)}
+    drift = 0.015 / 0.11
+    for name in "abcd":
+        spreads = {key: of.spread for key, of in found[name].quantities().items()}
+        assert spreads.pop("step_s") == pytest.approx(2 * drift)
+        assert spreads.pop("tokens_per_s") == pytest.approx(10 * drift)
+        assert spreads == {"peak_bytes": 0, "ratio": 0}
+    assert found["e"].drift == 0  # another commit, of one probe
 
 
 def test_a_name_says_its_unit() -> None:
@@ -34,18 +61,22 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     store = Store(tmp_path, HERE)
     measured = store.of(row())
     assert measured.status == "unfinished"
-    measured.runs.append({"started": "", "seconds": 1.0, "samples": {"step_s": [2.0, 4.0]}})
+    measured.runs.append(
+        {"started": "", "seconds": 1.0, "probe_s": None, "samples": {"step_s": [2.0, 4.0]}}
+    )
     store.keep(measured)
     again = Store(tmp_path, HERE).of(row())
     assert again == measured and again.status == "unfinished"
-    again.runs.append({"started": "", "seconds": 1.0, "samples": {"step_s": [9.0]}})
+    again.runs.append(
+        {"started": "", "seconds": 1.0, "probe_s": None, "samples": {"step_s": [9.0]}}
+    )
     store.keep(again)
     (written,) = json.loads((tmp_path / rows.FILE).read_text())["rows"]
     assert written["status"] == "done" and written["commit"] == "abc"
     assert written["quantities"]["step_s"] == {
         "unit": "s",
         "median": 4.0,
-        "spread": 5.0,
+        "spread": pytest.approx(4.303 * 13**0.5 / 3**0.5, rel=1e-3),
         "samples": [2.0, 4.0, 9.0],
     }
 
@@ -53,7 +84,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
 def test_what_was_measured_otherwise_is_measured_again(tmp_path: Path) -> None:
     store = Store(tmp_path, HERE)
     measured = store.of(row(rounds=1))
-    measured.runs.append({"started": "", "seconds": 1.0, "samples": {}})
+    measured.runs.append({"started": "", "seconds": 1.0, "probe_s": None, "samples": {}})
     store.keep(measured)
     assert Store(tmp_path, HERE).of(row(rounds=1)).runs
     assert not Store(tmp_path, Place("def", HERE.versions, HERE.hardware)).of(row(rounds=1)).runs
@@ -77,7 +108,7 @@ def test_a_failed_row_begins_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 0, "rows": []}', "must have results of version 1; got version 0 in"),
+        ('{"version": 1, "rows": []}', "must have results of version 2; got version 1 in"),
         ("{", "must be one that this command wrote; got"),
         ('{"rows": []}', r"which cannot be read \(KeyError\('version'\)\). Move it away"),
         ("[]", "which cannot be read"),

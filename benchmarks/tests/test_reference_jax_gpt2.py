@@ -1,5 +1,6 @@
 """The hand-written jax program computes the recipe's step: losses, norms and weights of torch."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from torch import nn
 from benchmarks import reference_jax_gpt2 as reference
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
+from spmd_core.planner import topology
 
 TINY = ModelPreset("tiny", 2, 32, 4, 256, 16, 16, 8, 1e-2)
 LR = 1e-2
@@ -140,6 +142,21 @@ def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main(["--preset", "smoke", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_step_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 59G of 30G.\nmore")
+
+    found = dataclasses.replace(topology.find("cpu-1"), request={})  # as one of TPUs
+    monkeypatch.setattr(reference.topology, "find", lambda name: found)
+    monkeypatch.setattr(reference, "write_buffers", refuse)
+    assert reference.main(["--preset", "smoke"]) == 1
+    assert "fit the device's memory; got RESOURCE_EXHAUSTED: 59G of 30G. Pass a larger" in (
+        capsys.readouterr().err
+    )
 
 
 def test_peak_is_what_the_data_needs() -> None:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2LMHeadModel
 
@@ -47,8 +46,9 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
     # (D, F): column parallel.
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
-    # (F or D, D): row parallel, ends in one all-reduce.
-    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", ("tensor", "fsdp")),
+    # (F or D, D): row parallel, ends in one all-reduce. fsdp splits the rows, too: TPUs pad a last
+    # dim to whole registers of 128, of which many devices would have less.
+    (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", (("tensor", "fsdp"), None)),
     # Replicated: splitting these small vectors, 0.1% of a model, would save little memory for the
     # cost of one gather each.
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.bias", (None,)),  # (D,)
@@ -61,7 +61,6 @@ LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
 PIPELINE_TABLE_VD: Spec = (("fsdp", "tensor"), None)
 # What comes after the blocks is computed on all stages, each for a part of the sequences.
 PIPELINE_LOGITS_BTV: Spec = ((*BATCH_AXES, "pipe"), None, "tensor")
-LOOKED_UP_VD: Spec = ("tensor", None)
 
 
 def parameter_spec(name: str, mesh: spmd.Mesh) -> Spec:
@@ -223,22 +222,3 @@ def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
             module.register_forward_hook(marked(HIDDEN_BTD))
         elif name == "lm_head":
             module.register_forward_hook(marked(LOGITS_BTV))
-        elif name == "transformer.wte" and isinstance(module, nn.Embedding):
-            _gather_at_lookup(module, on_mesh(LOOKED_UP_VD, mesh), mesh)
-
-
-def _gather_at_lookup(table: nn.Embedding, spec: Spec, mesh: spmd.Mesh) -> None:
-    """Makes the lookup read a view of the table that is marked with `spec`; its gradient follows.
-
-    Both the table and the tokens that look up its rows are split over fsdp. Without the mark, the
-    partitioner gathers the tokens' gradients (B, T, D) on every device before it adds them to the
-    table's gradient.
-    """
-
-    def forward(ids_BT: torch.Tensor) -> torch.Tensor:
-        # Mark a view: the parameter itself keeps its own sharding.
-        table_VD = table.weight.view_as(table.weight)
-        return F.embedding(ids_BT, spmd.mark_sharding(table_VD, mesh, spec))
-
-    # Not a hook: a hook could change the output, but not the weight.
-    table.forward = forward  # type: ignore[assignment, method-assign]

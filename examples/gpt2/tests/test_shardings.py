@@ -53,9 +53,9 @@ def test_column_then_row_parallel() -> None:
         "transformer.wte.weight": (("tensor", "fsdp"), None),
         "transformer.h.0.attn.c_attn.weight": ("fsdp", "tensor"),
         "transformer.h.0.attn.c_attn.bias": ("tensor",),
-        "transformer.h.0.attn.c_proj.weight": ("tensor", "fsdp"),
+        "transformer.h.0.attn.c_proj.weight": (("tensor", "fsdp"), None),
         "transformer.h.11.mlp.c_fc.weight": ("fsdp", "tensor"),
-        "transformer.h.11.mlp.c_proj.weight": ("tensor", "fsdp"),
+        "transformer.h.11.mlp.c_proj.weight": (("tensor", "fsdp"), None),
         "transformer.h.11.mlp.c_proj.bias": (None,),
         "transformer.ln_f.weight": (None,),
     }

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache, lowering, partial_sums
+from spmd_core.ops.kernels import pieces
+from spmd_core.program import compile_cache, lowering
 
 WIDTH = 8
 
@@ -75,7 +76,7 @@ def by_rows(parameter):
     return ("fsdp",) if parameter.dim() > 1 else ()
 
 
-def test_a_second_run_waits_for_the_gradients_of_the_block_before_the_last(num_devices):
+def test_a_second_run_waits_for_all_gradients_but_the_latest(num_devices):
     if num_devices == 1:
         pytest.skip("one device reduces nothing")
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
@@ -83,10 +84,12 @@ def test_a_second_run_waits_for_the_gradients_of_the_block_before_the_last(num_d
     found = barriers(program_of(Tied(), ids, mesh, by_rows))
     weight, table, hidden = "8x8xf32", "96x8xf32", f"{num_devices}x5x8xf32"
     waits = [sorted({*types} - {hidden}) for types in found if types[:2] == [hidden] * 2]
-    # The last block's for the output layer's part of the table; the first two for the gradients of
-    # the last two; those of the others have all blocks to be computed in.
+    # The last block's for the output layer's part of the table. The next one's for the first
+    # gradient of the last block; the two others' for the second one of the block before, too. Each
+    # block's weight has its input wait for its gradient.
     assert [types for types in waits if table in types] == [[table]]
     assert [types for types in waits if "8xf32" in types] == [[weight, "8xf32"]] * 2
+    assert waits.count([weight]) == 4 + 1
 
 
 def test_what_reads_a_gradient_waits_for_all_that_are_left(num_devices):
@@ -120,22 +123,43 @@ def test_parameters_are_cast_again_in_a_second_run(num_devices):
 
 @pytest.mark.parametrize("spec", [("fsdp", None), (None, "fsdp")])
 def test_a_large_gradient_is_scattered_in_pieces(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(partial_sums, "_LARGEST_PIECE_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(partial_sums, "_REGISTER", 2)
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     ids = ids_for(num_devices)
     text = program_of(Tied(), ids, mesh, lambda p: spec if p.dim() > 1 else ())
-    pieces = re.findall(r"stablehlo.reduce_scatter", text)
+    scattered = re.findall(r"stablehlo.reduce_scatter", text)
     if num_devices > 1:
-        # The table's 4 pieces, and the 4 blocks, whose gradients are small; a table that is split
-        # along the width has its looked up part in one more.
-        assert len(pieces) == 4 + 4 + (spec[0] is None)
+        # The table's 4 pieces, and the 4 blocks, whose gradients are small. Rows that are looked
+        # up are scattered in pieces, too; of a table that is split along the width, their gradients
+        # at once.
+        looked_up = pieces.count(WIDTH, num_devices * 5 * WIDTH * 4)
+        assert len(scattered) == 4 + 4 + (1 if spec[0] is None else looked_up)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_of_looked_up_rows_are_gathered_in_pieces(count, num_devices, monkeypatch):
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", num_devices * 5 * WIDTH * 4 // count)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    text = program_of(Tied(), ids_for(num_devices), mesh, by_rows)
+    gathered = re.findall(rf"stablehlo.all_gather.*tensor<{num_devices}x5x(\d)xf32>", text)
+    assert gathered == [str(WIDTH // count)] * count * (num_devices > 1)
+
+
+def test_gradients_that_autocast_made_stay_narrow_on_one_device(num_devices):
+    """The barriers have what is cast; devices sum in the parameter's dtype."""
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
+    text = program_of(Tied(), ids_for(num_devices), mesh, by_rows, autocast=True)
+    waits = [types for types in barriers(text) if "8xf32" not in types]
+    narrow = [types for types in waits if types.count("8x8xbf16") and types.count("8xbf16")]
+    assert bool(narrow) == (num_devices == 1)
 
 
 @pytest.mark.parametrize("spec", [("fsdp", "tensor"), (("tensor", "fsdp"), None)])
 def test_two_axes(spec, num_devices, monkeypatch):
-    monkeypatch.setattr(partial_sums, "_LARGEST_PIECE_BYTES", 96 * WIDTH)
-    monkeypatch.setattr(partial_sums, "_REGISTER", 2)
+    monkeypatch.setattr(pieces, "LARGEST_BYTES", 96 * WIDTH)
+    monkeypatch.setattr(pieces, "REGISTER", 2)
     if num_devices < 4:
         pytest.skip("needs two axes")
     mesh = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("fsdp", "tensor"))

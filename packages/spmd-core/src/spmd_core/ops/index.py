@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_core.ops.kernels.lookups import look_up
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
@@ -106,6 +107,8 @@ def _embedding(
     sparse: bool = False,
 ) -> jax.Array:
     ctx.check_index(indices, weight.shape[0])
+    if ctx.table is not None:
+        return look_up(weight, indices, ctx.table, platform=ctx.platform)
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 

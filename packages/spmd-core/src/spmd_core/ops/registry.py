@@ -94,6 +94,29 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
+class TableLayout:
+    """How a table that is split by its rows lies, and the indices of a lookup in it.
+
+    Attributes:
+        mesh: the program's.
+        rows: the axes that split the rows, the major one first.
+        indices: for each of the first dims of the indices, the axes that split it.
+        shared: the axis that splits the rows and the first dim of the indices.
+        gathers: whether the table is gathered along it, as it is smaller than what the devices
+            look up, or gathered anyway.
+        scatter: inside a manual region, the sum of all arrays along `shared`, whose first dim is
+            cut into blocks, -> this device's block.
+    """
+
+    mesh: jax.sharding.Mesh
+    rows: tuple[str, ...]
+    indices: tuple[tuple[str, ...], ...]
+    shared: str
+    gathers: bool
+    scatter: Callable[[jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
 class BatchSplit:
     """How mesh axes split the first dim of a program's data.
 
@@ -122,6 +145,8 @@ class Context:
     images: ImageLayout | None = None
     # how an attention's dims may be split, if it is known
     attention: AttentionLayout | None = None
+    # how a table that is looked up is split, if that is not left to the partitioner
+    table: TableLayout | None = None
     # under `config.check_indices`, receives for each check whether an index lies outside its dim
     index_checks: list[jax.Array] | None = None
     # how the program's data splits the batch, as far as it is known

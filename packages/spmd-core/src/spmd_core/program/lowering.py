@@ -24,6 +24,7 @@ from spmd_core.program import (
     attention_layouts,
     batch_sums,
     image_layouts,
+    lookups,
     narrow_gathers,
     regions,
     split_dims,
@@ -120,6 +121,7 @@ class Findings:
     Attributes:
         images: how the images of convolutions and poolings are split.
         attentions: how attentions may be split.
+        tables: how tables of lookups are split that are not gathered.
         plans: the gradients that are reduced in manual regions.
         gathers: what is cast before it is gathered.
         batch: how the program's data splits the batch.
@@ -127,6 +129,7 @@ class Findings:
 
     images: Mapping[int, registry.ImageLayout] = field(default_factory=dict)
     attentions: Mapping[int, registry.AttentionLayout] = field(default_factory=dict)
+    tables: Mapping[int, registry.TableLayout] = field(default_factory=dict)
     plans: Plans = field(default_factory=Plans)
     gathers: Mapping[int, narrow_gathers.NarrowGather] = field(default_factory=dict)
     batch: registry.BatchSplit = field(default_factory=registry.BatchSplit)
@@ -287,6 +290,7 @@ class Function:
         return Findings(
             images,
             attention_layouts.find(graph, mesh, is_local),
+            lookups.find(graph, is_local),
             batch_sums.find(graph, is_local, self._split_dims, images),
             narrow_gathers.find(graph),
             self._batch_split(),
@@ -368,7 +372,8 @@ class Function:
         sums = PartialSums(graph, plans, platform, read)
         gathered: dict[tuple[Any, Entry], Sequence[jax.Array]] = {}  # casts that were gathered
         waits = late_results(graph) if platform == "cpu" else {}
-        paced = PacedGradients(values, sums) if platform == "tpu" else None
+        is_summed = len(self.device_ids) > 1
+        paced = PacedGradients(values, sums, is_summed) if platform == "tpu" else None
         ready: list[jax.Array] = []  # what the next product waits for
         for position, node in enumerate(graph.nodes):
             entry = node.entry
@@ -384,6 +389,7 @@ class Function:
                 self._with_whole_dims,
                 found.images.get(position),
                 found.attentions.get(position),
+                found.tables.get(position),
                 batch=found.batch,
             )
             if graph.checks_indices:

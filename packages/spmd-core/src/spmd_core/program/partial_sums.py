@@ -14,16 +14,12 @@ from jax.sharding import PartitionSpec
 from spmd_core import dtypes
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.kernels import pieces
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.program.gradient_plans import MARK_SUM, Gradient, Plans, Reduction, Sum, Total
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
-
-# The pieces in which TPUs compute and scatter a large gradient, so that no device holds a whole
-# one: as large as keeps the transfer of a piece longer than its start, and small beside a model.
-_LARGEST_PIECE_BYTES = 64 << 20
-_REGISTER = 128
 
 
 class PartialSums:
@@ -179,13 +175,15 @@ class PartialSums:
 
         def local(blocks: list[jax.Array], values: list[jax.Array], looked_up: Any) -> Any:
             if rows is not None:
-                total = rows.gradient(reduction, *blocks).astype(dtypes.to_jax(part.spec.dtype))
+                grad, own_indices = blocks
+                total = rows.gradient(reduction, grad, own_indices, self._platform)
+                total = total.astype(dtypes.to_jax(part.spec.dtype))
                 if not reduces:
                     return total[None]
                 return _reduce(total, reduction, part.spec, is_scattered=rows.gathered is not None)
-            pieces = self._pieces(part, reduction) if reduces else 1
-            if pieces > 1:
-                return _in_pieces(entry.kernel, part, reduction, blocks, pieces, self._platform)
+            num_pieces = self._num_pieces(part, reduction) if reduces else 1
+            if num_pieces > 1:
+                return _in_pieces(entry.kernel, part, reduction, blocks, num_pieces, self._platform)
             if part.once is not None and part.once < len(blocks):
                 own = blocks[part.once]
                 blocks[part.once] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
@@ -213,11 +211,11 @@ class PartialSums:
         total = mapped(list(inputs), [number.value for number in numbers], indices)
         return _cut(total, reduction, part.spec) if reduces else total
 
-    def _pieces(self, part: Sum, reduction: Reduction) -> int:
+    def _num_pieces(self, part: Sum, reduction: Reduction) -> int:
         """Into how many pieces of its other dim a gradient that is scattered along one is cut.
 
-        A device's part is as large as the whole gradient. TPUs, where a step has to fit, get the
-        smallest number of equal pieces, of whole registers (128), that are small enough.
+        A device's part is as large as the whole gradient. TPUs, where a step has to fit, get
+        pieces.
         """
         shape, entry = part.spec.shape, self._graph.nodes[part.node].entry
         is_known = len(part.sources) == len(shape) == 2 and not entry.number_kinds
@@ -225,13 +223,8 @@ class PartialSums:
             return 1
         if any(dim != reduction.dim for dim, _ in reduction.others):
             return 1
-        columns, rest = divmod(shape[1 - reduction.dim], _REGISTER)
         by_others = math.prod(reduction.size(axes) for _, axes in reduction.others)
-        num_bytes = part.spec.num_bytes // by_others
-        if rest or num_bytes <= _LARGEST_PIECE_BYTES:
-            return 1
-        counts = [count for count in range(1, columns + 1) if columns % count == 0]
-        return next((c for c in counts if num_bytes // c <= _LARGEST_PIECE_BYTES), columns)
+        return pieces.count(shape[1 - reduction.dim], part.spec.num_bytes // by_others)
 
 
 def _in_pieces(
@@ -239,26 +232,22 @@ def _in_pieces(
     part: Sum,
     reduction: Reduction,
     blocks: list[jax.Array],
-    pieces: int,
+    num_pieces: int,
     platform: str,
 ) -> jax.Array:
-    """Inside the region: a gradient, computed and scattered piece by piece.
-
-    A piece waits for the one before the last: while one is scattered, the next one is computed.
-    """
+    """Inside the region: a gradient, computed and scattered piece by piece."""
     assert reduction.dim is not None
     dim = 1 - reduction.dim
     sources = [(i, d % blocks[i].ndim) for i, d in part.sources[dim]]
-    size = part.spec.shape[dim] // pieces
+    size = part.spec.shape[dim] // num_pieces
     shape = tuple(size if d == dim else n for d, n in enumerate(part.spec.shape))
     context = registry.Context((registry.Out(shape, part.spec.dtype),), platform)
     made: list[jax.Array] = []
-    for piece in range(pieces):
+    for piece in range(num_pieces):
         own = [*blocks]
         for i, d in sources:
             own[i] = lax.slice_in_dim(own[i], piece * size, (piece + 1) * size, axis=d)
-        if len(made) > 1:
-            own, made[-2] = lax.optimization_barrier((own, made[-2]))
+        own = pieces.wait(own, made)
         total = kernel(context, own, [])[part.result].astype(dtypes.to_jax(part.spec.dtype))
         made.append(_reduce(total, reduction, part.spec))
     return jnp.concatenate(made, axis=dim)
@@ -320,21 +309,32 @@ class _RowsOfTable:
             return None
         return cls(num_rows, (entry.arguments or {})["padding_idx"], axes, gathered)
 
-    def gradient(self, reduction: Reduction, grad: jax.Array, indices: jax.Array) -> jax.Array:
-        """Inside the region: what this device adds up, which is all of it where it is gathered."""
-        names, axes = jax_axis_names(reduction.mesh), self.axes
+    def gradient(
+        self, reduction: Reduction, grad: jax.Array, indices: jax.Array, platform: str
+    ) -> jax.Array:
+        """Inside the region: what this device adds up, which is all of it where it is gathered.
+
+        TPUs gather in pieces of the rows, each behind the one before the last.
+        """
+        names, axes, num_pieces, gather = jax_axis_names(reduction.mesh), self.axes, 1, None
         if self.gathered is not None:
-            axes, along = (*axes, self.gathered), names[self.gathered]
-            grad, indices = (lax.all_gather(x, along, tiled=True) for x in (grad, indices))
+            axes = (*axes, self.gathered)
+            gather = functools.partial(lax.all_gather, axis_name=names[self.gathered], tiled=True)
+            indices = gather(indices)
+            num_bytes = indices.size * grad.shape[-1] * grad.dtype.itemsize
+            num_pieces = pieces.count(grad.shape[-1], num_bytes) if platform == "tpu" else 1
         num_own = -(-self.num_rows // reduction.size(axes))
         own = indices - num_own * lax.axis_index(tuple(names[axis] for axis in axes))
         is_own = (own >= 0) & (own < num_own) & (indices != self.padding_row)
         # The row past the end does not exist: the scatter drops writes to it.
         rows = jnp.where(is_own, own, num_own)
-        total = jnp.zeros((num_own, grad.shape[-1]), opmath(grad.dtype))
-        return total.at[rows].add(
-            grad.astype(total.dtype), mode="drop", wrap_negative_indices=False
-        )
+        made: list[jax.Array] = []
+        for piece in jnp.split(grad, num_pieces, axis=-1):
+            (piece,) = pieces.wait([piece], made)
+            values = (piece if gather is None else gather(piece)).astype(opmath(grad.dtype))
+            total = jnp.zeros((num_own, values.shape[-1]), values.dtype)
+            made.append(total.at[rows].add(values, mode="drop", wrap_negative_indices=False))
+        return jnp.concatenate(made, axis=-1)
 
 
 def _outs(specs: Sequence[Spec]) -> tuple[registry.Out, ...]:

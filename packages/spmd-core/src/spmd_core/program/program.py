@@ -247,11 +247,13 @@ def _explain(error: Exception, program: Traced) -> Exception:
             f"Its arrays have room for a growing size up to {graph.growth.bound}; "
             "spmd_core.config.bound_growing_sizes = False compiles each size without. "
         )
+    # A program that does not compile has no such figures.
+    figures = f", {record.argument_bytes / 1e6:.1f} MB of arguments and "
+    figures += f"{record.temp_bytes / 1e6:.1f} MB of temporaries per device"
     return DeviceMemoryError(
         f"a program and its arguments must fit the device's memory; {record.name} "
-        f"({record.num_ops} ops on {record.num_devices} devices, "
-        f"{record.argument_bytes / 1e6:.1f} MB of arguments and "
-        f"{record.temp_bytes / 1e6:.1f} MB of temporaries per device) did not. "
+        f"({record.num_ops} ops on {record.num_devices} devices"
+        f"{figures if record.argument_bytes else ''}) did not. "
         f"{advice}"
         f"Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
     )
