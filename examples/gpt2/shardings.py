@@ -59,6 +59,7 @@ HIDDEN_BTD: Spec = (BATCH_AXES, None, None)
 LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
 # In a pipeline, whose region is manual over fsdp, the shards of fsdp are those that lie together.
 PIPELINE_TABLE_VD: Spec = (("fsdp", "tensor"), None)
+PIPELINE_PROJECTION: Spec = ("tensor", "fsdp")
 # What comes after the blocks is computed on all stages, each for a part of the sequences.
 PIPELINE_LOGITS_BTV: Spec = ((*BATCH_AXES, "pipe"), None, "tensor")
 
@@ -172,6 +173,9 @@ def pipeline(
     shard_parameters(model, mesh)
     table_VD = model.transformer.wte.weight
     spmd.mark_sharding(table_VD, mesh, on_mesh(PIPELINE_TABLE_VD, mesh))
+    for block in model.transformer.h:
+        for layer in (block.attn, block.mlp):
+            spmd.mark_sharding(layer.c_proj.weight, mesh, on_mesh(PIPELINE_PROJECTION, mesh))
     if schedule != "1f1b":  # which runs the output layer inside of the pipeline
         spec = on_mesh(PIPELINE_LOGITS_BTV, mesh)
         model.lm_head.register_forward_hook(
@@ -202,9 +206,8 @@ def shard_parameters(model: nn.Module, mesh: spmd.Mesh) -> None:
 def annotate_activations(model: nn.Module, mesh: spmd.Mesh) -> None:
     """Marks the outputs of the embeddings, of every block and of the output layer, for FSDP.
 
-    Also marks the token table at its lookup. As both the batch and the weights are split over fsdp,
-    the partitioner could split the hidden state along D and keep the weights in place; with these
-    marks it gathers the weights instead.
+    As both the batch and the weights are split over fsdp, the partitioner could split the hidden
+    state along D and keep the weights in place; with these marks it gathers the weights instead.
     """
 
     def marked(spec: Spec) -> Any:

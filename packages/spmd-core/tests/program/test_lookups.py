@@ -72,7 +72,9 @@ def test_a_table_with_fewer_rows_is_gathered(num_devices):
         assert moved(text, "all-reduce") == moved(text, "reduce-scatter") == 0
 
 
-@pytest.mark.parametrize("table_spec", [("fsdp", None), (("tensor", "fsdp"), None)])
+@pytest.mark.parametrize(
+    "table_spec", [("fsdp", None), (("tensor", "fsdp"), None), (("fsdp", "tensor"), None)]
+)
 @pytest.mark.parametrize("rows", [16, 96])
 def test_a_tensor_axis(table_spec, rows, num_devices):
     mesh = mesh_of(num_devices, "fsdp", "tensor")

@@ -31,7 +31,8 @@ def find(graph: Graph, is_local: Callable[[int], bool]) -> Mapping[int, TableLay
     found = [(i, node) for i, node in enumerate(graph.nodes) if node.entry.name == _LOOKUP]
     if not found or graph.growth is not None or len(graph.device_ids) == 1:
         return {}
-    splits = data_splits(graph)
+    # The fewest axes first: a mark may split what is computed later by more than the data.
+    splits = data_splits(graph)[::-1]
     gathered = {n for node in graph.nodes if node.entry.name in _PRODUCTS for n in node.inputs}
     layouts = {}
     for position, node in found:
@@ -44,9 +45,12 @@ def find(graph: Graph, is_local: Callable[[int], bool]) -> Mapping[int, TableLay
             continue
         shape = node.entry.spec.shape[:-1]
         layout = _layout(graph, leaf.spec, leaf.placement.sharding, shape, splits)
-        if layout is not None:
-            is_there = table in gathered
-            layouts[position] = replace(layout, gathers=True) if is_there else layout
+        if layout is None:
+            continue
+        layout = replace(layout, gathers=layout.gathers or table in gathered)
+        # Shards of a major axis do not lie together, so that no gather joins them.
+        if not layout.gathers or layout.rows[-1] == layout.shared:
+            layouts[position] = layout
     return layouts
 
 
