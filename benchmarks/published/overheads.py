@@ -30,14 +30,14 @@ def rows(settings: Settings) -> list[Row]:
     codes = (0, 1)
     rounds, depths = (2, (1, 4)) if quick else (3, (6, 12, 24, 48))
     pairs = "--rounds 6 --burst 0" if quick else "--rounds 20"
-    few = " --rounds 3 --many-steps 1000" if quick else ""
+    few = " --rounds 2 --many-steps 1500" if quick else ""
     preset = "smoke" if quick else "tiny"
     env = {} if settings.device is Device.EMULATED else {"JAX_PLATFORMS": "cpu"}
     chosen: list[tuple[str, str, Any, dict[str, Any], int]] = [
         (RECORDING, "op_overhead --repeats 20", recorded, {}, rounds),
         (DISPATCH, f"fixed_step {pairs}", dispatched, {}, 1),
         (LOADER, f"loader{few}", loaded, {}, 1),
-        (FIRST_STEP, f"first_step --preset {preset} --rounds 3", first_step, {}, 1),
+        (FIRST_STEP, f"first_step --preset {preset}", first_step, {}, 1),
     ]
     for depth in depths:
         name, point = f"{depth} layers", {"layers": depth}
