@@ -21,6 +21,8 @@ def look_up(
 ) -> jax.Array:
     """Rows of the table; an index outside of it gives the nearest row.
 
+    Rows that are scattered are sums with zeros, in which a negative zero becomes a positive one.
+
     Args:
         table: of shape (rows, width), of floats; the axes of `layout.rows` divide the rows.
         indices: of any shape with at least one dim, which the axes of `layout.indices` divide.
