@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import hbm as by_compilation
 from benchmarks import memory_bound
 from benchmarks.published import command, plots, recipes
 from benchmarks.published.figures import Figure
@@ -68,7 +69,9 @@ def _row(
         words += " --dtype bf16"
         words += f" --mesh-devices {size}" if mesh and size < num_devices else ""
     # Only memory is asked for, which LLVM's optimizations do not change.
-    env = {} if settings.topology else {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    if settings.topology:
+        env = by_compilation.with_arguments(by_compilation.ALIGNED)
     point = {"preset": preset, "mesh": mesh, "devices": size, "remat": remat}
     point |= {"topology": topology, "sharding": name, "fsdp": shards}
     # 1: the plan says that the step does not fit.
@@ -175,7 +178,8 @@ _STATE = (
 )
 _BOUND = (
     "The bound is `benchmarks/memory_bound.py`'s: state, gradients, block inputs and what a "
-    "block needs. `benchmarks/hbm.py` compares with a hand-written jax program too."
+    f"block needs. Compiled with LIBTPU_INIT_ARGS={by_compilation.ALIGNED}; `benchmarks/hbm.py` "
+    "compares with libtpu's own alignment, and with a hand-written jax program."
 )
 
 

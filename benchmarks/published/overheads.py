@@ -28,16 +28,16 @@ def rows(settings: Settings) -> list[Row]:
     quick = settings.scale is Scale.QUICK
     # 1: a target of the benchmark is missed; it has its figures all the same.
     codes = (0, 1)
-    rounds, depths = (2, (1, 4)) if quick else (3, (6, 12, 24, 48))
+    rounds, depths = 3, (1, 4) if quick else (6, 12, 24, 48)
     pairs = "--rounds 6 --burst 0" if quick else "--rounds 20"
-    few = " --rounds 2 --many-steps 1500" if quick else ""
+    few = " --rounds 3 --steps 6 --many-steps 500" if quick else ""
     preset = "smoke" if quick else "tiny"
     env = {} if settings.device is Device.EMULATED else {"JAX_PLATFORMS": "cpu"}
     chosen: list[tuple[str, str, Any, dict[str, Any], int]] = [
         (RECORDING, "op_overhead --repeats 20", recorded, {}, rounds),
         (DISPATCH, f"fixed_step {pairs}", dispatched, {}, 1),
         (LOADER, f"loader{few}", loaded, {}, 1),
-        (FIRST_STEP, f"first_step --preset {preset}", first_step, {}, 1),
+        (FIRST_STEP, f"first_step --preset {preset} --rounds 3", first_step, {}, 1),
     ]
     for depth in depths:
         name, point = f"{depth} layers", {"layers": depth}

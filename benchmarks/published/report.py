@@ -125,9 +125,9 @@ def _head(rows: Sequence[Measured], command: str) -> list[str]:
         *lines,
         "",
         "Figures are medians. What stands behind ± is the spread, within which another run agrees: "
-        "the larger of half the width of the 95% interval of the samples' mean and, for times and "
-        f"rates, the drift of the machine's speed between the runs ({drift:.1%}, by a fixed job). "
-        "`results.json` has every sample.",
+        "half the width of the 95% interval of the samples' mean, and for times and rates the "
+        f"machine's own speed, which moved by {drift:.1%} (a standard deviation, by a fixed job "
+        "between the runs). `results.json` has every sample.",
     ]
 
 

@@ -18,10 +18,12 @@ interruption loses nothing:
       runs       list of objects: started (ISO 8601), seconds, and samples by quantity
       quantities object: by name, unit, median, spread, and samples of all runs
 
-The spread says how far the median of another run may lie. It is the larger of two: half the width
-of the 95% interval that the samples alone give for their mean (Student's t), and, for times and
-rates, the drift of the machine's speed over all runs of the folder (`speed.py`). A quantity that
-the compiler computes, such as a program's peak memory, has one value and a spread of 0.
+The spread says how far the median of another run may lie, with 95% confidence. It has two parts,
+whose squares add up: half the width of the interval that the samples alone give for their mean
+(Student's t); and for times and rates, which move with the machine's speed, twice the standard
+deviation of that speed over all runs of the folder (`speed.py`), by the root of how many runs the
+row has. A quantity that the compiler computes, such as a program's peak memory, has one value and a
+spread of 0.
 """
 
 import dataclasses
@@ -97,7 +99,7 @@ class Row:
             that of its TensorBoard logs.
         read: the samples of one run, from its folder and the seconds that the command took.
         settings: the point's coordinates.
-        rounds: how often the command runs, in turns with the figure's other rows.
+        rounds: how often the command runs, spread over all runs.
         exit_codes: those of a run that has a result; benchmarks end with 1 where a target is
             missed.
         env: further environment variables.
@@ -137,7 +139,8 @@ class Quantity:
 
     Attributes:
         samples: one or more.
-        drift: of the machine's speed, as a share; 0 for what it does not reach.
+        drift: standard deviation of the machine's speed over the runs that the samples are of, as
+            a share; 0 for what it does not reach.
     """
 
     samples: Sequence[float]
@@ -155,7 +158,7 @@ class Quantity:
         interval = 0.0
         if count > 1:
             interval = _student(count) * statistics.stdev(self.samples) / math.sqrt(count)
-        return max(interval, self.drift * abs(self.median))
+        return math.hypot(interval, 2 * self.drift * self.median)
 
 
 @functools.cache
@@ -193,10 +196,11 @@ class Measured:
     def quantities(self) -> dict[str, Quantity]:
         """What was measured, over all runs."""
         names = dict.fromkeys(name for run in self.runs for name in run["samples"])
+        drift = self.drift / math.sqrt(max(len(self.runs), 1))
         return {
             name: Quantity(
                 [s for run in self.runs for s in run["samples"].get(name, ())],
-                self.drift if is_timed(name) else 0.0,
+                drift if is_timed(name) else 0.0,
             )
             for name in names
         }
@@ -290,7 +294,7 @@ def read(folder: Path) -> list[Measured]:
 
 
 def _note_drift(measured: Iterable[Measured]) -> None:
-    """Tells each row how far the machine's speed moved: in the runs of its own commit."""
+    """Tells each row how much the machine's speed moved: in the runs of its own commit."""
     rows = list(measured)
     for commit in {row.commit for row in rows}:
         of_commit = [row for row in rows if row.commit == commit]

@@ -25,15 +25,15 @@ def run(rows: Sequence[Row], store: Store) -> None:
     """Runs what the store has not got, with a progress bar.
 
     Each row's result is kept as soon as it is known. A row that fails is kept with its reason, and
-    the others go on. Rows of a figure take turns, so that a change of the machine's speed reaches
-    all of them. A row that is timed runs alone.
+    the others go on. The rounds of each row are spread over the whole, so that a change of the
+    machine's speed reaches all rows. A row that is timed runs alone.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the commands that ran were ended, and all others are kept.
     """
     found = {row: store.of(row) for row in rows}
     left = [(row, n) for row in rows for n in range(len(found[row].runs), row.rounds)]
-    turns = sorted(left, key=lambda turn: (figures(rows).index(turn[0].figure), turn[1]))
+    turns = sorted(left, key=lambda turn: (turn[1] + 0.5) / turn[0].rounds)
     total = sum(row.rounds for row in rows)
     waiting, running = deque(turns), list[_Run]()
     with tqdm(total=total, initial=total - len(left), unit="run", disable=None) as bar:

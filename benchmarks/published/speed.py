@@ -23,15 +23,17 @@ def probe_s() -> float:
 
 
 def drift(probes_s: Sequence[float]) -> float:
-    """How far the machine's speed moved: the largest distance of a probe from their median.
+    """How much the machine's speed moves: a standard deviation of probes.
+
+    Half the range of the middle 68% of them, which one that was disturbed does not decide.
 
     Args:
         probes_s: of `probe_s`, over a while.
 
     Returns:
-        A share of the median; 0 for less than two.
+        A share of their median; 0 for less than two.
     """
     if len(probes_s) < 2:
         return 0.0
-    median = statistics.median(probes_s)
-    return max(abs(probe - median) for probe in probes_s) / median
+    low, high = np.quantile(probes_s, (0.16, 0.84))
+    return float((high - low) / 2 / statistics.median(probes_s))

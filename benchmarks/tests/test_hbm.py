@@ -16,12 +16,13 @@ def found(of_bound: float, of_reference: float, **more: Any) -> dict[str, Any]:
     peak = of_bound * ROW.bound.total
     return {
         "recipe": {"peak": peak, "parts": {}, "fits": True, "mfu_bound": 0.6, **more},
+        "by default": {"peak": 1.2 * peak},
         "reference": {"peak": peak / of_reference},
     }
 
 
 def verdict_of(row: hbm.Row, result: dict[str, Any]) -> str:
-    (cells,) = hbm.table_of({row.name: result}).rows
+    (cells,) = hbm.table_of({row.name: {"by default": {}, **result}}).rows
     return cells[-1]
 
 
@@ -36,6 +37,25 @@ def test_a_row_reaches_both_targets_or_neither_counts() -> None:
     assert verdict_of(ROW, found(1.09, 1.02)) == "yes"
     assert verdict_of(ROW, found(1.11, 1.02)) == "NO"
     assert verdict_of(ROW, found(1.09, 1.04)) == "NO"
+
+
+def test_both_alignments_are_shown() -> None:
+    (cells,) = hbm.table_of({ROW.name: found(1.0, 0.5)}).rows
+    assert cells[4:7] == ["1.000", "1.200", "0.500"]
+
+
+def test_arguments_of_libtpu_follow_those_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--first")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "told.py").write_text(
+        "import json, os, sys; json.dump(os.environ['LIBTPU_INIT_ARGS'], open(sys.argv[1], 'w'))"
+    )
+    output = tmp_path / "out.json"
+    assert hbm.compiled(["told", str(output)], output, arguments=hbm.ALIGNED) == (
+        f"--first {hbm.ALIGNED}"
+    )
 
 
 def test_a_larger_batch_has_to_fit_and_to_be_bound_by_products() -> None:
@@ -70,18 +90,18 @@ def test_finished_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         made.append(row.name)
         return {"peak": 1.0, "parts": {}}
 
-    monkeypatch.setattr(hbm, "recipe", measure)
-    monkeypatch.setattr(hbm, "reference", measure)
+    monkeypatch.setattr(hbm, "MEASURED", dict.fromkeys(hbm.MEASURED, measure))
     arguments = ["hbm", "--out", str(tmp_path), "--only", "0.5B", "--only", "tensor"]
     for again in ([], [], ["--again"]):
         monkeypatch.setattr(sys, "argv", [*arguments, *again])
         hbm.main()
-    assert made == ["0.5B fsdp=4,tensor=2"] * 4
+    assert made == ["0.5B fsdp=4,tensor=2"] * 6
     assert [*json.loads((tmp_path / "hbm.json").read_text())["rows"]] == ["0.5B fsdp=4,tensor=2"]
 
 
 def test_the_end_of_a_complaint(tmp_path: Path) -> None:
-    said = hbm.compiled(["benchmarks.reference_jax_gpt2", "--mesh=data=2"], tmp_path / "x.json")
+    command = ["benchmarks.reference_jax_gpt2", "--mesh=data=2"]
+    said = hbm.compiled(command, tmp_path / "x.json", arguments="")
     assert said.startswith("error: --mesh takes sizes of the axes fsdp and tensor")
 
 

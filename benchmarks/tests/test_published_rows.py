@@ -26,7 +26,10 @@ def test_median_and_spread() -> None:
     assert quantity.spread == pytest.approx(4.303 * (13 / 3) ** 0.5 / 3**0.5, rel=1e-3)
     assert Quantity([1.0, 2.0]).spread == pytest.approx(12.706 / 2, rel=1e-3)
     assert Quantity([7.0]).spread == 0 and Quantity([3.0, 3.0]).spread == 0
-    assert Quantity([7.0], drift=0.1).spread == pytest.approx(0.7)
+    assert Quantity([7.0], drift=0.1).spread == pytest.approx(2 * 0.7)
+    by_samples = Quantity([1.0, 5.0, 2.0]).spread
+    both = Quantity([1.0, 5.0, 2.0], drift=0.1).spread
+    assert both**2 == pytest.approx(by_samples**2 + (2 * 0.1 * 2.0) ** 2)
 
 
 def test_the_drift_reaches_times_and_rates(tmp_path: Path) -> None:
@@ -43,13 +46,18 @@ def test_the_drift_reaches_times_and_rates(tmp_path: Path) -> None:
     measured.runs.append({"started": "", "seconds": 1.0, "probe_s": 9.0, "samples": samples})
     other.keep(measured)
     found = {row.name: row for row in rows.read(tmp_path)}
-    drift = 0.015 / 0.11
+    # The middle 68% of 0.1, 0.11, 0.125: from 0.1032 to 0.1202.
+    drift = (0.1202 - 0.1032) / 2 / 0.11
     for name in "abcd":
         spreads = {key: of.spread for key, of in found[name].quantities().items()}
-        assert spreads.pop("step_s") == pytest.approx(2 * drift)
-        assert spreads.pop("tokens_per_s") == pytest.approx(10 * drift)
+        assert spreads.pop("step_s") == pytest.approx(2 * 2 * drift)
+        assert spreads.pop("tokens_per_s") == pytest.approx(2 * 10 * drift)
         assert spreads == {"peak_bytes": 0, "ratio": 0}
     assert found["e"].drift == 0  # another commit, of one probe
+    # More runs of a row average the speed.
+    found["a"].runs *= 4
+    averaged = found["a"]["step_s"]
+    assert averaged.spread == pytest.approx(2 * 2 * drift / 4**0.5)
 
 
 def test_a_name_says_its_unit() -> None:

@@ -30,13 +30,15 @@ def test_rows_take_turns_and_finished_ones_are_not_run_again(tmp_path: Path) -> 
     order = tmp_path / "order"
     code = f"open({str(order)!r}, 'a').write(sys.argv[2] + ' ')"
     rows = [row(n, f"{WRITE}; {code}", "{run}", n, rounds=2) for n in ("1", "2")]
+    once = row("3", f"{WRITE}; {code}", "{run}", "3")
     store = Store(tmp_path / "out", HERE)
     runner.run(rows[:1], store)
     runner.run(rows, store)
     assert order.read_text() == "1 1 2 2 "
     order.write_text("")
-    runner.run(rows, Store(tmp_path / "other", HERE))
-    assert order.read_text() == "1 2 1 2 "
+    # Rounds are spread: what runs once stands in the middle.
+    runner.run([once, *rows], Store(tmp_path / "other", HERE))
+    assert order.read_text() == "1 2 3 1 2 "
     assert store.of(rows[1])["n"].samples == [2.0, 2.0]
     assert (tmp_path / "out/runs/gpt2/2/round-2/output.txt").exists()
 

@@ -2,7 +2,7 @@
 
 The compiler knows the peak memory of a program that it has compiled. A batch's peak is nearly a
 straight line over its size, so two small batches predict the largest one, and compiling around the
-prediction confirms it. Each compilation has a process of its own.
+prediction confirms it. The search of each mesh has a process of its own, with the mesh's devices.
 """
 
 import argparse
@@ -133,12 +133,8 @@ def run(search: Search, config: TrainConfig) -> list[Found]:
     for mesh in search.meshes:
         sizes = _sizes(mesh)
         share = sizes.get("data", 1)
-
-        def peak(batch: int, mesh: str = mesh) -> int:
-            of = dataclasses.replace(config, mesh=mesh, batch=batch)
-            return _in_process(of, search.topology)
-
-        batch, points = largest(peak, limit, multiple=share, first=8 * share)
+        of = dataclasses.replace(config, mesh=mesh)
+        batch, points = _in_process(of, search.topology, limit, share)
         found.append(Found(mesh, batch, share, sorted(points.items())))
         print(f"{mesh or 'one device'}: {batch} images", flush=True)
     _publish(search, config, found)
@@ -197,7 +193,7 @@ def _next_guess(
     if low and high and len(points) > 4 and len(points) % 2:
         return (low + high) // 2 // multiple * multiple
     if len(points) < 2:
-        return max(multiple, (low * 3 if low else high // 2) // multiple * multiple)
+        return max(multiple, (low * 8 if low else high // 2) // multiple * multiple)
     (a, at_a), (b, at_b) = sorted(points.items(), key=lambda point: abs(point[1] - limit))[:2]
     slope = max((at_b - at_a) / (b - a), 1.0)
     line = int(a + (limit - at_a) / slope) // multiple * multiple
@@ -210,7 +206,7 @@ def _next_guess(
     return min(max(line, low + multiple), upper)
 
 
-# --- One compilation ------------------------------------------------------------------------------
+# --- The compilations -----------------------------------------------------------------------------
 
 
 DOES_NOT_FIT = 2**62  # for a step whose compiler gives up
@@ -218,8 +214,6 @@ DOES_NOT_FIT = 2**62  # for a step whose compiler gives up
 
 def compiled_peak(config: TrainConfig) -> int:
     """Bytes of a device's peak in a train step, compiled for emulated devices and not run."""
-    spmd.config.cache_dir = None
-    spmd.simulate(math.prod(_sizes(config.mesh).values()))
     _record_step(config, end=spmd.debugging.hlo)  # compiles what is pending, as a sync would
     return spmd.metrics.programs()[-1].peak_bytes
 
@@ -262,17 +256,40 @@ def _record_step(config: TrainConfig, *, end: Callable[[], object]) -> None:
     end()
 
 
-def _in_process(config: TrainConfig, topology: str) -> int:
-    values = json.dumps(dataclasses.asdict(config))
-    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values, topology]
+def _in_process(
+    config: TrainConfig, topology: str, limit: int, multiple: int
+) -> tuple[int, dict[int, int]]:
+    """`largest` for the mesh of a configuration, in a new process."""
+    values = json.dumps([dataclasses.asdict(config), topology, limit, multiple])
+    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(
-            f"a train step of each batch must compile; got exit code {done.returncode} for "
-            f"{config.batch} images on {config.mesh or 'one device'}: {done.stderr[-500:]}. "
-            "Try another model or --image-size."
+            f"a train step of each batch must compile; got exit code {done.returncode} on "
+            f"{config.mesh or 'one device'}: {done.stderr[-500:]}. Try another model or "
+            "--image-size."
         )
-    return int(done.stdout.splitlines()[-1])
+    batch, points = json.loads(done.stdout.splitlines()[-1])
+    return batch, {int(n): peak for n, peak in points.items()}
+
+
+def _of_this_process(values: str) -> tuple[int, dict[int, int]]:
+    """The search that `_in_process` started."""
+    fields, topology, limit, multiple = json.loads(values)
+    config = TrainConfig(**fields)
+    if not topology:
+        spmd.config.cache_dir = None
+        spmd.simulate(math.prod(_sizes(config.mesh).values()))
+
+    def peak(batch: int) -> int:
+        print(f"{batch} images", file=sys.stderr, flush=True)  # for when the system ends this
+        of = dataclasses.replace(config, batch=batch)
+        try:
+            return planned_peak(of, topology) if topology else compiled_peak(of)
+        except Exception as error:
+            raise CompileError(f"{batch} images: {error}") from error
+
+    return largest(peak, limit, multiple=multiple, first=8 * multiple)
 
 
 # --- Results --------------------------------------------------------------------------------------
@@ -315,5 +332,4 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
 
 
 if __name__ == "__main__":
-    chosen = TrainConfig(**json.loads(sys.argv[1]))
-    print(planned_peak(chosen, sys.argv[2]) if sys.argv[2] else compiled_peak(chosen))
+    print(json.dumps(_of_this_process(sys.argv[1])))

@@ -37,9 +37,12 @@ def test_resnet50_takes_3_6_times_the_batch_over_four_devices() -> None:
     script = """
 from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.max_batch import compiled_peak
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(%d)
 print(compiled_peak(TrainConfig(batch=%d, mesh="%s")))
 """
-    assert figures(script % (231, "height=2,width=2")) <= figures(script % (64, ""))
+    assert figures(script % (4, 231, "height=2,width=2")) <= figures(script % (1, 64, ""))
 
 
 @pytest.mark.slow
@@ -47,6 +50,9 @@ def test_a_planned_step_takes_what_a_compiled_one_takes() -> None:
     script = """
 from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.max_batch import compiled_peak, planned_peak
+import spmd_core as spmd
+spmd.config.cache_dir = None
+spmd.simulate(2)
 def peaks(batch):
     sizes = dict(batch=batch, image_size=32, classes=10)
     config = TrainConfig(model="smoke", mesh="height=2", **sizes)
@@ -61,12 +67,18 @@ print([peaks(16), peaks(64)])
 def test_the_files_of_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def peak(config: TrainConfig, topology: str) -> int:
+    def searched(
+        config: TrainConfig, topology: str, limit: int, multiple: int
+    ) -> tuple[int, dict[int, int]]:
         assert topology == "v4-8"
         parts = 4 if config.mesh else 1
-        return int((0.1 + config.batch / parts / 100) * max_batch.GIB)
 
-    monkeypatch.setattr(max_batch, "_in_process", peak)
+        def peak(batch: int) -> int:
+            return int((0.1 + batch / parts / 100) * max_batch.GIB)
+
+        return max_batch.largest(peak, limit, multiple=multiple, first=8 * multiple)
+
+    monkeypatch.setattr(max_batch, "_in_process", searched)
     options = ["--memory-gib", "4", "--max-batch-folder", str(tmp_path)]
     options += ["--max-batch-topology", "v4-8"]
     assert main(["--max-batch", "--model", "small", *options]) == 0
@@ -94,7 +106,14 @@ def test_what_a_search_refuses(
     assert message in capsys.readouterr().err
 
 
+def test_the_search_of_a_mesh_in_its_process() -> None:
+    config = TrainConfig(model="smoke", mesh="data=2", image_size=32, data="fake", classes=10)
+    batch, points = max_batch._in_process(config, "", 2**24, 2)
+    assert batch in points and points[batch] <= 2**24
+    assert any(peak > 2**24 for peak in points.values())
+
+
 def test_a_batch_that_does_not_compile() -> None:
-    config = TrainConfig(model="smoke", batch=2, mesh="data=4", image_size=32)
-    with pytest.raises(max_batch.CompileError, match="for 2 images on data=4"):
-        max_batch._in_process(config, "")
+    config = TrainConfig(model="smoke", mesh="data=3", image_size=32)
+    with pytest.raises(max_batch.CompileError, match=r"(?s) on data=3: .* 8 images: --batch must"):
+        max_batch._in_process(config, "", 2**24, 1)

@@ -111,6 +111,14 @@ def test_a_second_search_plans_nothing_again(request_, planned):
     assert len(planned) == 2 * count
 
 
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_flags_of_a_compiler_make_other_plans(name, request_, planned, monkeypatch):
+    for flags, count in (("--xla_a=1", 1), ("--xla_a=2", 2), ("--xla_a=1", 2)):
+        monkeypatch.setenv(name, flags)
+        search.search({"batch": ("4",)}, request_, report=lambda *_: None)
+        assert len(planned) == count
+
+
 def test_an_interrupted_search_goes_on(request_, planned, monkeypatch):
     values = {"batch": ("4", "8")}
 

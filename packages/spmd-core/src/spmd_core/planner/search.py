@@ -238,8 +238,13 @@ def with_option(command: Sequence[str], name: str, value: str) -> tuple[str, ...
 
 
 def _digest(request: Request) -> str:
-    """Changes with the sources of this package and of the script, and with the compilers."""
+    """Changes with the sources of this package and of the script, and with the compilers.
+
+    With the flags that compilers read from the environment, too.
+    """
     digest = hashlib.sha256()
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        digest.update(f"{name} {os.environ.get(name, '')}".encode())
     for name in ("torch", "jax", "jaxlib", "libtpu"):
         try:
             digest.update(f"{name} {metadata.version(name)}".encode())
