@@ -261,7 +261,11 @@ def _splash(num_heads: int, seq: int) -> Callable[..., jax.Array]:
 def block(
     setup: Setup, on_tpu: bool, parameters: Mapping[str, jax.Array], x_BTD: jax.Array
 ) -> jax.Array:
-    """One transformer block. The hidden state is float32, as autocast leaves residual sums."""
+    """One transformer block. The hidden state is float32, as autocast leaves residual sums.
+
+    Its weights wait for its input: where memory is left, libtpu gathers those of many blocks early.
+    """
+    parameters, x_BTD = jax.lax.optimization_barrier((dict(parameters), x_BTD))
     layers = Layers(setup, parameters, "")
     y_BTD = entering(layers.norm("ln_1", x_BTD).astype(setup.dtype), TENSOR, None)
     qkv_BT3D = jnp.einsum("btd,dce->btce", y_BTD, layers.weight("attn.c_attn.weight"))

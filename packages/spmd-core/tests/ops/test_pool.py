@@ -1,11 +1,13 @@
 """Pooling against eager torch on the CPU."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 
+import spmd_core as spmd
 from oracle import check
 from spmd_core.ops import pool  # noqa: F401  (registers the lowerings)
 
@@ -29,6 +31,13 @@ MAX_2D: list[tuple[Any, ...]] = [
     ([2], [], [0], [1], False),
     ([2, 1], [3, 4], [0, 0], [1, 1], False),
 ]
+
+
+def test_a_program_keeps_no_positions_of_whole_images() -> None:
+    x = torch.zeros(4, 8, 33, 30).to("xla")
+    text = spmd.debugging.hlo(torch.nn.functional.max_pool2d(x, 3, 2, 1, return_indices=True)[1])
+    shapes = re.findall(r"\[([\d,]+)\]\S* constant\(", text)
+    assert all(math.prod(map(int, shape.split(","))) < 64 for shape in shapes)
 
 
 @pytest.mark.parametrize("geometry", MAX_2D)

@@ -97,7 +97,10 @@ def _max_pool(
             - padding[d]
             - x.shape[dim]
         )
-        position = lax.broadcasted_iota(_INT64, fields[0].shape, dim)
+        # Of size 1 in the other dims: XLA would compute windows of a whole one as it compiles, and
+        # keep them in the program.
+        along = [n if i == dim else 1 for i, n in enumerate(fields[0].shape)]
+        position = lax.broadcasted_iota(_INT64, along, dim)
         if within is not None:
             position = position + within.starts[d]
             position = jnp.where((position >= 0) & (position < within.sizes[d]), position, -1)
@@ -114,7 +117,7 @@ def _max_pool(
             ]
             candidates.append((window[:-1], window[-1]))
         best, best_position = _best_of(candidates)
-        fields = [best[0], best_position, *best[1:]]
+        fields = [best[0], jnp.broadcast_to(best_position, best[0].shape), *best[1:]]
     fields = [
         windows.keep_whole_unless_halo_fits(ctx, f, sizes, kernel, dilation, num_dims=num_dims)
         for f in fields
