@@ -263,9 +263,11 @@ def block(
 ) -> jax.Array:
     """One transformer block. The hidden state is float32, as autocast leaves residual sums.
 
-    Its weights wait for its input: where memory is left, libtpu gathers those of many blocks early.
+    Weights that are gathered wait for the block's input: where memory is left, libtpu would gather
+    those of many blocks early.
     """
-    parameters, x_BTD = jax.lax.optimization_barrier((dict(parameters), x_BTD))
+    if setup.fsdp > 1:
+        parameters, x_BTD = jax.lax.optimization_barrier((dict(parameters), x_BTD))
     layers = Layers(setup, parameters, "")
     y_BTD = entering(layers.norm("ln_1", x_BTD).astype(setup.dtype), TENSOR, None)
     qkv_BT3D = jnp.einsum("btd,dce->btce", y_BTD, layers.weight("attn.c_attn.weight"))
@@ -342,7 +344,8 @@ def local_loss(
 def global_norm(gradients: Parameters) -> jax.Array:
     """The norm of all gradients, of which each device has its shards: a float32 scalar."""
     total = jnp.zeros((), np.float32)
-    for axes in {_split_axes(name) for name in gradients}:
+    # In an order of their own: a set's differs between processes, and so would the program.
+    for axes in sorted({_split_axes(name) for name in gradients}):
         own = [jnp.sum(g * g) for name, g in gradients.items() if _split_axes(name) == axes]
         total += jax.lax.psum(sum(own), axes) if axes else sum(own)
     return jnp.sqrt(total)
