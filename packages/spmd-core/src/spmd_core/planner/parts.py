@@ -13,7 +13,7 @@ from spmd_core.program.program_graph import Graph, Node
 from spmd_core.source_lines import Origin, Phase
 
 _POSITION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)#(?P<position>\d+)/")
-_MAX_SOURCES = 4  # steps back to an instruction that has a torch operation's name
+_MAX_SOURCES = 8  # steps back to an instruction that has a torch operation's name
 
 
 class Part(StrEnum):
