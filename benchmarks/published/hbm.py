@@ -211,8 +211,9 @@ def _comparisons(settings: Settings, measured: Mapping[str, Measured]) -> list[C
             "2B, unsharded, nothing recomputed",
             published,
             _peak(row),
-            "One sequence of 1,024 tokens here; the announcement does not state its batch. A "
-            "hand-written jax program of this step takes 26.4 GB.",
+            "One sequence of 1,024 tokens here; the announcement does not state its batch. "
+            "`python -m benchmarks.reference_jax_gpt2 --topology v4-8 --remat none` compiles a "
+            "hand-written jax program of this step.",
         )
     ]
 
