@@ -227,7 +227,7 @@ def compare(name: str, run: Mapping[str, Any], baseline: Mapping[str, Any]) -> C
     differing = [
         f"{key} {baseline['environment'].get(key)} to {value}"
         for key, value in run["environment"].items()
-        if key != "date" and baseline["environment"].get(key) != value
+        if key not in ("date", "commit") and baseline["environment"].get(key, value) != value
     ]
     return Comparison(name, tuple(movements), tuple(gone), tuple(new), ", ".join(differing))
 

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,10 @@ class Training:
         return loader
 
 
-def waits(training: Training, *, rounds: int, steps: int) -> tuple[list[list[str]], dict[str, Any]]:
-    """Questions 1 and 2."""
+def waits(
+    training: Training, *, questions: Collection[int], rounds: int, steps: int
+) -> tuple[list[list[str]], dict[str, Any]]:
+    """Those of questions 1 and 2 that are asked."""
     training.resident(4, 0.0)  # compiles
     step_s = max(0.1, 4 * training.resident(10, 0.0))
     num, one, many = WARM_UP + steps, 0.8 * step_s, 3 * step_s
@@ -145,12 +147,13 @@ def waits(training: Training, *, rounds: int, steps: int) -> tuple[list[list[str
     def workers(num_batches: int) -> DataLoader[torch.Tensor]:
         return DataLoader(Slow(num_batches, many), batch_size=None, num_workers=4)
 
-    kinds: dict[str, Any] = {
-        "0.8 of a step": lambda: (Source(num, one), 2),
-        "0.8 of a step, read in the step": lambda: (Source(num, one), 0),
-        "3 steps, 4 workers": lambda: (workers(num + 4), 4),
-        "3 steps, read in the step": lambda: (Source(WARM_UP + 3, many), 0),
-    }
+    kinds: dict[str, Any] = {}
+    if 1 in questions:
+        kinds["0.8 of a step"] = lambda: (Source(num, one), 2)
+        kinds["0.8 of a step, read in the step"] = lambda: (Source(num, one), 0)
+    if 2 in questions:
+        kinds["3 steps, 4 workers"] = lambda: (workers(num + 4), 4)
+        kinds["3 steps, read in the step"] = lambda: (Source(WARM_UP + 3, many), 0)
     resident = Samples()
     found = {name: Found() for name in kinds}
     reports = {}
@@ -180,7 +183,8 @@ def waits(training: Training, *, rounds: int, steps: int) -> tuple[list[list[str
         "source_s": {"0.8 of a step": one, "3 steps": many},
         "kinds": {n: {"step_s": k.step.values, "wait_share": k.wait} for n, k in found.items()},
     }
-    print(reports["0.8 of a step"])
+    if 1 in questions:
+        print(reports["0.8 of a step"])
     return rows, data
 
 
@@ -292,6 +296,15 @@ def main() -> int:
     parser.add_argument(
         "--many-steps", type=int, default=10_000, help="steps of question 5 (default 10000)"
     )
+    parser.add_argument(
+        "--questions",
+        nargs="+",
+        type=int,
+        choices=range(1, 6),
+        default=range(1, 6),
+        metavar="NUMBER",
+        help="those that are asked, such as 1 3 (default: all)",
+    )
     args = parser.parse_args()
     # The workers are forked while jax's threads wait, and use nothing of jax.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
@@ -299,12 +312,13 @@ def main() -> int:
     spmd.simulate(args.devices)
     spmd.use_spmd()
     training = Training(args.devices)
-    rows, data = waits(training, rounds=args.rounds, steps=args.steps)
-    more = {
-        "throughput": throughput(training, rounds=args.rounds),
-        "overhead": overhead(training, rounds=args.rounds),
-        "leaks": leaks(training, steps=args.many_steps),
+    rows, data = waits(training, questions=args.questions, rounds=args.rounds, steps=args.steps)
+    others: dict[int, tuple[str, Callable[[], tuple[list[str], dict[str, Any]]]]] = {
+        3: ("throughput", lambda: throughput(training, rounds=args.rounds)),
+        4: ("overhead", lambda: overhead(training, rounds=args.rounds)),
+        5: ("leaks", lambda: leaks(training, steps=args.many_steps)),
     }
+    more = {name: ask() for number, (name, ask) in others.items() if number in args.questions}
     rows += [row for row, _ in more.values()]
     source_s = data["source_s"]
     table = Table(

@@ -2,20 +2,20 @@
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import index
+from benchmarks.environment import environment
+
+RESULTS = index.RESULTS
 
 
 @dataclass(frozen=True)
@@ -94,28 +94,18 @@ class Stopwatch:
         self.wall_s, self.cpu_s = time.perf_counter() - self._wall, time.process_time() - self._cpu
 
 
-def environment() -> dict[str, Any]:
-    """The versions and the number of cores that the figures depend on."""
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        **{name: metadata.version(name) for name in ("torch", "jax", "jaxlib", "transformers")},
-    }
-
-
 def publish(name: str, table: Table, data: Mapping[str, Any], *, folder: Path = RESULTS) -> None:
     """Prints the table and writes it into `folder`.
 
-    `name.json` holds the data and the environment, `name.md` the table.
+    `name.json` holds the data and the environment, `name.md` the table, and README.md the list of
+    all results there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(
         json.dumps({"environment": environment(), **data}, indent=1) + "\n"
     )
     (folder / f"{name}.md").write_text(table.markdown())
+    index.write(folder)
     table.show()
     print(f"written: {folder / name}.json, {folder / name}.md")
 

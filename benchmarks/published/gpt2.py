@@ -42,7 +42,7 @@ def sizes(settings: Settings) -> Sizes:
         presets = ("124M", "350M") if quick else ("124M", "350M", "1B", "1.5B")
         return Sizes(presets, 16 * settings.num_devices, 1024, 20, 2, settings.num_devices)
     if quick:
-        return Sizes(("tiny", "small"), 8, 64, 12, 1, 4)
+        return Sizes(("tiny", "small"), 8, 64, 10, 1, 4)
     return Sizes(("tiny", "small", "124M"), 8, 256, 16, 3, 4)
 
 

@@ -125,9 +125,10 @@ def _head(rows: Sequence[Measured], command: str) -> list[str]:
         *lines,
         "",
         "Figures are medians. What stands behind ± is the spread, within which another run agrees: "
-        "half the width of the 95% interval of the samples' mean, and for times and rates the "
-        f"machine's own speed, which moved by {drift:.1%} (a standard deviation, by a fixed job "
-        "between the runs). `results.json` has every sample.",
+        "half the width of the 95% interval of the samples' mean, where few samples borrow from "
+        "the variance of others; and for times and rates the machine's own speed, which moved by "
+        f"{drift:.1%} (a standard deviation, by a fixed job between the runs). `results.json` has "
+        "every sample.",
     ]
 
 

@@ -19,36 +19,33 @@ interruption loses nothing:
       quantities object: by name, unit, median, spread, and samples of all runs
 
 The spread says how far the median of another run may lie, with 95% confidence. It has two parts,
-whose squares add up: half the width of the interval that the samples alone give for their mean
-(Student's t); and for times and rates, which move with the machine's speed, twice the standard
-deviation of that speed over all runs of the folder (`speed.py`), by the root of how many runs the
-row has. A quantity that the compiler computes, such as a program's peak memory, has one value and a
+whose squares add up. One is half the width of the interval that the samples give for their mean, by
+Student's t. Rows have few samples; of times and rates, the variance is averaged with a typical one,
+the median over all such quantities of the folder, which counts as four samples more (a moderated
+variance: Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3). The other, of times and rates too, is twice
+the standard deviation of the machine's speed over all runs of the folder (`speed.py`), by the root
+of how many runs the row has. What a compiler computes, such as a program's peak memory, has a
 spread of 0.
 """
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.environment import environment
 from benchmarks.published import speed
-from benchmarks.report import environment
 
 VERSION = 2
 FILE = "results.json"
 ROOT = Path(__file__).parents[2]
-# What decides the figures: a change of documents makes no row anew.
-SOURCES = ("packages", "examples", "benchmarks", "constraints.txt")
 
 # By the quantity's name, whose last word is the unit: step_s, peak_bytes, tokens_per_s.
 Samples: TypeAlias = dict[str, list[float]]
@@ -139,12 +136,17 @@ class Quantity:
 
     Attributes:
         samples: one or more.
+        noise: a typical standard deviation of samples in the folder, as a share of the median; 0
+            for what does not share it.
         drift: standard deviation of the machine's speed over the runs that the samples are of, as
             a share; 0 for what it does not reach.
+        is_measured: False for what a compiler computes, which is the same in each run.
     """
 
     samples: Sequence[float]
+    noise: float = 0.0
     drift: float = 0.0
+    is_measured: bool = True
 
     @property
     def median(self) -> float:
@@ -154,19 +156,29 @@ class Quantity:
     @property
     def spread(self) -> float:
         """How far the median of another run may lie: see the module."""
+        if not self.is_measured:
+            return 0.0
         count = len(self.samples)
+        squares = (count - 1) * statistics.variance(self.samples) if count > 1 else 0.0
+        freedom = count - 1
+        if self.noise:
+            squares += _PRIOR * (self.noise * self.median) ** 2
+            freedom += _PRIOR
         interval = 0.0
-        if count > 1:
-            interval = _student(count) * statistics.stdev(self.samples) / math.sqrt(count)
+        if freedom:
+            interval = _student(freedom) * math.sqrt(squares / freedom / count)
         return math.hypot(interval, 2 * self.drift * self.median)
 
 
+_PRIOR = 4  # samples that the variance of all quantities counts as
+
+
 @functools.cache
-def _student(count: int) -> float:
-    """The 97.5th percentile of Student's t for so many samples."""
+def _student(freedom: int) -> float:
+    """The 97.5th percentile of Student's t for so many degrees of freedom."""
     from scipy import stats  # noqa: PLC0415  (takes a second)
 
-    return float(stats.t.ppf(0.975, count - 1))
+    return float(stats.t.ppf(0.975, freedom))
 
 
 @dataclass
@@ -183,7 +195,8 @@ class Measured:
     hardware: dict[str, Any]
     reason: str = ""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    # Of the machine, over all rows of the folder: `Store` and `read` know it.
+    # Of the machine, over all rows of the folder: `Store` and `read` know them.
+    noise: float = field(default=0.0, compare=False)
     drift: float = field(default=0.0, compare=False)
 
     @property
@@ -197,13 +210,14 @@ class Measured:
         """What was measured, over all runs."""
         names = dict.fromkeys(name for run in self.runs for name in run["samples"])
         drift = self.drift / math.sqrt(max(len(self.runs), 1))
-        return {
-            name: Quantity(
-                [s for run in self.runs for s in run["samples"].get(name, ())],
-                drift if is_timed(name) else 0.0,
-            )
-            for name in names
-        }
+        found = {}
+        for name in names:
+            samples = [s for run in self.runs for s in run["samples"].get(name, ())]
+            if is_timed(name):
+                found[name] = Quantity(samples, self.noise, drift)
+            else:
+                found[name] = Quantity(samples, is_measured=name == "ratio")
+        return found
 
     def __getitem__(self, name: str) -> Quantity:
         return self.quantities()[name]
@@ -257,7 +271,7 @@ class Store:
     def keep(self, row: Measured) -> None:
         """Writes the row, in place of what was known of it."""
         self._rows[row.figure, row.name] = row
-        _note_drift(self._rows.values())
+        _note_machine(self._rows.values())
         found = {"version": VERSION, "rows": [_object(row) for row in self._rows.values()]}
         # By a rename, so that an interruption leaves the old file or the new one.
         new = self.folder / f"{FILE}.new"
@@ -289,18 +303,30 @@ def read(folder: Path) -> list[Measured]:
         )
     names = {f.name for f in dataclasses.fields(Measured)}
     measured = [Measured(**{k: v for k, v in row.items() if k in names}) for row in rows]
-    _note_drift(measured)
+    _note_machine(measured)
     return measured
 
 
-def _note_drift(measured: Iterable[Measured]) -> None:
-    """Tells each row how much the machine's speed moved: in the runs of its own commit."""
+def _note_machine(measured: Iterable[Measured]) -> None:
+    """Tells each row how much times vary on the machine: in the runs of its own commit."""
     rows = list(measured)
     for commit in {row.commit for row in rows}:
         of_commit = [row for row in rows if row.commit == commit]
         probes = [run["probe_s"] for row in of_commit for run in row.runs if run["probe_s"]]
         for row in of_commit:
             row.drift = speed.drift(probes)
+            row.noise = _noise(of_commit)
+
+
+def _noise(rows: Iterable[Measured]) -> float:
+    """A typical standard deviation of the samples of a time or rate, as a share of their median."""
+    shares = [
+        statistics.stdev(quantity.samples) / abs(quantity.median)
+        for row in rows
+        for name, quantity in row.quantities().items()
+        if is_timed(name) and len(quantity.samples) > 1 and quantity.median
+    ]
+    return statistics.median(shares) if shares else 0.0
 
 
 def _object(row: Measured) -> dict[str, Any]:
@@ -313,7 +339,7 @@ def _object(row: Measured) -> dict[str, Any]:
         }
         for name, quantity in row.quantities().items()
     }
-    known = {k: v for k, v in dataclasses.asdict(row).items() if k != "drift"}
+    known = {k: v for k, v in dataclasses.asdict(row).items() if k not in ("noise", "drift")}
     return known | {"status": row.status, "quantities": quantities}
 
 
@@ -346,33 +372,9 @@ def place(accelerator: str | None = None) -> Place:
     """This machine, these versions and these sources."""
     found = environment()
     names = ("python", "torch", "jax", "jaxlib", "transformers")
-    hardware = {
-        "cpu": _cpu(),
-        "cores": found["cores"],
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "accelerator": accelerator,
-    }
-    return Place(_commit(), {name: found[name] for name in names}, hardware)
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    """The last commit of what is measured; with a hash of what is not committed behind a +."""
-
-    def git(*arguments: str) -> bytes:
-        command = ["git", *arguments, "--", *SOURCES]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
-
-    try:
-        commit = git("log", "-1", "--format=%h", "--abbrev=12").decode().strip()
-        new = git("ls-files", "--others", "--exclude-standard", "-z").decode().split("\0")
-        changes = git("diff", "HEAD") + b"".join((ROOT / f).read_bytes() for f in new if f)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"  # the sources were not cloned
-    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+    hardware = {name: found[name] for name in ("cpu", "cores", "memory_bytes")}
+    return Place(
+        found["commit"],
+        {name: found[name] for name in names},
+        hardware | {"accelerator": accelerator},
+    )

@@ -26,7 +26,7 @@ def run(folder: Path, *, step_s: Sequence[float], peak: float, command: str = "-
         ([1.0, 1.1, 1.2], 7.0, []),
         ([1.2, 1.2, 1.2], 7.0, []),  # within the spread of the first
         ([1.4, 1.4, 1.4], 7.0, ["step_s"]),
-        ([1.4, 1.4, 1.6], 7.0, []),  # within its own
+        ([1.4, 1.4, 1.8], 7.0, []),  # within its own
         ([1.0, 1.1, 1.2], 8.0, ["peak_bytes"]),  # the compiler's figures have no spread
     ],
 )
@@ -62,3 +62,19 @@ def test_what_was_measured_once_is_left_out(
     second = run(tmp_path / "b", step_s=[2.0, 2.1], peak=7.0 + 1e-10)
     assert agree.main([str(first), str(second)]) == 0
     assert "1 of 1 quantities agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("num_different", "code"), [(0, 0), (1, 0), (2, 0), (3, 1)])
+def test_one_in_twenty_may_differ_by_chance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_different: int, code: int
+) -> None:
+    for folder, num in (("a", 0), ("b", num_different)):
+        store = Store(tmp_path / folder, HERE)
+        measured = store.of(Row("gpt2", "tiny", ["-m", "x"], lambda folder, seconds: {}))
+        factors = [2.0] * num + [1.0] * (40 - num)
+        samples = {f"{i}_s": [1.0 * f, 1.01 * f, 1.02 * f] for i, f in enumerate(factors)}
+        measured.runs.append({"started": "", "seconds": 1.0, "probe_s": None, "samples": samples})
+        store.keep(measured)
+    assert agree.main([str(tmp_path / "a"), str(tmp_path / "b")]) == code
+    said = f"{40 - num_different} of 40 quantities agree within their spread; 40 are measured, of"
+    assert f"{said} which 2 may differ by chance" in capsys.readouterr().out

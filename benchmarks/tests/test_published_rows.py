@@ -27,6 +27,10 @@ def test_median_and_spread() -> None:
     assert Quantity([1.0, 2.0]).spread == pytest.approx(12.706 / 2, rel=1e-3)
     assert Quantity([7.0]).spread == 0 and Quantity([3.0, 3.0]).spread == 0
     assert Quantity([7.0], drift=0.1).spread == pytest.approx(2 * 0.7)
+    # What all quantities vary by counts as four samples: 2.776 for four, 2.447 for six of them.
+    assert Quantity([7.0], noise=0.1).spread == pytest.approx(2.776 * 0.7, rel=1e-3)
+    moderated = ((4 * 0.2**2 + 2 * 13 / 3) / 6 / 3) ** 0.5
+    assert Quantity([1.0, 5.0, 2.0], noise=0.1).spread == pytest.approx(2.447 * moderated, rel=1e-3)
     by_samples = Quantity([1.0, 5.0, 2.0]).spread
     both = Quantity([1.0, 5.0, 2.0], drift=0.1).spread
     assert both**2 == pytest.approx(by_samples**2 + (2 * 0.1 * 2.0) ** 2)
@@ -60,6 +64,22 @@ def test_the_drift_reaches_times_and_rates(tmp_path: Path) -> None:
     assert averaged.spread == pytest.approx(2 * 2 * drift / 4**0.5)
 
 
+def test_times_share_their_variance(tmp_path: Path) -> None:
+    store = Store(tmp_path, HERE)
+    many = {"a": [1.0, 1.2, 1.1], "b": [8.0, 10.0, 9.0], "c": [5.0], "d": [1.0, 9.0, 1.0]}
+    for name, samples in many.items():
+        measured = store.of(Row("gpt2", name, ["-m", "x"], nothing, rounds=1))
+        found = {"step_s": samples, "peak_bytes": [1.0, 2.0], "ratio": [1.0, 2.0]}
+        measured.runs.append({"started": "", "seconds": 1.0, "probe_s": None, "samples": found})
+        store.keep(measured)
+    for row in rows.read(tmp_path):
+        assert row.noise == pytest.approx(1 / 9)  # of b: a varies less, and d has an outlier
+        quantities = row.quantities()
+        assert quantities["step_s"].noise == row.noise
+        assert quantities["peak_bytes"].spread == 0  # a compiler's
+        assert quantities["ratio"].spread == pytest.approx(12.706 / 2, rel=1e-3)
+
+
 def test_a_name_says_its_unit() -> None:
     names = ("step_s", "tokens_per_s", "peak_bytes", "6N_step_flops", "images", "add_us")
     assert [rows.unit(n) for n in names] == ["s", "tokens/s", "bytes", "flops", "images", "us"]
@@ -84,7 +104,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     assert written["quantities"]["step_s"] == {
         "unit": "s",
         "median": 4.0,
-        "spread": pytest.approx(4.303 * 13**0.5 / 3**0.5, rel=1e-3),
+        "spread": pytest.approx(2.447 * 13**0.5 / 3**0.5, rel=1e-3),  # all vary as this one
         "samples": [2.0, 4.0, 9.0],
     }
 

@@ -193,7 +193,7 @@ def _next_guess(
     if low and high and len(points) > 4 and len(points) % 2:
         return (low + high) // 2 // multiple * multiple
     if len(points) < 2:
-        return max(multiple, (low * 8 if low else high // 2) // multiple * multiple)
+        return max(multiple, (low * 16 if low else high // 2) // multiple * multiple)
     (a, at_a), (b, at_b) = sorted(points.items(), key=lambda point: abs(point[1] - limit))[:2]
     slope = max((at_b - at_a) / (b - a), 1.0)
     line = int(a + (limit - at_a) / slope) // multiple * multiple
