@@ -41,7 +41,10 @@ def rows(settings: Settings) -> list[Row]:
     for mesh in (*([""] if is_full else []), DATA, SPATIAL):
         words = [*base.split(), "--max-batch-meshes", mesh]
         of = point | {"mesh": mesh}
-        found.append(Row(NAME, mesh or "one device", words, searched, of, env=env, is_timed=False))
+        row = Row(
+            NAME, mesh or "one device", words, searched, of, env=env, is_timed=False, weight=5.0
+        )
+        found.append(row)
     return found
 
 

@@ -102,6 +102,8 @@ class Row:
         env: further environment variables.
         is_timed: whether its figures depend on what else the machine does. Others, such as of
             compilations, run beside each other.
+        weight: of what is not timed, roughly how long it takes beside the others: the longest
+            begin, so that none is left to run alone.
     """
 
     figure: str
@@ -113,6 +115,7 @@ class Row:
     exit_codes: tuple[int, ...] = (0,)
     env: Mapping[str, str] = field(default_factory=dict)
     is_timed: bool = True
+    weight: float = 1.0
 
     @property
     def slug(self) -> str:

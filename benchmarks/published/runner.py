@@ -33,7 +33,7 @@ def run(rows: Sequence[Row], store: Store) -> None:
     """
     found = {row: store.of(row) for row in rows}
     left = [(row, n) for row in rows for n in range(len(found[row].runs), row.rounds)]
-    turns = sorted(left, key=lambda turn: (turn[1] + 0.5) / turn[0].rounds)
+    turns = sorted(left, key=_order)
     total = sum(row.rounds for row in rows)
     waiting, running = deque(turns), list[_Run]()
     with tqdm(total=total, initial=total - len(left), unit="run", disable=None) as bar:
@@ -62,6 +62,11 @@ def run(rows: Sequence[Row], store: Store) -> None:
         finally:
             for one in running:
                 one.end()
+
+
+def _order(turn: tuple[Row, int]) -> tuple[float, bool, float]:
+    row, number = turn
+    return (number + 0.5) / row.rounds, not row.is_timed, 0.0 if row.is_timed else -row.weight
 
 
 def _may_start(row: Row, running: Sequence["_Run"]) -> bool:

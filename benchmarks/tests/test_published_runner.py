@@ -43,6 +43,17 @@ def test_rows_take_turns_and_finished_ones_are_not_run_again(tmp_path: Path) -> 
     assert (tmp_path / "out/runs/gpt2/2/round-2/output.txt").exists()
 
 
+def test_what_is_not_timed_comes_last_and_the_longest_first(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    code = f"{WRITE}; open({str(order)!r}, 'a').write(sys.argv[2] + ' ')"
+    long = row(
+        "long", f"{code}; import time; time.sleep(2)", "{run}", "1", is_timed=False, weight=2
+    )
+    short = row("short", f"import time; time.sleep(1); {code}", "{run}", "2", is_timed=False)
+    runner.run([short, long, row("timed", code, "{run}", "3")], Store(tmp_path / "out", HERE))
+    assert order.read_text() == "3 1 2 "
+
+
 def test_a_failed_row_has_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
     rows = [
         row("raises", "raise SystemExit('no such mesh')", rounds=3),

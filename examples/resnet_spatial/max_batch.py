@@ -197,10 +197,11 @@ def _next_guess(
     (a, at_a), (b, at_b) = sorted(points.items(), key=lambda point: abs(point[1] - limit))[:2]
     slope = max((at_b - at_a) / (b - a), 1.0)
     line = int(a + (limit - at_a) / slope) // multiple * multiple
-    # Inside of what is not known yet. Where the line says that a bound is right, a step from it.
-    if low and line <= low:
+    # Inside of what is not known yet. Where the line says that a bound is right to within a step, a
+    # step from it, which ends the search.
+    if low and line < low + step:
         line = low + step
-    if high and line >= high:
+    if high and line > high - step:
         line = high - step
     upper = high - multiple if high else 2**31
     return min(max(line, low + multiple), upper)
