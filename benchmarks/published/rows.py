@@ -3,7 +3,7 @@
 `results.json` is one object. It is written anew after each run of a command, so that an
 interruption loses nothing:
 
-    version      int: 1; a folder of another version is refused
+    version      int: 2; a folder of another version is refused
     rows         list of objects, one for each point of a figure:
       figure     str: "gpt2", "hbm", "resnet", "llama" or "overheads"
       name       str: unique within the figure
@@ -15,7 +15,8 @@ interruption loses nothing:
       hardware   object: cpu, cores, memory_bytes, accelerator (null without one)
       status     str: "done", "failed" or "unfinished"
       reason     str: why it failed; else empty
-      runs       list of objects: started (ISO 8601), seconds, and samples by quantity
+      runs       list of objects: started (ISO 8601), seconds, samples by quantity, and probe_s,
+                 the seconds of a fixed job before it (null for what is not timed)
       quantities object: by name, unit, median, spread, and samples of all runs
 
 The spread says how far the median of another run may lie, with 95% confidence. It has two parts,

@@ -1,5 +1,6 @@
 """Runs the commands of rows, each in a process of its own, and keeps what they give."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.published.rows import ROOT, Measured, Row, Store
-from benchmarks.published.speed import probe_s
+from benchmarks.published.speed import Probe
 
 LAST_LINES = 12  # of a failed command's output, in the reason
 GRACE_S = 10.0  # for a command to end after an interruption
@@ -36,7 +37,11 @@ def run(rows: Sequence[Row], store: Store) -> None:
     turns = sorted(left, key=_order)
     total = sum(row.rounds for row in rows)
     waiting, running = deque(turns), list[_Run]()
-    with tqdm(total=total, initial=total - len(left), unit="run", disable=None) as bar:
+    with contextlib.ExitStack() as stack:
+        is_timed = any(row.is_timed for row, _ in left)
+        probe = stack.enter_context(Probe()) if is_timed else None
+        bar = tqdm(total=total, initial=total - len(left), unit="run", disable=None)
+        stack.enter_context(bar)
         try:
             while waiting or running:
                 while waiting and _may_start(waiting[0][0], running):
@@ -44,7 +49,7 @@ def run(rows: Sequence[Row], store: Store) -> None:
                     if found[row].status == "failed":  # by an earlier run of the row
                         bar.update()
                         continue
-                    running.append(_Run(row, number, store))
+                    running.append(_Run(row, number, store, probe))
                     bar.set_description("; ".join(f"{r.row.figure}: {r.row.name}" for r in running))
                 ended = [one for one in running if one.has_ended]
                 for one in ended:
@@ -90,9 +95,9 @@ class _Run:
     processes that it started.
     """
 
-    def __init__(self, row: Row, number: int, store: Store) -> None:
+    def __init__(self, row: Row, number: int, store: Store, probe: Probe | None) -> None:
         self.row = row
-        self._probe_s = probe_s() if row.is_timed else None
+        self._probe_s = probe.seconds() if probe and row.is_timed else None
         name = f"{row.figure}/{row.slug}/round-{number + 1}"
         self._folder = store.folder / "runs" / name
         logs = store.folder / "tensorboard" / name

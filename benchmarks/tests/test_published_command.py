@@ -6,15 +6,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from benchmarks.published import command, plots, report
+from benchmarks.published import command, plots, report, runner
 from benchmarks.published.figures import Figure
 from benchmarks.published.report import Comparison, Picture, Section
 from benchmarks.published.rows import Measured, Row, Samples, Settings
 
 CODE = "import sys; open(sys.argv[1] + '/n', 'w').write('2.5')"
+
+
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = MagicMock()
+    probe.return_value.__enter__.return_value.seconds.return_value = 0.1
+    monkeypatch.setattr(runner, "Probe", probe)
 
 
 def number(folder: Path, seconds: float) -> Samples:

@@ -17,6 +17,24 @@ HERE = Place("abc", {}, {})
 WRITE = "import sys; open(sys.argv[1] + '/n', 'w').write(sys.argv[2])"
 
 
+class FixedProbe:
+    """Stands for the process that times a job."""
+
+    def __enter__(self) -> "FixedProbe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return 0.1
+
+
+@pytest.fixture(autouse=True)
+def fixed_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "Probe", FixedProbe)
+
+
 def number(folder: Path, seconds: float) -> Samples:
     return {"n": [float((folder / "n").read_text())]}
 
@@ -39,6 +57,7 @@ def test_rows_take_turns_and_finished_ones_are_not_run_again(tmp_path: Path) -> 
     # Rounds are spread: what runs once stands in the middle.
     runner.run([once, *rows], Store(tmp_path / "other", HERE))
     assert order.read_text() == "1 2 3 1 2 "
+    assert [run["probe_s"] for run in store.of(rows[0]).runs] == [0.1, 0.1]
     assert store.of(rows[1])["n"].samples == [2.0, 2.0]
     assert (tmp_path / "out/runs/gpt2/2/round-2/output.txt").exists()
 
@@ -47,9 +66,9 @@ def test_what_is_not_timed_comes_last_and_the_longest_first(tmp_path: Path) -> N
     order = tmp_path / "order"
     code = f"{WRITE}; open({str(order)!r}, 'a').write(sys.argv[2] + ' ')"
     long = row(
-        "long", f"{code}; import time; time.sleep(2)", "{run}", "1", is_timed=False, weight=2
+        "long", f"{code}; import time; time.sleep(1)", "{run}", "1", is_timed=False, weight=2
     )
-    short = row("short", f"import time; time.sleep(1); {code}", "{run}", "2", is_timed=False)
+    short = row("short", f"import time; time.sleep(0.5); {code}", "{run}", "2", is_timed=False)
     runner.run([short, long, row("timed", code, "{run}", "3")], Store(tmp_path / "out", HERE))
     assert order.read_text() == "3 1 2 "
 

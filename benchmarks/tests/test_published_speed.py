@@ -6,9 +6,18 @@ import pytest
 from benchmarks.published import speed
 
 
-def test_a_probe_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "SIZE", 8)
-    assert 0 < speed.probe_s() < 60
+def test_the_job_is_timed_in_its_process() -> None:
+    with speed.Probe() as probe:
+        assert all(0 < probe.seconds() < 60 for _ in range(2))
+    assert probe._process.returncode == 0
+
+
+def test_a_job_that_ended_is_told() -> None:
+    with speed.Probe() as probe:
+        probe._process.kill()
+        probe._process.wait()
+        with pytest.raises(RuntimeError, match=r"must answer; it ended with exit code -9\. Run"):
+            probe.seconds()
 
 
 def test_drift() -> None:
