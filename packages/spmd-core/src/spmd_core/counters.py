@@ -50,7 +50,8 @@ class ProgramRecord:
     output_bytes: int = 0
     alias_bytes: int = 0  # output bytes that live in a donated argument's buffer
     temp_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int = 0  # without the code
+    code_bytes: int = 0  # of machine code; 0 where the compiler does not say
     executions: int = 0
     donated: tuple[int, ...] = field(default_factory=tuple)  # positions of the donated arguments
     source: str = ""  # `file:line` of the user's call that needed the program: `sync()` or a read

@@ -15,6 +15,7 @@ from planner import training
 
 import spmd_core as spmd
 from spmd_core.planner import buffer_text, compiler, memory_program, planned, topology
+from spmd_core.planner.parts import Part
 from spmd_core.program.planned_program import PlannedProgram
 
 LIBTPU = pytest.mark.skipif(
@@ -49,7 +50,7 @@ def without_xla_flags(monkeypatch):
 
 
 def test_both_sides_name_the_files_alike():
-    for name in ("REQUEST", "MODULE", "ERROR"):
+    for name in ("REQUEST", "MODULE", "ERROR", "CODE_BYTES"):
         assert getattr(memory_program, f"_{name}") == getattr(compiler, name)
 
 
@@ -67,11 +68,19 @@ def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devi
         f"(folder / f'{{name}}-buffer-assignment.txt').write_text({buffers!r})\n"
         "(folder / f'{name}.txt').write_text('HloModule f\\n\\nENTRY main {\\n"
         "  ROOT p = f32[8]{0} parameter(0)\\n}\\n')\n"
+        "if request['machine_code']:\n"
+        "    (folder / 'code_bytes.txt').write_text('512')\n"
     )
     made = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
     assert made.step.peak_bytes - made.step.parts.get("other programs' arrays", 0) == 4096
     assert made.step.state_bytes == 4096
     assert made.step.costs.least_bytes == 2 * 4096
+    assert Part.CODE not in made.step.parts
+    assert "without machine code; --code makes it" in str(made)
+    whole = spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu, machine_code=True)
+    assert whole.step.parts[Part.CODE] == 512
+    assert whole.step.peak_bytes == made.step.peak_bytes + 512
+    assert "without machine code" not in str(whole)
 
 
 def _refused(text):
@@ -193,6 +202,20 @@ def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xl
     for made in (known, whole):
         made["step"]["compile_s"] = made["programs"][0]["compile_s"] = None
     assert known == whole
+
+
+@LIBTPU
+def test_the_size_of_the_code_is_counted_if_asked(without_xla_flags):
+    def infer() -> None:
+        x = torch.ones(256, 256, device="xla") @ torch.ones(256, 256, device="xla")
+        spmd.sync()
+        del x
+
+    made = spmd.plan(infer, topology="v4-8")
+    whole = spmd.plan(infer, topology="v4-8", machine_code=True)
+    code = whole.largest.parts[Part.CODE]
+    assert 1_000 < code < 10_000_000
+    assert whole.largest.peak_bytes == made.largest.peak_bytes + code
 
 
 @LIBTPU

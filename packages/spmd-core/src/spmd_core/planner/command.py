@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             num_slices=options.slices,
             quiet_steps=options.steps,
             compile_all=options.all,
+            machine_code=options.code,
         )
     except (PlanError, PlanReadError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -198,6 +199,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also compiles the programs of training steps that later ones do not repeat, such as "
         "of the first, which makes the optimizer's state",
+    )
+    parser.add_argument(
+        "--code",
+        action="store_true",
+        help="also makes the machine code and counts its bytes; for TPUs this takes several times "
+        "as long, and as much of the host's memory",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
     parser.add_argument(

@@ -3,9 +3,10 @@
 A program of its own, run by its path: it imports neither torch nor this package, so it starts fast
 and takes little memory. XLA writes the optimised module and its buffers after about a fifth of a
 compilation. The rest makes machine code, which nobody runs, and takes most of the memory; so the
-process ends before it.
+process ends before it, unless the size of the code is asked for.
 
-Enter: a folder with `REQUEST` and `MODULE`. Leave: XLA's texts in that folder, or `ERROR`.
+Enter: a folder with `REQUEST` and `MODULE`. Leave: XLA's texts in that folder, or `ERROR`, and
+`CODE_BYTES` if it is asked for.
 """
 
 import json
@@ -26,6 +27,7 @@ from jaxlib import xla_client
 from jaxlib.mlir import ir
 
 REQUEST, MODULE, ERROR = "request.json", "module.mlirbc", "error.txt"
+CODE_BYTES = "code_bytes.txt"
 # What XLA writes next after the texts that a plan reads. A compiler that does not write it is
 # waited for.
 _FURTHER = "*.after_optimizations_after_buffer_assignment.txt"
@@ -48,15 +50,19 @@ def main(folder: Path) -> int:
     with mlir.make_ir_context():
         module = ir.Module.parse((folder / MODULE).read_bytes())
         options = _options(module, request)
-        _in_background(_wait_for_texts, folder)
+        if not request["machine_code"]:
+            _in_background(_wait_for_texts, folder)
         try:
-            found[0].client.compile(
+            made = found[0].client.compile(
                 module,
                 executable_devices=xla_client.DeviceList(tuple(chosen)),
                 compile_options=options,
             )
         except jax.errors.JaxRuntimeError as error:
             (folder / ERROR).write_text(str(error))
+            return 0
+    code_bytes = made.get_compiled_memory_stats().generated_code_size_in_bytes
+    (folder / CODE_BYTES).write_text(str(code_bytes))
     return 0
 
 

@@ -24,19 +24,22 @@ from spmd_core.runtime.jax_sharding import replicated
 # Not imported: it runs in another process. The names are those of `planner/compiler.py`.
 _COMPILER = Path(__file__).with_name("compiler.py")
 _REQUEST, _MODULE, _ERROR = "request.json", "module.mlirbc", "error.txt"
+_CODE_BYTES = "code_bytes.txt"
 _OPTIMISED = "*.after_optimizations.txt"
 
 
 class MemoryProgram(Program):
-    """A program without machine code, which cannot run: its buffers and its optimised module.
+    """A program that cannot run: its buffers, its optimised module, and the size of its code.
 
     A process of its own compiles it (`planner/compiler.py`) and ends when that much is known.
-    `record` has no bytes and no FLOPs; `buffer_text.read` has them.
+    `record` has no FLOPs, and no bytes but those of the code; `buffer_text.read` has them.
 
     Args:
         graph: what it computes. Each result has a mark or is a scalar.
         name: the program's.
         topology: TPUs.
+        machine_code: whether to make the machine code, which takes most of the time and memory of a
+            compilation, for its size.
 
     Raises:
         DeviceMemoryError: it does not fit.
@@ -44,8 +47,10 @@ class MemoryProgram(Program):
         PlanError: the compiler's process ended without a word.
     """
 
-    def __init__(self, graph: Graph, name: str, topology: Topology) -> None:
-        self._topology = topology
+    def __init__(
+        self, graph: Graph, name: str, topology: Topology, *, machine_code: bool = False
+    ) -> None:
+        self._topology, self._machine_code = topology, machine_code
         super().__init__(graph, name)
 
     def _compile(self) -> None:
@@ -54,7 +59,14 @@ class MemoryProgram(Program):
         self.dump_folder = options.pop("xla_dump_to")
         ids = [device.id for device in self._mesh.devices.flat]
         with counters.timed(counters.Part.COMPILING):
-            write_buffers(self.lowered, Path(str(self.dump_folder)), self._topology, ids, options)
+            self.record.code_bytes = write_buffers(
+                self.lowered,
+                Path(str(self.dump_folder)),
+                self._topology,
+                ids,
+                options,
+                machine_code=self._machine_code,
+            )
         self.record.compile_s = time.perf_counter() - start
         everywhere = Placement.of(replicated(self.graph.device_ids), None)
         self.out_placements = [placement or everywhere for placement in self.out_placements]
@@ -70,7 +82,9 @@ def write_buffers(
     topology: Topology,
     device_ids: Sequence[int],
     options: Mapping[str, str | bool] = types.MappingProxyType({}),
-) -> None:
+    *,
+    machine_code: bool = False,
+) -> int:
     """Has XLA write a program's buffers and its optimised module into a folder, and no more.
 
     Args:
@@ -79,6 +93,10 @@ def write_buffers(
         topology: TPUs.
         device_ids: those of them that the program runs on, in the mesh's order.
         options: XLA's, beside those that have it write.
+        machine_code: whether to compile to the end, for the size of the code.
+
+    Returns:
+        Bytes of machine code; 0 without.
 
     Raises:
         JaxRuntimeError: the compiler refused the program, for instance as it does not fit.
@@ -89,6 +107,7 @@ def write_buffers(
         "topology": topology.request,
         "device_ids": list(device_ids),
         "use_shardy": jax.config.values["jax_use_shardy_partitioner"],
+        "machine_code": machine_code,
         "options": {**options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True},
     }
     (folder / _REQUEST).write_text(json.dumps(request))
@@ -99,6 +118,7 @@ def write_buffers(
     error = folder / _ERROR
     if error.exists():
         raise jax.errors.JaxRuntimeError(error.read_text())
+    return int((folder / _CODE_BYTES).read_text()) if machine_code else 0
 
 
 def _run(folder: Path) -> None:

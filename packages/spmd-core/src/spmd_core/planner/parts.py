@@ -28,6 +28,7 @@ class Part(StrEnum):
     TEMPORARIES = "temporaries"
     # What the compiler's packing of temporaries leaves unused when most of them are alive.
     GAPS = "gaps between temporaries"
+    CODE = "code"
     ELSEWHERE = "other programs' arrays"
 
 

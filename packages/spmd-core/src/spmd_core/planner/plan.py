@@ -113,6 +113,7 @@ def plan(
     num_slices: int = 1,
     quiet_steps: int = _QUIET_STEPS,
     compile_all: bool = False,
+    machine_code: bool = False,
 ) -> Plan:
     """What a training function takes on devices that need not exist.
 
@@ -131,6 +132,9 @@ def plan(
             new program.
         compile_all: whether to compile the programs of earlier training steps, too, such as of the
             first, which makes the optimizer's state.
+        machine_code: whether to compile to machine code for TPUs and count its bytes. That takes
+            several times as long, and as much of the host's memory; without, the code is left out.
+            XLA's compiler for CPUs does not tell its size.
 
     Returns:
         The plan, with the compiler's words for each program that does not fit the memory.
@@ -182,7 +186,7 @@ def plan(
                     left_out.append(seen.program.record)
                     continue
                 try:
-                    programs.append(_compiled(seen, found))
+                    programs.append(_compiled(seen, found, machine_code=machine_code))
                 except DeviceMemoryError as error:
                     refusals.append(str(error))
     finally:
@@ -205,7 +209,7 @@ def _is_superseded(seen: _Seen) -> bool:
     )
 
 
-def _compiled(seen: _Seen, topology: Topology) -> ProgramPlan:
+def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> ProgramPlan:
     """Compiles a program, and reads what the compiler tells.
 
     Raises:
@@ -215,7 +219,7 @@ def _compiled(seen: _Seen, topology: Topology) -> ProgramPlan:
     if topology.request is None or planned.is_compiled:
         program = planned.compiled
     else:
-        program = MemoryProgram(planned.graph, planned.name, topology)
+        program = MemoryProgram(planned.graph, planned.name, topology, machine_code=machine_code)
     record = program.record
     assert isinstance(program.dump_folder, str)
     memory = buffer_text.read(program.dump_folder)
@@ -225,13 +229,16 @@ def _compiled(seen: _Seen, topology: Topology) -> ProgramPlan:
     roles = parts.roles(program.graph, seen.kept)
     rows = parts.at_peak(program.graph, roles, memory, hlo, len(numbers))
     collectives = communication.of_text(hlo, program.graph, record.name)
+    by_part = {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}
+    if machine_code:
+        by_part[Part.CODE] = record.code_bytes
     return ProgramPlan(
         record.name,
         planned.record.source,
         planned.record.executions,
         seen.is_step,
         record.trace_s + record.compile_s,
-        {part: n for part, n in {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}.items() if n},
+        {part: n for part, n in by_part.items() if n},
         rows,
         memory.argument_bytes + memory.new_result_bytes,
         collectives,

@@ -30,7 +30,8 @@ class ProgramPlan:
         executions: how often the planned code would have run it.
         is_step: whether the steps that brought no new program run it.
         compile_s: seconds that tracing and compiling took here.
-        parts: bytes by what they are for, when most memory is in use.
+        parts: bytes by what they are for, when most memory is in use. Machine code is among them
+            only in a plan that makes it, and whose compiler tells its size, as the CPU's does not.
         buffers: what lies in memory then, the largest first.
         state_bytes: of arguments and of results that take no argument's place: no schedule of the
             program takes less.
@@ -51,7 +52,7 @@ class ProgramPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the program, without its code, and all other arrays take of a device's memory."""
+        """What the program and all other arrays take of a device's memory: the sum of all parts."""
         return sum(self.parts.values())
 
 
@@ -140,8 +141,13 @@ class _Text:
             (str(part), shown.parts[part], "") for part in Part if part in shown.parts
         ]
         ratio = shown.peak_bytes / shown.state_bytes if shown.state_bytes else math.inf
+        may_count_code = Part.CODE not in shown.parts and self._plan.topology.request is not None
         rows += [
-            ("together", shown.peak_bytes, ""),
+            (
+                "together",
+                shown.peak_bytes,
+                "without machine code; --code makes it" if may_count_code else "",
+            ),
             (
                 "arguments and new results",
                 shown.state_bytes,
@@ -175,8 +181,10 @@ class _Text:
             lines.append(
                 f"  {self._size(sum(b.num_bytes for b in rows)):>11}  "
                 f"{len(rows):>4} x {first.shape:<24} {first.part}: "
-                f"{first.op or _MADE_BY.get(first.part, 'the compiler')}{_place(rows)}"
+                f"{first.op or _MADE_BY.get(first.part, 'the compiler')}"
             )
+            if first.origin is not None:
+                lines.append(f"{'':22}{_place(rows)}")
         return lines
 
     def collectives(self, program: ProgramPlan) -> list[str]:
@@ -247,13 +255,13 @@ def text(plan: Plan) -> str:
 
 
 def _place(rows: Sequence[Buffer]) -> str:
-    """Where alike buffers come from: the first module, how many more, and the user's line."""
+    """Where alike buffers come from: the user's line, the first module, and how many more."""
     origin = rows[0].origin
-    if origin is None:
-        return ""
-    modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin is not None))
+    assert origin is not None
+    modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin and b.origin.module))
     more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-    return f", {modules[0]}{more} {_short(f'{origin.file}:{origin.line}')}".replace(",  ", ", ")
+    line = _short(f"{origin.file}:{origin.line}")
+    return f"{line}, {modules[0]}{more}" if modules else line
 
 
 def values(plan: Plan) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class Program(Traced):
                 memory.output_size_in_bytes,
             )
             r.alias_bytes, r.temp_bytes = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+            r.code_bytes = memory.generated_code_size_in_bytes
             r.peak_bytes = max(
                 getattr(memory, "peak_memory_in_bytes", 0),
                 r.argument_bytes + r.output_bytes - r.alias_bytes + r.temp_bytes,
