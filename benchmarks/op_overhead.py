@@ -16,17 +16,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tqdm import trange
 
 import spmd_core as spmd
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
+from benchmarks.single_operations import OPERATIONS, SIZE, VIEWS
 
 MAX_US, MAX_VIEW_US = 8.0, 5.0
-SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -70,47 +70,10 @@ def floor() -> Callable[[], object]:
 
 
 def cases() -> list[Case]:
-    def add() -> Callable[[], object]:
-        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
-        return lambda: x + y
-
-    def mul_scalar() -> Callable[[], object]:
-        x = device_tensor(SIZE, SIZE)
-        return lambda: x * 0.5
-
-    def mm() -> Callable[[], object]:
-        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
-        return lambda: torch.mm(x, y)
-
-    def softmax() -> Callable[[], object]:
-        x = device_tensor(SIZE, SIZE)
-        return lambda: torch.softmax(x, -1)
-
-    def layer_norm() -> Callable[[], object]:
-        x, weight, bias = device_tensor(SIZE, SIZE), device_tensor(SIZE), device_tensor(SIZE)
-        return lambda: F.layer_norm(x, (SIZE,), weight, bias)
-
-    def view() -> Callable[[], object]:
-        x = device_tensor(SIZE, SIZE)
-        return lambda: x.view(-1)
-
-    def transpose() -> Callable[[], object]:
-        x = device_tensor(SIZE, SIZE)
-        return lambda: x.t()
-
-    def add_in_place() -> Callable[[], object]:
-        x, y = device_tensor(SIZE, SIZE), device_tensor(SIZE, SIZE)
-        return lambda: x.add_(y)
-
+    """All operations, with what each may take."""
     return [
-        Case("add", add),
-        Case("mul by a number", mul_scalar),
-        Case("mm", mm),
-        Case("softmax", softmax),
-        Case("layer_norm", layer_norm),
-        Case("view", view, MAX_VIEW_US),
-        Case("transpose", transpose, MAX_VIEW_US),
-        Case("add_", add_in_place),
+        Case(name, partial(make, device_tensor), MAX_VIEW_US if name in VIEWS else MAX_US)
+        for name, make in OPERATIONS.items()
     ]
 
 

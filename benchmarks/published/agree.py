@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.published.rows import Measured, Quantity, VersionError, read
+from benchmarks.published.rows import Measured, Quantity, VersionError, read, same_shape
 from benchmarks.report import Table
 
 EXIT_DIFFERENT, EXIT_USAGE = 1, 2
@@ -44,9 +44,7 @@ class Pair:
     @property
     def is_known(self) -> bool:
         """Whether the spread of both is known."""
-        return all(q.noise or len(q.samples) > 1 for q in (self.first, self.second)) or (
-            not self.first.is_measured
-        )
+        return self.first.is_known and self.second.is_known
 
 
 def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
@@ -55,7 +53,7 @@ def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
     found = []
     for row in first:
         same = other.get((row.figure, row.name))
-        if row.status != "done" or same is None or _shape(same) != _shape(row):
+        if row.status != "done" or same is None or not same_shape(same, row):
             continue
         quantities = same.quantities()
         found += [
@@ -64,10 +62,6 @@ def pairs(first: Sequence[Measured], second: Sequence[Measured]) -> list[Pair]:
             if name in quantities
         ]
     return [pair for pair in found if pair.is_known]
-
-
-def _shape(row: Measured) -> tuple[list[str], int]:
-    return row.command, row.rounds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

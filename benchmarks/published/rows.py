@@ -158,6 +158,11 @@ class Quantity:
         return statistics.median(self.samples)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the spread is known: that of a single ratio is not."""
+        return not self.is_measured or bool(self.noise) or len(self.samples) > 1
+
+    @property
     def spread(self) -> float:
         """How far the median of another run may lie: see the module."""
         if not self.is_measured:
@@ -230,6 +235,11 @@ class Measured:
         """The median of a quantity; None where no run had it."""
         found = self.quantities().get(name)
         return None if found is None else found.median
+
+
+def same_shape(row: Measured, other: Measured) -> bool:
+    """Whether both come from the same command, run as often."""
+    return (row.command, row.rounds) == (other.command, other.rounds)
 
 
 class Store:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import check
-from benchmarks.check import BENCHMARKS, compare
+from benchmarks.compared import BENCHMARKS, compare
 from benchmarks.report import RESULTS
 
 ENVIRONMENT = {"date": "2026-01-01", "python": "3.11.7", "cores": 2, "jax": "0.10.2"}
