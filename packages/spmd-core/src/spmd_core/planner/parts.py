@@ -41,7 +41,8 @@ class Buffer:
         num_bytes: on one device.
         shape: XLA's, on one device: "f32[64,1024]".
         op: the torch operation that makes it, such as "aten::mm"; empty if that is not known.
-        origin: the user's line and module; None if not known.
+        origin: the user's line and module; None if not known. For an argument: where it was made,
+            and the module of the parameter that it is, or is optimizer state of.
     """
 
     part: Part
@@ -157,12 +158,15 @@ def at_peak(
         num_number_arrays: the parameters of the program that come before its leaves.
     """
     operations = _Operations(graph, found, hlo)
+    modules = _modules(graph, found)
     rows: list[Buffer] = []
     for allocation in buffers.allocations:
         if allocation.parameter is not None:
             leaf = allocation.parameter - num_number_arrays
             part = Part.INPUTS if leaf < 0 else found.leaves[leaf]
             origin = None if leaf < 0 else graph.leaves[leaf].origin
+            if origin is not None:
+                origin = origin._replace(module=modules.get(leaf, ""))
             shape = allocation.values[0].shape if allocation.values else ""
             rows.append(Buffer(part, allocation.size, shape, "", origin))
         elif allocation.is_output:
@@ -179,6 +183,36 @@ def at_peak(
     if gaps > 0:
         rows.append(Buffer(Part.GAPS, gaps, "", "", None))
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
+
+
+def _modules(graph: Graph, found: Roles) -> dict[int, str]:
+    """By leaf, the module that it belongs to.
+
+    That of a parameter is the first that reads it. Optimizer state has that of the gradient which
+    it meets first, maybe after a step of its own, such as a decay. Operations on many tensors at
+    once, such as fused optimizers, do not tell.
+    """
+    of_leaf: dict[int, str] = {}
+    of_value: dict[int, str] = {}
+    leaf_of_value: dict[int, int] = {}  # of what is made of one leaf alone
+    for first, node in zip(_first_results(graph.nodes), graph.nodes):
+        module = node.origin.module if node.origin is not None else ""
+        leaves = [-x - 1 if x < 0 else leaf_of_value.get(x) for x in node.inputs]
+        if not module and _outs(node) == 1:
+            known = (of_value.get(x) for x in node.inputs)
+            module = next((name for name in known if name), "")
+        for leaf in leaves:
+            if module and leaf is not None:
+                of_leaf.setdefault(leaf, module)
+        for k in range(_outs(node)):
+            of_value[first + k] = module
+            if not module and len(leaves) == 1 and leaves[0] is not None:
+                leaf_of_value[first + k] = leaves[0]
+    return {
+        leaf: module
+        for leaf, module in of_leaf.items()
+        if found.leaves[leaf] in (Part.PARAMETERS, Part.OPTIMIZER)
+    }
 
 
 def sums(rows: Sequence[Buffer]) -> dict[Part, int]:

@@ -151,7 +151,7 @@ class _Text:
             (
                 "arguments and new results",
                 shown.state_bytes,
-                f"the least that any schedule takes; the peak is {ratio:.2f} times that",
+                f"the least of any schedule; the peak is {ratio:.2f} times it",
             ),
         ]
         capacity, peak = self._plan.topology.hbm_bytes, self._plan.peak_bytes
@@ -184,7 +184,7 @@ class _Text:
                 f"{first.op or _MADE_BY.get(first.part, 'the compiler')}"
             )
             if first.origin is not None:
-                lines.append(f"{'':22}{_place(rows)}")
+                lines.append(f"{'':15}{_place(rows)}")
         return lines
 
     def collectives(self, program: ProgramPlan) -> list[str]:
@@ -206,8 +206,9 @@ class _Text:
         c = program.costs
         lines = [
             f"FLOPs of one run: {c.model_flops / 1e12:,.2f} T of the model over all devices, "
-            f"{c.recomputed_flops / 1e12:,.2f} T computed again; the compiler counts "
-            f"{c.compiler_flops / 1e12:,.2f} T on each device, without custom kernels."
+            f"{c.recomputed_flops / 1e12:,.2f} T computed again;",
+            f"the compiler counts {c.compiler_flops / 1e12:,.2f} T on each device, without custom "
+            "kernels.",
         ]
         if c.bound_s is None:
             return [*lines, "No bound on time: emulated devices have no data sheet."]
@@ -255,11 +256,11 @@ def text(plan: Plan) -> str:
 
 
 def _place(rows: Sequence[Buffer]) -> str:
-    """Where alike buffers come from: the user's line, the first module, and how many more."""
+    """Where alike buffers come from: the user's line, and the first of their modules."""
     origin = rows[0].origin
     assert origin is not None
     modules = list(dict.fromkeys(b.origin.module for b in rows if b.origin and b.origin.module))
-    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    more = ", ..." if len(modules) > 1 else ""
     line = _short(f"{origin.file}:{origin.line}")
     return f"{line}, {modules[0]}{more}" if modules else line
 
