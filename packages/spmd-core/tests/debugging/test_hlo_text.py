@@ -187,6 +187,49 @@ def test_a_tpus_all_reduce_of_which_a_part_is_kept_is_a_reduce_scatter():
     ]
 
 
+def _transfer(name, kind, target, sent, received):
+    """A send and a recv of the hosts between TPU slices."""
+    named = (
+        f'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="{name}_0",'
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+    )
+    return f"""\
+  %send.{name} = ({sent}, u32[]{{:S(2)}}, token[]) send(%p, %token), channel_id=2, {named}
+  %recv.{name} = ({received}, u32[]{{:S(2)}}, token[]) recv(%token), channel_id=1, {named}
+  %done.{name} = ({received}, token[]) recv-done(%recv.{name}), channel_id=1
+  %{name} = {received} get-tuple-element(%done.{name}), index=0
+"""
+
+
+def test_transfers_between_slices_are_collectives():
+    product, listed = '"{1,2}x{0:3}"', "{{100000,200000},{100001,200001}}"
+    text = f"""HloModule m
+
+ENTRY %main (p: f32[8]) -> f32[16] {{
+  %p = f32[8]{{0}} parameter(0)
+  %token = token[] after-all()
+{_transfer("g", "ALL_GATHER", product, "f32[8]{0}", "f32[16]{0}")}
+{_transfer("s", "REDUCE_SCATTER", listed, "f32[8]{0}", "f32[4]{0}")}
+{_transfer("n", "NEW_KIND", product, "f32[8]{0}", "f32[8]{0}")}
+  %host = (f32[8]{{0}}, u32[]{{:S(2)}}, token[]) send(%p, %token), is_host_transfer=true
+  %ar = f32[8]{{0}} all-reduce(%p), to_apply=%add
+  ROOT %mm = f32[16]{{0}} add(%g, %g), metadata={{op_name="jit(f)/aten::add#1/x.py:2/add"}}
+}}
+"""
+    found = {c.name: c for c in hlo_text.collectives(text, 4)}
+    assert {name: (c.kind, c.operand_bytes, c.result_bytes) for name, c in found.items()} == {
+        "send.g": ("all-gather", 32, 64),
+        "send.s": ("reduce-scatter", 32, 16),
+        "send.n": ("new-kind", 32, 32),
+        "ar": ("all-reduce", 32, 32),
+    }
+    assert (found["send.g"].groups, found["send.g"].groups_text) == (None, product)
+    assert found["send.s"].groups_text == listed
+    assert found["send.g"].op_names == ("jit(f)/aten::add#1/x.py:2/add",)
+    assert [c.is_between_slices for c in found.values()] == [True, True, True, False]
+    assert found["ar"].groups == ((0, 1, 2, 3),)
+
+
 def test_a_gather_of_the_partitioner_is_named_after_what_reads_it():
     """XLA names it after what it gathers, which does not need it."""
     text = """HloModule m

@@ -92,22 +92,6 @@ def test_what_is_computed_again_is_counted_apart(num_devices):
     assert found.recomputed_flops == first
 
 
-class _Device:
-    def __init__(self, slice_index):
-        self.slice_index = slice_index
-
-
-def _collective(groups):
-    return Collective("all-gather", 1, 1, ("x",), False, groups, 1, (), "g")
-
-
-def test_what_crosses_slices_goes_over_the_network():
-    topology = Topology("t", tuple(_Device(i // 2) for i in range(4)), chips.chip_of("TPU v5 lite"))
-    assert not costs.crosses_slices(_collective(((0, 1), (2, 3))), topology)
-    assert costs.crosses_slices(_collective(((0, 2), (1, 3))), topology)
-    assert not costs.crosses_slices(_collective(None), topology)
-
-
 class _Graph:
     """What `costs_of` reads of a graph."""
 
@@ -129,11 +113,12 @@ ENTRY main {
 
 
 def test_bounds_follow_from_the_data_sheet():
-    topology = Topology("t", tuple(_Device(i // 2) for i in range(4)), chips.chip_of("TPU v5 lite"))
+    topology = Topology("t", (object(),) * 4, chips.chip_of("TPU v5 lite"))
+    pairs = {False: ((0, 1), (2, 3)), True: ((0, 2), (1, 3))}  # inside of slices, and between
     moves = Collectives.of(
         [
-            Collective("all-gather", int(400e9), int(200e9), ("x",), False, g, 2, (), "g")
-            for g in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+            Collective("all-gather", int(400e9), int(200e9), ("x",), False, g, 2, (), "g", between)
+            for between, g in pairs.items()
         ],
         "p",
     )
@@ -148,7 +133,7 @@ def test_bounds_follow_from_the_data_sheet():
 
 
 def test_emulated_devices_have_no_bounds():
-    topology = Topology("t", (_Device(0),) * 4, None)
+    topology = Topology("t", (object(),) * 4, None)
     found = costs.costs_of(_Graph, HLO, BUFFERS, Collectives.of([], "p"), topology)
     assert (found.compute_s, found.bound_s, found.mfu_bound) == (None, None, None)
     assert found.least_bytes == 2 * int(819e9)

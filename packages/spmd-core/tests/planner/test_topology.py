@@ -17,7 +17,6 @@ def test_emulated_devices(num_devices):
     assert len(found.devices) == num_devices
     assert (found.name, found.chip, found.hbm_bytes) == (f"cpu-{num_devices}", None, None)
     assert found.peak_flops is None
-    assert found.slice_of(num_devices - 1) == 0
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def test_tpus():
 @LIBTPU
 def test_slices():
     found = topology.find("v5e-4", num_slices=2)
-    assert [found.slice_of(i) for i in range(8)] == [0] * 4 + [1] * 4
+    assert [device.slice_index for device in found.devices] == [0] * 4 + [1] * 4
 
 
 @LIBTPU

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmd_core.debugging import hlo_text
+from spmd_core.debugging.slices import SliceNumbers
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.jax_sharding import jax_axis_names
@@ -53,6 +54,8 @@ class Collective:
         executions: number of executions in one run of the program; None if it depends on data.
         causes: the torch operations that need the collective; several if XLA merged collectives.
         name: the name of the instruction in `debugging.hlo`.
+        is_between_slices: whether the network between TPU slices carries it (DCN). One that spans
+            devices of several slices is compiled to parts inside of a slice, and parts between.
     """
 
     kind: str
@@ -64,6 +67,7 @@ class Collective:
     executions: int | None
     causes: tuple[Cause, ...]
     name: str
+    is_between_slices: bool = False
 
     @property
     def moved_bytes(self) -> float:
@@ -180,30 +184,28 @@ def _axes_text(c: Collective) -> str:
 
 def of_program(program: Program) -> Collectives:
     """The collectives of a compiled program."""
-    return of_text(program.compiled_text(), program.graph, program.record.name)
+    return of_text(program.compiled_text(), program)
 
 
-def of_text(hlo: str, graph: Graph, name: str) -> Collectives:
-    """The collectives of an optimised module.
-
-    Args:
-        hlo: the module as text.
-        graph: what it computes.
-        name: the program's.
-    """
-    meshes, ids = _meshes(graph), graph.device_ids
-    found = hlo_text.collectives(hlo, len(ids))
-    return Collectives.of((_collective(c, graph, meshes, ids) for c in found), name)
+def of_text(hlo: str, program: Program) -> Collectives:
+    """The collectives of a program's optimised module, given as text."""
+    graph, numbers = program.graph, SliceNumbers(program.devices)
+    meshes = _meshes(graph)
+    found = hlo_text.collectives(hlo, numbers.num_devices)
+    return Collectives.of(
+        (_collective(c, graph, meshes, numbers) for c in found), program.record.name
+    )
 
 
 def _collective(
-    c: hlo_text.CollectiveInstruction, graph: Graph, meshes: list[Mesh], ids: tuple[int, ...]
+    c: hlo_text.CollectiveInstruction, graph: Graph, meshes: list[Mesh], numbers: SliceNumbers
 ) -> Collective:
-    groups = (
-        None
-        if c.groups is None
-        else tuple(tuple(ids[position] for position in group) for group in c.groups)
-    )
+    if c.is_between_slices:
+        positions = numbers.between(c.groups_text)
+    else:
+        positions = None if c.groups is None else numbers.inside(c.groups)
+    ids = graph.device_ids
+    groups = None if positions is None else tuple(tuple(ids[i] for i in g) for g in positions)
     axes, is_part = (
         (None, False)
         if groups is None
@@ -215,7 +217,16 @@ def _collective(
         )
     )
     return Collective(
-        c.kind, c.result_bytes, c.operand_bytes, axes, is_part, groups, c.executions, causes, c.name
+        c.kind,
+        c.result_bytes,
+        c.operand_bytes,
+        axes,
+        is_part,
+        groups,
+        c.executions,
+        causes,
+        c.name,
+        c.is_between_slices,
     )
 
 

@@ -27,6 +27,17 @@ KINDS = (
     "collective-broadcast",
 )
 _OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-start")}
+# Between TPU slices the hosts carry the data: a `send` and a `recv` that name what they are.
+_TRANSFERS = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(?P<type>\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="(?P<name>[^"]+)"')
+_TARGET = "_xla_megascale_target="
 # The result type of these is (operands, results, ...); that of the others has only the results.
 _STARTS_WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 # The computation of libtpu's fusion for a reduce-scatter.
@@ -78,12 +89,14 @@ class CollectiveInstruction:
         kind: one of `KINDS`; an asynchronous start has the kind of the collective it starts.
         result_bytes: bytes of the result on each device (of all results, for a tuple).
         operand_bytes: bytes of the operands on each device.
-        groups: the positions of the devices in each group; for a permute the (source, target)
-            pairs. None if the text has an unknown form.
-        groups_text: XLA's text of the groups.
+        groups: the module's numbers of the devices in each group; for a permute the (source,
+            target) pairs. None if the text has an unknown form, and between slices.
+        groups_text: XLA's text of the groups; between slices, of the transfer's target.
         executions: number of executions in one run of the program; None if it depends on data.
         op_names: the `op_name`s of the instruction; if it has none, those of the instructions that
             read it, else those of its operands.
+        is_between_slices: whether the network between TPU slices carries it; the other collectives
+            of such a module are inside of a slice.
     """
 
     name: str
@@ -94,6 +107,7 @@ class CollectiveInstruction:
     groups_text: str
     executions: int | None
     op_names: tuple[str, ...]
+    is_between_slices: bool = False
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
@@ -183,16 +197,57 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
 
     An asynchronous collective is listed once, at its start. A TPU's all-reduce of which each device
     keeps a part is a reduce-scatter: libtpu makes one of the two in a fusion of its own.
+
+    Args:
+        text: the module.
+        num_devices: that it numbers: all, or those of a TPU slice in a program over several.
     """
     computations, entry = parse(text)
     counts = executions(computations, entry)
-    return tuple(
-        _scattered(found, instructions) if name.startswith(_SCATTERED) else found
-        for name, instructions in computations.items()
-        for instruction in instructions.values()
-        if instruction.opcode in _OPCODES and counts[name] != 0
-        for found in [_collective(instruction, instructions, counts[name], num_devices)]
+    found: list[CollectiveInstruction] = []
+    for name, instructions in computations.items():
+        for instruction in instructions.values() if counts[name] != 0 else ():
+            if instruction.opcode in _OPCODES:
+                made = _collective(instruction, instructions, counts[name], num_devices)
+                scatters = name.startswith(_SCATTERED)
+                found.append(_scattered(made, instructions) if scatters else made)
+            elif instruction.opcode == "send" and _TRANSFER.search(instruction.attributes):
+                found.append(_transfer(instruction, instructions, counts[name]))
+    return tuple(found)
+
+
+def _transfer(
+    send: Instruction, computation: dict[str, Instruction], count: int | None
+) -> CollectiveInstruction:
+    """A collective between TPU slices, from its `send` and the `recv` of the same name."""
+    named = _TRANSFER.search(send.attributes)
+    assert named is not None
+    received = [
+        other
+        for other in computation.values()
+        if other.opcode == "recv" and _rendezvous(other) == _rendezvous(send)
+    ]
+    # Their types are (array, context, token).
+    result_bytes = sum(num_bytes(split(other.type[1:-1])[0]) for other in received)
+    rest = send.attributes.partition(_TARGET)[2]
+    target = rest[: _closing(rest, 0) + 1] if rest.startswith("{") else split(rest)[0]
+    names = [name for one in (send, *received) for name in _op_names(one, computation)]
+    return CollectiveInstruction(
+        send.name,
+        _TRANSFERS.get(named["type"], named["type"].lower().replace("_", "-")),
+        result_bytes,
+        num_bytes(split(send.type[1:-1])[0]),
+        None,
+        target,
+        count,
+        tuple(dict.fromkeys(names)),
+        is_between_slices=True,
     )
+
+
+def _rendezvous(instruction: Instruction) -> str:
+    found = _RENDEZVOUS.search(instruction.attributes)
+    return "" if found is None else found["name"]
 
 
 def _scattered(
@@ -260,7 +315,8 @@ def _readers(
     """What reads an instruction; for an asynchronous start, what reads its end."""
     for other in computation.values():
         if instruction.name in other.operands:
-            if other.opcode.endswith("-done"):
+            is_part = instruction.opcode == "recv-done" and other.opcode == "get-tuple-element"
+            if other.opcode.endswith("-done") or is_part:
                 yield from _readers(other, computation)
             else:
                 yield other

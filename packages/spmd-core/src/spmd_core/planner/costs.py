@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spmd_core.debugging import hlo_flops
-from spmd_core.debugging.communication import Collective, Collectives
+from spmd_core.debugging.communication import Collectives
 from spmd_core.metrics.flops import operation_flops
 from spmd_core.planner.buffer_text import Buffers
 from spmd_core.planner.topology import Topology
@@ -64,7 +64,7 @@ def costs_of(
     sent = {False: 0.0, True: 0.0}
     for collective in collectives:
         times = 1 if collective.executions is None else collective.executions
-        sent[crosses_slices(collective, topology)] += collective.moved_bytes * times
+        sent[collective.is_between_slices] += collective.moved_bytes * times
     counts = (
         model,
         recomputed,
@@ -97,11 +97,3 @@ def _recorded_flops(graph: Graph) -> tuple[int, int]:
         else:
             model += flops
     return model, again
-
-
-def crosses_slices(collective: Collective, topology: Topology) -> bool:
-    """Whether a collective has devices of several slices, so that the network carries it."""
-    return any(
-        len({topology.slice_of(device) for device in group}) > 1
-        for group in collective.groups or ()
-    )

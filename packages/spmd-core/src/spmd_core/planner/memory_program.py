@@ -57,7 +57,7 @@ class MemoryProgram(Program):
         start = time.perf_counter()
         options = self._compile_options()
         self.dump_folder = options.pop("xla_dump_to")
-        ids = [device.id for device in self._mesh.devices.flat]
+        ids = [device.id for device in self.devices]
         with counters.timed(counters.Part.COMPILING):
             self.record.code_bytes = write_buffers(
                 self.lowered,

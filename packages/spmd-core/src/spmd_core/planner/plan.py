@@ -228,7 +228,7 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
     numbers: Any = program.arguments[0]
     roles = parts.roles(program.graph, seen.kept)
     rows = parts.at_peak(program.graph, roles, memory, hlo, len(numbers))
-    collectives = communication.of_text(hlo, program.graph, record.name)
+    collectives = communication.of_text(hlo, program)
     by_part = {**parts.sums(rows), Part.ELSEWHERE: seen.elsewhere}
     if machine_code:
         by_part[Part.CODE] = record.code_bytes

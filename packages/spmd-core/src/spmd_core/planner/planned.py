@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
-from spmd_core.planner.costs import Costs, crosses_slices
+from spmd_core.planner.costs import Costs
 from spmd_core.planner.parts import Buffer, Part
 from spmd_core.planner.topology import Topology
 
@@ -322,7 +322,7 @@ def _collective_sums(
     numbers: Counter[tuple[str, str, str]] = Counter()
     moved: Counter[tuple[str, str, str]] = Counter()
     for c in program.collectives:
-        network = "DCN" if crosses_slices(c, plan.topology) else "ICI"
+        network = "DCN" if c.is_between_slices else "ICI"
         network = network if plan.topology.chip is not None else ""
         key = (c.kind, ",".join(c.axes or ()) or "?", network)
         times = 1 if c.executions is None else c.executions

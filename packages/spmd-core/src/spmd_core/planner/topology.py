@@ -44,10 +44,6 @@ class Topology:
         """FLOP/s of one device in bf16; None for CPUs."""
         return None if self.chip is None else self.chip.peak_flops / self.chip.devices_per_chip
 
-    def slice_of(self, device: int) -> int:
-        """The number of the slice of the device at this position."""
-        return int(getattr(self.devices[device], "slice_index", None) or 0)
-
 
 def find(name: str, *, num_slices: int = 1) -> Topology:
     """The topology of this name (see `topology_names.parse`).

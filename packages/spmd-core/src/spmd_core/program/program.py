@@ -131,6 +131,11 @@ class Program(Traced):
         ]
         self._analyse()
 
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """jax's devices, in the order of the graph's `device_ids`."""
+        return tuple(self._mesh.devices.flat)
+
     def compiled_text(self) -> str:
         """The optimised HLO module that each device runs, as text."""
         text = self.compiled.as_text()
