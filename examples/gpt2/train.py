@@ -39,6 +39,7 @@ from examples.gpt2.config import (
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
 from examples.training import resume
+from examples.training.collector import long_lived
 from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
@@ -199,6 +200,7 @@ def run(config: TrainConfig) -> Report:
     with (
         contextlib.closing(run_log),
         StopOnInterrupt() as interrupt,
+        long_lived(),
         batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.

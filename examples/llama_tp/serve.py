@@ -35,6 +35,7 @@ from examples.llama_tp.serving.measures import Measures
 from examples.llama_tp.serving.programs import Programs
 from examples.llama_tp.serving.server import Server, address, listening_socket
 from examples.llama_tp.serving.text import PromptEncoder
+from examples.training.collector import long_lived
 from examples.training.command import exit_code
 from examples.training.knobs import KnobError, check_at_least, knob, parser_of
 
@@ -183,7 +184,8 @@ def serve(config: ServeConfig) -> bool:
         engine.start()
         _say(f"serving {name} at {address(listening)}; Ctrl-C ends it")
         try:
-            server.run(sockets=[listening])
+            with long_lived():
+                server.run(sockets=[listening])
         finally:
             engine.stop(grace_s=0)
     _say("ended")

@@ -34,6 +34,7 @@ from examples.llama_tp import data, lora, shardings, weights
 from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, sizes, with_defaults
 from examples.llama_tp.model import build_model
 from examples.training import resume
+from examples.training.collector import long_lived
 from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
@@ -190,6 +191,7 @@ def run(config: TrainConfig) -> Report:
     with (
         contextlib.closing(run_log),
         StopOnInterrupt() as interrupt,
+        long_lived(),
         MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.

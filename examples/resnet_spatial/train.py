@@ -39,6 +39,7 @@ from examples.resnet_spatial.model import build_model, forward_flops
 from examples.resnet_spatial.pictures import samples_picture
 from examples.training import resume
 from examples.training.average import MovingAverage
+from examples.training.collector import long_lived
 from examples.training.command import exit_code, start_devices
 from examples.training.knobs import add_smoke, parse, parser_of
 from examples.training.log import Report, RunLog
@@ -170,6 +171,7 @@ def run(config: TrainConfig) -> Report:
     with (
         contextlib.closing(run_log),
         StopOnInterrupt() as interrupt,
+        long_lived(),
         MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.

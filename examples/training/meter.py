@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
+from examples.training.collector import exempt_new
 from examples.training.log import Report, RunLog, figures_text
 from spmd_core.metrics import (
     ProgramRecord,
@@ -50,6 +51,7 @@ class Meter:
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor, float]] = deque()
         self._clock = StepTimes()
         self._counters_before = self._counters()
+        self._num_compiles = self._compiles()
 
     def add(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         """Keeps the scalars of one step on their device. Does not wait."""
@@ -69,10 +71,14 @@ class Meter:
             self._report.lrs.append(lr)
             read = True
         if read:
+            num_compiles = self._compiles()
+            if num_compiles > self._num_compiles:
+                exempt_new()  # in a step whose time counts as none
+            self._num_compiles = num_compiles
             self._log_step(
                 step,
                 self._clock.mark(
-                    step=step, in_flight=len(self._pending), num_compiles=self._compiles()
+                    step=step, in_flight=len(self._pending), num_compiles=num_compiles
                 ),
             )
 

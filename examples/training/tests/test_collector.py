@@ -1,0 +1,45 @@
+"""What lives as long as a loop is not examined in it, and is again afterwards."""
+
+import gc
+import weakref
+
+import pytest
+
+from examples.training.collector import exempt_new, long_lived
+
+
+class Node:
+    """Refers to itself, so only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def is_examined(node: Node) -> bool:
+    return any(o is node for o in gc.get_objects())
+
+
+def test_what_is_alive_is_left_alone_and_new_cycles_are_collected() -> None:
+    before = Node()
+    with long_lived():
+        assert not is_examined(before)
+        later, garbage = Node(), weakref.ref(Node())
+        assert is_examined(later)
+        exempt_new()
+        assert not is_examined(later) and garbage() is None
+        new = weakref.ref(Node())
+        gc.collect()
+        assert new() is None
+    assert gc.get_freeze_count() == 0
+    assert is_examined(before) and is_examined(later)
+
+
+def test_outside_of_a_loop_nothing_is_exempt() -> None:
+    exempt_new()
+    assert gc.get_freeze_count() == 0
+
+
+def test_an_error_ends_it() -> None:
+    with pytest.raises(ZeroDivisionError), long_lived():
+        1 / 0  # noqa: B018
+    assert gc.get_freeze_count() == 0
