@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +132,33 @@ def test_a_search(script, num_devices, tmp_path, capsys, monkeypatch):
         {"batch": "2"},
         {"batch": "4"},
     ]
+
+
+def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, monkeypatch):
+    ran = []
+
+    def run(command, **options):
+        ran.append(command)
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        out = command[command.index("--json") + 1]
+        Path(out).write_text(json.dumps({"fits": True, "peak_bytes": 5, "step": None}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(search.subprocess, "run", run)
+    words = ["--search", "batch", "--values", "batch=2;4", "--cache", str(tmp_path), "--", script]
+    assert _main(num_devices, *words) == 130
+    said = f"interrupted; finished plans are in {tmp_path}, and the same command goes on"
+    assert said in capsys.readouterr().err
+    assert _main(num_devices, *words) == 0
+    assert len(ran) == 3
+
+    def interrupted(script, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "plan", interrupted)  # of a script, without a search
+    assert _main(num_devices, "--", script) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 def test_values_of_another_form(script, num_devices, capsys):

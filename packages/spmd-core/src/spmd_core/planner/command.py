@@ -17,7 +17,7 @@ from spmd_core.planner.planned import values as plan_values
 from spmd_core.planner.search import Outcome, Request, candidates, search, table
 from spmd_core.planner.topology_names import parse
 
-EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_USAGE = 0, 1, 2
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 if everything fits (or the devices are CPUs); 1 if a program does not fit; 2 for arguments
-        that cannot work, and for a script that reads a value before its first step is complete.
+        that cannot work, and for a script that reads a value before its first step is complete;
+        130 after Ctrl-C.
     """
     options = _parser().parse_args(argv)
     try:
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PlanError, PlanReadError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        kept = f"; finished plans are in {options.cache}, and the same command goes on"
+        print(f"interrupted{kept if options.search else ''}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     print(made)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
