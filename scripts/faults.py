@@ -341,8 +341,14 @@ FAULTS = (
     Fault(
         "spmd_core/debugging/communication.py",
         "groups name positions in the program, not device ids",
-        "else tuple(tuple(ids[position] for position in group) for group in c.groups)",
-        "else c.groups",
+        "tuple(tuple(ids[i] for i in g) for g in positions)",
+        "positions",
+    ),
+    Fault(
+        "spmd_core/debugging/slices.py",
+        "groups inside of a slice name positions in the slice",
+        "            tuple(positions[number] for number in group)",
+        "            group",
     ),
     Fault(
         "spmd_core/debugging/programs.py",
