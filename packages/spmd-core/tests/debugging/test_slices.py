@@ -60,16 +60,22 @@ def test_groups_between_slices(ids, target, groups):
 
 @LIBTPU
 @pytest.mark.parametrize(
-    "order",
-    [range(8), [0, 2, 1, 3, 4, 6, 5, 7], [0, 1, 2, 3, 5, 4, 7, 6], [4, 5, 6, 7, 3, 2, 1, 0]],
+    ("order", "names"),
+    [
+        (range(8), ("slice", "x", "y")),
+        ([0, 2, 1, 3, 4, 6, 5, 7], ("slice", "x", "y")),
+        ([0, 1, 2, 3, 5, 4, 7, 6], ("slice", "x", "y")),
+        ([4, 5, 6, 7, 3, 2, 1, 0], ("slice", "x", "y")),
+        ([0, 4, 1, 5, 2, 6, 3, 7], ("x", "y", "slice")),
+        ([6, 7, 1, 0, 4, 5, 3, 2], ("x", "slice", "y")),
+    ],
 )
-def test_a_plan_tells_what_goes_over_the_network(order):
-    """A tensor whose dims are split over (slice, x, y) is gathered and summed along each."""
+def test_a_plan_tells_what_goes_over_the_network(order, names):
+    """A tensor whose dims are split over the axes is gathered and summed along each."""
     num_bytes = 32 * 128 * 4  # of a shard
 
     def gather_and_reduce() -> None:
         spmd.use_spmd()
-        names = ("slice", "x", "y")
         mesh = spmd.Mesh(order, (2, 2, 2), names)
         split = spmd.mark_sharding(torch.ones(2, 2, 64, 128).to("xla"), mesh, names)
         for dim, axis in enumerate(names):
