@@ -26,6 +26,7 @@ from spmd_core.program import (
     image_layouts,
     lookups,
     narrow_gathers,
+    refined_marks,
     regions,
     split_dims,
 )
@@ -125,6 +126,7 @@ class Findings:
         plans: the gradients that are reduced in manual regions.
         gathers: what is cast before it is gathered.
         batch: how the program's data splits the batch.
+        refined: the marks that constrain nothing, as others refine them.
     """
 
     images: Mapping[int, registry.ImageLayout] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class Findings:
     plans: Plans = field(default_factory=Plans)
     gathers: Mapping[int, narrow_gathers.NarrowGather] = field(default_factory=dict)
     batch: registry.BatchSplit = field(default_factory=registry.BatchSplit)
+    refined: frozenset[int] = frozenset()
 
 
 class Function:
@@ -294,6 +297,7 @@ class Function:
             batch_sums.find(graph, is_local, self._split_dims, images),
             narrow_gathers.find(graph),
             self._batch_split(),
+            refined_marks.find(graph),
         )
 
     def _to_named(self, entry: Entry) -> jax.sharding.NamedSharding:
@@ -430,6 +434,8 @@ class Function:
                     results = [total]
                 elif (gather, entry) in gathered:
                     results = gathered[gather, entry]
+                elif position in found.refined:
+                    results = inputs
                 else:
                     results = self._results(node, manual, context, inputs, numbers)
                     if gather is not None:
