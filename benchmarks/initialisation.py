@@ -16,6 +16,7 @@ Run: python -m benchmarks.initialisation
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,8 +35,10 @@ from benchmarks.memory import held_bytes, max_rss_bytes, mb
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 from examples.gpt2 import model as gpt2
 from examples.gpt2 import presets as gpt2_presets
+from examples.gpt2 import shardings as gpt2_shardings
 from examples.llama_tp import model as llama
 from examples.llama_tp import presets as llama_presets
+from examples.llama_tp import shardings as llama_shardings
 from spmd_core.planner.topology import libtpu_version
 
 MAX_PEAK = 1.10  # of the shards of one device
@@ -57,13 +60,24 @@ def make_llama(name: str) -> nn.Module:
     return llama.build_model(preset, vocab_size=preset.vocab_size, positions=preset.seq)
 
 
+def split_llama(model: Any, mesh: spmd.Mesh) -> None:
+    """By the recipe: a plan of tensor parallelism, and fsdp of what that splits."""
+    llama_shardings.parallelize(model, mesh, sequence_parallel=True, loss_parallel=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and the dtype in which it is created."""
+    """A model and the dtype in which it is created.
+
+    Attributes:
+        parallelize: lays it out over a mesh of fsdp and tensor, as the recipes do; None: each
+            parameter's largest dim is split over one axis.
+    """
 
     label: str
     make: Callable[[], nn.Module]
     dtype: torch.dtype = torch.float32
+    parallelize: Callable[[Any, spmd.Mesh], None] | None = None
 
 
 CASES = (
@@ -72,11 +86,19 @@ CASES = (
     Case("Llama 1B", functools.partial(make_llama, "1B")),
     Case("Llama 1B, bfloat16", functools.partial(make_llama, "1B"), torch.bfloat16),
 )
+NUM_TENSOR = 2  # of the axis tensor, in
+ON_TWO_AXES = (
+    Case(
+        "GPT-2 4B, fsdp x tensor",
+        functools.partial(make_gpt2, "4B"),
+        parallelize=gpt2_shardings.shard_parameters,
+    ),
+    Case("Llama 1B, fsdp x tensor", functools.partial(make_llama, "1B"), parallelize=split_llama),
+)
 
 
 def marked_model(case: Case, *, num_devices: int) -> nn.Module:
     """The model, created on the device and marked before any computation."""
-    mesh = spmd.Mesh(range(num_devices), (num_devices,), (reference.AXIS,))
     before = torch.get_default_dtype()
     torch.set_default_dtype(case.dtype)
     try:
@@ -84,18 +106,24 @@ def marked_model(case: Case, *, num_devices: int) -> nn.Module:
             model = case.make()
     finally:
         torch.set_default_dtype(before)
+    if case.parallelize is not None:
+        shape = (num_devices // NUM_TENSOR, NUM_TENSOR)
+        case.parallelize(model, spmd.Mesh(range(num_devices), shape, ("fsdp", "tensor")))
+        return model
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), (reference.AXIS,))
     for p in model.parameters():
         spmd.mark_sharding(p, mesh, reference.partition_spec(tuple(p.shape), num_devices))
     return model
 
 
-def shard_bytes(model: nn.Module, *, num_devices: int) -> int:
+def shard_bytes(model: nn.Module) -> int:
     """Bytes of the parameters on one device."""
-    return sum(
-        p.nbytes
-        // (1 if reference.largest_dim(tuple(p.shape), num_devices) is None else num_devices)
-        for p in model.parameters()
-    )
+    total = 0
+    for p in model.parameters():
+        sharding: Any = getattr(p, "sharding")  # noqa: B009  (torch's annotations lack it)
+        shape = tuple(p.shape) if sharding is None else sharding.shard_shape(tuple(p.shape))
+        total += math.prod(shape) * p.itemsize
+    return total
 
 
 def compiled(case: Case, topology: str) -> dict[str, Any]:
@@ -107,7 +135,7 @@ def compiled(case: Case, topology: str) -> dict[str, Any]:
     def create() -> None:
         spmd.use_spmd()
         model = marked_model(case, num_devices=num_devices)
-        shards.append(shard_bytes(model, num_devices=num_devices))
+        shards.append(shard_bytes(model))
         spmd.sync()
 
     planned = spmd.plan(create, topology=topology).largest
@@ -155,7 +183,7 @@ def measure_run(num_devices: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "num_params": sum(p.numel() for p in model.parameters()),
         "full_bytes": sum(p.nbytes for p in model.parameters()),
-        "shard_bytes": shard_bytes(model, num_devices=num_devices),
+        "shard_bytes": shard_bytes(model),
         "peak_bytes": max(program.peak_bytes for program in spmd.metrics.programs()),
         "uploaded_bytes": spmd.metrics.counter("uploaded_bytes"),
         "growth_recording_bytes": recorded - start,
@@ -266,8 +294,10 @@ def main() -> int:
     run = json.loads(done.stdout.splitlines()[-1])
     spmd.global_runtime_device_count()  # starts the devices, of which the plans take some
     topologies = [t for t in TOPOLOGIES if t.startswith("cpu") or libtpu_version()]
-    plans = [compiled(case, topology) for case in CASES for topology in topologies]
-
+    chosen = [(case, topology) for case in CASES for topology in topologies]
+    several = [name for name in topologies if name not in ("cpu-1", "v4-2")]
+    chosen += [(case, topology) for case in ON_TWO_AXES for topology in several]
+    plans = [compiled(case, topology) for case, topology in chosen]
     return 0 if report(plans, run, folder=args.out) else 1
 
 
