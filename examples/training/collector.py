@@ -14,11 +14,14 @@ from contextlib import contextmanager
 def long_lived() -> Iterator[None]:
     """Inside, the garbage collector does not examine what was alive before.
 
+    Entering collects: what is garbage must not keep tensors, which hold memory of devices.
+
     Example:
         >>> with long_lived():
         ...     gc.get_freeze_count() > 0
         True
     """
+    gc.collect()
     gc.freeze()
     try:
         yield

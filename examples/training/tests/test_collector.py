@@ -20,9 +20,9 @@ def is_examined(node: Node) -> bool:
 
 
 def test_what_is_alive_is_left_alone_and_new_cycles_are_collected() -> None:
-    before = Node()
+    before, unused = Node(), weakref.ref(Node())
     with long_lived():
-        assert not is_examined(before)
+        assert not is_examined(before) and unused() is None
         later, garbage = Node(), weakref.ref(Node())
         assert is_examined(later)
         exempt_new()

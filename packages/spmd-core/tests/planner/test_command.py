@@ -198,7 +198,8 @@ def test_an_import_of_the_commands_module_gives_the_function():
 @pytest.mark.slow
 def test_an_end_by_sigterm_leaves_no_files(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text("import time; print('ready', flush=True); time.sleep(1000)\n")
+    # Short sleeps: a signal that comes just before one ends none.
+    script.write_text("import time; print('ready', flush=True)\nwhile True: time.sleep(0.1)\n")
     words = ["-m", "spmd_core.plan", "--topology", "cpu-2", "--", "python", str(script)]
     with subprocess.Popen(
         [sys.executable, *words],
@@ -206,8 +207,11 @@ def test_an_end_by_sigterm_leaves_no_files(tmp_path):
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as child:
-        assert child.stdout.readline() == b"ready\n"
-        assert [*tmp_path.glob("spmd-plan-*")]
-        child.terminate()
-        assert child.wait(60) != 0
+        try:
+            assert child.stdout.readline() == b"ready\n"
+            assert [*tmp_path.glob("spmd-plan-*")]
+            child.terminate()
+            assert child.wait(60) != 0
+        finally:
+            child.kill()
     assert not [*tmp_path.glob("spmd-plan-*")]
