@@ -18,7 +18,8 @@ _HEAD = """# Results
 
 What the benchmarks wrote here, the newest first. The commit is the last one of the sources that
 were measured, and the hardware that of the machine that ran the benchmark; what is compiled for
-other chips says so. `python -m benchmarks.check` compares a new run with these by ratio.
+other chips says so. `python -m benchmarks.check` compares a new run with these by ratio, and a
+folder of `scripts/bench.sh` with the whole quick run in `quick/results.json`.
 
 | result | date | commit | hardware | torch, jax |
 |---|---|---|---|---|

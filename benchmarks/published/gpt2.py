@@ -131,7 +131,7 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
         for axes in (time, rate, share):
             axes.set(xlabel="parameters", xscale="log")
             axes.grid(alpha=0.3)
-        share.legend(fontsize=8, loc="lower right")
+        share.legend(fontsize=8, loc="best")
         figure.suptitle("GPT-2: SPMD against FSDP over model sizes")
 
     lines = [
