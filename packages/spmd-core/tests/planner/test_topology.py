@@ -77,3 +77,21 @@ from spmd_core.planner import topology
 print([(torch.ones(3, device="xla") + 1).sum().item(), len(topology.find("v4-8").devices)])
 """
     assert children.figures(program, warns=False) == [6.0, 4]
+
+
+@LIBTPU
+@pytest.mark.slow
+def test_a_profile_after_a_plan_does_not_end_the_process(tmp_path):
+    """libtpu's own profiler, as jax registers it, does where there is no TPU."""
+    program = f"""
+import json, torch
+from spmd_core.debugging import profiler
+from spmd_core.planner import topology
+assert len(topology.find("v4-8").devices) == 4
+profiler.start_trace({str(tmp_path)!r})
+values = (torch.ones(3, device="xla") + 1).tolist()
+profiler.stop_trace()
+print(json.dumps(values))
+"""
+    assert children.figures(program) == [2.0] * 3
+    assert list(tmp_path.rglob("*.xplane.pb"))

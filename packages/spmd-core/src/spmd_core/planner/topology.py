@@ -1,10 +1,13 @@
 """The devices of a topology that is not there, and what its chips can do."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 import jax
+from jaxlib import xla_client
 
 from spmd_core import releases
 from spmd_core.chips import Chip, chip_of
@@ -98,9 +101,23 @@ def _request(name: TopologyName) -> dict[str, object]:
 def _tpus(name: TopologyName, request: dict[str, object]) -> tuple[jax.Device, ...]:
     with devices.libtpu_without_tpus():
         try:
+            _load_without_profiler()
             return tuple(_topologies.get_topology_desc(**request).devices)
         except Exception as error:  # jax raises several kinds
             raise _explained(name, error) from error
+
+
+def _load_without_profiler() -> None:
+    """Loads libtpu where there is no TPU. As jax loads it, a later profile ends the process."""
+    name = "tpu"
+    if devices.expects_tpus() or xla_client.pjrt_plugin_loaded(name):
+        return
+    spec = importlib.util.find_spec("libtpu")
+    if spec is None or spec.origin is None:
+        return  # jax says so
+    library = Path(spec.origin).with_name("libtpu.so")
+    if library.exists():
+        xla_client.load_pjrt_plugin_dynamically(name, str(library))
 
 
 def _explained(name: TopologyName, error: Exception) -> PlanError:
