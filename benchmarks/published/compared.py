@@ -25,6 +25,9 @@ from benchmarks.published.rows import (
 # Counts and bytes that a compiler computes, and what more of them means.
 _AMOUNTS = {"bytes": False, "ops": False, "images": True}
 _NO_FIGURES = "tried_"  # what a search tried on its way
+# Spreads are of intervals of 95%. Of a hundred figures, some would lie outside by chance; of
+# intervals of 99.9%, with a normal distribution, none.
+_CERTAINTY = 1.7
 
 
 def compare(run: Path, baseline: Path) -> Comparison:
@@ -105,4 +108,4 @@ def _noise(pair: Sequence[Quantity]) -> float | None:
     """The change that the two spreads allow, as a fraction; None where they are not known."""
     if not all(quantity.median and quantity.is_known for quantity in pair):
         return None
-    return math.hypot(*(quantity.spread / quantity.median for quantity in pair))
+    return _CERTAINTY * math.hypot(*(quantity.spread / quantity.median for quantity in pair))
