@@ -46,6 +46,7 @@ from examples.training.knobs import KnobError, knob, parser_of
 from spmd_core.errors import DeviceMemoryError, PlanError
 from spmd_core.planner import buffer_text, topology
 from spmd_core.planner.memory_program import write_buffers
+from spmd_core.runtime.abstract import without_disk_cache
 
 FSDP, TENSOR = "fsdp", "tensor"
 BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, MAX_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
@@ -515,7 +516,8 @@ def compiled_memory(options: Options) -> Memory:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.dump or Path(temporary) / "texts")
         if found.request is None:
-            lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
+            with without_disk_cache():  # XLA would write nothing of a program from there
+                lowered.compile({"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True})
         else:
             ids = [device.id for device in found.devices[:count]]
             try:

@@ -1,6 +1,7 @@
 """The hand-written jax program computes the recipe's step: losses, norms and weights of torch."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from jax.experimental.compilation_cache import compilation_cache
 from torch import nn
 
 from benchmarks import reference_jax_gpt2 as reference
@@ -124,6 +126,25 @@ def test_bfloat16_is_near_torchs_autocast() -> None:
 def test_row_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main(["--preset", "smoke"]) == 0
     assert "GPT-2 smoke on one device" in capsys.readouterr().out
+
+
+def test_a_program_in_the_cache_on_disk_is_compiled_again(tmp_path: Path) -> None:
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        jax.jit(lambda x: x + 1)(1.0)
+        assert [reference.main(["--preset", "smoke"]) for _ in range(2)] == [0, 0]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def run() -> Run | None:
 def planning(on: tuple[jax.Device, ...], run: Run) -> Iterator[None]:
     """Inside, the devices are these, and nothing is computed on them or sent to them."""
     global _run
-    with devices.exchanged(on), _without_disk_cache():
+    with devices.exchanged(on), without_disk_cache():
         _run = run
         try:
             yield
@@ -119,7 +119,7 @@ def planning(on: tuple[jax.Device, ...], run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def _without_disk_cache() -> Iterator[None]:
+def without_disk_cache() -> Iterator[None]:
     """Inside, jax compiles everything: a program from its cache would write no dump."""
     before = jax.config.values[_ENABLE_CACHE]
     jax.config.update(_ENABLE_CACHE, False)
