@@ -86,7 +86,7 @@ CASES = (
     Case("Llama 1B", functools.partial(make_llama, "1B")),
     Case("Llama 1B, bfloat16", functools.partial(make_llama, "1B"), torch.bfloat16),
 )
-NUM_TENSOR = 2  # of the axis tensor, in
+NUM_TENSOR = 2  # shards over the axis tensor, of these
 ON_TWO_AXES = (
     Case(
         "GPT-2 4B, fsdp x tensor",

@@ -25,8 +25,8 @@ from benchmarks.published.rows import (
 # Counts and bytes that a compiler computes, and what more of them means.
 _AMOUNTS = {"bytes": False, "ops": False, "images": True}
 _NO_FIGURES = "tried_"  # what a search tried on its way
-# Spreads are of intervals of 95%. Of a hundred figures, some would lie outside by chance; of
-# intervals of 99.9%, with a normal distribution, none.
+# From the spreads' intervals of 95%, of which some figures of a run lie outside by chance, to 99.9%
+# of a normal distribution.
 _CERTAINTY = 1.7
 
 

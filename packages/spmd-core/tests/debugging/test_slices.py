@@ -37,6 +37,7 @@ def test_groups_inside_are_those_of_each_slice():
     assert numbers(TWO).num_devices == 2
     assert numbers(TWO).inside(((0, 1),)) == ((0, 1), (2, 3))
     assert numbers(MIXED).inside(((0, 1),)) == ((1, 3), (0, 2))
+    assert numbers(TWO).inside(((0, 1), (2, 3))) is None  # no such device of a slice
 
 
 @pytest.mark.parametrize(

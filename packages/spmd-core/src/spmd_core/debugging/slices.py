@@ -41,12 +41,17 @@ class SliceNumbers:
         """Of the devices that the module numbers: those of a slice."""
         return len(self._slices[0])
 
-    def inside(self, groups: Groups) -> Groups:
+    def inside(self, groups: Groups) -> Groups | None:
         """The positions of groups inside of a slice, in all slices.
 
         Args:
             groups: of the module's numbers; for a permute (source, target) pairs.
+
+        Returns:
+            None if a number is of no device of a slice.
         """
+        if any(number >= self.num_devices for group in groups for number in group):
+            return None
         return tuple(
             tuple(positions[number] for number in group)
             for positions in self._slices
