@@ -5,11 +5,11 @@ Run: python -m benchmarks.published.gpt2 --help
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.published import command, plots, recipes
+from benchmarks.published import command, plots, ratios, recipes
 from benchmarks.published.figures import Figure
 from benchmarks.published.plots import text
 from benchmarks.published.report import Comparison, Picture, Section
@@ -19,8 +19,9 @@ from examples.gpt2.presets import PRESETS
 NAME = "gpt2"
 # The published formula of model FLOPs: `6 * num_params` a token.
 FORMULA = "6N"
+BASE, ONE_AXIS = "fully_shard", "1-D SPMD"
 FSDP2, COMPILED = "PyTorch FSDP2", "torch.compile"
-PUBLISHED_MFU, PUBLISHED_PARAMS, PUBLISHED_DEVICES = 0.3975, 4.0e9, 8
+PUBLISHED_MFU, PUBLISHED_DEVICES = 0.3975, 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def sizes(settings: Settings) -> Sizes:
         presets = ("124M", "350M") if quick else ("124M", "350M", "1B", "1.5B")
         return Sizes(presets, 16 * settings.num_devices, 1024, 20, 2, settings.num_devices)
     if quick:
-        return Sizes(("tiny", "small"), 8, 64, 10, 1, 4)
+        return Sizes(("tiny", "small"), 8, 64, 8, 2, 4)
     return Sizes(("tiny", "small", "124M"), 8, 256, 16, 3, 4)
 
 
@@ -51,8 +52,8 @@ def variants(num_devices: int) -> dict[str, str]:
     if num_devices == 1:
         return {"one device": ""}
     found = {
-        "fully_shard": f"--strategy fsdp --mesh fsdp={num_devices}",
-        "1-D SPMD": f"--strategy spmd --mesh fsdp={num_devices}",
+        BASE: f"--strategy fsdp --mesh fsdp={num_devices}",
+        ONE_AXIS: f"--strategy spmd --mesh fsdp={num_devices}",
     }
     if num_devices % 2 == 0 and num_devices > 2:
         found["2-D SPMD"] = f"--strategy spmd --mesh fsdp={num_devices // 2},tensor=2"
@@ -101,36 +102,26 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
     by_variant: dict[str, list[Measured]] = {}
     for row in found:
         by_variant.setdefault(row.settings["variant"], []).append(row)
+    beside = _beside(found)
     params = {
         row.settings["preset"]: row["num_params"].median
         for row in found
         if row.median("num_params")
     }
 
-    def points(name: str) -> dict[str, list[plots.Point]]:
-        return {
-            variant: [
-                (params[row.settings["preset"]], quantity)
-                for row in of
-                if row.settings["preset"] in params
-                and (quantity := _quantity(row, name, params, peak)) is not None
-            ]
-            for variant, of in by_variant.items()
-        }
-
     def draw(figure: Any) -> None:
-        time, rate, share = figure.subplots(1, 3)
-        plots.curves(time, points("step_s"), scale=1e3)
+        time, ratio, share = figure.subplots(1, 3)
+
+        def shown(name: str) -> dict[str, dict[str, Quantity]]:
+            return _by_preset(by_variant, lambda row: _quantity(row, name, params, peak))
+
+        plots.over_sizes(time, shown("step_s"), params, scale=1e3)
         time.set(ylabel="step, ms", yscale="log")
-        plots.curves(rate, points("tokens_per_s"))
-        rate.set(ylabel="tokens/s, all devices", yscale="log")
-        plots.curves(share, points("mfu"), scale=100)
-        label = f"announcement: 4B, 1-D SPMD,\nv4-16: {PUBLISHED_MFU:.2%}"
-        plots.published(share, PUBLISHED_PARAMS, PUBLISHED_MFU * 100, label)
+        plots.over_sizes(ratio, _by_preset(by_variant, lambda row: beside.get(row.name)), params)
+        ratio.axhline(1, color="black", linewidth=1)
+        ratio.set(ylabel=f"step time, of that by {BASE}", ylim=(0, None))
+        plots.over_sizes(share, shown("mfu"), params, scale=100)
         share.set(ylabel=f"MFU ({FORMULA}), %", ylim=(0, None))
-        for axes in (time, rate, share):
-            axes.set(xlabel="parameters", xscale="log")
-            axes.grid(alpha=0.3)
         share.legend(fontsize=8, loc="best")
         figure.suptitle("GPT-2: SPMD against FSDP over model sizes")
 
@@ -139,6 +130,7 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
             row.settings["preset"],
             row.settings["variant"],
             text(row["step_s"], ",.1f", 1e3),
+            text(beside.get(row.name), ".2f"),
             text(row.quantities().get("tokens_per_s"), ",.0f"),
             text(_quantity(row, "mfu", params, peak), ".2f", 100),
             _bytes(row, "peak_bytes"),
@@ -146,15 +138,15 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
         )
         for row in found
     ]
-    columns = ("preset", "", "step, ms", "tokens/s", f"MFU ({FORMULA}), %", "peak of a device")
+    columns = ("preset", "", "step, ms", f"of {BASE}'s", "tokens/s", f"MFU ({FORMULA}), %")
     return Section(
         "GPT-2: SPMD against FSDP",
         "One model, one batch, by user-mode FSDP (`fully_shard`), by marks along one mesh axis and "
         "along two, and by PyTorch's own FSDP2.",
-        (*columns, "sent by a device"),
+        (*columns, "peak of a device", "sent by a device"),
         lines,
         _notes(settings, peak),
-        _comparisons(settings, by_variant),
+        _comparisons(settings, beside),
         (Picture("gpt2", "GPT-2's step over model sizes", draw),) if found else (),
     )
 
@@ -176,7 +168,28 @@ def _quantity(
         return None
     flops = 6 * num_params * row.settings["batch"] * row.settings["seq"]
     most = peak * row.settings["devices"]
-    return Quantity([flops / step / most for step in row["step_s"].samples])
+    return Quantity([flops / step / most for step in row["step_s"].samples], row.noise)
+
+
+def _by_preset(
+    by_variant: Mapping[str, Sequence[Measured]], quantity: Callable[[Measured], Quantity | None]
+) -> dict[str, dict[str, Quantity]]:
+    """A quantity by variant and preset, where it is known."""
+    return {
+        variant: {row.settings["preset"]: q for row in of if (q := quantity(row)) is not None}
+        for variant, of in by_variant.items()
+    }
+
+
+def _beside(found: Sequence[Measured]) -> dict[str, Quantity]:
+    """By row, its step time over that of `fully_shard` with the same preset, round by round."""
+    base = {row.settings["preset"]: row for row in found if row.settings["variant"] == BASE}
+    pairs = {
+        row.name: (row, base[row.settings["preset"]])
+        for row in found
+        if row.settings["variant"] != BASE and row.settings["preset"] in base
+    }
+    return ratios.against(pairs)
 
 
 def _bytes(row: Measured, name: str) -> str:
@@ -203,19 +216,21 @@ def _notes(settings: Settings, peak: float | None) -> list[str]:
     return found
 
 
-def _comparisons(
-    settings: Settings, by_variant: Mapping[str, Sequence[Measured]]
-) -> list[Comparison]:
-    ratios = ratio(by_variant.get("1-D SPMD", ()), by_variant.get("fully_shard", ()))
+def _comparisons(settings: Settings, beside: Mapping[str, Quantity]) -> list[Comparison]:
+    shown = {
+        name.removesuffix(f", {ONE_AXIS}"): text(quantity, ".2f")
+        for name, quantity in beside.items()
+        if name.endswith(ONE_AXIS)
+    }
     where = "emulated CPU devices" if settings.device is Device.EMULATED else "GPUs"
     found = []
-    if ratios:
+    if shown:
         found.append(
             Comparison(
                 "1-D SPMD against user-mode FSDP, step time",
                 "about equal over all sizes",
-                ", ".join(f"{preset}: {value:.2f}" for preset, value in ratios.items()),
-                "The same collectives either way. Ratios of medians; below 1, SPMD is faster.",
+                ", ".join(f"{preset}: {value}" for preset, value in shown.items()),
+                "The same collectives either way. Below 1, SPMD is faster.",
             )
         )
     found.append(
@@ -229,17 +244,6 @@ def _comparisons(
         )
     )
     return found
-
-
-def ratio(ours: Sequence[Measured], theirs: Sequence[Measured]) -> dict[str, float]:
-    """Step time of the first over that of the second, by preset."""
-    other = {row.settings["preset"]: row for row in theirs}
-    return {
-        row.settings["preset"]: row["step_s"].median
-        / other[row.settings["preset"]]["step_s"].median
-        for row in ours
-        if row.settings["preset"] in other
-    }
 
 
 FIGURE = Figure(NAME, rows, section)

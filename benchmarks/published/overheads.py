@@ -28,8 +28,8 @@ def rows(settings: Settings) -> list[Row]:
     quick = settings.scale is Scale.QUICK
     # 1: a target of the benchmark is missed; it has its figures all the same.
     codes = (0, 1)
-    rounds, depths = (2, (1, 4)) if quick else (3, (6, 12, 24, 48))
-    pairs = "--rounds 6 --burst 0" if quick else "--rounds 20"
+    rounds, depths = (2, (1, 2, 4)) if quick else (3, (6, 12, 24, 48))
+    pairs = "--rounds 5 --burst 0" if quick else "--rounds 20"
     few = " --rounds 3 --questions 1" if quick else ""
     preset = "smoke" if quick else "tiny"
     env = {} if settings.device is Device.EMULATED else {"JAX_PLATFORMS": "cpu"}
@@ -41,7 +41,7 @@ def rows(settings: Settings) -> list[Row]:
     ]
     for depth in depths:
         name, point = f"{depth} layers", {"layers": depth}
-        chosen.append((name, f"first_trace --layers {depth}", traced, point, rounds))
+        chosen.append((name, f"first_trace --layers {depth}", traced, point, 1 if quick else 3))
     return [
         Row(NAME, name, f"-m benchmarks.{words} --out {{run}}".split(), read, point, n, codes, env)
         for name, words, read, point, n in chosen
@@ -143,6 +143,8 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
         }
         plots.curves(depth, series)
         depth.set(xlabel="layers of GPT-2", ylabel="s", yscale="log", title="A first step")
+        depths = [row.settings["layers"] for row in by_depth.values()]
+        depth.set_xticks(depths, [str(layers) for layers in depths])
         depth.legend(fontsize=8)
         if FIRST_STEP in measured:
             found = measured[FIRST_STEP].quantities()

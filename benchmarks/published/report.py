@@ -124,11 +124,12 @@ def _head(rows: Sequence[Measured], command: str) -> list[str]:
     return [
         *lines,
         "",
-        "Figures are medians. What stands behind ± is the spread, within which another run agrees: "
-        "half the width of the 95% interval of the samples' mean, where few samples borrow from "
-        "the variance of others; and for times and rates the machine's own speed, which moved by "
-        f"{drift:.1%} (a standard deviation, by a fixed job between the runs). `results.json` has "
-        "every sample.",
+        "Figures are medians. Behind ± stands half the width of the 95% interval of the samples' "
+        "mean, where few samples borrow from the variance of others; the plots' bars are the same. "
+        f"Between the runs the machine's own speed moved by {drift:.1%} (a standard deviation, by "
+        "a fixed job): times of two rows that lie further apart than their intervals may differ by "
+        "that alone. Ratios are of runs that took turns, round by round, so that it cancels, and "
+        "have an interval of their own. `results.json` has every sample.",
     ]
 
 
@@ -169,7 +170,7 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>The published plots, measured again</title>
 <style>
 :root { color-scheme: light; }
@@ -181,6 +182,12 @@ th, td { border: 1px solid #ccd3dc; padding: .3rem .6rem; text-align: left; vert
 th { background: #f2f5f8; }
 pre { background: #f2f5f8; padding: .8rem; overflow-x: auto; font-size: 13px; }
 em { color: #55606e; }
+@media (max-width: 45rem) {
+  table { font-size: 13px; }
+  th, td { padding: .2rem .35rem; min-width: 3.5rem; }
+  p:has(> img) { overflow-x: auto; }
+  img { max-width: none; width: 44rem; }
+}
 </style>
 </head>
 <body>

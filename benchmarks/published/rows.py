@@ -17,16 +17,19 @@ interruption loses nothing:
       reason     str: why it failed; else empty
       runs       list of objects: started (ISO 8601), seconds, samples by quantity, and probe_s,
                  the seconds of a fixed job before it (null for what is not timed)
-      quantities object: by name, unit, median, spread, and samples of all runs
+      quantities object: by name, unit, median, interval, spread, and samples of all runs
 
-The spread says how far the median of another run may lie, with 95% confidence. It has two parts,
-whose squares add up. One is half the width of the interval that the samples give for their mean, by
+The interval is half the width of the 95% interval that the samples give for their mean, by
 Student's t. Rows have few samples; of times and rates, the variance is averaged with a typical one,
 the median over all such quantities of the folder, which counts as four samples more (a moderated
-variance: Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3). The other, of times and rates too, is twice
-the standard deviation of the machine's speed over all runs of the folder (`speed.py`), by the root
-of how many runs the row has. What a compiler computes, such as a program's peak memory, has a
-spread of 0.
+variance: Smyth 2004, Stat. Appl. Genet. Mol. Biol. 3). Tables and plots show it: it is of the row
+alone.
+
+The spread says how far the median of another run of the whole may lie, with 95% confidence, and
+`agree.py` compares by it. The machine's own speed counts there, which moves all rows: twice its
+standard deviation over all runs of the folder (`speed.py`), by the root of how many runs the row
+has, is added to the interval, as squares. What a compiler computes, such as a program's peak
+memory, has an interval and a spread of 0.
 """
 
 import dataclasses
@@ -136,7 +139,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Median and spread of a row's samples of one quantity.
+    """Median, interval and spread of a row's samples of one quantity.
 
     Attributes:
         samples: one or more.
@@ -163,8 +166,8 @@ class Quantity:
         return not self.is_measured or bool(self.noise) or len(self.samples) > 1
 
     @property
-    def spread(self) -> float:
-        """How far the median of another run may lie: see the module."""
+    def interval(self) -> float:
+        """Half the width of the samples' interval of 95%: see the module."""
         if not self.is_measured:
             return 0.0
         count = len(self.samples)
@@ -173,10 +176,14 @@ class Quantity:
         if self.noise:
             squares += _PRIOR * (self.noise * self.median) ** 2
             freedom += _PRIOR
-        interval = 0.0
-        if freedom:
-            interval = _student(freedom) * math.sqrt(squares / freedom / count)
-        return math.hypot(interval, 2 * self.drift * self.median)
+        return _student(freedom) * math.sqrt(squares / freedom / count) if freedom else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How far the median of another run may lie: see the module."""
+        if not self.is_measured:
+            return 0.0
+        return math.hypot(self.interval, 2 * self.drift * self.median)
 
 
 _PRIOR = 4  # samples that the variance of all quantities counts as
@@ -348,6 +355,7 @@ def _object(row: Measured) -> dict[str, Any]:
         name: {
             "unit": unit(name),
             "median": quantity.median,
+            "interval": quantity.interval,
             "spread": quantity.spread,
             "samples": list(quantity.samples),
         }

@@ -7,23 +7,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.published.remaining import MOST_AT_ONCE, Remaining, earlier, minutes
 from benchmarks.published.rows import ROOT, Measured, Row, Store
 from benchmarks.published.speed import Probe
 
 LAST_LINES = 12  # of a failed command's output, in the reason
 GRACE_S = 10.0  # for a command to end after an interruption
-MOST_AT_ONCE = 2  # of commands that are not timed
 POLL_S = 0.02
 
 
 def run(rows: Sequence[Row], store: Store) -> None:
-    """Runs what the store has not got, with a progress bar.
+    """Runs what the store has not got, with a progress bar and an estimate of the time left.
 
     Each row's result is kept as soon as it is known. A row that fails is kept with its reason, and
     the others go on. The rounds of each row are spread over the whole, so that a change of the
@@ -34,39 +34,79 @@ def run(rows: Sequence[Row], store: Store) -> None:
     """
     found = {row: store.of(row) for row in rows}
     left = [(row, n) for row in rows for n in range(len(found[row].runs), row.rounds)]
-    turns = sorted(left, key=_order)
-    total = sum(row.rounds for row in rows)
-    waiting, running = deque(turns), list[_Run]()
+    waiting, running = deque(sorted(left, key=_order)), list[_Run]()
     with contextlib.ExitStack() as stack:
         is_timed = any(row.is_timed for row, _ in left)
         probe = stack.enter_context(Probe()) if is_timed else None
-        bar = tqdm(total=total, initial=total - len(left), unit="run", disable=None)
-        stack.enter_context(bar)
+        total = sum(row.rounds for row in rows)
+        progress = stack.enter_context(_Progress(left, total, Remaining(earlier(store.folder))))
         try:
             while waiting or running:
                 while waiting and _may_start(waiting[0][0], running):
                     row, number = waiting.popleft()
                     if found[row].status == "failed":  # by an earlier run of the row
-                        bar.update()
+                        progress.skips(row)
                         continue
                     running.append(_Run(row, number, store, probe))
-                    bar.set_description("; ".join(f"{r.row.figure}: {r.row.name}" for r in running))
+                    progress.shows([one.row for one in running])
                 ended = [one for one in running if one.has_ended]
                 for one in ended:
                     running.remove(one)
                     measured = found[one.row]
                     one.add_to(measured)
                     store.keep(measured)
-                    said = f"{measured.runs[-1]['seconds']:.0f} s" if measured.runs else ""
-                    if measured.status == "failed":
-                        said = f"failed: {measured.reason.splitlines()[-1]}"
-                    tqdm.write(f"{one.row.figure}, {one.row.name}: {said}")
-                    bar.update()
+                    progress.ends(measured, one.row)
                 if not ended:
                     time.sleep(POLL_S)
         finally:
             for one in running:
                 one.end()
+
+
+class _Progress:
+    """A bar over the runs, a line for each that ends, and the time that the others may take."""
+
+    def __init__(self, left: Sequence[tuple[Row, int]], total: int, remaining: Remaining) -> None:
+        self._left = Counter(row for row, _ in left)
+        self._remaining = remaining
+        # tqdm's own estimate takes all runs for equally long.
+        form = "{l_bar}{bar}| {n_fmt}/{total_fmt} runs, {elapsed}{postfix}"
+        done = total - len(left)
+        self._bar = tqdm(total=total, initial=done, disable=None, bar_format=form)
+
+    def __enter__(self) -> "_Progress":
+        if time_left := self._time_left():
+            tqdm.write(f"{self._left.total()} runs to do: {time_left}, if nothing else runs here")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def shows(self, running: Sequence[Row]) -> None:
+        """Names the rows that run."""
+        self._bar.set_description("; ".join(f"{row.figure}: {row.name}" for row in running))
+
+    def skips(self, row: Row) -> None:
+        """Counts a run that will not start."""
+        self._left[row] -= 1
+        self._bar.update()
+
+    def ends(self, measured: Measured, row: Row) -> None:
+        """Says what a run took, or why it gave nothing."""
+        self._left[row] -= 1
+        if measured.status == "failed":
+            said = f"failed: {measured.reason.splitlines()[-1]}"
+        else:
+            self._remaining.add(row, measured.runs[-1]["seconds"])
+            said = f"{measured.runs[-1]['seconds']:.0f} s"
+        time_left = self._time_left()
+        self._bar.set_postfix_str(time_left, refresh=False)
+        self._bar.update()
+        tqdm.write("; ".join(filter(None, (f"{row.figure}, {row.name}: {said}", time_left))))
+
+    def _time_left(self) -> str:
+        left = {row: number for row, number in self._left.items() if number}
+        return f"about {minutes(self._remaining.seconds(left))} left" if left else ""
 
 
 def _order(turn: tuple[Row, int]) -> tuple[float, bool, float]:
@@ -81,11 +121,6 @@ def _may_start(row: Row, running: Sequence["_Run"]) -> bool:
     return len(running) < MOST_AT_ONCE and not any(
         r.is_timed for r in (row, *(o.row for o in running))
     )
-
-
-def figures(rows: Sequence[Row]) -> list[str]:
-    """The figures of the rows, in their order."""
-    return list(dict.fromkeys(row.figure for row in rows))
 
 
 class _Run:

@@ -54,8 +54,10 @@ def run(figures: Sequence[Figure], *options: str) -> int:
 def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = [figure("gpt2", CODE), figure("hbm", CODE, "raise SystemExit('boom')")]
     assert run(figures, "--out", str(tmp_path)) == 1
+    said = capsys.readouterr()
+    assert re.search("3 runs to do: about . minutes? left, if nothing else runs here", said.out)
     text = (tmp_path / "report.md").read_text()
-    assert re.search(r"\| row 0 \| 3\.0 ± \d+\.\d \|", text)
+    assert re.search(r"\| row 0 \| 3\.0\u00a0±\u00a0\d+\.\d \|", text)
     assert "![The plot of hbm](hbm.png)" in text
     assert "| a thing | 26 GB | 27 GB | another compiler |" in text
     assert "## Rows that failed\n\n**hbm, row 1**" in text and "boom" in text
@@ -66,7 +68,7 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (tmp_path / "gpt2.svg").read_text().lstrip().startswith("<?xml")
     found = json.loads((tmp_path / "results.json").read_text())
     assert [row["status"] for row in found["rows"]] == ["done", "done", "failed"]
-    assert "1 rows failed" in capsys.readouterr().err
+    assert "1 rows failed" in said.err
 
 
 def test_only_some_figures_and_a_report_of_all_that_is_there(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import pytest
 
 from benchmarks.published import gpt2, hbm, llama, overheads, recipes, resnet
@@ -127,6 +128,27 @@ def test_published_figures_stand_beside_ours() -> None:
     assert texts["Largest batch over a 2 x 2 spatial mesh"] == "512 fit 32 GiB"
     texts = comparisons(llama.FIGURE, QUICK)
     assert texts["What loss parallelism saves of the peak"] == "20.0 MB to 20.0 MB, 1.00 times"
+
+
+def test_two_sizes_are_bars_and_three_a_line(tmp_path: Path) -> None:
+    for settings, num_sizes in ((QUICK, 2), (SETTINGS["full"], 3)):
+        presets = {row.settings["preset"]: row for row in gpt2.rows(settings)}
+        assert len(presets) == num_sizes
+        params = {preset: 1e6 * 5**i for i, preset in enumerate(presets)}
+        found = {
+            row.name: measured(row, TRAINED | {"num_params": [params[row.settings["preset"]]]})
+            for row in gpt2.rows(settings)
+        }
+        (picture,) = gpt2.section(settings, found).pictures
+        figure = matplotlib.figure.Figure()
+        picture.draw(figure)
+        time, ratio, share = figure.axes
+        assert bool(time.patches) == bool(share.patches) == (num_sizes == 2)
+        assert not any(line.get_marker() == "*" for line in share.lines)  # a TPU's figure
+        # fully_shard beside itself is no ratio.
+        labels = share.get_legend_handles_labels()[1]
+        assert labels == ["fully_shard", "1-D SPMD", "2-D SPMD", "PyTorch FSDP2"]
+        assert ratio.get_legend_handles_labels()[1] == labels[1:]
 
 
 def test_mfu_has_one_peak_for_all_rows() -> None:

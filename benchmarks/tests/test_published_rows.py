@@ -32,8 +32,11 @@ def test_median_and_spread() -> None:
     moderated = ((4 * 0.2**2 + 2 * 13 / 3) / 6 / 3) ** 0.5
     assert Quantity([1.0, 5.0, 2.0], noise=0.1).spread == pytest.approx(2.447 * moderated, rel=1e-3)
     by_samples = Quantity([1.0, 5.0, 2.0]).spread
-    both = Quantity([1.0, 5.0, 2.0], drift=0.1).spread
-    assert both**2 == pytest.approx(by_samples**2 + (2 * 0.1 * 2.0) ** 2)
+    both = Quantity([1.0, 5.0, 2.0], drift=0.1)
+    assert both.spread**2 == pytest.approx(by_samples**2 + (2 * 0.1 * 2.0) ** 2)
+    # Tables and plots show what the samples say, without the machine's drift.
+    assert both.interval == by_samples and Quantity([7.0], drift=0.1).interval == 0
+    assert Quantity([1.0, 2.0], drift=0.1, is_measured=False).interval == 0
 
 
 def test_the_drift_reaches_times_and_rates(tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     assert written["quantities"]["step_s"] == {
         "unit": "s",
         "median": 4.0,
+        "interval": pytest.approx(2.447 * 13**0.5 / 3**0.5, rel=1e-3),
         "spread": pytest.approx(2.447 * 13**0.5 / 3**0.5, rel=1e-3),  # all vary as this one
         "samples": [2.0, 4.0, 9.0],
     }
