@@ -534,11 +534,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
 
     def command() -> bool:
-        parser = parser_of(
-            Options,
-            module="benchmarks.reference_jax_gpt2",
-            description=(__doc__ or "").split("Legend")[0],
-        )
+        parser = parser_of(Options, module="benchmarks.reference_jax_gpt2", usage=__doc__)
         options = Options(**vars(parser.parse_args(argv)))
         start = time.perf_counter()
         memory = compiled_memory(options)

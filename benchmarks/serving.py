@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import spmd_core  # noqa: F401 - before transformers, as in `examples.llama_tp`
+import spmd_core  # noqa: F401 - before transformers, as in its recipes
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 ROOT = Path(__file__).parents[1]

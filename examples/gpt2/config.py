@@ -1,4 +1,7 @@
-"""The options of a GPT-2 run, what each means, and what they must satisfy together."""
+"""The options of a GPT-2 run, what each means, and what they must satisfy together.
+
+Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
+"""
 
 import argparse
 import dataclasses
@@ -6,12 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_core as spmd
-from examples.gpt2 import shardings
 from examples.gpt2.presets import PRESETS
-from examples.training.knobs import KnobError, check_at_least, knob, nearest_multiple
-from examples.training.remat import POLICIES
-from examples.training.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB
+from examples.gpt2.strategies import STRATEGIES
+from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
+from examples.training.knobs import (
+    KnobError,
+    add_smoke,
+    check_at_least,
+    knob,
+    nearest_multiple,
+    parse,
+    parser_of,
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class TrainConfig:
         "spmd: marks alone, any mesh; fsdp: each block gathers its parameters (fully_shard), mesh "
         "axes fsdp and data; ddp: replicated parameters, mesh axis data; pipeline: blocks as "
         "stages along mesh axis pipe, beside any others",
-        choices=tuple(shardings.STRATEGIES),
+        choices=tuple(STRATEGIES),
         resumable=True,
     )
     microbatches: int = knob(
@@ -90,7 +99,7 @@ class TrainConfig:
         "what a block computes again in backward instead of keeping it; none; full: everything; "
         "products: all but matrix products; attention: all but attention; offload: everything, "
         "from inputs that are kept in the memory of the host",
-        choices=("none", *POLICIES),
+        choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
     dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
@@ -116,7 +125,7 @@ class TrainConfig:
     workers: int = knob(
         0, "processes that read batches, with --pack; 0: a thread of this one", resumable=True
     )
-    cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
+    cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
     checkpoint: str = knob(
         "",
         "file to save the run to, every --save-every steps, at the end and after Ctrl-C; {step} in "
@@ -150,6 +159,27 @@ SMOKE: dict[str, Any] = {
     "eval_batches": 2,
     "log_every": 1,
 }
+
+
+COMPARED = "results/gpt2_strategies"
+
+
+def config_from(argv: Sequence[str] | None, *, usage: str | None = None) -> TrainConfig:
+    """The command line as a configuration.
+
+    Args:
+        argv: without the program; None: this process's.
+        usage: stands on top of --help, up to its legend.
+    """
+    parser = parser_of(TrainConfig, module="examples.gpt2.train", usage=usage)
+    add_smoke(parser, SMOKE)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs every strategy, one after the other, and writes a table and a plot of losses, "
+        f"memory and collectives into {COMPARED}",
+    )
+    return parse(parser, TrainConfig, argv, smoke=SMOKE)
 
 
 def with_defaults(config: TrainConfig) -> TrainConfig:
@@ -222,84 +252,6 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"Add for instance --mesh fsdp={config.devices}."
         )
     return config
-
-
-def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
-
-    Raises:
-        KnobError: the shardings do not know an axis, or the batch does not divide by its shards.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
-    """
-    if not config.mesh:
-        return None
-    available = spmd.global_runtime_device_count()
-    if config.mesh_devices > available:
-        raise KnobError(
-            f"--mesh-devices must not pass the number of devices; got {config.mesh_devices} of "
-            f"{available}. Pass at most {available}, or start with more --devices."
-        )
-    mesh = spmd.parse_mesh(config.mesh, config.mesh_devices or available)
-    known = shardings.STRATEGIES[config.strategy]
-    unknown = [axis for axis in mesh.shape() if axis not in known]
-    if unknown:
-        raise KnobError(
-            f"with --strategy {config.strategy} mesh axes must be among {', '.join(known)}; got "
-            f"{unknown} in {config.mesh!r}. Rename them, or take another strategy."
-        )
-    if config.strategy == "fsdp" and "fsdp" not in mesh.shape():
-        raise KnobError(
-            f"--strategy fsdp needs a mesh axis fsdp, which splits the parameters; got "
-            f"{config.mesh!r}. Pass for instance --mesh fsdp={mesh.size()}."
-        )
-    num_parts = shardings.num_batch_shards(mesh) * config.accumulate
-    factors = "data x fsdp x --accumulate"
-    if config.strategy == "pipeline":
-        _check_pipeline(config, mesh)
-        num_parts *= num_microbatches(config, mesh)
-        factors += " x --microbatches"
-    if config.batch % num_parts:
-        raise KnobError(
-            f"--batch must divide by {factors}; got {config.batch} for "
-            f"{num_parts}. Pass for instance --batch "
-            f"{nearest_multiple(config.batch, num_parts)}."
-        )
-    num_heads, by = PRESETS[config.preset].num_heads, shardings.axis_size(mesh, "tensor")
-    if num_heads % by:
-        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise KnobError(
-            f"the axis tensor splits attention by heads, whose number it must divide; got "
-            f"tensor={by} for the {num_heads} heads of {config.preset}. Pass one of tensor="
-            f"{', '.join(map(str, fitting))}, or another preset."
-        )
-    return mesh
-
-
-def num_microbatches(config: TrainConfig, mesh: spmd.Mesh) -> int:
-    """Microbatches of a pipeline."""
-    return config.microbatches or shardings.axis_size(mesh, "pipe")
-
-
-def _check_pipeline(config: TrainConfig, mesh: spmd.Mesh) -> None:
-    """Raises KnobError if a pipeline does not fit the mesh or the preset's layers."""
-    if "pipe" not in mesh.shape():
-        raise KnobError(
-            f"--strategy pipeline needs a mesh axis pipe, along which the stages lie; got "
-            f"{config.mesh!r}. Pass for instance --mesh pipe={mesh.size()}."
-        )
-    if config.mesh_devices:
-        raise KnobError(
-            "--strategy pipeline takes all devices; got --mesh-devices "
-            f"{config.mesh_devices}. Leave it out."
-        )
-    num_layers, stages = PRESETS[config.preset].num_layers, shardings.axis_size(mesh, "pipe")
-    chunks = stages * (config.rounds if config.schedule == "circular" else 1)
-    if num_layers % chunks:
-        raise KnobError(
-            "pipe x --rounds (with --schedule circular) must divide the layers; got "
-            f"{chunks} for the {num_layers} of {config.preset}. Take a smaller pipe, or another "
-            "preset."
-        )
 
 
 def check_resumable(config: TrainConfig, saved: Mapping[str, Any]) -> None:

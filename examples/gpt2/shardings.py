@@ -20,16 +20,6 @@ import spmd_core as spmd
 
 Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 
-MESH_AXES = ("data", "fsdp", "tensor")
-
-# The mesh axes that a strategy takes.
-STRATEGIES: dict[str, tuple[str, ...]] = {
-    "spmd": MESH_AXES,
-    "fsdp": ("data", "fsdp"),
-    "ddp": ("data",),
-    "pipeline": ("pipe", *MESH_AXES),
-}
-
 # The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
 # optimizer state.
 BATCH_AXES = ("data", "fsdp")

@@ -14,6 +14,16 @@
 Legend: A parts of a batch, B sequences of a part, T tokens of a sequence, V vocabulary.
 """
 
+from examples.gpt2.config import config_from, with_defaults
+from examples.training.knobs import check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: with_defaults(config_from(None, usage=__doc__)))
+
+import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import contextlib
 import dataclasses
 import math
@@ -26,23 +36,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import spmd_core as spmd
 from examples.gpt2 import data, shardings
-from examples.gpt2.config import (
-    SMOKE,
-    TrainConfig,
-    check_resumable,
-    num_microbatches,
-    parsed_mesh,
-    with_defaults,
-)
+from examples.gpt2.config import COMPARED, TrainConfig, check_resumable
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS, padded_vocab
+from examples.gpt2.resolve import num_microbatches, parsed_mesh
 from examples.training import resume
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
-from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.host_values import on_host
+from examples.training.knobs import KnobError
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.remat import recompute
@@ -58,7 +62,6 @@ DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on th
 # Losses are read this many steps late, so that the device never waits for Python to send the next
 # step.
 READ_LAG = 2
-COMPARED = Path("results/gpt2_strategies")
 
 
 def run(config: TrainConfig) -> Report:
@@ -153,6 +156,8 @@ def run(config: TrainConfig) -> Report:
     def save(step: int) -> None:
         if on_xla:
             spmd.sync()  # ends the step: its program is the same as that of a step without a save
+        if spmd.is_planning():
+            return
         path = config.checkpoint.replace("{step}", str(step))
         resume.save(path, step=step, config=config, data=identity, parts=parts)
         run_log.say(f"step {step:5d}  saved to {path}")
@@ -253,6 +258,8 @@ def run(config: TrainConfig) -> Report:
                 break
         if on_xla:
             spmd.sync()
+        if spmd.is_planning():
+            return report  # there are no values to write
         meter.read(up_to=config.steps)
         if config.checkpoint and first < config.steps:
             save(step)
@@ -313,7 +320,7 @@ def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast
         with autocast:
             losses.append(next_token_loss(model, *(x_ABT[0] for x_ABT in batch)))
     model.train()
-    return sum(loss.item() for loss in losses) / len(losses)
+    return sum(map(on_host, losses)) / len(losses)
 
 
 def perplexity(loss: float) -> float:
@@ -322,23 +329,6 @@ def perplexity(loss: float) -> float:
 
 
 # --- The command line -----------------------------------------------------------------------------
-
-
-def config_from(argv: Sequence[str] | None) -> TrainConfig:
-    """The command line as a configuration."""
-    parser = parser_of(
-        TrainConfig,
-        module="examples.gpt2.train",
-        description=(__doc__ or "").split("Legend")[0],
-    )
-    add_smoke(parser, SMOKE)
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="runs every strategy, one after the other, and writes a table and a plot of losses, "
-        f"memory and collectives into {COMPARED}",
-    )
-    return parse(parser, TrainConfig, argv, smoke=SMOKE)
 
 
 def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
@@ -371,7 +361,7 @@ def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
         for strategy, mesh in shardings.compared(num_devices)
     ]
     common = [argument for argument in argv if argument != "--compare"]
-    compare("examples.gpt2.train", variants, common=common, folder=COMPARED)
+    compare("examples.gpt2.train", variants, common=common, folder=Path(COMPARED))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -379,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
 
     def command() -> bool:
-        config = config_from(given)
+        config = config_from(given, usage=__doc__)
         if "--compare" in given:
             compare_strategies(config, given)
             return False

@@ -1,17 +1,24 @@
-"""The options of a Llama run, what each means, and what they must satisfy together."""
+"""The options of a Llama run, what each means, and what they must satisfy together.
+
+Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
+"""
 
 import argparse
-import dataclasses
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_core as spmd
-from examples.llama_tp import shardings, weights
-from examples.llama_tp.presets import PRESETS, ModelPreset
-from examples.training.knobs import KnobError, check_at_least, knob, nearest_multiple, option
-from examples.training.remat import POLICIES
-from examples.training.text import DEFAULT_CACHE_DIR, PYTHON_STDLIB
+from examples.llama_tp.presets import PRESETS
+from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
+from examples.training.knobs import (
+    KnobError,
+    add_smoke,
+    check_at_least,
+    knob,
+    parse,
+    parser_of,
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class TrainConfig:
         "what a block computes again in backward instead of keeping it; none; full: everything; "
         "products: all but matrix products; attention: all but attention; offload: everything, "
         "from inputs that are kept in the memory of the host",
-        choices=("none", *POLICIES),
+        choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
     seed: int = knob(0, "seed of the weights and of the order of the batches")
@@ -100,7 +107,7 @@ class TrainConfig:
     )
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
     vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
-    cache_dir: str = knob(DEFAULT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
+    cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
     checkpoint: str = knob(
         "",
         "file to save the run to, every --save-every steps, at the end and after Ctrl-C; {step} in "
@@ -147,41 +154,57 @@ SMOKE: dict[str, Any] = {
 }
 
 
-def with_defaults(config: TrainConfig) -> TrainConfig:
-    """The configuration with the preset's values for options left open, after checking all options.
+COMPARED = "results/llama_plans"
 
-    The checks need no device and no text.
+
+def config_from(argv: Sequence[str] | None, *, usage: str | None = None) -> TrainConfig:
+    """The command line as a configuration.
+
+    Args:
+        argv: without the program; None: this process's.
+        usage: stands on top of --help, up to its legend.
+
+    Raises:
+        KnobError: two options do not fit together.
+    """
+    parser = parser_of(TrainConfig, module="examples.llama_tp.train", usage=usage)
+    add_smoke(parser, SMOKE)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="runs every plan, one after the other, and writes a table and a plot of losses, "
+        f"memory and collectives into {COMPARED}",
+    )
+    config = parse(parser, TrainConfig, argv, smoke=SMOKE)
+    given = sys.argv[1:] if argv is None else argv
+    if config.weights and any(a.split("=")[0] == "--preset" for a in given):
+        raise KnobError(
+            f"--weights brings the sizes of the model; got --preset {config.preset} too. "
+            "Leave one of them out."
+        )
+    return config
+
+
+def check_options(config: TrainConfig) -> None:
+    """Checks what needs neither a model's folder, nor a device, nor the text.
+
+    An option that is left open has its preset's value, or 0.
 
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
-    preset = sizes(config)
     if config.weights and config.vocab:
         raise KnobError(
             f"--weights brings its own vocabulary; got --vocab {config.vocab} too. Leave it out."
         )
-    lr = config.lr or preset.lr
-    config = dataclasses.replace(
-        config,
-        batch=config.batch or preset.batch,
-        seq=config.seq or preset.seq,
-        vocab=config.vocab or preset.vocab_size,
-        lr=lr,
-        min_lr=lr / 10 if config.min_lr < 0 else config.min_lr,
-        data=tuple(config.data),
-    )
-    check_at_least(config, 1, ("steps", "batch", "accumulate", "seq", "log_every"))
+    check_at_least(config, 1, ("steps", "accumulate", "log_every"))
     check_at_least(config, 1, ("new_tokens",))
-    check_at_least(config, 0, ("devices", "save_every", "lora"))
+    check_at_least(config, 0, ("devices", "save_every", "lora", "batch", "seq"))
     if config.adapters and not config.lora:
         raise KnobError(
             f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "
             "instance --lora 8, or write all weights with --export."
         )
-    if config.weights:
-        weights.check(config.weights, seq=config.seq)
-    for name in ("export", "adapters"):
-        weights.check_target(option(name), getattr(config, name), config.weights)
     if config.save_every and not config.checkpoint:
         raise KnobError(
             f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "
@@ -192,83 +215,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and "
             f"--devices {config.devices}. Leave out --device cpu."
         )
-    if config.batch % config.accumulate:
-        raise KnobError(
-            f"--batch must divide by --accumulate; got {config.batch} and {config.accumulate}. "
-            f"Pass for instance --batch {nearest_multiple(config.batch, config.accumulate)}."
-        )
     if config.devices > 1 and not config.mesh:
         raise KnobError(
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
             f"Add for instance --mesh tensor={config.devices}."
         )
-    return config
-
-
-def sizes(config: TrainConfig) -> ModelPreset:
-    """The model's sizes: the preset's, or those of the folder that --weights names.
-
-    Raises:
-        KnobError: the folder has no Llama.
-    """
-    preset = PRESETS[config.preset]
-    return weights.sizes(config.weights, defaults=preset) if config.weights else preset
-
-
-def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
-
-    Raises:
-        KnobError: the shardings do not know an axis, or sizes do not divide by the axes that split
-            them.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
-    """
-    parallel = [
-        name
-        for name in ("sequence_parallel", "loss_parallel")
-        if getattr(config, name) and "tensor" not in config.mesh
-    ]
-    if parallel:
-        raise KnobError(
-            f"--{parallel[0].replace('_', '-')} splits over a mesh axis tensor; got --mesh "
-            f"{config.mesh!r}. Add for instance tensor=4 to it."
-        )
-    if not config.mesh:
-        return None
-    mesh = spmd.parse_mesh(config.mesh, spmd.global_runtime_device_count())
-    known = shardings.MESH_AXES
-    unknown = [axis for axis in mesh.shape() if axis not in known]
-    if unknown:
-        raise KnobError(
-            f"mesh axes must be among {', '.join(known)}; got {unknown} in {config.mesh!r}. "
-            "Rename them."
-        )
-    num_parts = shardings.num_batch_shards(mesh) * config.accumulate
-    if config.batch % num_parts:
-        raise KnobError(
-            f"--batch must divide by data x fsdp x --accumulate; got {config.batch} for "
-            f"{num_parts}. Pass for instance --batch {nearest_multiple(config.batch, num_parts)}."
-        )
-    model = sizes(config)
-    num_heads, by = model.num_heads, shardings.axis_size(mesh, "tensor")
-    if num_heads % by:
-        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise KnobError(
-            f"the axis tensor splits attention by heads, whose number it must divide; got "
-            f"tensor={by} for the {num_heads} heads of {model.name}. Pass one of tensor="
-            f"{', '.join(map(str, fitting))}, or another model."
-        )
-    if config.sequence_parallel and config.seq % by:
-        raise KnobError(
-            f"with --sequence-parallel the axis tensor must divide --seq; got tensor={by} for "
-            f"{config.seq} tokens. Pass for instance --seq {nearest_multiple(config.seq, by)}."
-        )
-    context = shardings.axis_size(mesh, "context")
-    parts = 2 * context * (by if config.sequence_parallel else 1)
-    if context > 1 and config.seq % parts:
-        raise KnobError(
-            "the axis context cuts --seq into two equal parts for each device, and "
-            f"--sequence-parallel into more; got {config.seq} tokens for {parts} parts. Pass for "
-            f"instance --seq {nearest_multiple(config.seq, parts)}."
-        )
-    return mesh

@@ -5,24 +5,33 @@
     python -m examples.llama_tp.serve --model FOLDER --mesh tensor=8
         on eight accelerators; add --devices 8 to emulate them
     curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 16, "stream": true}'
-        asks it; the printed address is also that of a page for browsers
+        asks it
 
-`--help` lists the options.
+The printed address is also that of a page for browsers.
 """
 
+from examples.llama_tp.serving.config import checked, config_from
+from examples.training.knobs import check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: checked(config_from(None, usage=__doc__)))
+
+import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig
 
-import spmd_core as spmd
 from examples.llama_tp.serving.app import Served, make_app
+from examples.llama_tp.serving.config import DEFAULT_LENGTH, ServeConfig
 from examples.llama_tp.serving.engine import Engine
 from examples.llama_tp.serving.loading import (
     ModelFolderError,
@@ -36,54 +45,13 @@ from examples.llama_tp.serving.programs import Programs
 from examples.llama_tp.serving.server import Server, address, listening_socket
 from examples.llama_tp.serving.text import PromptEncoder
 from examples.training.collector import long_lived
-from examples.training.command import exit_code
-from examples.training.knobs import KnobError, check_at_least, knob, parser_of
+from examples.training.command import exit_code, mesh_of
+from examples.training.knobs import KnobError
 
-DEFAULT_LENGTH = 2048
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class ServeConfig:
-    """All options of a server; `--help` prints a line for each."""
-
-    model: str = knob("", "folder with config.json, safetensors and tokenizer files")
-    mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
-    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
-    dtype: str = knob(
-        "auto", "of parameters and cache; auto: as config.json says", choices=[*_DTYPES]
-    )
-    slots: int = knob(16, "requests that are answered at the same time")
-    max_length: int = knob(
-        0, f"tokens of a prompt and its answer; 0: the model's positions, at most {DEFAULT_LENGTH}"
-    )
-    queue: int = knob(256, "requests that may wait for a slot")
-    host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
-    port: int = knob(8000, "port to listen at; 0: a free one")
-    name: str = knob("", "the model's name to clients; empty: the folder's")
-    grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C")
-
-
-def checked(config: ServeConfig) -> None:
-    """Checks what needs neither the model nor a device.
-
-    Raises:
-        KnobError: an option is out of range.
-    """
-    if not config.model:
-        raise KnobError(
-            "--model names the folder of the model; got none. Add for instance --model llama/."
-        )
-    check_at_least(config, 1, ("slots", "queue"))
-    check_at_least(config, 0, ("devices", "max_length", "port", "grace_s"))
-    if config.devices > 1 and not config.mesh:
-        raise KnobError(
-            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
-            f"Add for instance --mesh tensor={config.devices}."
-        )
-
-
-def parsed_mesh(text: str, config: LlamaConfig) -> spmd.Mesh | None:
+def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spmd.Mesh | None:
     """The mesh, or None for one device.
 
     Raises:
@@ -92,7 +60,7 @@ def parsed_mesh(text: str, config: LlamaConfig) -> spmd.Mesh | None:
     """
     if not text:
         return None
-    mesh = spmd.parse_mesh(text, spmd.global_runtime_device_count())
+    mesh = mesh_of(text, spmd.global_runtime_device_count(), num_emulated=num_emulated)
     if [*mesh.shape()] != ["tensor"]:
         raise KnobError(
             f"a server splits over one axis, tensor; got {text!r}. Pass for instance --mesh "
@@ -145,7 +113,7 @@ def serve(config: ServeConfig) -> bool:
     if config.devices:
         spmd.simulate(config.devices)
     spmd.use_spmd()
-    mesh = parsed_mesh(config.mesh, model_config)
+    mesh = parsed_mesh(config.mesh, model_config, num_emulated=config.devices)
     try:
         listening = listening_socket(config.host, config.port)
     except OSError as error:
@@ -196,19 +164,11 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def config_from(argv: Sequence[str] | None) -> ServeConfig:
-    """The command line as a configuration."""
-    parser = parser_of(
-        ServeConfig,
-        module="examples.llama_tp.serve",
-        description=(__doc__ or "").split("`--help`")[0],
-    )
-    return ServeConfig(**vars(parser.parse_args(argv)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    return exit_code(lambda: serve(config_from(argv)), usage=(ModelFolderError, spmd.DataError))
+    return exit_code(
+        lambda: serve(config_from(argv, usage=__doc__)), usage=(ModelFolderError, spmd.DataError)
+    )
 
 
 if __name__ == "__main__":

@@ -16,8 +16,19 @@
 Legend: A parts of a batch, B sequences of a part, T tokens of a sequence, V vocabulary.
 """
 
+from examples.llama_tp.config import check_options, config_from
+from examples.training.knobs import check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: check_options(config_from(None, usage=__doc__)))
+
+import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -29,15 +40,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM
 
-import spmd_core as spmd
 from examples.llama_tp import data, lora, shardings, weights
-from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, sizes, with_defaults
+from examples.llama_tp.config import COMPARED, TrainConfig
 from examples.llama_tp.model import build_model
+from examples.llama_tp.resolve import parsed_mesh, sizes, with_defaults
 from examples.training import resume
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, num_real_devices, start_devices
 from examples.training.compare import Variant, compare
-from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.host_values import on_host
+from examples.training.knobs import KnobError
 from examples.training.layouts import layout_table
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
@@ -53,7 +65,6 @@ DEVICE_INIT_ABOVE = 200_000_000  # parameters; larger models are not built on th
 # Losses are read this many steps late, so that the device never waits for Python to send the next
 # step.
 READ_LAG = 2
-COMPARED = Path("results/llama_plans")
 
 
 def run(config: TrainConfig) -> Report:
@@ -141,6 +152,8 @@ def run(config: TrainConfig) -> Report:
     def save(step: int) -> None:
         if on_xla:
             spmd.sync()  # ends the step: its program is the same as that of a step without a save
+        if spmd.is_planning():
+            return
         path = config.checkpoint.replace("{step}", str(step))
         resume.save(path, step=step, config=config, data=text.identity, parts=parts)
         run_log.say(f"step {step:5d}  saved to {path}")
@@ -195,7 +208,9 @@ def run(config: TrainConfig) -> Report:
         MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.
-        for step, (x_ABT, y_ABT) in enumerate(batches, start=first + 1):
+        # None where a finished run is resumed.
+        rest = itertools.islice(batches, config.steps - first)
+        for step, (x_ABT, y_ABT) in enumerate(rest, start=first + 1):
             losses = []
             for x_BT, y_BT in zip(x_ABT, y_ABT, strict=True):
                 with autocast:
@@ -234,6 +249,8 @@ def run(config: TrainConfig) -> Report:
                 break
         if on_xla:
             spmd.sync()
+        if spmd.is_planning():
+            return report  # there are no values to write
         meter.read(up_to=config.steps)
         if config.checkpoint and first < config.steps:
             save(step)
@@ -285,34 +302,10 @@ def evaluate(model: nn.Module, batches: MpDeviceLoader, autocast: torch.autocast
         with autocast:
             losses.append(next_token_loss(model, x_ABT[0], y_ABT[0]))
     model.train()
-    return sum(loss.item() for loss in losses) / len(losses)
+    return sum(map(on_host, losses)) / len(losses)
 
 
 # --- The command line -----------------------------------------------------------------------------
-
-
-def config_from(argv: Sequence[str] | None) -> TrainConfig:
-    """The command line as a configuration."""
-    parser = parser_of(
-        TrainConfig,
-        module="examples.llama_tp.train",
-        description=(__doc__ or "").split("Legend")[0],
-    )
-    add_smoke(parser, SMOKE)
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="runs every plan, one after the other, and writes a table and a plot of losses, "
-        f"memory and collectives into {COMPARED}",
-    )
-    config = parse(parser, TrainConfig, argv, smoke=SMOKE)
-    given = sys.argv[1:] if argv is None else argv
-    if config.weights and any(a.split("=")[0] == "--preset" for a in given):
-        raise KnobError(
-            f"--weights brings the sizes of the model; got --preset {config.preset} too. "
-            "Leave one of them out."
-        )
-    return config
 
 
 def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
@@ -349,7 +342,7 @@ def compare_plans(config: TrainConfig, argv: Sequence[str]) -> None:
         Variant(name, options(num_devices, "--mesh", mesh, *flags)) for name, mesh, flags in meshes
     ]
     common = [argument for argument in argv if argument != "--compare"]
-    compare("examples.llama_tp.train", variants, common=common, folder=COMPARED)
+    compare("examples.llama_tp.train", variants, common=common, folder=Path(COMPARED))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -357,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
 
     def command() -> bool:
-        config = config_from(given)
+        config = config_from(given, usage=__doc__)
         if "--compare" in given:
             compare_plans(config, given)
             return False

@@ -1,18 +1,17 @@
-"""The options of a ResNet run, what each means, and what they must satisfy together."""
+"""The options of a ResNet run, what each means, and what they must satisfy together.
+
+Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
+"""
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import spmd_core as spmd
-from examples.resnet_spatial.data import DataError, Fake, Folder, Shapes, Source
-from examples.resnet_spatial.model import MODELS
-from examples.resnet_spatial.shapes import KINDS
-from examples.resnet_spatial.shardings import MESH_AXES, axis_size
-from examples.training.knobs import KnobError, check_at_least, knob
-
-__all__ = ["SMOKE", "DataError", "TrainConfig", "load_source", "parsed_mesh", "with_defaults"]
+from examples.resnet_spatial import search
+from examples.resnet_spatial.presets import MODELS
+from examples.training.knobs import KnobError, add_smoke, check_at_least, knob, parse, parser_of
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,25 @@ SMOKE: dict[str, Any] = {
 }
 
 
+def config_from(
+    argv: Sequence[str] | None, *, usage: str | None = None
+) -> tuple[TrainConfig, search.Search | None]:
+    """The command line as a configuration, with the search for batches if --max-batch is given.
+
+    Args:
+        argv: without the program; None: this process's.
+        usage: stands on top of --help, up to its legend.
+
+    Raises:
+        KnobError: an option of the search is out of range.
+    """
+    parser = parser_of(TrainConfig, module="examples.resnet_spatial.train", usage=usage)
+    add_smoke(parser, SMOKE)
+    search.add_options(parser)
+    config = parse(parser, TrainConfig, argv, smoke=SMOKE)
+    return config, search.search_from(parser.parse_args(argv))
+
+
 def with_defaults(config: TrainConfig) -> TrainConfig:
     """The configuration with values for options left open, after checking all options.
 
@@ -148,60 +166,3 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"Add for instance --mesh height={config.devices}."
         )
     return config
-
-
-def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
-    """The mesh, or None for one device.
-
-    Raises:
-        KnobError: an axis has another name, or images do not fit the axes.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
-    """
-    if not config.mesh:
-        return None
-    mesh = spmd.parse_mesh(config.mesh, spmd.global_runtime_device_count())
-    unknown = [axis for axis in mesh.shape() if axis not in MESH_AXES]
-    if unknown:
-        raise KnobError(
-            f"mesh axes must be among {', '.join(MESH_AXES)}; got {unknown} in {config.mesh!r}. "
-            "Rename them."
-        )
-    num_parts = axis_size(mesh, "data")
-    if config.batch % num_parts:
-        nearest = max(1, round(config.batch / num_parts)) * num_parts
-        raise KnobError(
-            f"--batch must divide by the mesh axis data; got {config.batch} for data={num_parts}. "
-            f"Pass for instance --batch {nearest}."
-        )
-    for axis in ("height", "width"):
-        num_rows = axis_size(mesh, axis)
-        if num_rows > config.image_size:
-            raise KnobError(
-                f"each device must have a part of an image: --image-size must be at least the mesh "
-                f"axis {axis}; got {config.image_size} for {axis}={num_rows}. Pass --image-size "
-                f"{num_rows} or more, or a smaller axis."
-            )
-    return mesh
-
-
-def load_source(config: TrainConfig) -> Source:
-    """Where the images come from.
-
-    Raises:
-        DataError: a folder has no images.
-    """
-    if config.data == "fake":
-        return Fake(config.image_size, config.classes)
-    if config.data == "shapes":
-        return Shapes(config.image_size)
-    return Folder(
-        config.data,
-        config.image_size,
-        workers=config.workers,
-        skips_unreadable=config.skip_unreadable,
-    )
-
-
-def num_classes(config: TrainConfig) -> int:
-    """The number of classes of synthetic data."""
-    return len(KINDS) if config.data == "shapes" else config.classes

@@ -5,7 +5,9 @@ straight line over its size, so two small batches predict the largest one, and c
 prediction confirms it. The search of each mesh has a process of its own, with the mesh's devices.
 """
 
-import argparse
+import spmd_core as spmd  # before torchvision: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import dataclasses
 import json
 import math
@@ -13,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-import spmd_core as spmd
 from examples.resnet_spatial import shardings
-from examples.resnet_spatial.config import TrainConfig, num_classes, parsed_mesh
+from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.model import build_model
 from examples.resnet_spatial.pictures import memory_curves
+from examples.resnet_spatial.presets import MESH_AXES
+from examples.resnet_spatial.resolve import num_classes, parsed_mesh
+from examples.resnet_spatial.search import Search
 from examples.training.knobs import KnobError
 
-FOLDER = Path("results/resnet_spatial")
-MESHES = ("", "data=4", "height=2,width=2")
 GIB = 2**30
 # How near the found batch has to be to one that does not fit, as a share.
 PRECISION = 1 / 32
@@ -37,23 +38,6 @@ PRECISION = 1 / 32
 
 class CompileError(RuntimeError):
     """A batch did not compile."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """What to search.
-
-    Attributes:
-        memory_gib: of a device.
-        meshes: by text; empty: one device.
-        folder: for max_batch.json, .md and .png.
-        topology: of TPUs to compile for; empty: emulated CPU devices.
-    """
-
-    memory_gib: float
-    meshes: tuple[str, ...]
-    folder: Path
-    topology: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,49 +55,6 @@ class Found:
     batch: int
     share: int
     points: list[tuple[int, int]]
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --max-batch and its options."""
-    parser.add_argument(
-        "--max-batch",
-        action="store_true",
-        help=f"only find the largest batch that fits --memory-gib on each of {MESHES}",
-    )
-    parser.add_argument(
-        "--memory-gib", type=float, default=16.0, help="memory of a device (default: 16)"
-    )
-    parser.add_argument(
-        "--max-batch-meshes",
-        nargs="+",
-        default=list(MESHES),
-        help="meshes of --max-batch; an empty one is one device",
-    )
-    parser.add_argument(
-        "--max-batch-topology",
-        default="",
-        metavar="NAME",
-        help="compile for TPUs that are not there, such as v4-8, whose devices each mesh takes all",
-    )
-    parser.add_argument(
-        "--max-batch-folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})"
-    )
-
-
-def search_from(values: argparse.Namespace) -> Search | None:
-    """The search that the options describe; None without --max-batch."""
-    if not values.max_batch:
-        return None
-    if values.memory_gib <= 0:
-        raise KnobError(
-            f"--memory-gib must be above 0; got {values.memory_gib}. Pass for instance 16."
-        )
-    return Search(
-        values.memory_gib,
-        tuple(values.max_batch_meshes),
-        Path(values.max_batch_folder),
-        values.max_batch_topology,
-    )
 
 
 def run(search: Search, config: TrainConfig) -> list[Found]:
@@ -144,10 +85,10 @@ def run(search: Search, config: TrainConfig) -> list[Found]:
 def _sizes(mesh: str) -> dict[str, int]:
     """The axes of a mesh's text, whose sizes must be numbers."""
     axes = [part.partition("=") for part in mesh.split(",") if part]
-    unknown = [name for name, _, size in axes if name not in shardings.MESH_AXES or not size]
+    unknown = [name for name, _, size in axes if name not in MESH_AXES or not size]
     if unknown or not all(size.isdigit() and int(size) > 0 for _, _, size in axes):
         raise KnobError(
-            f"meshes of --max-batch name axes among {', '.join(shardings.MESH_AXES)} with their "
+            f"meshes of --max-batch name axes among {', '.join(MESH_AXES)} with their "
             f"sizes; got {mesh!r}. Write for instance height=2,width=2."
         )
     return {name: int(size) for name, _, size in axes}

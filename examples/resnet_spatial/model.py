@@ -8,9 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 from torchvision.models.resnet import BasicBlock
 
-# Widths of the stages of the small networks, for images of 32 pixels and more.
-SMALL = {"smoke": (8, 16), "small": (16, 32, 64)}
-MODELS = (*SMALL, "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+from examples.resnet_spatial.presets import SMALL
 
 
 class SmallResNet(nn.Module):
@@ -46,7 +44,7 @@ class SmallResNet(nn.Module):
 
 
 def build_model(name: str, *, num_classes: int) -> nn.Module:
-    """One of `MODELS` in training mode, with random weights, on torch's default device."""
+    """One of `presets.MODELS` in training mode, with random weights, on torch's default device."""
     if name in SMALL:
         return SmallResNet(SMALL[name], num_classes).train()
     model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes)

@@ -8,7 +8,6 @@ import spmd_core as spmd
 
 # What each dim of a batch of images (N, C, H, W) is split over.
 IMAGES_NCHW = ("data", None, "height", "width")
-MESH_AXES = ("data", "height", "width")
 
 
 def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:

@@ -14,8 +14,19 @@
 Legend: N images, C channels, H rows, W columns.
 """
 
+from examples.resnet_spatial.config import config_from, with_defaults
+from examples.training.knobs import check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: with_defaults(config_from(None, usage=__doc__)[0]))
+
+import spmd_core as spmd  # before torchvision: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -25,23 +36,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import spmd_core as spmd
 from examples.resnet_spatial import max_batch, shardings
-from examples.resnet_spatial.config import (
-    SMOKE,
-    TrainConfig,
-    load_source,
-    parsed_mesh,
-    with_defaults,
-)
+from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.data import Batches, DataError
 from examples.resnet_spatial.model import build_model, forward_flops
 from examples.resnet_spatial.pictures import samples_picture
+from examples.resnet_spatial.resolve import load_source, parsed_mesh
 from examples.training import resume
 from examples.training.average import MovingAverage
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, start_devices
-from examples.training.knobs import add_smoke, parse, parser_of
+from examples.training.host_values import on_host
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.resume import SaveError
@@ -122,6 +127,8 @@ def run(config: TrainConfig) -> Report:
     def save(step: int) -> None:
         if on_xla:
             spmd.sync()  # ends the step: its program is the same as that of a step without a save
+        if spmd.is_planning():
+            return
         path = config.checkpoint.replace("{step}", str(step))
         resume.save(path, step=step, config=config, data=source.identity, parts=parts)
         run_log.say(f"step {step:5d}  saved to {path}")
@@ -175,7 +182,9 @@ def run(config: TrainConfig) -> Report:
         MpDeviceLoader(train_batches, device, input_sharding=input_sharding) as batches,
     ):
         # On the XLA device, the loader's next batch first sends the previous step to the device.
-        for step, (images_NCHW, labels_N) in enumerate(batches, start=first + 1):
+        # None where a finished run is resumed.
+        rest = itertools.islice(batches, config.steps - first)
+        for step, (images_NCHW, labels_N) in enumerate(rest, start=first + 1):
             with autocast:
                 logits = model(images_NCHW.contiguous(memory_format=order))
             loss = F.cross_entropy(logits.float(), labels_N, label_smoothing=config.label_smoothing)
@@ -215,6 +224,8 @@ def run(config: TrainConfig) -> Report:
                 break
         if on_xla:
             spmd.sync()
+        if spmd.is_planning():
+            return report  # there are no values to write
         meter.read(up_to=config.steps)
         if config.checkpoint and first < config.steps:
             save(step)
@@ -244,31 +255,18 @@ def evaluate(
         loss = F.cross_entropy(logits, labels_N)
         sums.append(torch.stack([loss, hits[:, 0].float().mean(), hits.float().sum(1).mean()]))
     model.train(is_training)
-    loss, top1, top5 = (torch.stack(sums).mean(0)).tolist()
+    loss, top1, top5 = on_host(torch.stack(sums).mean(0))
     return {"loss": loss, "top1": top1, "top5": top5}
 
 
 # --- The command line -----------------------------------------------------------------------------
 
 
-def config_from(argv: Sequence[str] | None) -> tuple[TrainConfig, max_batch.Search | None]:
-    """The command line as a configuration, with the search for batches if --max-batch is given."""
-    parser = parser_of(
-        TrainConfig,
-        module="examples.resnet_spatial.train",
-        description=(__doc__ or "").split("Legend")[0],
-    )
-    add_smoke(parser, SMOKE)
-    max_batch.add_options(parser)
-    config = parse(parser, TrainConfig, argv, smoke=SMOKE)
-    return config, max_batch.search_from(parser.parse_args(argv))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
 
     def command() -> bool:
-        config, search = config_from(argv)
+        config, search = config_from(argv, usage=__doc__)
         if search is not None:
             max_batch.run(search, with_defaults(config))
             return False

@@ -1,5 +1,6 @@
-"""The command line of a recipe: its errors as one line each, and its exit codes."""
+"""A recipe's command: its errors as one line each, its exit codes, and its devices."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,10 +8,10 @@ from collections.abc import Callable
 
 import spmd_core as spmd
 from examples.training.compare import CompareError
-from examples.training.knobs import KnobError
+from examples.training.knobs import EXIT_USAGE, KnobError
 from examples.training.resume import ResumeError, SaveError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def exit_code(
@@ -67,6 +68,35 @@ def start_devices(num_emulated: int | None) -> None:
     if num_processes > 1:
         spmd.initialize()
     spmd.use_spmd()
+
+
+def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:
+    """The mesh that --mesh describes, over all devices.
+
+    Args:
+        text: see `spmd.parse_mesh`.
+        num_devices: how many there are.
+        num_emulated: what --devices said; 0: nothing.
+
+    Raises:
+        KnobError: it is a mesh for another number of devices, which the CPU can emulate.
+        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+    """
+    try:
+        return spmd.parse_mesh(text, num_devices)
+    except spmd.MeshError as error:
+        sizes = [part.partition("=")[2].strip() for part in text.split(",")]
+        needed = math.prod(int(size) for size in sizes if size.isdecimal())
+        is_mesh = all(map(str.isdecimal, sizes)) and needed not in (0, num_devices)
+        if not is_mesh or spmd.is_planning() or spmd.device_type() != "CPU":
+            raise
+        spmd.parse_mesh(text, needed)
+        raise KnobError(
+            f"the sizes of --mesh must multiply to the number of devices; got {text!r}, which takes"
+            f" {needed}, and {num_devices} CPU device{'s' if num_devices > 1 else ''}. "
+            f"{'Pass' if num_emulated else 'Add'} --devices {needed}, which emulates them"
+            f"{f', or let the sizes multiply to {num_devices}' if num_devices > 1 else ''}."
+        ) from error
 
 
 def num_real_devices() -> int:

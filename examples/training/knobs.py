@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
+EXIT_USAGE = 2
 
 
 class KnobError(ValueError):
@@ -31,17 +33,17 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def parser_of(config_type: type, *, module: str, description: str) -> argparse.ArgumentParser:
+def parser_of(config_type: type, *, module: str, usage: str | None) -> argparse.ArgumentParser:
     """A parser with an option for each field of a configuration made of knobs.
 
     Args:
         config_type: a dataclass whose fields are `knob`s.
         module: what `python -m` runs.
-        description: stands on top of --help, as it is.
+        usage: a module's docstring; stands on top of --help, up to the legend of its letters.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
-        description=description,
+        description=(usage or "").partition("Legend:")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -76,6 +78,22 @@ def parse(
     values = vars(parser.parse_args(argv))
     names = {field.name for field in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     return config_type(**{name: value for name, value in values.items() if name in names})
+
+
+def check_command_line(read: Callable[[], object]) -> None:
+    """Ends the process for --help and for options that cannot work, as the whole command would.
+
+    A command calls it before its slow imports, under `if __name__ == "__main__":`; these options
+    are read again when it runs.
+
+    Args:
+        read: reads and checks the options of this process's command line.
+    """
+    try:
+        read()
+    except KnobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
 
 
 def check_at_least(config: Any, smallest: int, names: Sequence[str]) -> None:

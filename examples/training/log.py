@@ -154,7 +154,8 @@ class Report:
 class RunLog:
     """Writes a run's numbers to the console and to files while the run goes on.
 
-    Of several processes only the first writes; in the others every method does nothing.
+    Of several processes only the first writes; in the others every method does nothing. In a plan
+    (`spmd.plan`) no file is written.
 
     Args:
         log_dir: folder for TensorBoard's event file, `metrics.jsonl` and `report.json`; with an
@@ -171,7 +172,8 @@ class RunLog:
         self, *, log_dir: str, num_steps: int, shows_progress: bool, first_step: int = 0
     ) -> None:
         self._is_writer = spmd.is_master()
-        self._folder = Path(log_dir).expanduser() if log_dir and self._is_writer else None
+        writes_files = log_dir and self._is_writer and not spmd.is_planning()
+        self._folder = Path(log_dir).expanduser() if writes_files else None
         self._writer: Any = None
         self._lines: Any = None
         if self._folder is not None:

@@ -61,8 +61,11 @@ class Meter:
     def read(self, *, up_to: int) -> None:
         """Reads the scalars of all steps up to and including `up_to`, and logs the newest of them.
 
-        Waits until the device has computed that step.
+        Waits until the device has computed that step. In a plan, which computes no values, it drops
+        them.
         """
+        if spmd.is_planning():
+            self._pending.clear()
         read = False
         while self._pending and self._pending[0][0] <= up_to:
             step, loss, grad_norm, lr = self._pending.popleft()
@@ -85,8 +88,10 @@ class Meter:
     def evaluated(self, step: int, **figures: float) -> None:
         """Logs an evaluation's figures, such as `loss`; its duration counts for no step.
 
-        Call it after reading all steps up to `step`.
+        Call it after reading all steps up to `step`. A plan has no figures.
         """
+        if spmd.is_planning():
+            return
         self._clock.resume(step=step, num_compiles=self._compiles())
         self._report.evals.append({"step": step, **figures})
         self._log.scalars(step, {f"eval/{name}": value for name, value in figures.items()})

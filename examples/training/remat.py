@@ -8,15 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import spmd_core as spmd
-
-# What is kept between forward and backward, beside each block's input: the results of operations
-# whose name contains one of these. "offload" keeps the input itself in the memory of the host.
-POLICIES: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "offload": (),
-    "products": ("linear", "mm"),
-    "attention": ("attention",),
-}
+from examples.training.choices import REMAT_POLICIES
 
 
 def recompute(blocks: Iterable[nn.Module], policy: str) -> None:
@@ -24,11 +16,11 @@ def recompute(blocks: Iterable[nn.Module], policy: str) -> None:
 
     Args:
         blocks: modules on device `xla`.
-        policy: "none" keeps everything and changes nothing; else a key of `POLICIES`.
+        policy: "none" keeps everything and changes nothing; else a key of `REMAT_POLICIES`.
     """
     if policy == "none":
         return
-    kept = POLICIES[policy]
+    kept = REMAT_POLICIES[policy]
     context_fn = partial(create_selective_checkpoint_contexts, partial(_decide, kept))
     for block in blocks:
         spmd.checkpoint_module(

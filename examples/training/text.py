@@ -23,9 +23,9 @@ import tokenizers
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-PYTHON_STDLIB = "python-stdlib"
+from examples.training.choices import PYTHON_STDLIB, TEXT_CACHE_DIR
+
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
-DEFAULT_CACHE_DIR = "~/.cache/spmd/text"
 END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of text
 VALIDATION_SHARE = 0.05
@@ -83,7 +83,7 @@ def load_text(
     vocab_size: int,
     seq: int,
     max_mb: float = 0.0,
-    cache_dir: str = DEFAULT_CACHE_DIR,
+    cache_dir: str = TEXT_CACHE_DIR,
     given: GivenTokenizer | None = None,
 ) -> TextData:
     """Reads the text or its cache, trains the tokenizer and cuts the tokens into blocks.

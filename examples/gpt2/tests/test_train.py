@@ -21,10 +21,11 @@ from examples.gpt2.config import (
     SMOKE,
     TrainConfig,
     check_resumable,
-    parsed_mesh,
+    config_from,
     with_defaults,
 )
-from examples.gpt2.train import config_from, lr_factor, main, run
+from examples.gpt2.resolve import parsed_mesh
+from examples.gpt2.train import lr_factor, main, run
 from examples.training import resume
 from examples.training.knobs import KnobError
 

@@ -13,7 +13,8 @@ import pytest
 from tiers import exhaustive
 from transformers import LlamaConfig
 
-from examples.llama_tp.serve import ServeConfig, config_from, main, parsed_mesh, slot_length
+from examples.llama_tp.serve import main, parsed_mesh, slot_length
+from examples.llama_tp.serving.config import ServeConfig, config_from
 from examples.llama_tp.serving.server import listening_socket
 from examples.llama_tp.serving.tests.tiny import save_tiny_model
 from examples.training.knobs import KnobError

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import spmd_core as spmd
-from examples.llama_tp.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
-from examples.llama_tp.train import config_from, main, run
+from examples.llama_tp.config import SMOKE, TrainConfig, config_from
+from examples.llama_tp.resolve import parsed_mesh, with_defaults
+from examples.llama_tp.train import main, run
 from examples.training.knobs import KnobError
 
 ROOT = Path(__file__).parents[3]

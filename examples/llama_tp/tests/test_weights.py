@@ -14,9 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import spmd_core as spmd
 from examples.llama_tp import shardings, weights
-from examples.llama_tp.config import SMOKE, TrainConfig, with_defaults
+from examples.llama_tp.config import SMOKE, TrainConfig
 from examples.llama_tp.model import build_model
 from examples.llama_tp.presets import PRESETS
+from examples.llama_tp.resolve import with_defaults
 from examples.llama_tp.train import main, run
 from examples.training.knobs import KnobError
 from examples.training.resume import SaveError

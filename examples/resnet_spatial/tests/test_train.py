@@ -16,9 +16,10 @@ import torch
 from tiers import exhaustive
 
 import spmd_core as spmd
-from examples.resnet_spatial.config import SMOKE, TrainConfig, parsed_mesh, with_defaults
+from examples.resnet_spatial.config import SMOKE, TrainConfig, config_from, with_defaults
 from examples.resnet_spatial.data import DataError
-from examples.resnet_spatial.train import config_from, main, run
+from examples.resnet_spatial.resolve import parsed_mesh
+from examples.resnet_spatial.train import main, run
 from examples.training.knobs import KnobError
 from examples.training.log import Report
 from examples.training.resume import ResumeError
@@ -202,7 +203,7 @@ def test_what_cannot_work_is_said_in_a_line(
     ("knobs", "error", "message"),
     [
         ({"mesh": "rows=ALL"}, KnobError, "mesh axes must be among data, height, width; got"),
-        ({"mesh": "height=3"}, spmd.MeshError, "product is 3. Write for instance"),
+        ({"mesh": "height=3"}, KnobError, "Add --devices 3, which emulates them"),
         ({"mesh": "data=ALL", "batch": 9}, KnobError, "--batch must divide by the mesh axis data"),
         (
             {"mesh": "height=ALL", "image_size": 1, "data": "fake"},

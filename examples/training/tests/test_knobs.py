@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from examples.training.knobs import KnobError, add_smoke, check_at_least, knob, parse, parser_of
+from examples.training.knobs import (
+    KnobError,
+    add_smoke,
+    check_at_least,
+    check_command_line,
+    knob,
+    parse,
+    parser_of,
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class Config:
 
 
 def parsed(*argv: str) -> Config:
-    parser = parser_of(Config, module="examples.some.train", description="Trains.")
+    parser = parser_of(Config, module="examples.some.train", usage="Trains.\n\nLegend: N steps.")
     add_smoke(parser, {"steps": 2})
     parser.add_argument("--compare", action="store_true")
     return parse(parser, Config, argv, smoke={"steps": 2})
@@ -42,7 +50,7 @@ def test_help_has_each_option_with_its_default(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parsed("--help")
     out = " ".join(capsys.readouterr().out.split())
-    assert "python -m examples.some.train" in out and "Trains." in out
+    assert "python -m examples.some.train" in out and "Trains." in out and "Legend" not in out
     assert "steps of a run (default: 10)" in out
     assert "files (default: a b)" in out
     assert re.search(r"--log-dir LOG_DIR folder for logs --data", out)
@@ -60,3 +68,13 @@ def test_a_number_that_is_too_small() -> None:
     check_at_least(Config(), 1, ["steps"])
     with pytest.raises(KnobError, match=r"--steps must be at least 1; got 0\. Leave it out"):
         check_at_least(Config(steps=0), 1, ["steps"])
+
+
+def test_what_cannot_work_ends_a_command_before_its_imports(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check_command_line(lambda: check_at_least(Config(), 1, ["steps"]))
+    with pytest.raises(SystemExit) as ended:
+        check_command_line(lambda: check_at_least(Config(steps=0), 1, ["steps"]))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --steps must be at least 1; got 0")

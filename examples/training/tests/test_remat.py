@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from examples.training.remat import POLICIES, recompute
+from examples.training.choices import REMAT_POLICIES
+from examples.training.remat import recompute
 
 
 class Block(nn.Module):
@@ -25,7 +26,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("policy", ["none", *POLICIES])
+@pytest.mark.parametrize("policy", ["none", *REMAT_POLICIES])
 def test_gradients_do_not_depend_on_the_policy(policy: str, sharded: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), Block()), torch.randn(8, 3, 8)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from examples.training.choices import PYTHON_STDLIB
 from examples.training.text import (
-    PYTHON_STDLIB,
     BlockBatches,
     TextData,
     TextError,

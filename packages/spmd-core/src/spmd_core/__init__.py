@@ -1,7 +1,14 @@
 """PyTorch SPMD on stock torch and jaxlib: mark a few tensors, run one program on every device."""
 
+import sys
 import typing
 
+from spmd_core.planner.options import check_command_line
+
+if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module that it is to run
+    check_command_line()  # before the imports below, which take seconds
+
+# isort: split
 from spmd_core import debugging, metrics, releases
 from spmd_core.config import config, strict
 from spmd_core.debugging import profiler

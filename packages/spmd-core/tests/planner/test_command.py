@@ -98,7 +98,9 @@ def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypat
     [
         (["--"], "behind --; got 'nothing'. Write for instance"),
         (["--", "bash", "x.sh"], "behind --; got 'bash x.sh'"),
-        (["--", "missing.py"], "behind --; got 'missing.py'"),
+        (["--", "missing.py"], "'missing.py' is no file in"),
+        (["--", "python", "-m", "examples.missing"], "Python finds no 'examples.missing' from"),
+        (["--", "-m", "no_package.train"], "finds no 'no_package.train' from"),
     ],
 )
 def test_what_is_no_script(words, message, num_devices, capsys):

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spmd_core.config import user_cache
 from spmd_core.errors import PlanError, PlanReadError
+from spmd_core.planner.options import EXIT_USAGE, parser, words_of
 from spmd_core.planner.plan import plan
 from spmd_core.planner.planned import Plan
 from spmd_core.planner.planned import values as plan_values
 from spmd_core.planner.search import Outcome, Request, candidates, search, table
 from spmd_core.planner.topology_names import parse
 
-EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_INTERRUPTED = 0, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         that cannot work, and for a script that reads a value before its first step is complete;
         130 after Ctrl-C.
     """
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         if options.search:
             return _search(options)
@@ -119,30 +119,6 @@ def exit_code(made: Plan) -> int:
     return EXIT_USAGE if made.ended_by else EXIT_FITS
 
 
-def words_of(command: Sequence[str]) -> list[str]:
-    """A Python command line without its interpreter.
-
-    Args:
-        command: `["python", "-m", "package.module", ...]` or `["python", "script.py", ...]`, with
-            or without the interpreter, and with or without `--` before it.
-
-    Raises:
-        PlanError: it is neither.
-    """
-    given = list(command[1:] if command[:1] == ["--"] else command)
-    words = list(given)
-    if words and Path(words[0]).name.startswith("python"):
-        del words[0]
-    is_module = len(words) >= 2 and words[0] == "-m"
-    if is_module or (words and words[0].endswith(".py") and Path(words[0]).is_file()):
-        return words
-    raise PlanError(
-        "what is planned is a Python script with its options, behind --; got "
-        f"{' '.join(given) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
-        "--smoke"
-    )
-
-
 def script_of(words: Sequence[str]) -> Callable[[], None]:
     """A function that runs a Python command line, without its interpreter, in this process."""
     if words[0] == "-m":
@@ -174,65 +150,3 @@ def _command_line(argv: list[str], folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = before
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m spmd_core.plan",
-        description="Plans a training script for devices that are not there: compiles its programs "
-        "and runs none. Prints what they take of each device's memory, what moves between devices, "
-        "and bounds on the time of a step.",
-        epilog="example: python -m spmd_core.plan --topology v4-16 -- python -m "
-        "examples.gpt2.train --preset 4B --mesh fsdp=8",
-    )
-    parser.add_argument(
-        "--topology",
-        required=True,
-        help="v4-8, v4-16, v5e-8, v5p-512, v6e-256, ... as Google Cloud names them; v4:2x2x2 as "
-        "libtpu does; cpu-64 for emulated devices",
-    )
-    parser.add_argument("--slices", type=int, default=1, help="TPU slices (default: 1)")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=3,
-        help="steps that update a state and bring no new program, after which the plan is complete "
-        "(default: 3)",
-    )
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help="also compiles the programs of training steps that later ones do not repeat, such as "
-        "of the first, which makes the optimizer's state",
-    )
-    parser.add_argument(
-        "--code",
-        action="store_true",
-        help="also makes the machine code and counts its bytes; for TPUs this takes several times "
-        "as long, and as much of the host's memory",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
-    parser.add_argument(
-        "--search",
-        metavar="NAMES",
-        default="",
-        help="plans the command with every combination of values of these of its options, such as "
-        "batch,remat,mesh, and ranks what fits",
-    )
-    parser.add_argument(
-        "--values",
-        action="append",
-        default=[],
-        metavar="NAME=V;V",
-        help="the values of one option of --search, instead of: the command's batch doubled, the "
-        "recipes' --remat, meshes of fsdp and tensor",
-    )
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        default=user_cache() / "plans",
-        help="where --search keeps finished plans (default: %(default)s)",
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- python -m module [options]")
-    return parser

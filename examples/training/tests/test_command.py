@@ -1,0 +1,36 @@
+"""A recipe's mesh: a number of devices that the CPU does not have is to be emulated."""
+
+import re
+
+import pytest
+
+import spmd_core as spmd
+from examples.training.command import mesh_of
+from examples.training.knobs import KnobError
+
+
+def test_a_mesh_of_more_devices_names_the_option_that_emulates_them(num_devices: int) -> None:
+    assert mesh_of(f"x={num_devices}", num_devices, num_emulated=0).size() == num_devices
+    plural = "s" if num_devices > 1 else ""
+    other = f", or let the sizes multiply to {num_devices}" if num_devices > 1 else ""
+    got = f"got 'x=4,y=4', which takes 16, and {num_devices} CPU device{plural}. "
+    for given, verb in ((0, "Add"), (num_devices, "Pass")):
+        message = re.escape(f"{got}{verb} --devices 16, which emulates them{other}.")
+        with pytest.raises(KnobError, match=message):
+            mesh_of("x=4,y=4", num_devices, num_emulated=given)
+    # As it says.
+    assert mesh_of("x=4,y=4", 16, num_emulated=16).size() == 16
+
+
+@pytest.mark.parametrize("text", ["x", "x=16,x=2", "x=0", "x=3,y=*", "x=-5"])
+def test_what_no_number_of_devices_mends_is_the_meshs_own_error(text: str) -> None:
+    with pytest.raises(spmd.MeshError):
+        mesh_of(text, 8, num_emulated=0)
+
+
+def test_devices_that_are_not_emulated_are_a_matter_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spmd, "device_type", lambda: "TPU")
+    with pytest.raises(spmd.MeshError, match="start the program with another number of devices"):
+        mesh_of("x=16", 8, num_emulated=0)

@@ -1,0 +1,141 @@
+"""The options of `python -m spmd_core.plan`, read without torch and jax."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from spmd_core.config import user_cache
+from spmd_core.errors import PlanError
+from spmd_core.planner.topology_names import parse
+
+EXIT_USAGE = 2
+
+
+def check_command_line() -> None:
+    """Ends this process if it is `python -m spmd_core.plan` with --help, or cannot work.
+
+    Call it while `sys.argv[0]` is "-m": it then stands for the module that Python is to run.
+    """
+    if not sys.orig_argv[-len(sys.argv)].endswith("spmd_core.plan"):
+        return
+    options = parser().parse_args(sys.argv[1:])
+    try:
+        words_of(options.command)
+        parse(options.topology, num_slices=options.slices)
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+def words_of(command: Sequence[str]) -> list[str]:
+    """A Python command line without its interpreter.
+
+    Args:
+        command: `["python", "-m", "package.module", ...]` or `["python", "script.py", ...]`, with
+            or without the interpreter, and with or without `--` before it.
+
+    Raises:
+        PlanError: it is neither, or there is no such script or module.
+    """
+    given = list(command[1:] if command[:1] == ["--"] else command)
+    words = list(given)
+    if words and Path(words[0]).name.startswith("python"):
+        del words[0]
+    if len(words) >= 2 and words[0] == "-m":
+        if not _is_there(words[1]):
+            raise PlanError(
+                f"the module that is planned must exist; Python finds no {words[1]!r} from "
+                f"{Path.cwd()} on. Correct its name, or run the command in the folder that has it."
+            )
+        return words
+    if words and words[0].endswith(".py"):
+        if not Path(words[0]).is_file():
+            raise PlanError(
+                f"the script that is planned must exist; {words[0]!r} is no file in {Path.cwd()}. "
+                "Correct its path."
+            )
+        return words
+    raise PlanError(
+        "what is planned is a Python script with its options, behind --; got "
+        f"{' '.join(given) or 'nothing'!r}. Write for instance: -- python -m examples.gpt2.train "
+        "--smoke --mesh fsdp=8"
+    )
+
+
+def _is_there(module: str) -> bool:
+    """Whether Python finds a module by its whole name. Imports nothing, not even its packages."""
+    names = module.split(".")
+    here = [str(Path.cwd()), *sys.path]
+    found = PathFinder.find_spec(names[0], here) or importlib.util.find_spec(names[0])
+    for end in range(2, len(names) + 1):
+        if found is None or found.submodule_search_locations is None:
+            return False
+        found = PathFinder.find_spec(".".join(names[:end]), found.submodule_search_locations)
+    return found is not None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    options = argparse.ArgumentParser(
+        prog="python -m spmd_core.plan",
+        allow_abbrev=False,
+        description="Plans a training script for devices that are not there: compiles its programs "
+        "and runs none. Prints what they take of each device's memory, what moves between devices, "
+        "and bounds on the time of a step.",
+        epilog="example: python -m spmd_core.plan --topology v4-16 -- python -m "
+        "examples.gpt2.train --preset 4B --mesh fsdp=8",
+    )
+    options.add_argument(
+        "--topology",
+        required=True,
+        help="v4-8, v4-16, v5e-8, v5p-512, v6e-256, ... as Google Cloud names them; v4:2x2x2 as "
+        "libtpu does; cpu-64 for emulated devices",
+    )
+    options.add_argument("--slices", type=int, default=1, help="TPU slices (default: 1)")
+    options.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="steps that update a state and bring no new program, after which the plan is complete "
+        "(default: 3)",
+    )
+    options.add_argument(
+        "--all",
+        action="store_true",
+        help="also compiles the programs of training steps that later ones do not repeat, such as "
+        "of the first, which makes the optimizer's state",
+    )
+    options.add_argument(
+        "--code",
+        action="store_true",
+        help="also makes the machine code and counts its bytes; for TPUs this takes several times "
+        "as long, and as much of the host's memory",
+    )
+    options.add_argument("--json", type=Path, metavar="FILE", help="also writes the plan as JSON")
+    options.add_argument(
+        "--search",
+        metavar="NAMES",
+        default="",
+        help="plans the command with every combination of values of these of its options, such as "
+        "batch,remat,mesh, and ranks what fits",
+    )
+    options.add_argument(
+        "--values",
+        action="append",
+        default=[],
+        metavar="NAME=V;V",
+        help="the values of one option of --search, instead of: the command's batch doubled, the "
+        "recipes' --remat, meshes of fsdp and tensor",
+    )
+    options.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        default=user_cache() / "plans",
+        help="where --search keeps finished plans (default: %(default)s)",
+    )
+    options.add_argument("command", nargs=argparse.REMAINDER, help="-- python -m module [options]")
+    return options
