@@ -1,10 +1,13 @@
-"""The settings that users may change, with their defaults."""
+"""The settings that users may change, with their defaults; an assignment is checked."""
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 CompilerOption = str | bool | int | float
 
@@ -22,9 +25,26 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd-core"
 
 
+# The least value of each number. Numbers of seconds are more than 0, as a wait needs some time.
+_LEAST = {
+    "max_programs": 1,
+    "max_op_entries": 1,
+    "max_in_flight_cpu": 1,
+    "max_in_flight": 1,
+    "max_async_closures": 1,
+    "explain_recompiles_after": 0,
+}
+
+
 @dataclass
 class Config:
-    """Assign to the fields of `spmd_core.config`; each field says when it is read."""
+    """Assign to the fields of `spmd_core.config`; each field says when it is read.
+
+    Raises:
+        AttributeError: there is no setting of the assigned name.
+        TypeError: the value has another type than the field. The setting stays as it was.
+        ValueError: a number is too small. The setting stays as it was.
+    """
 
     # Folder of JAX's persistent compilation cache; None switches the cache off. Read when the
     # runtime starts.
@@ -84,6 +104,67 @@ class Config:
     # at each compile.
     explain_recompiles_after: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = _KINDS.get(name)
+        if kind is None:
+            near = difflib.get_close_matches(name, _KINDS, n=1)
+            raise AttributeError(
+                f"spmd_core.config has the settings {', '.join(_KINDS)}; got {name!r}. "
+                + (f"Write config.{near[0]}." if near else "Assign to one of these.")
+            )
+        default = type(self).__dict__.get(name, {})
+        if not _has_type(value, kind):
+            raise TypeError(
+                f"config.{name} takes {_described(name, kind)}; got {value!r}, "
+                f"of type {type(value).__name__}. Its default is {default!r}."
+            )
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and not (value >= _LEAST[name] if name in _LEAST else value > 0):
+            raise ValueError(
+                f"config.{name} takes {_described(name, kind)}; got {value!r}. "
+                f"Its default is {default!r}."
+            )
+        super().__setattr__(name, value)
+
+
+# The type of each field.
+_KINDS: dict[str, Any] = get_type_hints(Config)
+
+
+def _has_type(value: object, kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_has_type(value, one) for one in get_args(kind))
+    if get_origin(kind) is dict:
+        key, item = get_args(kind)
+        return isinstance(value, dict) and all(
+            _has_type(k, key) and _has_type(v, item) for k, v in value.items()
+        )
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _described(name: str, kind: Any) -> str:
+    """What a field takes, such as "an int of at least 1, or None"."""
+    if isinstance(kind, UnionType):
+        kind, _ = get_args(kind)
+        return f"{_described(name, kind)}, or None"
+    if kind is int:
+        return f"an int of at least {_LEAST[name]}"
+    if kind is float:
+        return "a number of seconds above 0"
+    if kind is bool:
+        return "True or False"
+    return "a str" if kind is str else "a dict of XLA's names to str, bool, int or float"
+
+
+def _switch(name: str) -> bool:
+    """A variable of the environment that is 1 (on), or 0, empty or unset (off)."""
+    chosen = os.environ.get(name, "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"{name} is 1 (on) or 0 (off); got {chosen!r}. Set it to 1, or unset it.")
+    return chosen == "1"
+
 
 def _number_of_programs() -> int | None:
     """`SPMD_EXPLAIN_RECOMPILES`, a number of programs; None if it is empty or unset."""
@@ -98,9 +179,9 @@ def _number_of_programs() -> int | None:
 
 config = Config(
     cache_dir=_default_cache_dir(),
-    strict=os.environ.get("SPMD_STRICT", "0") == "1",
-    record_source_lines=os.environ.get("SPMD_SOURCE_LINES", "0") == "1",
-    verify_programs=os.environ.get("SPMD_VERIFY", "0") == "1",
+    strict=_switch("SPMD_STRICT"),
+    record_source_lines=_switch("SPMD_SOURCE_LINES"),
+    verify_programs=_switch("SPMD_VERIFY"),
     explain_recompiles_after=_number_of_programs(),
 )
 
