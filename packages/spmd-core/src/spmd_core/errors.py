@@ -6,7 +6,7 @@
     ├── DataError            (ValueError)                host data cannot be loaded or sharded
     ├── ShardError           (RuntimeError, ValueError)  no shards, or shards that do not fit
     ├── WrapError            (RuntimeError, ValueError)  a module cannot be a unit of FSDP
-    ├── DeviceMismatchError  (RuntimeError)              one operation on different devices
+    ├── DeviceMismatchError  (RuntimeError)              different devices in one operation, or none
     ├── NotInSpmdModeError   (RuntimeError)              the call needs SPMD mode
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
     ├── DeviceMemoryError    (RuntimeError)              the devices have too little memory
@@ -45,7 +45,7 @@ class ShardError(SpmdError, RuntimeError, ValueError):
 
 
 class DeviceMismatchError(SpmdError, RuntimeError):
-    """Tensors that live on different devices met in one operation."""
+    """Tensors of different devices met in one operation, or a device was named that is none."""
 
 
 class NotInSpmdModeError(SpmdError, RuntimeError):

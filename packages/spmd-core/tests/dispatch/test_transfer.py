@@ -1,6 +1,7 @@
 """Copies between host and device: their memory, their strides, and what inherits a sharding."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -107,3 +108,31 @@ def test_a_list_of_elements_becomes_a_tensor():
 def test_a_number_is_copied_into_a_tensor(number):
     x = torch.zeros(2, dtype=torch.complex64 if isinstance(number, complex) else torch.int32)
     assert torch.equal(x.to("xla").copy_(number).cpu(), x.copy_(number))
+
+
+SIZES = {
+    "empty": lambda d: torch.empty(-3, device=d),
+    "ones": lambda d: torch.ones(2, -1, device=d),
+    "randn": lambda d: torch.randn((4, -1, 2), device=d),
+    "full": lambda d: torch.full((-1,), 2.0, device=d),
+    "randint": lambda d: torch.randint(0, 5, (-1,), device=d),
+    "randperm": lambda d: torch.randperm(-1, device=d),
+    "channels_last": lambda d: torch.empty(
+        -1, 2, 2, 2, device=d, memory_format=torch.channels_last
+    ),
+    "too many": lambda d: torch.ones(2**62, 4, device=d),
+    "strided": lambda d: torch.empty_strided((-3,), (2,), device=d),
+    "stride": lambda d: torch.empty_strided((3,), (-1,), device=d),
+    "new_empty": lambda d: torch.ones(2, device=d).new_empty(-1),
+    "linear": lambda d: torch.nn.Linear(-3, 2, device=d),
+    "embedding": lambda d: torch.nn.Embedding(-3, 2, device=d),
+}
+
+
+@pytest.mark.parametrize("make", SIZES.values(), ids=SIZES)
+def test_sizes_that_no_tensor_has_raise_what_torch_raises(make):
+    with pytest.raises(RuntimeError) as expected:
+        make("cpu")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            make("xla")

@@ -1,4 +1,4 @@
-"""flex_attention and torch.compile are refused, and what the messages advise works."""
+"""What torch does on the host alone is refused, and what the messages advise works."""
 
 import os
 import subprocess
@@ -36,6 +36,44 @@ def test_scores_as_a_mask_instead_of_flex_attention():
         *(x.to("xla") for x in (q, k, v)), attn_mask=scores.to("xla")
     )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+QUANTIZED = {
+    "tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    "channel": lambda x: torch.quantize_per_channel(
+        x, torch.full((2,), 0.1, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), 0,
+        torch.qint8,
+    ),
+    "dynamic": lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_tensors_are_not_moved(kind):
+    quantized = QUANTIZED[kind](torch.tensor([[0.5, -0.2], [0.1, 0.3]]))
+    module = torch.nn.Module()
+    module.register_buffer("weight", quantized)
+    target = torch.zeros(2, 2, device="xla")
+    for move in (
+        lambda: quantized.to("xla"),
+        lambda: quantized.to(torch.device("xla"), torch.float32),
+        lambda: quantized.to(target),
+        lambda: module.to("xla"),
+        lambda: target.copy_(quantized),
+    ):
+        message = r"makes a quantized tensor there.*quantized\.dequantize\(\)\.to\('xla'\)"
+        with pytest.raises(spmd.UnsupportedOpError, match=message):
+            move()
+    # What the message advises, and what torch still does on the CPU.
+    assert torch.equal(quantized.dequantize().to("xla").cpu(), quantized.dequantize())
+    assert torch.equal(quantized.to("cpu", copy=True).int_repr(), quantized.int_repr())
+    # Conversions of numbers stay torch's, too.
+    for number, dtype in ((2.5, torch.float64), (3, torch.int64), (True, torch.bool), (1j, None)):
+        assert torch.tensor(4.0).mul(number).to(torch.complex64).item() == 4 * number
+        assert (
+            torch.where(torch.tensor(True), number, number).to(dtype or torch.complex128) == number
+        )
 
 
 COMPILED = """

@@ -23,8 +23,9 @@ from spmd_core.recording.calls import (
     record_own,
 )
 from spmd_core.recording.in_place import in_place_handler
-from spmd_core.recording.layouts import Layout, refusal
+from spmd_core.recording.layouts import require_dense
 from spmd_core.recording.views import strided_view
+from spmd_core.tensor.logical_device import require_logical
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
@@ -150,8 +151,7 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             # A user's class, which may refuse even to say its shape: uninitialized parameters do.
             with torch._C.DisableTorchFunctionSubclass():
                 source = source.detach()
-        if source.layout is not torch.strided:
-            raise refusal(Layout.SPARSE, f"a copy from a tensor of layout {source.layout}")
+        require_dense(source, "a copy from a tensor")
         inference.infer(aten.copy_.default, (target, source), {}, spec_of)
         host = source.detach().to(device="cpu", dtype=target.dtype)
         if isinstance(handle, Storage) and host.shape == target.shape:
@@ -198,10 +198,12 @@ def new_storage(
     """
     dtypes.to_jax(dtype)
     if strides is not None and not is_dense(shape, strides):
+        _check_sizes(shape, strides)
         length = 1 + sum((n - 1) * step for n, step in zip(shape, strides)) if all(shape) else 0
         return strided_view(new_storage((length,), dtype), shape, strides, 0)
 
     def make() -> Entry:
+        _check_sizes(shape, strides)
         spec = Spec.contiguous(shape, dtype) if strides is None else Spec.of(shape, strides, dtype)
         return Entry(
             "aten::empty",
@@ -211,6 +213,16 @@ def new_storage(
 
     made: XLAShardedTensor = record_own(known(("empty", shape, dtype, strides), make), ())
     return made._handle
+
+
+def _check_sizes(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> None:
+    """Raises what torch raises for sizes or strides that no tensor can have."""
+    if strides is None:
+        torch.empty(shape, device="meta")
+    else:
+        # Meta tensors take any strides. What the CPU refuses, it refuses before it allocates.
+        refused_by = "cpu" if min(strides, default=0) < 0 else "meta"
+        torch.empty_strided(shape, strides, device=refused_by)
 
 
 def empty(
@@ -223,6 +235,7 @@ def empty(
     memory_format: torch.memory_format | None = None,
 ) -> XLAShardedTensor:
     """`aten::empty` on device `xla`, from which torch builds its other factories."""
+    require_logical(device)
     shape = tuple(size)
     strides = None
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
@@ -240,6 +253,7 @@ def empty_strided(
     pin_memory: bool | None = None,
 ) -> XLAShardedTensor:
     """`aten::empty_strided` on device `xla`."""
+    require_logical(device)
     return wrap(new_storage(tuple(size), dtype or torch.get_default_dtype(), tuple(stride)))
 
 

@@ -11,6 +11,7 @@ import torch
 from spmd_core.graph.values import Spec
 from spmd_core.recording import cpu_kernels, schema
 from spmd_core.recording.layouts import Layout, refusal
+from spmd_core.tensor.logical_device import require_logical
 
 
 def meta_like(spec: Spec) -> torch.Tensor:
@@ -65,6 +66,7 @@ def infer(
         # Nothing is drawn here, and torch refuses a generator of another device.
         meta_kwargs["generator"] = None
     if meta_kwargs.get("device") is not None:
+        require_logical(meta_kwargs["device"])
         meta_kwargs["device"] = torch.device("meta")
     try:
         # A mode on the stack, such as that of a selective checkpoint, would take what runs here for

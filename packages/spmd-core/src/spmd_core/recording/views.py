@@ -19,7 +19,8 @@ from spmd_core.ops.kernels.blocks import write_block_in_dim
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
 from spmd_core.runtime import devices
-from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor, spec_of, wrap_alias
+from spmd_core.tensor.logical_device import XLA_DEVICE
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap_alias
 
 aten = torch.ops.aten
 _new = torch.Tensor._make_wrapper_subclass

@@ -15,7 +15,8 @@ from spmd_core.marks import process_data
 from spmd_core.marks.marking import apply_sharding, start_upload
 from spmd_core.runtime import processes, watch
 from spmd_core.sharding.partition_spec import ShardingSpec
-from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
+from spmd_core.tensor.logical_device import XLA_DEVICE
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 

@@ -16,9 +16,9 @@ from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
 from spmd_core.tensor import shards, stored_bytes
+from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.shards import XLAShard
 
-XLA_DEVICE = torch.device("xla:0")
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 _as_strided_ = torch.ops.aten.as_strided_.default

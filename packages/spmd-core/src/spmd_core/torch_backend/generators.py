@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.tensor.sharded_tensor import XLA_DEVICE
+from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
 
 _TorchGenerator: Any = torch._C.Generator
 
@@ -50,6 +50,7 @@ class _ChoosesByDevice(type(_TorchGenerator)):  # type: ignore[misc]
             return super().__call__(*args, **kwargs)
         device = args[0] if args else kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "xla":
+            require_logical(torch.device(device))
             return XlaGenerator()
         return _TorchGenerator(*args, **kwargs)
 

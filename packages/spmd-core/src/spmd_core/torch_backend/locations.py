@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.tensor.logical_device import require_logical
 from spmd_core.tensor.stored_bytes import HostBytes
 
 # After torch's own locations, the last of which has 26.
@@ -21,6 +22,7 @@ def _restore(storage: Any, location: str) -> Any:
     """
     if location.split(":")[0] != "xla":
         return None
+    require_logical(torch.device(location))
     storage.__class__ = HostBytes
     return storage
 

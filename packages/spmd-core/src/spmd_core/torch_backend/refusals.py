@@ -1,10 +1,11 @@
 """What torch does with tensors of the host on the way to the device, and the device refuses.
 
 Operations with a tensor of the device arrive at the router, which refuses for itself
-(`dispatch.layouts`). Here are nested tensors, which torch moves as a whole, and attention whose
-kernel torch compiles.
+(`dispatch.layouts`). Here are nested tensors, which torch moves as a whole, quantized ones, which
+it leaves on the host in silence, and attention whose kernel torch compiles.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,27 @@ import torch
 from torch.nn.attention import flex_attention
 
 from spmd_core.errors import UnsupportedOpError
-from spmd_core.recording.layouts import Layout, refusal
+from spmd_core.recording.layouts import Layout, refusal, require_dense
 
 _validate_device = flex_attention._validate_device
-# torch's kernels that move nested tensors, or make them of others, by dispatch key.
+# torch's kernels that move such tensors, or make them of others, by dispatch key.
 _KERNELS = (
     ("_to_copy", "AutogradNestedTensor", Layout.NESTED),
     ("_nested_tensor_from_tensor_list", "CPU", Layout.NESTED),
+)
+# What torch makes of Python's numbers, whatever the default dtype.
+_DTYPES_OF_NUMBERS = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+# Who makes the first quantized tensors; all others are computed from these.
+_QUANTIZERS = (
+    *("quantize_per_tensor", "quantize_per_tensor.tensor_qparams", "quantize_per_tensor.tensors"),
+    *("quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"),
+    *("_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor"),
+    "_empty_per_channel_affine_quantized",
 )
 
 
@@ -34,6 +49,56 @@ def _unless_for_device(name: str, key: str, layout: Layout) -> Callable[..., tor
         return made
 
     return kernel
+
+
+class _Quantized:
+    """Refuses to move quantized tensors to the device, from the first one on.
+
+    torch has no dispatch key by which Python could see such a move alone, so a kernel sees each
+    conversion of host tensors, which costs it 2 microseconds. It is registered when the first
+    quantized tensor is made: most programs make none.
+
+    Attributes:
+        library: the library of both registrations.
+        watches: whether conversions are seen.
+    """
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.library, self.watches = library, False
+        for name in _QUANTIZERS:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"):
+                self._replace(name, "CPU", self._maker(name))
+
+    def _maker(self, name: str) -> Callable[..., Any]:
+        own = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            if not self.watches:
+                self.watches = True
+                self._watch()
+            return own.call_boxed(keys, *args, **kwargs)
+
+        return kernel
+
+    def _watch(self) -> None:
+        own = torch.library.get_kernel("aten::_to_copy", "BackendSelect")
+
+        def kernel(keys: torch._C.DispatchKeySet, source: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device")
+            if not isinstance(source, torch.Tensor):
+                # torch hands the tensor that it has made of a Python number to Python as a number.
+                source = torch.tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)])
+            elif device is not None and device.type == "xla":
+                require_dense(source, "a tensor")
+            return own.call_boxed(keys, source, **kwargs)
+
+        self._replace("_to_copy", "BackendSelect", kernel)
+
+    def _replace(self, name: str, key: str, kernel: Callable[..., Any]) -> None:
+        with warnings.catch_warnings():
+            # torch warns of a kernel that replaces one of its own, which is called in the end.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            self.library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -55,4 +120,5 @@ def install() -> torch.library.Library:
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    _Quantized(library)
     return library

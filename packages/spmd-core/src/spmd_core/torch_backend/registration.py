@@ -21,7 +21,8 @@ from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices
-from spmd_core.tensor.sharded_tensor import XLA_DEVICE, XLAShardedTensor
+from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import (
     conversions,
     forward_mode,
@@ -77,7 +78,12 @@ def _device_module() -> types.ModuleType:
     def current_device() -> int:
         return 0
 
+    def set_device(device: Any) -> None:
+        is_index = isinstance(device, int)
+        require_logical(torch.device("xla", device) if is_index else torch.device(device or "xla"))
+
     def device(index: Any = 0) -> AbstractContextManager[None]:
+        set_device(index)
         return nullcontext()
 
     def get_rng_state(device: Any = "xla") -> torch.Tensor:
@@ -94,7 +100,7 @@ def _device_module() -> types.ModuleType:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": current_device,
-        "set_device": lambda index: None,
+        "set_device": set_device,
         "device": device,
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
@@ -120,6 +126,7 @@ def _made_on_host(
     """
 
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        require_logical(kwargs.get("device"))
         return factory(*args, dtype=kwargs.get("dtype") or default, device="cpu").to(XLA_DEVICE)
 
     return kernel
