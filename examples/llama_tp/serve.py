@@ -4,7 +4,7 @@
         a folder of Hugging Face's, on one device
     python -m examples.llama_tp.serve --model FOLDER --mesh tensor=8
         on eight accelerators; add --devices 8 to emulate them
-    curl localhost:8000/v1/completions -d '{"prompt": "Once", "max_tokens": 16, "stream": true}'
+    curl localhost:8000/v1/completions --json '{"prompt": "Once", "max_tokens": 16, "stream": true}'
         asks it
 
 The printed address is also that of a page for browsers.
@@ -20,7 +20,6 @@ if __name__ == "__main__":
 import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
 
 # isort: split
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -31,8 +30,10 @@ import torch
 from transformers import LlamaConfig
 
 from examples.llama_tp.serving.app import Served, make_app
-from examples.llama_tp.serving.config import DEFAULT_LENGTH, ServeConfig
+from examples.llama_tp.serving.config import DEFAULT_LENGTH, KEY_VARIABLE, ServeConfig, api_key
+from examples.llama_tp.serving.connections import Limits, possible_connections
 from examples.llama_tp.serving.engine import Engine
+from examples.llama_tp.serving.guard import Access, is_local
 from examples.llama_tp.serving.loading import (
     ModelFolderError,
     end_tokens,
@@ -42,13 +43,35 @@ from examples.llama_tp.serving.loading import (
 )
 from examples.llama_tp.serving.measures import Measures
 from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.server import Server, address, listening_socket
+from examples.llama_tp.serving.server import Ending, Server, address, listening_socket
 from examples.llama_tp.serving.text import PromptEncoder
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, mesh_of
 from examples.training.knobs import KnobError
 
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def access_of(config: ServeConfig) -> Access:
+    """Who may ask."""
+    return Access(
+        hosts=[*config.allow_host, config.host],
+        origins=config.allow_origin,
+        api_key=api_key(config) or None,
+    )
+
+
+def check_public(config: ServeConfig, access: Access, *, local: bool) -> None:
+    """Checks that a server that others can reach has a key, or is meant to have none.
+
+    Raises:
+        KnobError: it has none.
+    """
+    if not local and access.api_key is None and not config.without_key:
+        raise KnobError(
+            f"--host {config.host} lets other machines ask, so clients must send an API key; got "
+            f"none. Set the variable {KEY_VARIABLE}, or pass --without-key to let everyone ask."
+        )
 
 
 def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spmd.Mesh | None:
@@ -103,8 +126,16 @@ def serve(config: ServeConfig) -> bool:
         KnobError, ModelFolderError, spmd.MeshError: the options, the folder or the mesh cannot
             work; raised before the model is loaded.
     """
+    ending = Ending()
+    with ending.caught():
+        _serve(config, ending)
+    _say("ended")
+    return ending.was_interrupted
+
+
+def _serve(config: ServeConfig, ending: Ending) -> None:
     checked(config)
-    folder = Path(config.model)
+    folder, access = Path(config.model), access_of(config)
 
     # --- Checks, before anything that takes minutes -----------------------------------------------
     model_config = read_config(folder)
@@ -123,6 +154,14 @@ def serve(config: ServeConfig) -> bool:
         ) from None
 
     with closing(listening):
+        check_public(config, access, local=is_local(listening))
+        connections = possible_connections(config.connections)
+        if connections < config.connections:
+            _say(
+                f"at most {connections} connections, as this process may open no more files; got "
+                f"--connections {config.connections}. Raise ulimit -n."
+            )
+
         # --- Model and programs -------------------------------------------------------------------
         start = time.perf_counter()
         _say(f"loading {folder}")
@@ -143,12 +182,10 @@ def serve(config: ServeConfig) -> bool:
         )
         name = config.name or folder.resolve().name
         encoder = PromptEncoder(tokenizer)
-        app = make_app(Served(engine, encoder, measures, name, model_config.vocab_size))
-        server = Server(app, engine, grace_s=config.grace_s)
-        # uvicorn raises the signal that ended it once more, for these.
-        caught: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda got, frame: caught.append(got))
+        served = Served(engine, encoder, measures, name, model_config.vocab_size, access)
+        limits = Limits(connections=connections)
+        server = Server(make_app(served), engine, grace_s=config.grace_s, limits=limits)
+        ending.ends(server)
         engine.start()
         _say(f"serving {name} at {address(listening)}; Ctrl-C ends it")
         try:
@@ -156,8 +193,6 @@ def serve(config: ServeConfig) -> bool:
                 server.run(sockets=[listening])
         finally:
             engine.stop(grace_s=0)
-    _say("ended")
-    return signal.SIGINT in caught
 
 
 def _say(text: str) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
-    FileResponse,
+    HTMLResponse,
     JSONResponse,
     PlainTextResponse,
     Response,
     StreamingResponse,
 )
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from examples.llama_tp.serving import engine as serving
 from examples.llama_tp.serving.engine import Engine, Event, Failed, Finished, Generation, Piece
+from examples.llama_tp.serving.guard import Access, Guard, page_policy
 from examples.llama_tp.serving.interface import (
     Answer,
     ChatRequest,
@@ -51,6 +53,8 @@ class Served:
         measures: the engine's.
         name: of the model, to clients.
         vocab_size: of the model; the ids of a prompt are below it.
+        access: who may ask.
+        body_s: how long a request's body may take to arrive.
     """
 
     engine: Engine
@@ -58,17 +62,21 @@ class Served:
     measures: Measures
     name: str
     vocab_size: int
+    access: Access = field(default_factory=Access)
+    body_s: float = 30.0
 
 
-def make_app(served: Served) -> Starlette:
+def make_app(served: Served) -> ASGIApp:
     """The app; it starts and stops nothing."""
     endpoints = _Endpoints(served)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", endpoints.page, methods=["GET"]),
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/metrics", endpoints.metrics, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
+            # A name may have slashes.
+            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         ],
@@ -80,6 +88,7 @@ def make_app(served: Served) -> Starlette:
             Exception: _internal_error,
         },
     )
+    return Guard(app, served.access)
 
 
 class _Endpoints:
@@ -87,9 +96,15 @@ class _Endpoints:
 
     def __init__(self, served: Served) -> None:
         self._served = served
+        self._created_s = int(time.time())
+        self._page = PAGE.read_text(encoding="utf-8")
+        self._page_headers = {
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": page_policy(self._page),
+        }
 
     async def page(self, request: Request) -> Response:
-        return FileResponse(PAGE, headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(self._page, headers=self._page_headers)
 
     async def health(self, request: Request) -> Response:
         failure = self._served.engine.failure
@@ -102,12 +117,35 @@ class _Endpoints:
         return PlainTextResponse(self._served.measures.text(), media_type=media_type)
 
     async def models(self, request: Request) -> Response:
-        max_length = self._served.engine.max_length
-        model = {"id": self._served.name, "object": "model", "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": max_length}]})
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "local",
+            "max_model_len": self._served.engine.max_length,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._served.name):
+            raise RefusedError(
+                f"this server has the model {self._served.name!r}; got {name[:80]!r}. Leave the "
+                "model out, or name this one.",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
 
     async def completions(self, request: Request) -> Response:
-        asked: CompletionRequest = parsed(CompletionRequest, await _json_body(request))
+        asked: CompletionRequest = parsed(
+            CompletionRequest, await _json_body(request, self._served.body_s)
+        )
         prompts = [
             await run_in_threadpool(self._served.encoder.encode, prompt)
             if isinstance(prompt, str)
@@ -117,8 +155,8 @@ class _Endpoints:
         return await self._answer(request, asked, prompts, asked.max_tokens)
 
     async def chat(self, request: Request) -> Response:
-        asked: ChatRequest = parsed(ChatRequest, await _json_body(request))
-        messages = [{"role": m.role, "content": m.content} for m in asked.messages]
+        asked: ChatRequest = parsed(ChatRequest, await _json_body(request, self._served.body_s))
+        messages = [message.for_template() for message in asked.messages]
         try:
             prompt = await run_in_threadpool(self._served.encoder.encode_chat, messages)
         except PromptError as error:
@@ -153,14 +191,7 @@ class _Endpoints:
         prompts: Sequence[list[int]],
         max_tokens: int | None,
     ) -> Response:
-        if asked.model not in (None, self._served.name):
-            raise RefusedError(
-                f"this server has the model {self._served.name!r}; got {asked.model!r}. Leave the "
-                "model out, or name this one.",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        self._check_model(asked.model)
         requests = [
             serving.Request(
                 prompt, self._max_tokens(asked, prompt, max_tokens), asked.sampling(i), asked.stops
@@ -175,10 +206,12 @@ class _Endpoints:
                 param="n",
             )
         is_chat = isinstance(asked, ChatRequest)
-        answer = Answer(is_chat=is_chat, model=self._served.name)
+        answer = Answer(is_chat=is_chat, model=self._served.name, with_usage=asked.with_usage)
+        prompt_tokens = sum(map(len, prompts))
         run = _Run(self._served.engine, requests)
         if asked.stream:
-            return _EventStream(run, answer)
+            usage_of = prompt_tokens if asked.with_usage else None
+            return _EventStream(run, answer, usage_of=usage_of)
         ended = asyncio.ensure_future(run.collected())
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -191,7 +224,6 @@ class _Endpoints:
             for task in (ended, gone):
                 task.cancel()
             await asyncio.gather(ended, gone, return_exceptions=True)
-        prompt_tokens = sum(map(len, prompts))
         return JSONResponse(
             answer.whole(choices, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
         )
@@ -286,11 +318,17 @@ class _Run:
 
 
 class _EventStream(StreamingResponse):
-    """A request's server-sent events; a client that hangs up cancels the request."""
+    """A request's server-sent events; a client that hangs up cancels the request.
 
-    def __init__(self, run: _Run, answer: Answer) -> None:
+    Args:
+        run: what runs.
+        answer: makes the events.
+        usage_of: the tokens of the prompts, if the last event shall have the numbers of tokens.
+    """
+
+    def __init__(self, run: _Run, answer: Answer, *, usage_of: int | None) -> None:
         super().__init__(
-            _events(run, answer),
+            _events(run, answer, usage_of),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -303,14 +341,19 @@ class _EventStream(StreamingResponse):
             self._run.cancel()
 
 
-async def _events(run: _Run, answer: Answer) -> AsyncIterator[str]:
+async def _events(run: _Run, answer: Answer, usage_of: int | None) -> AsyncIterator[str]:
+    num_tokens = 0
     try:
         async with contextlib.aclosing(run.events()) as events:
             async for choice, event in events:
                 if isinstance(event, Piece):
                     yield _sent_event(answer.piece(choice, event.text))
                 else:
+                    num_tokens += event.num_tokens
                     yield _sent_event(answer.piece(choice, "", event.reason.value))
+        if usage_of is not None:
+            usage = answer.usage(prompt_tokens=usage_of, completion_tokens=num_tokens)
+            yield _sent_event(usage)
         yield "data: [DONE]\n\n"
     except serving.EngineError as error:  # the status is sent: the error is an event
         yield _sent_event(error_body(str(error), kind="server_error", code=_code(error)))
@@ -320,31 +363,52 @@ def _sent_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-async def _json_body(request: Request) -> Any:
-    """The decoded body.
+async def _json_body(request: Request, within_s: float) -> Any:
+    """The decoded body, which must arrive in time.
 
     Raises:
-        RefusedError: it is too large, or no JSON.
+        RefusedError: it is not declared as JSON, too late, too large, or no JSON.
     """
+    declared = request.headers.get("content-type", "")
+    # A web page may send a form or a text anywhere without asking the server before; JSON not.
+    if declared.partition(";")[0].strip().lower() != "application/json":
+        raise RefusedError(
+            f"a body must have the Content-Type application/json; got {declared[:80]!r}. Add the "
+            "header, as curl --json does.",
+            code="unsupported_content_type",
+        )
     body, num_bytes = bytearray(), 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes <= MAX_BODY_BYTES:
-            body += part
-        # Most clients read an answer only when they have sent everything.
-        elif num_bytes > MAX_DRAINED_BYTES:
-            break
+    try:
+        async with asyncio.timeout(within_s):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes <= MAX_BODY_BYTES:
+                    body += part
+                # Most clients read an answer only when they have sent everything.
+                elif num_bytes > MAX_DRAINED_BYTES:
+                    break
+    except TimeoutError:
+        raise RefusedError(
+            f"a body must arrive within {within_s:g} s; got {num_bytes} bytes of it. Send it "
+            "faster, with the right Content-Length.",
+            status=408,
+            code="request_timeout",
+        ) from None
     if num_bytes > MAX_BODY_BYTES:
         raise RefusedError(
             f"a body must have at most {MAX_BODY_BYTES} bytes; got {num_bytes} or more. Send less.",
             status=413,
         )
     try:
-        data = json.loads(bytes(body))
+        data = json.loads(bytes(body), parse_constant=_no_json)
         json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of half a character
         return data
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body must be JSON; got what is none: {error}. Mend it.") from None
+
+
+def _no_json(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 async def _disconnected(request: Request) -> None:
@@ -362,7 +426,7 @@ def _code(error: Exception) -> str:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    path, method = request.url.path, request.method
+    path, method = request.scope["path"][:200], request.method
     if error.status_code == 404:
         message = f"paths are those of OpenAI's interface; got {path}. Try /v1/completions."
     elif error.status_code == 405:
@@ -370,7 +434,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"{path} takes {allowed}; got {method}. Change the method."
     else:
         message = error.detail
-    body = error_body(message, kind="invalid_request_error")
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    body = error_body(message, kind="invalid_request_error", code=code)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -3,12 +3,15 @@
 Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from examples.training.knobs import KnobError, check_at_least, knob, parser_of
 
 DEFAULT_LENGTH = 2048
+KEY_VARIABLE = "LLAMA_API_KEY"
 DTYPES = ("auto", "fp32", "bf16")
 
 
@@ -27,6 +30,19 @@ class ServeConfig:
     queue: int = knob(256, "requests that may wait for a slot")
     host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
     port: int = knob(8000, "port to listen at; 0: a free one")
+    api_key: str = knob(
+        "", f"clients must send it; other users see it here, and not in the variable {KEY_VARIABLE}"
+    )
+    without_key: bool = knob(
+        False, "let everyone who reaches a public --host ask", type=bool, action="store_true"
+    )
+    allow_host: tuple[str, ...] = knob(
+        (), "names by which clients call it, beside localhost and addresses", type=str, nargs="+"
+    )
+    allow_origin: tuple[str, ...] = knob(
+        (), "other web pages that may ask, as in https://chat.example; *: all", type=str, nargs="+"
+    )
+    connections: int = knob(1024, "HTTP connections at the same time")
     name: str = knob("", "the model's name to clients; empty: the folder's")
     grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C")
 
@@ -41,13 +57,46 @@ def checked(config: ServeConfig) -> None:
         raise KnobError(
             "--model names the folder of the model; got none. Add for instance --model llama/."
         )
-    check_at_least(config, 1, ("slots", "queue"))
+    check_at_least(config, 1, ("slots", "queue", "connections"))
     check_at_least(config, 0, ("devices", "max_length", "port", "grace_s"))
     if config.devices > 1 and not config.mesh:
         raise KnobError(
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
             f"Add for instance --mesh tensor={config.devices}."
         )
+    for origin in config.allow_origin:
+        if not _is_origin(origin):
+            raise KnobError(
+                "--allow-origin takes a scheme and a host, as browsers send them, or *; got "
+                f"{origin!r}. Pass for instance https://chat.example, without a path."
+            )
+    api_key(config)
+
+
+def api_key(config: ServeConfig) -> str:
+    """What clients must send: the option's value, or the environment's; empty: nothing.
+
+    Raises:
+        KnobError: it cannot be sent in a header.
+    """
+    key = config.api_key or os.environ.get(KEY_VARIABLE, "")
+    if not all("!" <= character <= "~" for character in key):
+        raise KnobError(
+            "an API key must be of ASCII's letters, digits and signs, without spaces; got one that "
+            "is not. Pass another one."
+        )
+    return key
+
+
+def _is_origin(text: str) -> bool:
+    """Whether a text is a scheme and a host, as browsers send them, or "*"."""
+    if text == "*":
+        return True
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}"
 
 
 def config_from(argv: Sequence[str] | None, *, usage: str | None = None) -> ServeConfig:

@@ -1,37 +1,53 @@
 """What clients send and get: the requests of OpenAI's interface, checked, and its answers."""
 
+import reprlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from examples.llama_tp.serving.sampling import SamplingOptions
 
 MAX_CHOICES = 16
+MAX_STOPS = 16
+LEAST_TEMPERATURE = 1e-5  # below it, logits that are divided by it leave float32's range
 _INT64 = 2**63
 # Options that are known and not supported, with the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (None,),
     "best_of": (None, 1),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
     "functions": (None, []),
-    "function_call": (None, "none"),
+    "function_call": (None, "none", "auto"),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
     "presence_penalty": (None, 0),
+    "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "stream_options": (None, {}, {"include_usage": False}),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none"),
+    "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "top_logprobs": (None, 0),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
-# Options that describe the request and change nothing about the answer.
-_DESCRIBING = ("user", "metadata", "store")
+# The same for messages: what clients send back of an assistant's earlier answer.
+_UNSUPPORTED_OF_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+    "annotations": (None, []),
+    "audio": (None,),
+    "function_call": (None,),
+    "refusal": (None,),
+    "tool_calls": (None, []),
+}
 
 
 class RefusedError(ValueError):
@@ -50,6 +66,89 @@ class RefusedError(ValueError):
         self.status, self.param, self.code = status, param, code
 
 
+def _mismatch(rule: str, got: Any, *, at: Sequence[int | str] = ()) -> PydanticCustomError:
+    """A value that is not as `rule` says, at a place within the validated one."""
+    return PydanticCustomError("mismatch", "mismatch", {"rule": rule, "got": got, "at": tuple(at)})
+
+
+_PROMPT = f"should be a text, token ids, or a list of 1 to {MAX_CHOICES} of them"
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_prompts(value: Any) -> list[str | list[int]]:
+    """Each prompt of a text, token ids, or a list of texts or of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _mismatch(_PROMPT, value)
+    if _is_token_id(value[0]):
+        return [_as_token_ids(value, at=())]
+    if len(value) > MAX_CHOICES:
+        raise _mismatch(_PROMPT, value)
+    if isinstance(value[0], str):
+        for i, part in enumerate(value):
+            if not isinstance(part, str):
+                raise _mismatch("should be a text, as the first one is", part, at=(i,))
+        return list(value)
+    if isinstance(value[0], list):
+        return [_as_token_ids(part, at=(i,)) for i, part in enumerate(value)]
+    raise _mismatch(_PROMPT, value)
+
+
+def _as_token_ids(value: Any, *, at: Sequence[int]) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise _mismatch("should be a list of token ids", value, at=at)
+    for i, part in enumerate(value):
+        if not _is_token_id(part):
+            raise _mismatch("should be a token id, an integer", part, at=(*at, i))
+    return value
+
+
+def _as_stops(value: Any) -> tuple[str, ...]:
+    """The strings that end a text, of one string, a list of them, or null."""
+    given = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(given, list) or len(given) > MAX_STOPS:
+        raise _mismatch(f"should be a text, or a list of at most {MAX_STOPS} texts", value)
+    for i, part in enumerate(given):
+        at = () if isinstance(value, str) else (i,)
+        if not isinstance(part, str):
+            raise _mismatch("should be a text", part, at=at)
+        if not part:
+            raise _mismatch("should not be empty", part, at=at)
+    return tuple(given)
+
+
+def _as_text(value: Any) -> str:
+    """A message's text, of a text or a list of parts, each of which begins a line."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _mismatch("should be a text or a list of text parts", value)
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            rule = 'should be {"type": "text", "text": ...}, as the model reads nothing but text'
+            raise _mismatch(rule, part, at=(i,))
+        if not isinstance(part.get("text"), str):
+            raise _mismatch("should be a text", part.get("text"), at=(i, "text"))
+        unknown = part.keys() - {"type", "text", "cache_control", "annotations"}
+        if unknown:
+            raise _mismatch("should have a type and a text alone", part, at=(i,))
+    return "\n".join(part["text"] for part in value)
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
 class _Options(BaseModel):
     """What both kinds of requests share."""
 
@@ -57,24 +156,26 @@ class _Options(BaseModel):
     default_max_tokens: ClassVar[int | None] = None  # None: as many as fit
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stops: Annotated[tuple[str, ...], PlainValidator(_as_stops), Field(alias="stop")] = ()
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # These describe the request, and change nothing about the answer.
+    user: str | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if "" in given:
-            raise RefusedError(
-                "stop strings must not be empty; got ''. Leave it out.", param="stop"
-            )
-        return tuple(given)
+    def with_usage(self) -> bool:
+        """Whether a stream ends in the numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_choices(self) -> int:
@@ -84,12 +185,14 @@ class _Options(BaseModel):
     def sampling(self, choice: int) -> SamplingOptions:
         """How the tokens of a choice are chosen.
 
-        The temperature is 1 where none is given, as in OpenAI's interface. Choice `i` has the seed
-        `seed + i`, and a random one where none is given.
+        The temperature is 1 where none is given, as in OpenAI's interface; below
+        `LEAST_TEMPERATURE` it is 0. Choice `i` has the seed `seed + i`, and a random one where none
+        is given.
         """
         seed = secrets.randbits(62) if self.seed is None else self.seed + choice
+        temperature = 1.0 if self.temperature is None else float(self.temperature)
         return SamplingOptions(
-            temperature=1.0 if self.temperature is None else float(self.temperature),
+            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
             top_k=self.top_k or 0,
             top_p=1.0 if self.top_p is None else float(self.top_p),
             seed=(seed + _INT64) % (2 * _INT64) - _INT64,
@@ -101,84 +204,109 @@ class CompletionRequest(_Options):
 
     default_max_tokens: ClassVar[int | None] = 16
 
-    prompt: (
-        str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-    )
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [part for part in self.prompt if isinstance(part, str)]
-        return [*texts] or [[part for part in self.prompt if isinstance(part, int)]]
+    prompts: Annotated[list[str | list[int]], PlainValidator(_as_prompts), Field(alias="prompt")]
 
 
 class Message(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation; `name` is for the model's template."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Annotated[str, PlainValidator(_as_text)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """What a chat template reads."""
+        return self.model_dump(exclude_none=True)
 
 
 class ChatRequest(_Options):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
 
 
 def parsed(kind: type[_Options], data: Any) -> Any:
     """A request from decoded JSON.
 
     Raises:
-        RefusedError: with the rule, what was got, and what to do; status 422 for wrong types and
-            ranges, 400 for what is not supported.
+        RefusedError: with the rule, what was got, and what to do; its code is one of OpenAI's.
     """
     if not isinstance(data, dict):
         raise RefusedError(
             f"the body must be a JSON object; got {_shortened(data)}. Send for instance "
             '{"prompt": "Once"}.'
         )
-    for name, neutral in _UNSUPPORTED.items():
+    given = _without_neutral(data, _UNSUPPORTED)
+    if isinstance(given.get("messages"), list):
+        given["messages"] = [
+            _without_neutral(message, _UNSUPPORTED_OF_MESSAGES, prefix=f"messages.{i}.")
+            if isinstance(message, dict)
+            else message
+            for i, message in enumerate(given["messages"])
+        ]
+    try:
+        found = kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from None
+    if found.stream_options is not None and not found.stream:
+        raise RefusedError(
+            "stream_options is for streams alone; got it without stream. Leave it out, or add "
+            '"stream": true.',
+            param="stream_options",
+            code="invalid_value",
+        )
+    return found
+
+
+def _without_neutral(
+    data: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], *, prefix: str = ""
+) -> dict[str, Any]:
+    """The options without the unsupported ones, all of which must ask for nothing."""
+    for name, neutral in unsupported.items():
         if name in data and not _is_any_of(data[name], neutral):
             raise RefusedError(
-                f"{name} is not supported by this server; got {_shortened(data[name])}. "
+                f"{prefix}{name} is not supported by this server; got {_shortened(data[name])}. "
                 "Leave it out.",
-                param=name,
+                param=f"{prefix}{name}",
                 code="unsupported_parameter",
             )
-    ignored = (*_UNSUPPORTED, *_DESCRIBING)
-    try:
-        return kind.model_validate({k: v for k, v in data.items() if k not in ignored})
-    except ValidationError as error:
-        # Of a union, each part says why it does not fit: the deepest one came closest.
-        found = max(error.errors(include_url=False), key=lambda e: len(e["loc"]))
-    names = [str(part) for part in found["loc"] if not str(part).startswith(_UNION_PARTS)]
-    name = ".".join(names)
-    if found["type"] == "missing":
-        message = f"{name} is required; got a body without it. Add it."
-    elif found["type"] == "extra_forbidden":
-        message = f"{name} is no option of this interface. Leave it out."
-    else:
-        rule = f"{name} should be {_KINDS[name]}" if name in _KINDS else found["msg"]
-        rule = rule.replace("Input should", f"{name} should").replace(
-            "List should", f"{name} should"
-        )
-        message = f"{rule}; got {_shortened(found['input'])}. Change it."
-    raise RefusedError(message, status=422, param=names[0])
+    return {name: value for name, value in data.items() if name not in unsupported}
 
 
-# What may be of several types.
-_KINDS = {
-    "prompt": f"a text, token ids, or a list of 1 to {MAX_CHOICES} texts",
-    "stop": "a text, or a list of at most 16 texts",
+# Of pydantic's messages, those that speak of Python's types.
+_RULES = {
+    "dict_type": "should be an object",
+    "model_type": "should be an object",
+    "list_type": "should be a list",
+    "string_type": "should be a text",
+    "bool_type": "should be true or false",
+    "int_type": "should be an integer",
+    "float_type": "should be a number",
 }
-_UNION_PARTS = ("str", "list[", "constrained-", "function-")  # how pydantic names a union's parts
+
+
+def _refusal(found: Mapping[str, Any]) -> RefusedError:
+    """What is wrong with an option. No model has a union, so a location is a path in the JSON."""
+    kind, path, rule, got = found["type"], tuple(found["loc"]), found["msg"], found["input"]
+    if kind == "mismatch":
+        rule, got = found["ctx"]["rule"], found["ctx"]["got"]
+        path += found["ctx"]["at"]
+    name = _cut(".".join(map(str, path)))
+    if kind == "missing":
+        message = f"{name} is required; got a body without it. Add it."
+        code = "missing_required_parameter"
+    elif kind == "extra_forbidden":
+        message = f"{name} is no option of this interface. Leave it out."
+        code = "unknown_parameter"
+    else:
+        rule = _RULES.get(kind, rule)
+        rule = f"should {rule.partition('should ')[2]}" if "should " in rule else f"fails: {rule}"
+        message = f"{name} {rule}; got {_shortened(got)}. Change it."
+        code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return RefusedError(message, param=name, code=code)
 
 
 def _is_any_of(value: Any, others: Sequence[Any]) -> bool:
@@ -188,8 +316,16 @@ def _is_any_of(value: Any, others: Sequence[Any]) -> bool:
     )
 
 
+_REPR = reprlib.Repr()  # bounds depth and the numbers of items
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 76
+
+
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    """A value of decoded JSON in at most 80 characters, however deep or long it is."""
+    return _cut(_REPR.repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -209,10 +345,13 @@ class Answer:
     Args:
         is_chat: whether it is a chat.
         model: the name that the model is served under.
+        with_usage: whether a stream has the numbers of tokens; each event then has a place for
+            them.
     """
 
-    def __init__(self, *, is_chat: bool, model: str) -> None:
-        self._is_chat = is_chat
+    def __init__(self, *, is_chat: bool, model: str, with_usage: bool = False) -> None:
+        self._is_chat, self._with_usage = is_chat, with_usage
+        self._begun: set[int] = set()  # the choices of which a piece was made
         prefix = "chatcmpl" if is_chat else "cmpl"
         self._common = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -228,24 +367,45 @@ class Answer:
             **self._common,
             "object": "chat.completion" if self._is_chat else "text_completion",
             "choices": [
-                self._choice(i, "message", text, reason) for i, (text, reason) in enumerate(choices)
+                self._choice(i, {"message": {"role": "assistant", "content": text}}, text, reason)
+                for i, (text, reason) in enumerate(choices)
             ],
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-                "total_tokens": prompt_tokens + completion_tokens,
-            },
+            "usage": _usage(prompt_tokens, completion_tokens),
         }
 
     def piece(self, choice: int, text: str, reason: str | None = None) -> dict[str, Any]:
-        """One event of a stream: more text of a choice, or why it ended."""
+        """One event of a stream: more text of a choice, or why it ended.
+
+        The first one of a chat's choice says the role: clients append what the others repeat.
+        """
+        delta = {} if reason is not None and not text else {"content": text}
+        if choice not in self._begun:
+            self._begun.add(choice)
+            delta = {"role": "assistant", "content": text}
+        return self._event([self._choice(choice, {"delta": delta}, text, reason)], usage=None)
+
+    def usage(self, *, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+        """The last event of a stream that has the numbers of tokens; it has no choices."""
+        return self._event([], usage=_usage(prompt_tokens, completion_tokens))
+
+    def _event(self, choices: list[Any], *, usage: dict[str, int] | None) -> dict[str, Any]:
         return {
             **self._common,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-            "choices": [self._choice(choice, "delta", text, reason)],
+            "choices": choices,
+            **({"usage": usage} if self._with_usage else {}),
         }
 
-    def _choice(self, index: int, key: str, text: str, reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
-        content = {key: message} if self._is_chat else {"text": text}
+    def _choice(
+        self, index: int, message: dict[str, Any], text: str, reason: str | None
+    ) -> dict[str, Any]:
+        content = message if self._is_chat else {"text": text}
         return {"index": index, **content, "logprobs": None, "finish_reason": reason}
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,11 +1,16 @@
 """The HTTP server: the app on a socket, until a signal or `stop`, then an orderly end."""
 
 import asyncio
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
+from examples.llama_tp.serving.connections import BACKLOG, LimitedConfig, Limits
 from examples.llama_tp.serving.engine import Engine
 
 _EXTRA_S = 5.0  # for the last answers, after the engine's grace period
@@ -18,14 +23,20 @@ class Server(uvicorn.Server):
         app: what answers.
         engine: what the app asks; started.
         grace_s: how long requests in flight may take after the signal.
+        limits: of the connections.
     """
 
-    def __init__(self, app: Starlette, engine: Engine, *, grace_s: float) -> None:
-        config = uvicorn.Config(
+    def __init__(
+        self, app: ASGIApp, engine: Engine, *, grace_s: float, limits: Limits | None = None
+    ) -> None:
+        config = LimitedConfig(
             app,
-            log_level="warning",
+            limits=Limits() if limits is None else limits,
+            log_level="error",  # what clients do wrong is told to them
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
+            server_header=False,
             timeout_graceful_shutdown=int(grace_s + _EXTRA_S),
         )
         super().__init__(config)
@@ -39,6 +50,46 @@ class Server(uvicorn.Server):
         await stopping
 
 
+class Ending:
+    """Ctrl-C and SIGTERM from the first line on: none is lost, and none ends in a traceback.
+
+    Before a server runs, they raise KeyboardInterrupt; then they end it.
+
+    Attributes:
+        was_interrupted: whether Ctrl-C was pressed.
+    """
+
+    def __init__(self) -> None:
+        self.was_interrupted = False
+        self._is_told = False
+        self._server: Server | None = None
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Inside, this handles both signals. A KeyboardInterrupt of its own ends the block."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self._is_told:
+                raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def ends(self, server: Server) -> None:
+        """From now on, signals end this server; uvicorn passes on those that it catches itself."""
+        self._server = server
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
+        self.was_interrupted |= number == signal.SIGINT
+        if self._server is None:
+            raise KeyboardInterrupt
+        self._server.should_exit = True
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that clients can connect to; port 0 takes a free one.
 
@@ -46,7 +97,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         OSError: the address is not this machine's, or taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=2048)
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 def address(listening: socket.socket) -> str:

@@ -62,7 +62,8 @@ class PromptEncoder:
                     add_generation_prompt=True,
                 )
                 ids: list[int] = self._tokenizer(text, add_special_tokens=not own).input_ids
-        except TemplateError as error:
+        # A template's code may also fail as Python does, for an order of roles or a text.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             roles = [message["role"] for message in messages]
             raise PromptError(
                 "messages must be as the model's chat template requires; got the roles "

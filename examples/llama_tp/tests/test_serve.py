@@ -13,8 +13,8 @@ import pytest
 from tiers import exhaustive
 from transformers import LlamaConfig
 
-from examples.llama_tp.serve import main, parsed_mesh, slot_length
-from examples.llama_tp.serving.config import ServeConfig, config_from
+from examples.llama_tp.serve import access_of, check_public, main, parsed_mesh, slot_length
+from examples.llama_tp.serving.config import KEY_VARIABLE, ServeConfig, checked, config_from
 from examples.llama_tp.serving.server import listening_socket
 from examples.llama_tp.serving.tests.tiny import save_tiny_model
 from examples.training.knobs import KnobError
@@ -41,6 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["--max-length", "1"], "--max-length has room for a prompt and its answer; got 1"),
         (["--mesh", "data=1"], "a server splits over one axis, tensor; got 'data=1'"),
         (["--mesh", "tensor=7"], "must multiply to the number of devices"),
+        (
+            ["--host", "0.0.0.0", "--port", "0"],
+            "Set the variable LLAMA_API_KEY, or pass --without",
+        ),
+        (
+            ["--api-key", "a b"],
+            "of ASCII's letters, digits and signs, without spaces; got one",
+        ),
+        (["--allow-origin", "chat.example"], "a scheme and a host, as browsers send them, or *; g"),
+        (["--connections", "0"], "--connections must be at least 1; got 0"),
         (["--host", "192.0.2.1"], "--host and --port name a free address of this machine; got 192"),
     ],
 )
@@ -91,9 +101,43 @@ def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> N
     assert all(f"--{name.replace('_', '-')}" in out for name in names)
 
 
+def test_a_public_server_has_a_key_or_is_meant_to_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    public = ServeConfig(host="0.0.0.0")
+    with pytest.raises(KnobError, match=r"--host 0.0.0.0 lets other machines ask"):
+        check_public(public, access_of(public), local=False)
+    check_public(public, access_of(public), local=True)
+    meant = dataclasses.replace(public, without_key=True)
+    check_public(meant, access_of(meant), local=False)
+    monkeypatch.setenv(KEY_VARIABLE, "key")
+    check_public(public, access_of(public), local=False)
+    assert access_of(public).api_key == "key"
+    assert access_of(dataclasses.replace(public, api_key="other")).api_key == "other"
+
+
+def test_an_origin_is_a_scheme_and_a_host() -> None:
+    for origin in ("https://chat.example", "http://localhost:3000", "vscode-webview://abc", "*"):
+        checked(ServeConfig(model="x", allow_origin=(origin,)))
+    for origin in ("chat.example", "https://chat.example/", "", "https://", "https://[", "null"):
+        with pytest.raises(KnobError, match="without a path"):
+            checked(ServeConfig(model="x", allow_origin=(origin,)))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
-def test_a_server_runs_until_it_is_told_to_end(number: signal.Signals, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, "answered"),
+        exhaustive(signal.SIGTERM, "serving"),
+        exhaustive(signal.SIGTERM, "compiling"),
+        exhaustive(signal.SIGINT, "loading"),
+    ],
+)
+def test_a_server_runs_until_it_is_told_to_end(
+    number: signal.Signals, moment: str, folder: str
+) -> None:
     command = [sys.executable, "-m", "examples.llama_tp.serve", "--model", folder, "--port", "0"]
     command += ["--devices", "2", "--mesh", "tensor=2", "--max-length", "64", "--name", "little"]
     process = subprocess.Popen(
@@ -104,20 +148,26 @@ def test_a_server_runs_until_it_is_told_to_end(number: signal.Signals, folder: s
         said = []
         for line in process.stdout:
             said.append(line)
-            if line.startswith("serving"):
+            if line.startswith(("serving", moment)):
                 break
-        assert [line for line in said if "compiling" in line] == [
-            "compiling: prompts of up to 32 tokens\n",
-            "compiling: prompts of up to 64 tokens\n",
-            "compiling: a token of 16 slots\n",
-        ]
-        (url,) = re.findall(r"^serving little at (http://127.0.0.1:\d+); Ctrl-C", said[-1])
-        asked = {"prompt": "the", "max_tokens": 4, "model": "little"}
-        answer = httpx2.post(f"{url}/v1/completions", json=asked, timeout=60)
-        assert answer.status_code == 200
+        if moment == "answered":
+            check_answers(said)
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert out == "ended\n" and "Traceback" not in err
+    assert out.endswith("ended\n") and "Traceback" not in err
     assert process.returncode == (130 if number == signal.SIGINT else 0)
+
+
+def check_answers(said: list[str]) -> None:
+    """Checks what a server prints until it serves, and that it answers."""
+    assert [line for line in said if "compiling" in line] == [
+        "compiling: prompts of up to 32 tokens\n",
+        "compiling: prompts of up to 64 tokens\n",
+        "compiling: a token of 16 slots\n",
+    ]
+    (url,) = re.findall(r"^serving little at (http://127.0.0.1:\d+); Ctrl-C", said[-1])
+    asked = {"prompt": "the", "max_tokens": 4, "model": "little"}
+    answer = httpx2.post(f"{url}/v1/completions", json=asked, timeout=60)
+    assert answer.status_code == 200

@@ -1,4 +1,4 @@
-"""The page in a real browser: a prompt, text that streams and ends, and the stop button."""
+"""The page in a real browser: its key, text that streams and ends, and the stop button."""
 
 import shutil
 import time
@@ -11,6 +11,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
+from examples.llama_tp.serving.guard import Access
 from examples.llama_tp.serving.programs import Programs
 from examples.llama_tp.serving.tests.test_app import start
 from examples.llama_tp.serving.tests.tiny import LENGTH, wait_idle
@@ -61,7 +62,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_prompt_is_continued_and_stopped(
     programs: Programs, tokenizer: Any, browser: webdriver.Chrome
 ) -> None:
-    server = start(programs, tokenizer)
+    server = start(programs, tokenizer, access=Access(api_key="key"))
 
     def element(name: str) -> Any:
         return browser.find_element(By.ID, name)
@@ -72,9 +73,11 @@ def test_a_prompt_is_continued_and_stopped(
 
     try:
         browser.get(server.url)
+        until(lambda: element("model").text == "needs an API key")
+        write("key", "key\t")
         until(lambda: element("model").text == f"tiny, up to {LENGTH} tokens")
         asked = {"prompt": "the cat sat", "max_tokens": 40, "temperature": 0}
-        with server.client() as client:
+        with server.client(Authorization="Bearer key") as client:
             wanted = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
         for name, value in asked.items():
             write(name, str(value))
@@ -113,6 +116,7 @@ def test_a_prompt_is_continued_and_stopped(
         wait_idle(server.engine)
         assert server.measures.num_requests("cancelled") == 1
         severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-        assert len(severe) == 1 and "400" in severe[0]["message"]  # the refusal
+        assert ["401" in one["message"] for one in severe] == [True, False]  # the key was missing
+        assert "400" in severe[1]["message"]  # the refusal
     finally:
         server.end()
