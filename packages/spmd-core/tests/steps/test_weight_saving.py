@@ -42,7 +42,7 @@ def test_every_dtype_and_shape_on_device_and_host(tmp_path, mesh_2d):
         assert torch.equal(found[name].reshape(-1).view(torch.uint8),
                            tensor.contiguous().reshape(-1).view(torch.uint8)), name  # fmt: skip
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata().items() > {"format": "pt"}.items()
 
 
 def test_parts_and_their_index(tmp_path, mesh_1d):
@@ -57,7 +57,7 @@ def test_parts_and_their_index(tmp_path, mesh_1d):
         part = load_file(tmp_path / index["weight_map"][name])
         assert torch.equal(part[name], tensor.cpu())
     with safe_open(tmp_path / parts[0], "pt") as file:
-        assert file.metadata() == {"by": "a test"}
+        assert file.metadata().items() > {"by": "a test"}.items()
     other = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     spmd.load_safetensors(other, tmp_path)
     assert torch.equal(other[2].weight, net[2].weight.cpu())

@@ -24,7 +24,7 @@ FLOORS = [
     ("program",),
     ("graph", "runtime"),
     ("sharding", "ops"),
-    ("chips", "errors", "config", "counters", "dtypes", "releases", "source_lines"),
+    ("chips", "errors", "config", "counters", "dtypes", "files", "releases", "source_lines"),
 ]
 FILES = import_graph.file_arrows(SOURCE)
 ROOMS = import_graph.room_arrows(FILES)

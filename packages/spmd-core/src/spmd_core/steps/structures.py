@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from spmd_core import releases, source_lines
+from spmd_core import files, releases, source_lines
 from spmd_core.errors import SpmdError
 from spmd_core.marks import process_data
 from spmd_core.marks.marking import apply_sharding, start_upload
@@ -147,6 +147,8 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
 
     `torch.load(path, weights_only=True)` reads the file in any process. Each of several processes
     must call this function, as all take part in gathering; it returns when the file is written.
+    It is written under another name first: at any moment, `path` is the earlier file or the whole
+    new one, and the new one is on the disk when this returns.
 
     Args:
         data: any structure that `map_tensors` looks into.
@@ -154,6 +156,7 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
         master_only: whether only process 0 writes; else each process writes to its own `path`.
 
     Raises:
+        OSError: the path is no regular file, or cannot be written; the earlier file stays.
         SpmdError: another process could not write its file. The process that could not write raises
             its own error.
     """
@@ -161,10 +164,19 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
     error: Exception | None = None
     if processes.is_master() or not master_only:
         try:
-            torch.save(host, path)
+            write(host, path)
         except Exception as raised:
             error = raised
     raise_together(error)
+
+
+def write(host: Any, path: str | os.PathLike[str] | IO[bytes]) -> None:
+    """`torch.save` of tensors on the CPU: into a file that is whole or as before; see `save`."""
+    if isinstance(path, str | os.PathLike):
+        with files.replacing(path) as scratch:
+            torch.save(host, scratch)
+    else:
+        torch.save(host, path)
 
 
 def raise_together(error: Exception | None) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ import torch
 from spmd_core import dtypes
 from spmd_core.errors import DataError
 from spmd_core.graph.storage import Storage
+from spmd_core.steps.weight_checksums import NAME as CHECKSUMS
+from spmd_core.steps.weight_checksums import Checked
 from spmd_core.steps.weight_saving import (
     DTYPE_NAMES,
     INDEX_FILE,
@@ -61,6 +63,7 @@ class _Stored:
         shape: its shape.
         dtype: torch's dtype, or the format's name of one that torch's tensors here lack.
         offset: where its elements begin, in bytes.
+        checked: the checksums that the file carries, if it does.
     """
 
     path: Path
@@ -68,6 +71,25 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype | str
     offset: int
+    checked: Checked | None = None
+
+    def check(self, blocks: Iterable[Sequence[slice]]) -> None:
+        """Compares the file's bytes around blocks with its checksums, if it has some.
+
+        Raises:
+            DataError: they differ.
+        """
+        if self.checked is None or not isinstance(self.dtype, torch.dtype):
+            return
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        ranges = []
+        for block in blocks:
+            if all(s.start < s.stop for s in block):
+                first = sum(s.start * stride for s, stride in zip(block, strides))
+                last = sum((s.stop - 1) * stride for s, stride in zip(block, strides))
+                size = self.dtype.itemsize
+                ranges.append((self.offset + first * size, self.offset + (last + 1) * size))
+        self.checked.check(ranges)
 
     def row_step(self) -> int:
         """How many rows one mapping may read: a multiple of whole rows, at least one."""
@@ -112,7 +134,8 @@ def load_safetensors(
     never computed. A tensor keeps its dtype, and gets the file's values in it. Of a tied weight,
     one of its names in the file is enough.
 
-    Everything is checked before anything is read. Waits for the transfers to the devices. Several
+    Everything is checked before anything is read: also the bytes, where a file carries checksums,
+    as those of `save_safetensors` do. Waits for the transfers to the devices. Several
     processes each read the files that they are given.
 
     Args:
@@ -166,8 +189,19 @@ def load_safetensors(
         )
     for name, found in sources.items():
         if found:
+            stored[found[0]].check(_blocks(tensors[name]))
+    for name, found in sources.items():
+        if found:
             _load(tensors[name], stored[found[0]])
     return LoadedKeys(missing, unexpected)
+
+
+def _blocks(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
+    """What `_load` will read."""
+    if isinstance(tensor, XLAShardedTensor):
+        assert isinstance(tensor._handle, Storage)
+        return shards.local_blocks(tensor._handle)
+    return [tuple(slice(0, n) for n in tensor.shape)]
 
 
 def _load(tensor: torch.Tensor, stored: _Stored) -> None:
@@ -322,26 +356,31 @@ def _indexed(index: Path) -> dict[str, _Stored]:
 
 def _headers(path: Path) -> dict[str, _Stored]:
     """The tensors of one file by name."""
+    checked = None
     try:
         with safe_open(path, "np"):
             pass  # checks the header, and that it covers the file
         with path.open("rb") as file:
             num_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(num_bytes))
+            text = file.read(num_bytes)
+            header = json.loads(text)
+        checksums = header.pop("__metadata__", {}).get(CHECKSUMS)
+        if checksums is not None:
+            checked = Checked(path, text, checksums)
+        return {
+            name: _Stored(
+                path,
+                name,
+                tuple(entry["shape"]),
+                _DTYPES.get(entry["dtype"], entry["dtype"]),
+                8 + num_bytes + entry["data_offsets"][0],
+                checked,
+            )
+            for name, entry in header.items()
+        }
     except (SafetensorError, OSError) as error:
         raise DataError(
             "weights are read from whole safetensors files; "
             f"{str(path)!r} ({path.stat().st_size:,} bytes) cannot be read: {error}. "
             "Copy or download it again."
         ) from error
-    header.pop("__metadata__", None)
-    return {
-        name: _Stored(
-            path,
-            name,
-            tuple(entry["shape"]),
-            _DTYPES.get(entry["dtype"], entry["dtype"]),
-            8 + num_bytes + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }

@@ -7,17 +7,18 @@ at once. The format: https://huggingface.co/docs/safetensors
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from spmd_core import dtypes
+from spmd_core import dtypes, files
 from spmd_core.errors import DataError
+from spmd_core.files import Unfinished
 from spmd_core.runtime import processes
+from spmd_core.steps import weight_checksums
 from spmd_core.steps.structures import raise_together
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -65,9 +66,10 @@ def save_safetensors(
     several names, such as a tied weight, is written once, under its first name.
 
     All files are written under temporary names first, so that a save that fails leaves an earlier
-    one as it was; one that succeeds replaces it. Cuts, and waits for the device. Each of several
-    processes must call this function, as all take part in gathering; process 0 writes, and all
-    return when the files are in place.
+    one as it was; one that succeeds replaces it, and is on the disk. Each file carries checksums in
+    its header's metadata, which `load_safetensors` compares. Cuts, and waits for the device. Each
+    of several processes must call this function, as all take part in gathering; process 0 writes,
+    and all return when the files are in place.
 
     Args:
         module: a module on any device, or a state dict: tensors of any shape by name.
@@ -99,23 +101,20 @@ def save_safetensors(
     parts = _parts(tensors, max_shard_bytes)
     header_text = {"format": "pt"} if metadata is None else dict(metadata)
     target, writes = Path(folder).expanduser(), processes.is_master()
-    unfinished: dict[Path, Path] = {}  # the final name of each file that is written so far
+    unfinished: list[Unfinished] = []  # the files that are written so far
     error = _made(target) if writes else None
     for number, part in enumerate(parts, start=1):
         name = MODEL_FILE if len(parts) == 1 else _PART_FILE.format(number, len(parts))
         if writes and error is None:
-            scratch = target / f"{name}.{os.getpid()}.part"
-            unfinished[scratch] = target / name
-            error = _write(scratch, part, header_text)
+            error = _write(target / name, part, header_text, unfinished)
         elif processes.process_count() > 1:
             # The process that writes needs the others to gather, and they need it, if it failed.
             _gather(_on_host(part))
     if writes and error is None:
         error = _put_in_place(target, unfinished, _index(parts) if len(parts) > 1 else None)
     if error is not None:
-        for scratch in unfinished:
-            with suppress(OSError):
-                scratch.unlink(missing_ok=True)
+        for file in unfinished:
+            file.discard()
         failed = OSError(
             f"weights must fit on the disk, in a folder that may be written; {target} could not be "
             f"written: {error}. An earlier save there is as it was. Free space, or name another "
@@ -199,18 +198,32 @@ def _made(folder: Path) -> OSError | None:
 
 
 def _write(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    unfinished: list[Unfinished],
 ) -> OSError | None:
-    """Writes one file; returns the error if it could not, having gathered every tensor."""
+    """Writes one file under another name, and adds it to `unfinished`.
+
+    Returns the error if it could not, having gathered every tensor.
+    """
     # Wide elements first: each tensor then begins at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     remaining = _on_host(ordered)
     try:
-        with path.open("wb") as file:
-            _write_header(file, ordered, metadata)
+        unfinished.append(Unfinished(path))
+        sums = weight_checksums.Sums()
+        with unfinished[-1].path.open("wb") as file:
+            header = _header(ordered, metadata)
+            file.write(len(header).to_bytes(8, "little") + header)
             for host in remaining:
-                file.write(dtypes.numpy_view(host.reshape(-1)).view(np.uint8).data)
-                del host  # before the next one is gathered
+                data = dtypes.numpy_view(host.reshape(-1)).view(np.uint8).data
+                sums.add(data)
+                file.write(data)
+                del host, data  # before the next one is gathered
+            file.seek(8 + _place_of_checksums(header))
+            file.write(sums.text(header).encode())
+        unfinished[-1].sync()
     except OSError as error:
         if processes.process_count() > 1:
             _gather(remaining)
@@ -218,10 +231,11 @@ def _write(
     return None
 
 
-def _write_header(
-    file: BinaryIO, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> None:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The header, with room for the checksums, which are known when the data is written."""
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    checksums = {weight_checksums.NAME: weight_checksums.placeholder(num_bytes)}
+    header: dict[str, Any] = {"__metadata__": checksums | dict(metadata) | checksums}
     begin = 0
     for name, tensor in tensors.items():
         header[name] = {
@@ -231,8 +245,12 @@ def _write_header(
         }
         begin += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    return text + b" " * (-len(text) % 8)
+
+
+def _place_of_checksums(header: bytes) -> int:
+    """Where the text of the checksums begins: the first one in the header."""
+    return header.index(b'":"') + 3
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -260,29 +278,33 @@ def _index(parts: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 
 def _put_in_place(
-    folder: Path, written: Mapping[Path, Path], index: Mapping[str, Any] | None
+    folder: Path, written: list[Unfinished], index: Mapping[str, Any] | None
 ) -> OSError | None:
     """Gives complete files their names, and removes an earlier save's other files.
 
     Returns the error if it could not.
     """
-    scratch_index = folder / f"{INDEX_FILE}.{os.getpid()}.part"
+    others: list[Unfinished] = []
     try:
-        obsolete = {folder / INDEX_FILE, *folder.glob(_PART_FILES)} - set(written.values())
+        obsolete = {folder / INDEX_FILE, *folder.glob(_PART_FILES)}
+        obsolete -= {folder / file.target.name for file in written}
         if index is not None:
-            scratch_index.write_text(json.dumps(index, indent=2) + "\n")
+            others.append(Unfinished(folder / INDEX_FILE))
+            others[0].path.write_text(json.dumps(index, indent=2) + "\n")
+            others[0].sync()
             # What names the earlier files goes first: parts of two saves must not be read as one.
             (folder / INDEX_FILE).unlink(missing_ok=True)
             (folder / MODEL_FILE).unlink(missing_ok=True)
-        for scratch, final in written.items():
-            scratch.replace(final)
+            files.sync_folder(folder)
+        for file in (*written, *others):
+            file.put_in_place()
         if index is not None:
-            scratch_index.replace(folder / INDEX_FILE)
             obsolete.discard(folder / INDEX_FILE)
         for other in obsolete:
             other.unlink(missing_ok=True)
+        files.sync_folder(folder)
     except OSError as error:
-        with suppress(OSError):
-            scratch_index.unlink(missing_ok=True)
+        for file in others:
+            file.discard()
         return error
     return None

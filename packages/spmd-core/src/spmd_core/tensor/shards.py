@@ -144,13 +144,26 @@ def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], Non
     stored_shape = padded_shape(spec, placement.sharding)
     arrays = []
     for bounds, holders in buffers.blocks_of(placement.device_sharding, stored_shape).items():
-        inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, spec.shape))
+        inside = _inside(bounds, spec.shape)
         block = torch.zeros([b - a for a, b in bounds], dtype=spec.dtype, device="cpu")
         read(inside, block[tuple(slice(s.stop - s.start) for s in inside)])
         arrays += buffers.put(block, holders)
     with lock:
         array = buffers.joined(arrays, placement.device_sharding, stored_shape, spec.dtype)
         leaves.replace(storage, array, placement)
+
+
+def local_blocks(storage: Storage) -> list[tuple[slice, ...]]:
+    """What `fill` will ask for: the blocks of a storage that this process's devices hold."""
+    spec, placement = storage.spec, leaves.device_placement(storage.sharding)
+    stored_shape = padded_shape(spec, placement.sharding)
+    blocks = buffers.blocks_of(placement.device_sharding, stored_shape)
+    return [_inside(bounds, spec.shape) for bounds in blocks]
+
+
+def _inside(bounds: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[slice, ...]:
+    """A block without its padding."""
+    return tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, shape))
 
 
 def _positions(sharding: Sharding) -> dict[int, int]:

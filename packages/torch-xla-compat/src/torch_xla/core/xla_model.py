@@ -281,7 +281,7 @@ def save(
     if master_only and not global_master and processes.process_count() > 1:
         whole = structures.to_cpu(data)
         if is_master_ordinal(local=True):
-            torch.save(whole, file_or_path)
+            structures.write(whole, file_or_path)
         rendezvous("torch_xla.core.xla_model.save")
         return
     structures.save(data, file_or_path, master_only=master_only)

@@ -1,0 +1,193 @@
+"""Writes files whole or not at all: under a name of its own first, durably, one writer in each."""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+# What file systems without an operation answer to it.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.ENOLCK}
+
+
+class Unfinished:
+    """A new file beside the one that it replaces when it is whole.
+
+    Its name is no other writer's, on any host. It is locked while this object is open, so another
+    writer can tell it from what a killed process has left, and removes that.
+
+    Args:
+        target: the file's name in the end, in a folder that is there; a link is followed.
+
+    Attributes:
+        path: of the new file, which is empty: write to it by this name.
+        target: as above, without links.
+
+    Raises:
+        OSError: the target is no regular file, or its folder cannot be written.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = _regular(Path(target).expanduser().resolve())
+        _remove_leftovers(self.target)
+        while True:
+            name = f"{_stem(self.target)}.{secrets.token_hex(8)}.part"
+            self.path = self.target.with_name(name)
+            self._file = os.open(
+                self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+            )
+            if _is_locked(self._file) is not False and self.path.exists():
+                break
+            os.close(
+                self._file
+            )  # a writer that looked for leftovers in this moment took it for one
+
+    def sync(self) -> None:
+        """Waits until the content is on the disk."""
+        os.fsync(self._file)
+
+    def put_in_place(self) -> None:
+        """Gives the file its name, and the permissions of the file that it replaces.
+
+        The content must be on the disk before (`sync`); the name is when `sync_folder` returns.
+        """
+        with suppress(FileNotFoundError):
+            os.fchmod(self._file, stat.S_IMODE(self.target.stat().st_mode))
+        self.path.replace(self.target)
+        self._close()
+
+    def discard(self) -> None:
+        """Removes the file, unless it is in place."""
+        if self._file >= 0:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        os.close(file)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives the name of a new file, which takes the place of `path` when the block ends.
+
+    At any moment, also after a kill or a loss of power, `path` is the earlier file, or the new one
+    with all that was written. An error in the block removes the new file.
+
+    Args:
+        path: a file that may be there, or not, in a folder that is.
+
+    Raises:
+        OSError: `path` is no regular file, or the file cannot be written; the earlier one stays.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(f"{folder}/figures.txt") as scratch:
+        ...         _ = scratch.write_text("1 2 3")
+        ...     os.listdir(folder)
+        ['figures.txt']
+    """
+    unfinished = Unfinished(path)
+    try:
+        yield unfinished.path
+        unfinished.sync()
+        unfinished.put_in_place()
+    except BaseException:
+        unfinished.discard()
+        raise
+    sync_folder(unfinished.target.parent)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replaces a file's content by a text in UTF-8, whole or not at all.
+
+    Raises:
+        OSError: see `replacing`.
+    """
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Tries whether a file could be written; makes its folder, and leaves nothing else.
+
+    Raises:
+        OSError: it could not, with the cause.
+    """
+    Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Unfinished(path)
+    try:
+        os.write(unfinished._file, b"\0")
+        unfinished.sync()
+    finally:
+        unfinished.discard()
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(opened)
+
+
+def _regular(path: Path) -> Path:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return path
+    if not stat.S_ISREG(mode):
+        kinds = {
+            stat.S_ISDIR: "a folder",
+            stat.S_ISCHR: "a device",
+            stat.S_ISBLK: "a device",
+            stat.S_ISFIFO: "a pipe",
+            stat.S_ISSOCK: "a socket",
+        }
+        kind = next((kind for test, kind in kinds.items() if test(mode)), "something else")
+        raise OSError(
+            f"a file is written under a name that is free or a regular file's; {path} is {kind}. "
+            "Name a file."
+        )
+    return path
+
+
+def _stem(target: Path) -> str:
+    return target.name[:200]  # names may have 255 bytes
+
+
+def _is_locked(file: int) -> bool | None:
+    """Locks an open file; False if another process has locked it, None if no file can be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        return False
+    return True
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes unfinished files of this target whose writers are gone."""
+    pattern = re.compile(re.escape(_stem(target)) + r"\.[0-9a-f]{16}\.part")
+    for name in os.listdir(target.parent):
+        if not pattern.fullmatch(name):
+            continue
+        with suppress(OSError):  # another writer removes it, or it is another user's
+            file = os.open(target.parent / name, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _is_locked(file):
+                    (target.parent / name).unlink()
+            finally:
+                os.close(file)

@@ -1,0 +1,110 @@
+"""Checksums in safetensors files: of the header and of each piece of the data, in the metadata.
+
+The format has room for texts in its header. Files without the text of this module have no
+checksums, and are read as they are.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmd_core.errors import DataError
+
+NAME = "spmd.crc32"  # of the text in the metadata
+PIECE_BYTES = 1 << 24  # a block of a tensor is checked by the pieces that it touches
+_DIGITS = 8  # of a CRC-32, in hexadecimal
+
+
+def placeholder(num_bytes: int) -> str:
+    """A text as long as that of the checksums of a file with so many bytes of data."""
+    return "0" * (_DIGITS * (1 + _num_pieces(num_bytes)))
+
+
+def _num_pieces(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_BYTES)
+
+
+class Sums:
+    """The checksums of data that comes part by part."""
+
+    def __init__(self) -> None:
+        self._done: list[int] = []
+        self._current, self._free = 0, PIECE_BYTES
+
+    def add(self, data: memoryview) -> None:
+        """Counts more bytes of the data."""
+        while len(data):
+            part, data = data[: self._free], data[self._free :]
+            self._current = zlib.crc32(part, self._current)
+            self._free -= len(part)
+            if not self._free:
+                self._done.append(self._current)
+                self._current, self._free = 0, PIECE_BYTES
+
+    def text(self, header: bytes) -> str:
+        """The checksums of the header, which has the placeholder, and of each piece."""
+        rest = [self._current] if self._free < PIECE_BYTES else []
+        return "".join(f"{n:08x}" for n in (zlib.crc32(header), *self._done, *rest))
+
+
+class Checked:
+    """The checksums that a file carries; raises DataError where the bytes are others.
+
+    Args:
+        path: the file.
+        header: its header, as it is in the file.
+        text: its text under `NAME`.
+
+    Raises:
+        DataError: the header is damaged.
+    """
+
+    def __init__(self, path: Path, header: bytes, text: str) -> None:
+        self._path, self._begin = path, 8 + len(header)
+        self._num_bytes = path.stat().st_size - self._begin
+        blank = placeholder(self._num_bytes)
+        place = header.find(f'"{NAME}":"{text}"'.encode())
+        if not re.fullmatch("[0-9a-f]+", text) or len(text) != len(blank) or place < 0:
+            raise self._damage("its checksums")
+        place += len(NAME) + 4
+        original = header[:place] + blank.encode() + header[place + len(text) :]
+        sums = [int(text[i : i + _DIGITS], 16) for i in range(0, len(text), _DIGITS)]
+        if zlib.crc32(original) != sums[0]:
+            raise self._damage("its header")
+        self._sums = sums[1:]
+        self._right: set[int] = set()  # pieces that were read and are right
+
+    def check(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Reads the pieces that ranges of the file touch, each once.
+
+        Args:
+            ranges: first byte and the one behind the last, counted from the file's begin.
+
+        Raises:
+            DataError: a piece is damaged.
+        """
+        wanted: set[int] = set()
+        for first, end in ranges:
+            if first < end:
+                first, end = first - self._begin, end - self._begin
+                wanted.update(range(first // PIECE_BYTES, _num_pieces(end)))
+        with self._path.open("rb", buffering=0) as file:
+            piece = bytearray(min(PIECE_BYTES, self._num_bytes))
+            for number in sorted(wanted - self._right):
+                file.seek(self._begin + number * PIECE_BYTES)
+                with memoryview(piece) as whole:
+                    num_read = 0
+                    while found := file.readinto(whole[num_read:]):
+                        num_read += found
+                    if zlib.crc32(whole[:num_read]) != self._sums[number]:
+                        start = self._begin + number * PIECE_BYTES
+                        raise self._damage(f"bytes {start:,} to {start + num_read - 1:,}")
+                self._right.add(number)
+
+    def _damage(self, what: str) -> DataError:
+        return DataError(
+            "weights are read from files that are as they were written; "
+            f"{str(self._path)!r} is damaged: {what} differ from the checksum that it carries. "
+            "Copy or download it again, or load an earlier save."
+        )
