@@ -30,9 +30,9 @@ def test_a_row_of_gpt2_and_its_logs(tmp_path: Path) -> None:
     logs = tmp_path / "tensorboard" / "gpt2" / row.slug / "round-1"
     events = EventAccumulator(str(logs)).Reload()
     tags = events.Tags()
-    assert {"train/loss", "train/grad_norm", "train/lr"} <= set(tags["scalars"])
+    assert {"loss/train", "optimizer/grad_norm", "optimizer/lr"} <= set(tags["scalars"])
     assert {"speed/step_time_s", "speed/tokens_per_s", "mfu/6N"} <= set(tags["scalars"])
     assert tags["images"] == ["mesh"]
     losses = json.loads((logs / "report.json").read_text())["losses"]
-    for event in events.Scalars("train/loss"):
+    for event in events.Scalars("loss/train"):
         assert event.value == pytest.approx(losses[event.step - 1], rel=1e-6)

@@ -11,7 +11,7 @@ from typing import Any
 
 from examples.gpt2.presets import PRESETS
 from examples.gpt2.strategies import STRATEGIES
-from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
+from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, RESUME_AUTO, TEXT_CACHE_DIR
 from examples.training.knobs import (
     KnobError,
     add_smoke,
@@ -79,7 +79,11 @@ class TrainConfig:
         choices=("auto", "host", "device"),
         resumable=True,
     )
-    steps: int = knob(200, "optimizer steps")
+    steps: int = knob(
+        200,
+        "optimizer steps, over which the learning rate decays; of a resumed run, all together",
+        resumable=True,
+    )
     batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
     accumulate: int = knob(
         1, "parts of a batch that are computed one after the other; gradients are reduced once"
@@ -128,13 +132,16 @@ class TrainConfig:
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
     checkpoint: str = knob(
         "",
-        "file to save the run to, every --save-every steps, at the end and after Ctrl-C; {step} in "
-        "its name keeps each; empty: none",
+        "file to save the run to, every --save-every steps, at the end and after Ctrl-C or "
+        "SIGTERM; {step} in its name keeps each; empty: none",
         resumable=True,
     )
     save_every: int = knob(0, "steps between two saves; 0: only at the end", resumable=True)
     resume: str = knob(
-        "", "saved run to go on from, also on another mesh; empty: a new run", resumable=True
+        "",
+        "saved run to go on from, also on another mesh; auto: the newest that --checkpoint names, "
+        "or a new run where there is none yet; empty: a new run",
+        resumable=True,
     )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
@@ -203,6 +210,11 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     )
     check_at_least(config, 1, ("steps", "batch", "accumulate", "seq", "pad_vocab", "log_every"))
     check_at_least(config, 0, ("devices", "mesh_devices", "save_every", "workers"))
+    if config.resume == RESUME_AUTO and not config.checkpoint:
+        raise KnobError(
+            "--resume auto goes on from the file that --checkpoint names; got no --checkpoint. Add "
+            "for instance --checkpoint run.pt."
+        )
     if config.save_every and not config.checkpoint:
         raise KnobError(
             f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "

@@ -75,7 +75,7 @@ def run(config: TrainConfig) -> Report:
     config = with_defaults(config)
     preset = PRESETS[config.preset]
     on_xla = config.device == "xla"
-    saved = resume.read(config.resume, config=config) if config.resume else None
+    saved = resume.read(config) if config.resume else None
     if saved:
         check_resumable(config, saved["config"])
 
@@ -179,8 +179,8 @@ def run(config: TrainConfig) -> Report:
         f"model  GPT-2 {preset.name}, {num_params:,} parameters, "
         f"on {num_devices} {config.device} device(s) {axes or ''}"
     )
-    if saved:
-        run_log.say(f"resume after step {first} of {config.steps}, from {config.resume}")
+    if config.resume:
+        run_log.say(resume.said(config, saved, lr=scheduler.get_last_lr()[0]))
     report = Report(
         config=dataclasses.asdict(config),
         num_params=num_params,
@@ -198,6 +198,8 @@ def run(config: TrainConfig) -> Report:
         unit="tokens",
         flops_per_item=flops_per_token(size),
         run_log=run_log,
+        log_every=config.log_every,
+        lag=READ_LAG if on_xla else 0,
         on_xla=on_xla,
     )
     start = time.perf_counter()
@@ -246,14 +248,14 @@ def run(config: TrainConfig) -> Report:
                     autocast,
                 )
                 meter.evaluated(step, loss=eval_loss, perplexity=perplexity(eval_loss))
-            elif step % config.log_every == 0:
-                meter.read(up_to=step - READ_LAG if on_xla else step)
+            else:
+                meter.read_due()
             if config.save_every and step % config.save_every == 0 and step < config.steps:
                 try:
                     save(step)
                 except SaveError as error:  # the disk may have space by the next save
                     run_log.say(f"error: {error} The run goes on.")
-            if interrupt.requested:
+            if interrupt.ends_run():
                 run_log.say(f"interrupted: ending after step {step} of {config.steps}")
                 break
         if on_xla:
@@ -263,7 +265,9 @@ def run(config: TrainConfig) -> Report:
         meter.read(up_to=config.steps)
         if config.checkpoint and first < config.steps:
             save(step)
-        report = meter.finished(wall_s=time.perf_counter() - start, interrupted=interrupt.requested)
+        report = meter.finished(
+            wall_s=time.perf_counter() - start, interrupted=interrupt.has_ended_run
+        )
         run_log.finish(report)
     if config.results:
         report.write(config.results)

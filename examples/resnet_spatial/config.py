@@ -11,6 +11,7 @@ from typing import Any
 
 from examples.resnet_spatial import search
 from examples.resnet_spatial.presets import MODELS
+from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import KnobError, add_smoke, check_at_least, knob, parse, parser_of
 
 
@@ -59,7 +60,11 @@ class TrainConfig:
         "take the next image for one that cannot be read, instead of an error",
         action=argparse.BooleanOptionalAction,
     )
-    steps: int = knob(200, "optimizer steps")
+    steps: int = knob(
+        200,
+        "optimizer steps, over which the learning rate decays; of a resumed run, all together",
+        resumable=True,
+    )
     batch: int = knob(64, "images in a step, over all devices")
     lr: float = knob(0.0, "peak learning rate; 0: 0.1 for each 256 images of a batch")
     warmup: int = knob(20, "steps of linear warm-up, before the cosine")
@@ -73,13 +78,16 @@ class TrainConfig:
     seed: int = knob(0, "seed of the weights, and of the order and the cuts of images")
     checkpoint: str = knob(
         "",
-        "file to save the run to, every --save-every steps, at the end and after Ctrl-C; {step} in "
-        "its name keeps each; empty: none",
+        "file to save the run to, every --save-every steps, at the end and after Ctrl-C or "
+        "SIGTERM; {step} in its name keeps each; empty: none",
         resumable=True,
     )
     save_every: int = knob(0, "steps between two saves; 0: only at the end", resumable=True)
     resume: str = knob(
-        "", "saved run to go on from, also on another mesh; empty: a new run", resumable=True
+        "",
+        "saved run to go on from, also on another mesh; auto: the newest that --checkpoint names, "
+        "or a new run where there is none yet; empty: a new run",
+        resumable=True,
     )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(4, "batches in an evaluation; 0: no evaluations", resumable=True)
@@ -145,6 +153,11 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
                 f"--{name.replace('_', '-')} is a share, at least 0 and below 1; got "
                 f"{getattr(config, name)}. Pass for instance 0.1, or 0 for none."
             )
+    if config.resume == RESUME_AUTO and not config.checkpoint:
+        raise KnobError(
+            "--resume auto goes on from the file that --checkpoint names; got no --checkpoint. Add "
+            "for instance --checkpoint run.pt."
+        )
     if config.save_every and not config.checkpoint:
         raise KnobError(
             f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 
 from examples.resnet_spatial import shardings
@@ -29,6 +28,7 @@ from examples.resnet_spatial.pictures import memory_curves
 from examples.resnet_spatial.presets import MESH_AXES
 from examples.resnet_spatial.resolve import num_classes, parsed_mesh
 from examples.resnet_spatial.search import Search
+from examples.training.console import console
 from examples.training.knobs import KnobError
 
 GIB = 2**30
@@ -258,7 +258,7 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
         table.add_column(column)
     for row in rows:
         table.add_row(*row)
-    Console(width=120).print(table)
+    console().print(table)
     search.folder.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"memory_gib": search.memory_gib, "topology": search.topology}
     data |= {"config": dataclasses.asdict(config), "found": [dataclasses.asdict(f) for f in found]}

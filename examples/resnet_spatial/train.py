@@ -71,7 +71,7 @@ def run(config: TrainConfig) -> Report:
     """
     config = with_defaults(config)
     on_xla = config.device == "xla"
-    saved = resume.read(config.resume, config=config) if config.resume else None
+    saved = resume.read(config) if config.resume else None
 
     # --- Mesh -------------------------------------------------------------------------------------
     if on_xla:
@@ -152,8 +152,8 @@ def run(config: TrainConfig) -> Report:
         f"model  {config.model}, {num_params:,} parameters, "
         f"on {num_devices} {config.device} device(s) {axes or ''}"
     )
-    if saved:
-        run_log.say(f"resume after step {first} of {config.steps}, from {config.resume}")
+    if config.resume:
+        run_log.say(resume.said(config, saved, lr=scheduler.get_last_lr()[0]))
     report = Report(
         config=dataclasses.asdict(config),
         num_params=num_params,
@@ -171,6 +171,8 @@ def run(config: TrainConfig) -> Report:
         unit="images",
         flops_per_item={"3 x forward": 3 * flops},
         run_log=run_log,
+        log_every=config.log_every,
+        lag=READ_LAG if on_xla else 0,
         on_xla=on_xla,
     )
     start = time.perf_counter()
@@ -212,14 +214,14 @@ def run(config: TrainConfig) -> Report:
                         found = evaluate(net, loader, autocast)
                         figures |= {f"{name}{figure}": value for figure, value in found.items()}
                 meter.evaluated(step, **figures)
-            elif step % config.log_every == 0:
-                meter.read(up_to=step - READ_LAG if on_xla else step)
+            else:
+                meter.read_due()
             if config.save_every and step % config.save_every == 0 and step < config.steps:
                 try:
                     save(step)
                 except SaveError as error:  # the disk may have space by the next save
                     run_log.say(f"error: {error} The run goes on.")
-            if interrupt.requested:
+            if interrupt.ends_run():
                 run_log.say(f"interrupted: ending after step {step} of {config.steps}")
                 break
         if on_xla:
@@ -229,7 +231,9 @@ def run(config: TrainConfig) -> Report:
         meter.read(up_to=config.steps)
         if config.checkpoint and first < config.steps:
             save(step)
-        report = meter.finished(wall_s=time.perf_counter() - start, interrupted=interrupt.requested)
+        report = meter.finished(
+            wall_s=time.perf_counter() - start, interrupted=interrupt.has_ended_run
+        )
         run_log.finish(report)
     if config.results:
         report.write(config.results)

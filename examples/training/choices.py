@@ -10,3 +10,4 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
 }
 PYTHON_STDLIB = "python-stdlib"
 TEXT_CACHE_DIR = "~/.cache/spmd/text"
+RESUME_AUTO = "auto"  # of --resume: the newest file of --checkpoint, if there is one

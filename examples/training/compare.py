@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from examples.training.console import console
 
 COLUMNS = (
     *("", "loss, last", "difference", "step", "GFLOP", "peak", "state", "sent"),
@@ -114,9 +115,7 @@ def _show(lines: Sequence[Sequence[str]]) -> None:
         table.add_column(column, justify="right" if 0 < i < len(COLUMNS) - 1 else "left")
     for line in lines:
         table.add_row(*line)
-    # Without a terminal, rich assumes a width of 80 characters and folds the cells.
-    console = Console() if Console().is_terminal else Console(width=180)
-    console.print(table)
+    console().print(table)
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import spmd_core as spmd
+from examples.training.console import console
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Report:
             device sends in a step by the algorithm on a ring.
         compiles, executions, compile_s: totals of the whole run.
         wall_s: seconds in the training loop, evaluations and compiles included.
-        interrupted: whether Ctrl-C ended the run early.
+        interrupted: whether Ctrl-C or SIGTERM ended the run early.
     """
 
     config: dict[str, Any]
@@ -197,7 +197,7 @@ class RunLog:
     def table(self, table: Table) -> None:
         """Prints a table on the console, before the progress bar moves."""
         if self._is_writer:
-            Console().print(table)
+            console().print(table)
 
     def settings(self, values: Mapping[str, Any]) -> None:
         """Writes the configuration as a text for TensorBoard."""

@@ -28,6 +28,8 @@ class Meter:
         unit: what an item is, in the plural, such as "tokens" or "images".
         flops_per_item: forward and backward FLOPs for one item, by formula; the console shows the
             first formula's MFU. None: no MFU.
+        log_every: steps between two rows of the log; the newest step that `read` reads has one too.
+        lag: how many steps late `read_due` reads, so that the device never waits for Python.
         run_log: where the numbers are written.
         on_xla: whether the model runs on the XLA device, which counts compiles and programs.
     """
@@ -39,6 +41,8 @@ class Meter:
         items_per_step: int,
         unit: str = "tokens",
         flops_per_item: Mapping[str, float] | None = None,
+        log_every: int = 1,
+        lag: int = 0,
         run_log: RunLog,
         on_xla: bool,
     ) -> None:
@@ -46,6 +50,7 @@ class Meter:
         self._report.unit = unit
         self._items_per_step = items_per_step
         self._flops_per_item = flops_per_item or {}
+        self._log_every, self._lag = log_every, lag
         self._log = run_log
         self._on_xla = on_xla
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor, float]] = deque()
@@ -59,31 +64,41 @@ class Meter:
         self._log.advance()
 
     def read(self, *, up_to: int) -> None:
-        """Reads the scalars of all steps up to and including `up_to`, and logs the newest of them.
+        """Reads the scalars of all steps up to and including `up_to`, and logs the newest of them,
+        with the others that have a row.
 
         Waits until the device has computed that step. In a plan, which computes no values, it drops
         them.
         """
         if spmd.is_planning():
             self._pending.clear()
-        read = False
+        rows = []
         while self._pending and self._pending[0][0] <= up_to:
-            step, loss, grad_norm, lr = self._pending.popleft()
-            self._report.losses.append(loss.item())
-            self._report.grad_norms.append(grad_norm.item())
+            step, *scalars, lr = self._pending.popleft()
+            loss, grad_norm = (scalar.item() for scalar in scalars)
+            self._report.losses.append(loss)
+            self._report.grad_norms.append(grad_norm)
             self._report.lrs.append(lr)
-            read = True
-        if read:
+            is_newest = not self._pending or self._pending[0][0] > up_to
+            if is_newest or step % self._log_every == 0:
+                rows.append((step, loss, grad_norm, lr))
+        if rows:
             num_compiles = self._compiles()
             if num_compiles > self._num_compiles:
                 exempt_new()  # in a step whose time counts as none
             self._num_compiles = num_compiles
-            self._log_step(
-                step,
-                self._clock.mark(
-                    step=step, in_flight=len(self._pending), num_compiles=num_compiles
-                ),
+            # The mean over all steps since the last read, whichever have rows.
+            step_time_s = self._clock.mark(
+                step=step, in_flight=len(self._pending), num_compiles=num_compiles
             )
+            for row in rows:
+                self._log_step(*row, step_time_s)
+
+    def read_due(self) -> None:
+        """Reads up to the step that lies `lag` steps back, if it has a row."""
+        due = self._pending[-1][0] - self._lag if self._pending else 0
+        if due % self._log_every == 0:
+            self.read(up_to=due)
 
     def evaluated(self, step: int, **figures: float) -> None:
         """Logs an evaluation's figures, such as `loss`; its duration counts for no step.
@@ -94,7 +109,7 @@ class Meter:
             return
         self._clock.resume(step=step, num_compiles=self._compiles())
         self._report.evals.append({"step": step, **figures})
-        self._log.scalars(step, {f"eval/{name}": value for name, value in figures.items()})
+        self._log.scalars(step, {_evaluation_tag(name): value for name, value in figures.items()})
         self._log.say(f"step {step:5d}  evaluation: {figures_text(figures)}")
 
     def finished(self, *, wall_s: float, interrupted: bool) -> Report:
@@ -133,20 +148,22 @@ class Meter:
             ]
         return report
 
-    def _log_step(self, step: int, step_time_s: float | None) -> None:
+    def _log_step(
+        self, step: int, loss: float, grad_norm: float, lr: float, step_time_s: float | None
+    ) -> None:
         report = self._report
         items_per_s = self._items_per_step / step_time_s if step_time_s else None
         shares = self._mfu(items_per_s) if items_per_s else {}
         program = self._step_program()
         values = {
-            "train/loss": report.losses[-1],
-            "train/lr": report.lrs[-1],
-            "train/grad_norm": report.grad_norms[-1],
+            "loss/train": loss,
+            "optimizer/lr": lr,
+            "optimizer/grad_norm": grad_norm,
         }
         speed = {
             "speed/step_time_s": step_time_s,
             f"speed/{report.unit}_per_s": items_per_s,
-            "memory/peak_bytes": program.peak_bytes if program else None,
+            "program/peak_bytes": program.peak_bytes if program else None,
         }
         self._log.scalars(
             step, values | speed | {f"mfu/{name}": share for name, share in shares.items()}
@@ -157,8 +174,7 @@ class Meter:
         for name, share in list(shares.items())[:1]:
             timing += f"  MFU {share:.2%} ({name})"
         self._log.say(
-            f"step {step:5d}  loss {report.losses[-1]:.4f}  lr {report.lrs[-1]:.2e}"
-            f"  norm {report.grad_norms[-1]:.3f}  {timing}".rstrip()
+            f"step {step:5d}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.3f}  {timing}".rstrip()
         )
 
     def _mfu(self, items_per_s: float) -> dict[str, float]:
@@ -184,3 +200,9 @@ class Meter:
             if self._on_xla
             else []
         )
+
+
+def _evaluation_tag(figure: str) -> str:
+    """TensorBoard sorts by tags, and opens with losses: "loss/eval" beside that of training."""
+    prefix, is_loss, rest = figure.rpartition("loss")
+    return f"loss/{prefix}eval" if is_loss and not rest else f"score/{figure}"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 import spmd_core as spmd
+from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import option
 
 _FORMAT = 1
@@ -84,16 +86,28 @@ def save(
         ) from error
 
 
-def read(path: str | Path, *, config: Any) -> dict[str, Any]:
+def read(config: Any) -> dict[str, Any] | None:
     """The saved run, for `restore`, after checking that its options are those of `config`.
 
     Needs no device, so that a wrong file fails within seconds.
 
+    Args:
+        config: the run's options, a dataclass of `knob`s; `resume` names the file, or is
+            `RESUME_AUTO`.
+
+    Returns:
+        The saved run; None for a new one, as `RESUME_AUTO` finds no file yet.
+
     Raises:
-        ResumeError: the file is missing or is no saved run, or an option differs that decides what
-            is computed.
+        ResumeError: the file is missing or is no saved run, an option differs that decides what is
+            computed, or the run has done more steps than it is to have.
     """
-    path = Path(path).expanduser()
+    path = Path(config.resume).expanduser()
+    if config.resume == RESUME_AUTO:
+        found_path = newest(config.checkpoint)
+        if found_path is None:
+            return None
+        path = found_path
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = saved["format"]
@@ -101,7 +115,8 @@ def read(path: str | Path, *, config: Any) -> dict[str, Any]:
         raise ResumeError(
             f"--resume needs the file of a saved run; {str(path)!r} is none: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Name the file that the run wrote, or leave out --resume."
+            "Name the file that the run wrote, or leave out --resume. "
+            f"--resume {RESUME_AUTO} begins a run that has saved nothing yet."
         ) from error
     if found != _FORMAT:
         raise ResumeError(
@@ -118,13 +133,37 @@ def read(path: str | Path, *, config: Any) -> dict[str, Any]:
                 f"{now[name]}, and {before[name]} in {str(path)!r}. Pass {option(name)} "
                 f"{before[name]}, or begin a new run without --resume."
             )
+    if config.steps < saved["step"]:
+        raise ResumeError(
+            f"--steps counts all steps of a run; got {config.steps}, and {str(path)!r} has done "
+            f"{saved['step']}. Pass for instance --steps {2 * saved['step']}, or begin a new run "
+            "without --resume."
+        )
     return saved
+
+
+def newest(checkpoint: str) -> Path | None:
+    """The file that --checkpoint has written; of those with `{step}`, that of the last step.
+
+    Returns:
+        None if there is none yet.
+    """
+    path = Path(checkpoint).expanduser()
+    before, has_steps, after = path.name.partition("{step}")
+    if not has_steps:
+        return path if path.exists() else None
+    pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+    files = path.parent.iterdir() if path.parent.is_dir() else ()
+    found = [(int(named[1]), file) for file in files if (named := pattern.fullmatch(file.name))]
+    return max(found)[1] if found else None
 
 
 def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful]) -> int:
     """Gives `parts` and torch's random generator the saved state; returns the saved step.
 
-    Tensors keep their devices and shardings, whatever those of the saved run were.
+    Tensors keep their devices and shardings, whatever those of the saved run were. The next step
+    has the learning rate that the schedule of this run has there: with another --steps than the
+    saved run's, it may be another one than that run would have taken.
 
     Raises:
         ResumeError: the run was of other data.
@@ -138,7 +177,37 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
     for name, part in parts.items():
         part.load_state_dict(saved["parts"][name])
     torch.set_rng_state(saved["random"])
+    # As the schedule does after each step: the saved rates are those of the saved run's --steps.
+    scheduler = parts["scheduler"]
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates
     return int(saved["step"])
+
+
+def said(config: Any, saved: Mapping[str, Any] | None, *, lr: float) -> str:
+    """A line about where the run begins.
+
+    Args:
+        config: the run's options.
+        saved: what `read` gave.
+        lr: the learning rate of the next step.
+    """
+    if saved is None:
+        return f"resume from no file: {config.checkpoint} is not there yet, and a new run begins"
+    line = f"resume after step {saved['step']} of {config.steps}"
+    before = saved["config"].get("steps", config.steps)
+    if before != config.steps:
+        rates = saved["parts"]["scheduler"]["_last_lr"]
+        line += (
+            f"; the saved run had {before} steps, and the learning rate decays over all: "
+            f"{lr:.2e} in the next one, in place of {rates[0]:.2e}"
+        )
+    return line
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -1,31 +1,51 @@
-"""A training loop that ends cleanly on Ctrl-C."""
+"""A training loop that ends cleanly on Ctrl-C and SIGTERM, in all processes after the same step."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
+import spmd_core as spmd
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopOnInterrupt:
-    """Within the block, the first Ctrl-C only sets `requested`; a second one interrupts as usual.
+    """Within the block, the first Ctrl-C or SIGTERM asks for an end; a second one does as usual.
 
-    Does nothing outside the main thread, where Python allows no signal handlers.
+    A scheduler sends SIGTERM some seconds before it ends a process. Outside the main thread, where
+    Python allows no handlers, signals are left alone.
+
+    Attributes:
+        has_ended_run: whether `ends_run` has said so.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self._previous: Any = None
+        self.has_ended_run = False
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopOnInterrupt":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._request)
+            for number in _SIGNALS:
+                # None for a handler that is not Python's: jax's for SIGTERM, which takes it for the
+                # notice of a preemption, and which nothing here asks for.
+                self._previous[number] = signal.signal(number, self._request) or signal.SIG_DFL
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def ends_run(self) -> bool:
+        """Whether the run ends here. Every process of a run asks after each of its steps.
+
+        Where one was asked to end, all do so after the same step, within a few steps.
+        """
+        self.has_ended_run = spmd.should_stop()
+        return self.has_ended_run
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(number, self._previous)
+        spmd.request_stop()
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)

@@ -103,11 +103,10 @@ def test_a_run_in_eager_torch_learns_and_reports(
     assert report["unit"] == "tokens"
     assert report["items_per_s"] == pytest.approx(8 * 64 / report["step_time_s"])
     lines = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    assert {"train/loss", "train/lr", "train/grad_norm", "speed/step_time_s", "mfu/6N"} <= set(
-        lines[1]
-    )
+    tags = {"loss/train", "optimizer/lr", "optimizer/grad_norm", "speed/step_time_s", "mfu/6N"}
+    assert tags <= set(lines[1])
     events = b"".join(path.read_bytes() for path in log_dir.glob("events.out.tfevents.*"))
-    assert b"train/loss" in events and b"_hparams_" in events and b"run/eval_loss" in events
+    assert b"loss/train" in events and b"_hparams_" in events and b"run/eval_loss" in events
     out = capsys.readouterr().out
     assert "evaluation: loss" in out
     assert "tokens/s" in out
@@ -314,7 +313,10 @@ def test_the_sample_of_the_readme() -> None:
     assert min(tokens_per_s, share, peak_bytes) > 0
 
 
-def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
+    number: signal.Signals, cache_dir: str, tmp_path: Path
+) -> None:
     arguments = [
         "--device",
         "cpu",
@@ -324,6 +326,8 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
         "0",
         "--log-dir",
         str(tmp_path),
+        "--checkpoint",
+        str(tmp_path / "run.pt"),
     ]
     process = subprocess.Popen(
         command(cache_dir, *arguments),
@@ -336,13 +340,15 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
     for line in process.stdout:
         if line.startswith("step     3"):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 130
     assert "interrupted: ending after step" in rest
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["interrupted"] is True
     assert len(report["losses"]) >= 3
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert saved["step"] == len(report["losses"])
 
 
 @pytest.mark.parametrize(
@@ -373,6 +379,7 @@ def test_ctrl_c_ends_with_a_report(cache_dir: str, tmp_path: Path) -> None:
             "got 3 and no --mesh. Add for instance --mesh fsdp=3",
         ),
         (["--device", "cpu", "--resume", "missing.pt"], "'missing.pt' is none"),
+        (["--device", "cpu", "--resume", "auto"], "got no --checkpoint. Add for instance"),
         (
             ["--strategy", "ddp"],
             "--strategy ddp splits the batch over a mesh; got none. Add for instance --mesh data=8",
@@ -568,3 +575,31 @@ def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str) -> None:
         for number in (1, 4)
     )
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(
+    cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "run.pt")
+    # A rate that does not decay does not depend on the number of steps.
+    knobs = {"eval_batches": 0, "lr": 1e-3, "min_lr": 1e-3}
+    whole = run(smoke(cache_dir, **knobs, steps=4))
+    knobs |= {"checkpoint": file, "resume": "auto"}
+    first, rest = (run(smoke(cache_dir, **knobs, steps=steps)) for steps in (2, 4))
+    assert first.losses + rest.losses == whole.losses
+    out = capsys.readouterr().out
+    assert out.count("run.pt is not there yet, and a new run begins") == 1
+    assert "resume after step 2 of 4; the saved run had 2 steps, and the learning rate" in out
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "slurm.sbatch"])
+def test_the_launch_files_start_and_restart_a_run(name: str) -> None:
+    text = (ROOT / "docs" / "launch" / name).read_text().replace("\\\n", " ")
+    found = re.search(
+        r"python -m examples\.gpt2\.train((?:\s+-?[-\w=,./]+)+?)\s*(?:\n\s+env:|$)", text
+    )
+    assert found is not None
+    config = with_defaults(config_from(found[1].split()))
+    assert config.resume == "auto" and config.checkpoint and config.save_every
+    if name == "jobset.yaml":  # on what the pods share
+        assert config.checkpoint.startswith("/runs/") and "mountPath: /runs\n" in text

@@ -3,6 +3,9 @@
 import contextlib
 import copy
 import io
+import json
+import re
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,7 +22,7 @@ from examples.llama_tp import lora, shardings
 from examples.llama_tp.config import SMOKE, TrainConfig
 from examples.llama_tp.model import build_model
 from examples.llama_tp.presets import PRESETS
-from examples.llama_tp.train import run
+from examples.llama_tp.train import main, run
 from examples.training.knobs import KnobError
 
 KNOBS = {**SMOKE, "steps": 4, "eval_batches": 0, "progress": False, "lr": 0.02, "max_mb": 0.2}
@@ -160,3 +163,24 @@ def test_peft_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(KnobError, match=r"--lora needs the package peft.*pip install peft"):
         lora.add(None, rank=1, alpha=0.0, seed=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_sample_of_the_readme_learns(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both commands in eager torch, whose losses those of the sample's mesh are."""
+    root = Path(__file__).parents[3]
+    page = (root / "examples/llama_tp/README.md").read_text()
+    (sample,) = re.findall(r"```\n(python -m [^`]*--lora 4[^`]*)```", page)
+    sample = sample.replace("--devices 8 --mesh fsdp=2,tensor=4", "--device cpu")
+    sample = sample.replace("--sequence-parallel --loss-parallel", f"--results {tmp_path}/results")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(root / "docs")
+    first, second = sample.replace("\\\n", " ").splitlines()
+    for line in (f"{first} --device cpu", second):
+        words = shlex.split(line)
+        assert words[:3] == ["python", "-m", "examples.llama_tp.train"]
+        assert main([*words[3:], "--cache-dir", str(base / "cache"), "--no-progress"]) == 0
+    losses = json.loads((tmp_path / "results").read_text())["losses"]
+    assert sum(losses[-4:]) / 4 < sum(losses[:4]) / 4 - 0.1

@@ -92,12 +92,12 @@ def test_a_run_in_eager_torch_learns_and_reports(
     assert report.losses[-1] < report.losses[0] - 0.8
     assert report.unit == "images" and set(report.mfu) == {"3 x forward"}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {"eval/top1", "eval/top5"} <= set().union(*lines)
+    assert {"score/top1", "score/top5"} <= set().union(*lines)
     assert json.loads((tmp_path / "report.json").read_text())["num_params"] == report.num_params
     out = capsys.readouterr().out
     assert "shapes of 32 x 32" in out and "images/s" in out
     tags = tensorboard_tags(tmp_path)
-    assert {"train/loss", "eval/top1", "images"} <= tags
+    assert {"loss/train", "score/top1", "images"} <= tags
 
 
 def tensorboard_tags(folder: Path) -> set[str]:

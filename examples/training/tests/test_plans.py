@@ -114,7 +114,7 @@ def test_llama_with_adapters_text_and_files(
 def test_resnet_from_a_saved_run(folder: Path, num_devices: int) -> None:
     if num_devices != 8:
         pytest.skip("the mesh has eight devices")
-    options = {"mesh": "data=2,height=2,width=2", "ema": 0.9, "steps": 1}
+    options = {"mesh": "data=2,height=2,width=2", "ema": 0.9, "steps": 2}
     config = ResnetConfig(**RESNET | writing(folder) | options, resume=str(folder / "resnet.pt"))
     planned(resnet, config, num_devices)
     assert not (folder / "new").exists()

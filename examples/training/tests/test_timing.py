@@ -1,8 +1,8 @@
-"""The effects of the first and second Ctrl-C."""
+"""The effects of the first and second Ctrl-C or SIGTERM."""
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,22 +10,27 @@ from examples.training.timing import StopOnInterrupt
 
 
 @pytest.fixture
-def python_interrupts() -> Iterator[None]:
-    """Python's own handler of Ctrl-C; a process that a shell starts in the background has none."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def handled() -> Iterator[Callable[[int], None]]:
+    """Python's own handler of Ctrl-C, for SIGTERM too, whose default ends the process."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield signal.raise_signal
+    for number, handler in zip(numbers, before):
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("python_interrupts")
-def test_the_first_interrupt_asks_and_the_second_raises() -> None:
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_raises(
+    number: signal.Signals, handled: Callable[[int], None]
+) -> None:
     with StopOnInterrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+        assert not interrupt.ends_run()
+        handled(number)
+        assert interrupt.ends_run() and interrupt.has_ended_run
+        for other in (signal.SIGINT, signal.SIGTERM):
+            with pytest.raises(KeyboardInterrupt):
+                handled(other)
+    assert signal.getsignal(number) is signal.default_int_handler
 
 
 def test_other_threads_leave_signals_alone() -> None:

@@ -12,6 +12,7 @@ from spmd_core import source_lines
 from spmd_core.dispatch import automatic_cut, data_dependent
 from spmd_core.graph import storage
 from spmd_core.program import execution, growing_sizes, index_checks
+from spmd_core.runtime import stopping
 from spmd_core.steps import closures, compile
 
 _CONFIG = {
@@ -35,4 +36,5 @@ def reset() -> None:
     compile._keys_of_name.clear()
     data_dependent._warned.clear()
     source_lines._forward.clear()
+    stopping.reset()
     spmd.metrics.reset()

@@ -3,10 +3,10 @@
 import sys
 import typing
 
-from spmd_core.planner.options import check_command_line
+from spmd_core.planner.options import check_command_line as _check_command_line
 
 if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module that it is to run
-    check_command_line()  # before the imports below, which take seconds
+    _check_command_line()  # before the imports below, which take seconds
 
 # isort: split
 from spmd_core import debugging, metrics, releases
@@ -115,6 +115,7 @@ from spmd_core.runtime.startup import (
     initialize_cache,
     set_device_type,
 )
+from spmd_core.runtime.stopping import request_stop, should_stop
 from spmd_core.sharding.mesh import (
     Mesh,
     _rebuild_mesh,
@@ -283,6 +284,8 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "host_index",
     "is_master",
     "get_master_ip",
+    "request_stop",
+    "should_stop",
     # Looking inside
     "debugging",
     "metrics",

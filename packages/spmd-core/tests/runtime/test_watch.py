@@ -40,7 +40,7 @@ class Store:
 @pytest.fixture
 def pair():
     store = Store()
-    return Watch(store, 0), Watch(store, 1)
+    return Watch(store, 0, 2), Watch(store, 1, 2)
 
 
 def starts(watch, *names, group=(0, 1), compares=False):
@@ -117,7 +117,7 @@ def test_a_failure_is_told_to_the_others(pair):
         match=r"process 1 has failed: ValueError: no such file. Look at its output",
     ):
         starts(pair[0], "a")
-    third = Watch(pair[0]._client, 2)
+    third = Watch(pair[0]._client, 2, 3)
     third._read(0, {"failed": pair[0]._error}, [])
     assert third._error == pair[0]._error
 

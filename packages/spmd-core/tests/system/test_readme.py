@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,22 @@ def test_sample_runs(code):
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the samples have eight devices")
     exec(compile(code, "<sample>", "exec"), {"__name__": "__main__"})
+
+
+def test_the_samples_for_several_processes_run_in_one(monkeypatch):
+    if spmd.global_runtime_device_count() != 8:
+        pytest.skip("the samples split over several devices")
+    monkeypatch.setattr(spmd, "initialize", lambda: None)
+    scope = {"__name__": "__main__", "w": torch.ones(8, device="xla"), "loss": torch.ones(())}
+    before = signal.getsignal(signal.SIGTERM)
+    spmd.request_stop()
+    try:
+        page = (ROOT / "docs/processes.md").read_text()
+        for code in re.findall(r"```python\n(.*?)```", page, re.S):
+            exec(compile(code, "<sample>", "exec"), scope)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert scope["mesh"].shape() == {"data": 2, "fsdp": 4} and scope["step"] == 0
 
 
 @pytest.mark.slow

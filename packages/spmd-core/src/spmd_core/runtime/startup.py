@@ -182,7 +182,7 @@ def initialize(
     state = _distributed.global_state
     if state.num_processes > 1:
         _share_random_state(state.client, state.process_id, timeout_s)
-        watch.begin(state.client, state.process_id)
+        watch.begin(state.client, state.process_id, state.num_processes)
 
 
 def _master_address(launcher: _Launcher) -> str | None:

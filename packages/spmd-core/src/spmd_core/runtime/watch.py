@@ -26,7 +26,7 @@ from typing import Any
 
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
-from spmd_core.runtime import agreement
+from spmd_core.runtime import agreement, stopping
 
 _NUM_PUBLISHED = 64
 _NUM_DESCRIBED = 128
@@ -103,10 +103,11 @@ class Watch:
     Args:
         client: jax's client of the coordination service.
         process: this process's number.
+        num_processes: how many there are.
     """
 
-    def __init__(self, client: Any, process: int) -> None:
-        self._client, self._process = client, process
+    def __init__(self, client: Any, process: int, num_processes: int) -> None:
+        self._client, self._process, self._num_processes = client, process, num_processes
         self._logs: dict[tuple[int, ...], _Log] = {}
         self._lock = threading.Lock()
         self._error: str | None = None
@@ -231,6 +232,7 @@ class Watch:
         for key, text in self._client.key_value_dir_get("spmd/notice/"):
             self._read(int(key.rpartition("/")[2]), json.loads(text), logs)
         agreement.answer_questions(self._client, self._process)
+        stopping.answer(self._client, self._process, self._num_processes)
 
     def _publish(self, log: _Log) -> None:
         with self._lock:
@@ -373,8 +375,8 @@ def note_transfer(what: str, line: str, group: tuple[int, ...]) -> None:
         watch.note(group, what.encode(), line, lambda: [what], compares=True)
 
 
-def begin(client: Any, process: int) -> None:
+def begin(client: Any, process: int, num_processes: int) -> None:
     """Starts the watch of this process, when it has joined the others."""
     global watch
-    watch = Watch(client, process)
+    watch = Watch(client, process, num_processes)
     watch.start()

@@ -1,0 +1,130 @@
+"""An early end of a loop, which all processes leave after the same step.
+
+A process that is asked to stop cannot leave a loop by itself: the others would wait for it. So the
+thread of `runtime.watch` tells the others that one was asked. Each process then says how often its
+loop has come to `should_stop`, and stays there until process 0 has chosen the first time to which
+none has come yet. Without such a request, nothing waits, and nothing is sent.
+"""
+
+import threading
+import time
+from typing import Any
+
+from spmd_core import releases
+
+_distributed = releases.jax_module("jax._src.distributed", "global_state")
+# How long process 0 waits for the others' words. One that says nothing has left its loop, has
+# failed, or has not come to it.
+_ANSWER_S = 20.0
+_PAUSE_S = 0.01
+
+
+class _Stop:
+    """What one process knows of stops.
+
+    Attributes:
+        is_requested: whether this process was asked to stop. Written by handlers of signals, so
+            without the lock.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._lock = threading.Lock()  # which the thread holds while the processes choose
+        self._num_calls = 0
+        self._last: int | None = None  # the call that says yes, if the processes have chosen one
+        self._round = 0  # how often they have
+
+    def take_request(self) -> bool:
+        """In a program of one process."""
+        was_requested, self.is_requested = self.is_requested, False
+        return was_requested
+
+    def is_here(self) -> bool:
+        """Whether this is the call that the processes have chosen."""
+        with self._lock:
+            self._num_calls += 1
+            if self._last is None or self._num_calls < self._last:
+                return False
+            self._begin_round()
+            return True
+
+    def answer(self, client: Any, process: int, num_processes: int) -> None:
+        """See the function of this name."""
+        folder = f"spmd/stop/{self._round}"
+        if self._last is not None:
+            return
+        if self.is_requested:
+            client.key_value_set(f"{folder}/asked/{process}", "asked", allow_overwrite=True)
+        elif not client.key_value_dir_get(f"{folder}/asked/"):
+            return
+        with self._lock:
+            client.key_value_set(
+                f"{folder}/calls/{process}", str(self._num_calls), allow_overwrite=True
+            )
+            if process == 0:
+                client.key_value_set(f"{folder}/last", _chosen(client, folder, num_processes))
+            last = int(client.blocking_key_value_get(f"{folder}/last", round(2000 * _ANSWER_S)))
+            if last:
+                self._last = last
+            else:
+                self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._last, self.is_requested = None, False
+        self._round += 1
+
+
+def _chosen(client: Any, folder: str, num_processes: int) -> str:
+    """The first call that no process has made yet; 0 if a process does not tell its calls."""
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        calls = [int(text) for _, text in client.key_value_dir_get(f"{folder}/calls/")]
+        if len(calls) == num_processes:
+            return str(max(calls) + 1)
+        time.sleep(_PAUSE_S)
+    return "0"
+
+
+_stop = _Stop()
+
+
+def request_stop() -> None:
+    """Has `should_stop` say yes once, in all processes.
+
+    A handler of signals may call it.
+
+    Example:
+        >>> request_stop(), should_stop(), should_stop()
+        (None, True, False)
+    """
+    _stop.is_requested = True
+
+
+def should_stop() -> bool:
+    """Whether a loop ends here, as this process or another one was asked to stop.
+
+    Call it at the end of each step, in every process. It says yes after the same step in all of
+    them: with several processes, not in the step in which one was asked, but in one of the next.
+    If a process has left its loop meanwhile, the request is dropped, as the others leave theirs.
+    Does not wait for the devices; for the other processes, up to a second, after a request.
+    """
+    state = _distributed.global_state
+    if state.client is None or state.num_processes < 2:
+        return _stop.take_request()
+    return _stop.is_here()
+
+
+def answer(client: Any, process: int, num_processes: int) -> None:
+    """Tells the others of a request, and settles on the step after which all stop.
+
+    Args:
+        client: jax's client of the coordination service.
+        process: this process.
+        num_processes: how many there are.
+    """
+    _stop.answer(client, process, num_processes)
+
+
+def reset() -> None:
+    """Forgets a request."""
+    _stop.is_requested = False

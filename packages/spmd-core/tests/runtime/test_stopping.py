@@ -1,0 +1,117 @@
+"""Stops that several processes agree on, with a store in memory in place of jax's service."""
+
+import random
+import threading
+import time
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.runtime import stopping
+from spmd_core.runtime.stopping import _Stop
+
+
+class Store:
+    """What the coordination service's client does, for all processes of this test."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [item for item in [*self.values.items()] if item[0].startswith(folder)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        end = time.monotonic() + timeout_in_ms / 1000
+        while key not in self.values:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return self.values[key]
+
+
+class Process:
+    """A loop, and the thread that answers beside it."""
+
+    def __init__(self, store, number, count, num_steps, asked_at=None):
+        self.stop, self.stopped_at = _Stop(), []
+        self._over = threading.Event()
+        self._program = threading.Thread(target=self._run, args=(num_steps, asked_at))
+        self._thread = threading.Thread(target=self._answer, args=(store, number, count))
+
+    def start(self):
+        self._program.start()
+        self._thread.start()
+
+    def _run(self, num_steps, asked_at):
+        pauses = random.Random(id(self))
+        for step in range(num_steps):
+            time.sleep(pauses.random() / 100)
+            if step == asked_at:
+                self.stop.is_requested = True
+            if self.stop.is_here():
+                self.stopped_at.append(step)
+                return
+
+    def _answer(self, store, number, count):
+        while not self._over.wait(0.01):
+            self.stop.answer(store, number, count)
+
+    def join(self):
+        self._program.join()
+
+    def end(self):
+        self._over.set()
+        self._thread.join()
+
+
+def stops(asked, num_steps=100, count=3):
+    """The steps at which each process stops; `asked` says which is asked, and when."""
+    store = Store()
+    every = [Process(store, i, count, num_steps, asked.get(i)) for i in range(count)]
+    for process in every:
+        process.start()
+    for process in every:
+        process.join()
+    for process in every:
+        process.end()
+    return [process.stopped_at for process in every]
+
+
+@pytest.mark.parametrize("asked", [{0: 10}, {2: 10}, {0: 10, 1: 12, 2: 9}], ids=str)
+def test_all_stop_at_the_same_step(asked):
+    found = stops(asked)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 1 and min(asked.values()) < found[0][0] < 60
+
+
+def test_nobody_stops_unasked():
+    assert stops({}, num_steps=20) == [[], [], []]
+
+
+def test_a_process_that_says_nothing_drops_the_request(monkeypatch):
+    monkeypatch.setattr(stopping, "_ANSWER_S", 0.05)
+    store, stop = Store(), _Stop()
+    stop.is_requested = True
+    stop.answer(store, 0, 2)
+    assert not stop.is_here() and not stop.is_requested
+    # The next request is another matter, to which both come.
+    other = _Stop()
+    other.answer(store, 1, 2)
+    stop.is_requested = True
+    thread = threading.Thread(target=stop.answer, args=(store, 0, 2))
+    thread.start()
+    while not store.key_value_dir_get("spmd/stop/1/asked/"):
+        time.sleep(0.001)
+    other.answer(store, 1, 2)
+    thread.join()
+    # One has been here once before, and the other never.
+    assert [stop.is_here(), other.is_here(), other.is_here()] == [True, False, True]
+
+
+def test_one_process_stops_at_once():
+    assert not spmd.should_stop()
+    spmd.request_stop()
+    assert spmd.should_stop() and not spmd.should_stop()
