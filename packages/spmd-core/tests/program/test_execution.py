@@ -614,6 +614,8 @@ def test_initialisation_takes_the_memory_of_the_shards(dtype, mesh_1d, mesh_2d, 
 
 
 def test_programs_are_dropped_before_memory_maps_run_out(monkeypatch):
+    monkeypatch.setattr(spmd.config, "bound_growing_sizes", False)
+
     def run(n: int) -> list[float]:
         return (torch.arange(float(n)).to("xla") * 3 + n).tolist()
 

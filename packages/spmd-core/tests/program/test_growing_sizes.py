@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import spmd_core as spmd
 from spmd_core.errors import DeviceMemoryError
-from spmd_core.program import compile_cache, growing_sizes
+from spmd_core.program import compile_cache, growing_program, growing_sizes
 from spmd_core.program.program import _explain
 
 counter = spmd.metrics.counter
@@ -15,8 +15,8 @@ counter = spmd.metrics.counter
 @pytest.fixture(autouse=True)
 def few_elements_of_room(monkeypatch):
     """Room for 8 elements at least, so that few steps pass several bounds; nothing compiled."""
-    monkeypatch.setattr(growing_sizes, "_LEAST_ROOM", 8)
-    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 0)
+    monkeypatch.setattr(growing_program, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 0)
     compile_cache.clear()
 
 
@@ -230,8 +230,8 @@ def test_most_of_them_share_programs():
 
     shared = ["softmax", "var", "argmin", "tail", "pad to a room", "where", "einsum", "attention"]
     assert {name: programs(name) for name in shared} == dict.fromkeys(shared, 3)
-    assert programs("sort") == 11
-    assert growing_sizes.refusals() == ["sort along a dim that grows"] * 3
+    assert programs("convolution") == 11
+    assert growing_sizes.refusals() == ["a convolution along a dim that grows"] * 3
     assert counter("growing_sizes_refused") == 3
 
 
@@ -285,7 +285,7 @@ def test_the_program_goes_on_from_where_it_was():
 
 
 def test_arrays_without_elements_grow(monkeypatch):
-    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 1 << 20)
+    monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 1 << 20)
     for n in (3, 4, 5, 6):
         x = torch.ones(n, 0, 2).to("xla")
         assert torch.cat([x, x], 2).cpu().shape == (n, 0, 4)
@@ -321,9 +321,9 @@ def test_the_explanation_of_a_compile_names_the_room():
 
 def test_the_explanation_of_a_compile_names_what_has_no_rule():
     for n in (5, 6, 7):
-        torch.ones(n, 4).to("xla").sort(0)[0].cpu()
+        F.conv1d(torch.ones(1, 4, n).to("xla"), torch.ones(2, 4, 3).to("xla")).cpu()
     assert spmd.debugging.explain_recompile().note == (
-        "Each size has a program of its own: sort along a dim that grows."
+        "Each size has a program of its own: a convolution along a dim that grows."
     )
 
 

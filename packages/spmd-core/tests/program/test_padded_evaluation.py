@@ -16,6 +16,7 @@ from jax import lax
 from tiers import examples
 
 from spmd_core.program.affine_sizes import Affine, Fit, Form, GrowthRefusedError
+from spmd_core.program.padded_arrays import Capacity
 from spmd_core.program.padded_evaluation import Evaluation
 
 FIRST, SECOND, BOUND = 5, 6, 32
@@ -64,8 +65,8 @@ def evaluate(
         wide = [padded(x, y.shape) for x, y in zip(arrays(shapes, number), arrays(shapes, BOUND))]
 
         def run(n: Any, inputs: Any) -> list[Any]:
-            evaluation = Evaluation(fit, BOUND, n)
-            return [x.array for x in evaluation.run(first, second, inputs)]
+            evaluation = Evaluation(fit, Capacity(BOUND, n))
+            return [x.array for x in evaluation.results(first, second, inputs)]
 
         return [np.asarray(x) for x in jax.jit(run)(np.int64(number), wide)]
 
@@ -177,6 +178,84 @@ CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
     "a loop of fixed size": (lambda n, x, y: lax.fori_loop(0, 3, lambda i, z: z * 2, y) + x.sum(0),
                              [("n", 3), (3,)]),
     "one over the number": (lambda n, x: x.sum() * (1 / n), [("n",)]),
+    "merge": (lambda n, x: (x.reshape(-1), x.T.reshape(-1)), [(2, "n")]),
+    "merge and sum": (lambda n, x: (x.reshape(-1, 3).sum(0), x.reshape(2 * n, 3).max()),
+                      [(2, "n", 3)]),
+    "merge, multiply, split": (lambda n, x, w: (x.reshape(-1, 3) @ w + n).reshape(2, n, 4),
+                               [(2, "n", 3), (3, 4)]),
+    "product over merged rows": (lambda n, x, y: x.reshape(-1, 3).T @ y.reshape(2 * n, 2),
+                                 [(2, "n", 3), (2, "n", 2)]),
+    "merge in other parts": (lambda n, x: x.reshape(3, 2 * n) * 2, [("n", 6)]),
+    "merge and split otherwise": (lambda n, x: x.reshape(2, 3, n).reshape(2, 3 * n).reshape(n, 6),
+                                  [(6, "n")]),
+    "split into a minor part": (lambda n, x: x.reshape(3, n).sum(1), [("n", 3)]),
+    "merged with broadcast": (lambda n, x: x.reshape(-1, 3) * jnp.full((2 * n, 1), 0.5)
+                              - jnp.arange(2 * n)[:, None], [(2, "n", 3)]),
+    "merged beside not merged": (lambda n, x, y: x.reshape(-1) + jnp.concatenate([y, y]),
+                                 [(2, "n"), ("n",)]),
+    "merged and sliced": (lambda n, x: (x.reshape(-1)[1:], x.reshape(-1, 3)[:, 1:],
+                                        x.reshape(-1)[-2:]),
+                          [(2, "n", 3)]),
+    "merged and padded": (lambda n, x: (jnp.pad(x.reshape(-1), 1),
+                                        jnp.pad(x.reshape(-1, 3), [(0, 0), (1, 0)])),
+                          [(2, "n", 3)]),
+    "merged and concatenated": (lambda n, x, y: (jnp.concatenate([x.reshape(-1, 3), y]),
+                                                 jnp.concatenate([x.reshape(-1, 3)] * 2, 1)),
+                                [(2, "n", 3), (2, 3)]),
+    "merged and sorted": (lambda n, x: (jnp.sort(x.reshape(-1)),
+                                        jnp.argsort(x.reshape(-1, 3), 0),
+                                        jnp.sort(x.reshape(-1, 3), 1)), [(2, "n", 3)]),
+    "merged and summed up": (lambda n, x: (jnp.cumsum(x.reshape(-1)),
+                                            jnp.cumsum(x.reshape(-1, 3), 1)),
+                             [(2, "n", 3)]),
+    "merged and reversed": (lambda n, x: (x.reshape(-1)[::-1], x.reshape(-1, 3)[:, ::-1]),
+                            [(2, "n", 3)]),
+    "greatest of merged": (lambda n, x: (x.reshape(-1).argmax(), x.reshape(-1, 3).argmax(1),
+                                         lax.top_k(x.reshape(-1), 3),
+                                         lax.top_k(x.reshape(-1, 3), 2)),
+                           [(2, "n", 3)]),
+    "merged and stacked": (lambda n, x: (jnp.stack([x.reshape(-1), jnp.arange(2.0 * n)], 1),
+                                         jnp.stack([x.reshape(-1)] * 2)), [(2, "n")]),
+    "merged rows at indices": (lambda n, x, t, i: (x.reshape(-1, 3)[i], t[jnp.tile(i, n)[: n]]),
+                               [(2, "n", 3), (5, 3), ("i", 4)]),
+    "merged indices": (lambda n, t, i: (t[i.reshape(-1)], t[i].reshape(-1, 3).sum(0)),
+                       [(5, 3), ("i", 2, "n")]),
+    "an element of each merged row": (
+        lambda n, x, i: jnp.take_along_axis(x.reshape(-1, 5), i.reshape(-1, 1), axis=1),
+        [(2, "n", 5), ("i", 2, "n")]),
+    "gradient of merged rows": (
+        lambda n, t, i, y: jax.grad(lambda t: (t[i.reshape(-1)] * y.reshape(-1, 3)).sum())(t),
+        [(5, 3), ("i", 2, "n"), (2, "n", 3)]),
+    "gradient of an element of each row": (
+        lambda n, x, i: jax.grad(
+            lambda x: jnp.take_along_axis(x.reshape(-1, 5), i.reshape(-1, 1), axis=1).sum())(x),
+        [(2, "n", 5), ("i", 2, "n")]),
+    "cross entropy": (
+        lambda n, x, i: jax.grad(lambda x: (jax.nn.log_softmax(x.reshape(-1, 5)) / (2 * n)
+                                            * jax.nn.one_hot(i.reshape(-1), 5)).sum())(x),
+        [(2, "n", 5), ("i", 2, "n")]),
+    "random bits": (lambda n, x: x + jax.random.uniform(jax.random.key(3), (2, n, 3)),
+                    [(2, "n", 3)]),
+    "random bits of merged rows": (
+        lambda n, x: x.reshape(-1, 3) * jax.random.bernoulli(jax.random.key(3), 0.5, (2 * n, 3)),
+        [(2, "n", 3)]),
+    "sort": (lambda n, x, i: (jnp.sort(x, 0), jnp.argsort(x, 0, descending=True), jnp.sort(i)),
+             [("n", 3), ("i", "n")]),
+    "sort with not a number": (lambda n, x: jnp.sort(jnp.where(x > 0, jnp.nan, x), 0), [("n", 3)]),
+    "sort by two keys": (lambda n, i, x: lax.sort((i, x, x * 2), num_keys=2),
+                         [("i", "n"), ("n",)]),
+    "reverse": (lambda n, x: x[::-1] - x, [("n",)]),
+    "pad in front": (lambda n, x: (jnp.pad(x, (n, 1), constant_values=2.0), jnp.pad(x, (n - 1, 0))),
+                     [("n",)]),
+    "gradient of the last row": (lambda n, x: jax.grad(lambda x: (x[-1] ** 2).sum())(x),
+                                 [("n", 3)]),
+    "images": (lambda n, x, w: lax.conv(x, w, (1, 1), "SAME"), [("n", 2, 4, 4), (3, 2, 3, 3)]),
+    "gradient of images": (
+        lambda n, x, w: jax.grad(lambda w: (lax.conv(x, w, (1, 1), "SAME") ** 2).sum())(w),
+        [("n", 2, 4, 4), (3, 2, 3, 3)]),
+    "windows": (lambda n, x: jax.grad(lambda x: lax.reduce_window(
+        x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID").sum())(x), [("n", 6)]),
+    "apart": (lambda n, x: lax.optimization_barrier((x.reshape(-1), x)), [(2, "n")]),
 }  # fmt: skip
 
 
@@ -195,15 +274,11 @@ def test_a_fixed_room_is_filled_to_its_end():
 
 
 REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
-    "merge": (lambda n, x: x.reshape(-1), [(2, "n")]),
     "square": (lambda n, x: x.reshape(-1), [("n", "n")]),
-    "sort": (lambda n, x: jnp.sort(x), [("n",)]),
-    "reverse": (lambda n, x: x[::-1], [("n",)]),
     "every second row": (lambda n, x: x[::2], [("n",)]),
     "pad to a multiple": (lambda n, x: jnp.pad(x, (0, -n % 8)), [("n",)]),
     "a rest": (lambda n, x: jnp.concatenate([x, jnp.zeros(40 - n)]), [("n",)]),
     "all but ever more": (lambda n, x: x[n - 5 :], [(40,)]),
-    "pad in front": (lambda n, x: jnp.pad(x, (n, 0)), [("n",)]),
     "convolution": (lambda n, x: jnp.convolve(x, np.ones(3)), [("n",)]),
     "loop to the number": (lambda n, x: lax.fori_loop(0, n, lambda i, y: y * 2, x), [(3,)]),
     "table of the size": (lambda n, x: x + np.linspace(0, 1, n), [("n",)]),
@@ -248,6 +323,15 @@ def test_random_chains(data):
         lambda n, x, y: jnp.einsum("bnd,bmd->bnm", x, y) @ y,
         lambda n, x, y: jnp.pad(x, [(0, 0), (1, 1), (0, 0)], constant_values=0.5),
         lambda n, x, y: x.at[:, x.shape[1] // x.shape[1]].add(1.0),
+        lambda n, x, y: (x.reshape(-1, 3) * 2 + 1).reshape(x.shape),
+        lambda n, x, y: jnp.sort(x.reshape(-1, 3), 0).reshape(x.shape),
+        lambda n, x, y: jnp.cumsum(x.reshape(-1)).reshape(x.shape),
+        lambda n, x, y: x - (x.reshape(-1, 3).T @ x.reshape(-1, 3)).sum(0) / 50,
+        lambda n, x, y: x[:, ::-1].reshape(-1)[::-1].reshape(x.shape),
+        lambda n, x, y: x.transpose(1, 0, 2).reshape(-1, 3)[1:].reshape(1, -1, 3).repeat(2, 0),
+        lambda n, x, y: (
+            x + jax.random.normal(jax.random.key(1), x.reshape(-1, 3).shape).reshape(x.shape)
+        ),
     ]
     chosen = data.draw(st.lists(st.sampled_from(steps), min_size=1, max_size=6))
     number = data.draw(st.integers(SECOND, BOUND))

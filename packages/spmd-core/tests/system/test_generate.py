@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache, growing_sizes
+from spmd_core.program import compile_cache, growing_program
 
 pytestmark = pytest.mark.slow
 VOCAB = 64
@@ -34,8 +34,8 @@ def gpt2():
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch):
-    monkeypatch.setattr(growing_sizes, "_LEAST_ROOM", 8)
-    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 0)
+    monkeypatch.setattr(growing_program, "_LEAST_ROOM", 8)
+    monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 0)
     compile_cache.clear()
 
 
@@ -68,7 +68,7 @@ def test_a_dynamic_cache_takes_a_program_for_each_power_of_two(make):
 
 
 def test_a_static_cache_takes_three_programs(monkeypatch):
-    monkeypatch.setattr(growing_sizes, "_CHEAP_BYTES", 1 << 20)
+    monkeypatch.setattr(growing_program, "_CHEAP_BYTES", 1 << 20)
     check(llama, cache_implementation="static")
     # The prompt, the first token, and all others.
     assert model_programs() <= 3

@@ -35,13 +35,34 @@ Size = int | Affine
 Sizes = tuple[Size, ...]
 
 
+def times(size: Size, by: int) -> Size:
+    """The product of a size and a number."""
+    return size * by if isinstance(size, int) else Affine(size.slope * by, size.offset * by)
+
+
+def quotient(size: Size, by: Size) -> Size | None:
+    """The size that gives `size` if it is multiplied by `by`; None if there is none."""
+    if size == by:
+        return 1
+    if isinstance(by, int):
+        if isinstance(size, int):
+            return None if size % by else size // by
+        if size.slope % by or size.offset % by:
+            return None
+        return Affine(size.slope // by, size.offset // by)
+    if isinstance(size, int) or size.slope % by.slope:
+        return None
+    whole = size.slope // by.slope
+    return whole if times(by, whole) == size else None
+
+
 @dataclass(frozen=True)
 class Fit:
     """Two values of the number, from which integers are taken for affine functions of it.
 
     Attributes:
-        first: the smaller value.
-        second: the other one.
+        first: the one value.
+        second: another one, greater or smaller.
         shrinking: the functions of negative slope that are known to hold for each value. Others
             are refused: they may be the padding to a multiple of something.
     """

@@ -37,6 +37,7 @@ class Key(NamedTuple):
         checks_indices: `config.check_indices`.
         bound: the greatest size of a program for growing sizes; the other fields are then those of
             one size. None for any other program.
+        slopes: of such a program, how the integers of the other fields depend on the size.
     """
 
     structure: tuple[Entry | int, ...]
@@ -48,6 +49,7 @@ class Key(NamedTuple):
     options: tuple[tuple[str, CompilerOption], ...] = ()
     checks_indices: bool = False
     bound: int | None = None
+    slopes: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,20 @@ class Function:
         graph: what to lower.
         name: the program's.
         whole: what is whole on each device, whatever the marks say.
+        is_for_partitioner: whether operations get the forms that the partitioner gets right.
     """
 
-    def __init__(self, graph: Graph, name: str, *, whole: Whole = Whole.NOTHING) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        *,
+        whole: Whole = Whole.NOTHING,
+        is_for_partitioner: bool = True,
+    ) -> None:
         self.graph = graph
         self._whole = whole
+        self._is_for_partitioner = is_for_partitioner and len(graph.device_ids) > 1
         self._without_rules: set[Entry] = set()
         self.device_ids = graph.device_ids
         self._num_floats = sum(
@@ -259,7 +268,15 @@ class Function:
         ints = packed[position]
         rest = [ints[:-1]] if self._num_ints else []
         numbers = [*packed[:position], *rest, *packed[position + 1 :]]
-        return growth.evaluate(ints[-1], [*numbers, *leaves], self._with_whole)
+
+        def function(arguments: tuple[jax.Array, list[jax.Array]]) -> list[jax.Array]:
+            return growth.evaluate(*arguments, self._with_whole)
+
+        arguments = (ints[-1], [*numbers, *leaves])
+        results = None
+        if self._is_for_partitioner:
+            results = in_safe_forms(function, arguments, self._splits)
+        return function(arguments) if results is None else [*results]
 
     def _find_local_values(self) -> None:
         """Sets for each value the axes of the manual region that it is local to, else None."""
@@ -543,7 +560,7 @@ class Function:
     ) -> Sequence[jax.Array]:
         """The node's results, in forms that the partitioner gets right."""
         kernel = node.entry.kernel
-        if len(self.device_ids) == 1 or node.entry in self._without_rules:
+        if not self._is_for_partitioner or node.entry in self._without_rules:
             return kernel(context, inputs, numbers)
         kinds = [number.kind for number in numbers]
         num_results = len(node.entry.outs)

@@ -38,7 +38,36 @@ def _bits(key: jax.Array, width: int, shape: Sequence[int]) -> jax.Array:
         width: bits of an element: 8, 16, 32 or 64.
         shape: the result's.
     """
-    high, low = _hash(key, *_positions(shape))
+    return _words(*_hash(key, *_positions(shape)), width)
+
+
+def is_supported(key: jax.Array) -> bool:
+    """Whether `bits_at` has the bits of this key: one of threefry2x32, as most are."""
+    impl = jax.random.key_impl(key)
+    # Without the flag, jax hashes positions in another order.
+    partitionable = bool(jax.config.values["jax_threefry_partitionable"])
+    return bool(impl == _FUSED or (impl == "threefry2x32" and partitionable))
+
+
+def bits_at(
+    key: jax.Array, width: int, shape: Sequence[int], strides: Sequence[jax.Array]
+) -> jax.Array:
+    """The bits that elements have in an array whose strides are only known to the program.
+
+    Args:
+        key: one for which `is_supported` holds.
+        width: bits of an element: 8, 16, 32 or 64.
+        shape: how many elements are asked for along each dim.
+        strides: of each dim in the array, 0-dim int64.
+    """
+    position = lax.full(shape, 0, np.int64)
+    for dim, stride in enumerate(strides):
+        position += lax.broadcasted_iota(np.int64, shape, dim) * stride
+    high, low = (position >> 32).astype(np.uint32), position.astype(np.uint32)
+    return _words(*_hash(jax.random.key_data(key), high, low), width)
+
+
+def _words(high: jax.Array, low: jax.Array, width: int) -> jax.Array:
     dtype = np.dtype(f"uint{width}")
     if width == 64:
         return (high.astype(dtype) << np.uint64(32)) | low.astype(dtype)

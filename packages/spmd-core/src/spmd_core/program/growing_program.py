@@ -1,0 +1,423 @@
+"""A program for the cuts of one kind that differ in a size: arrays have room for the greatest one.
+
+The function of the cuts is traced at two sizes, from which `affine_sizes` knows how its integers
+depend on the size. `padded_evaluation` evaluates it on arrays with room, with the size as an input.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from spmd_core.graph.placement import Placement
+from spmd_core.graph.values import Entry
+from spmd_core.program.affine_sizes import (
+    Affine,
+    Fit,
+    Form,
+    GrowthRefusedError,
+    Size,
+    Sizes,
+    growing_arrays,
+    shape_of,
+)
+from spmd_core.program.compile_cache import Key
+from spmd_core.program.lowering import Function
+from spmd_core.program.padded_arrays import Capacity
+from spmd_core.program.padded_evaluation import Evaluation
+from spmd_core.program.program_graph import Graph, KeepWhole, stored_shape
+
+# Arrays have room for at least so many elements along a growing dim, and for more as long as all
+# growing arrays of the function together stay below so many bytes, up to a limit: some have none.
+_LEAST_ROOM = 32
+_CHEAP_BYTES = 1 << 20
+_CHEAP_ROOM = 1 << 14
+# The traces of so many further sizes are compared with what the first two lead to expect.
+_NUM_COMPARED = 2
+# Smaller sizes may be special: a dim of one element is broadcast.
+_LEAST_SIZE = 2
+
+
+@dataclass
+class Sample:
+    """One cut.
+
+    Attributes:
+        key: its key.
+        graph: its graph, with exact shapes.
+        ints: all integers of the key.
+    """
+
+    key: Key
+    graph: Graph
+    ints: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A program for many sizes, and how the cut at hand is one of them.
+
+    Attributes:
+        key: the program's key.
+        graph: what to lower.
+        targets: how each leaf must lie.
+        number: the program's last int.
+    """
+
+    key: Key
+    graph: Graph
+    targets: tuple[Placement, ...]
+    number: int
+
+
+@dataclass
+class Growing:
+    """How the cuts of a family depend on one number.
+
+    Attributes:
+        sample: the cut at the second value.
+        fit: the two values, which are sizes of a dim.
+        place: of that size among the integers of the key.
+        slopes: of the integers of the key.
+        offsets: of the same; both int64.
+        least: the smallest number for which the functions are known to hold.
+        first: the function at the first value.
+        second: the function at the second value.
+        forms: of the two functions.
+        leaf_sizes: of each leaf's array.
+        out_sizes: of each result's array.
+        rooms: how much room there is.
+        placements: of the leaves, for which the functions were traced.
+        step: what all differences of sizes whose traces were compared have in common.
+        compared: further sizes whose traces were compared.
+    """
+
+    sample: Sample
+    fit: Fit
+    place: int
+    slopes: np.ndarray
+    offsets: np.ndarray
+    least: int
+    first: ClosedJaxpr
+    second: ClosedJaxpr
+    forms: tuple[Form, Form]
+    leaf_sizes: list[Sizes]
+    out_sizes: list[Sizes]
+    rooms: "_Rooms"
+    placements: tuple[Placement, ...]
+    step: int = 1
+    compared: set[int] = field(default_factory=set)
+    _graphs: dict[Key, Graph] = field(default_factory=dict)
+
+    @staticmethod
+    def of(before: Sample, now: Sample, place: int) -> "Growing":
+        """How the integers change from one cut to another.
+
+        Args:
+            before: the one cut.
+            now: the other.
+            place: of a size that differs, among the integers of the keys; all differences are
+                multiples of its own.
+
+        Raises:
+            GrowthRefusedError: no program holds for all these cuts.
+        """
+        if any(leaf.placement.manual for leaf in now.graph.leaves):
+            raise GrowthRefusedError("a leaf is local to a manual region")
+        for old, new in zip(before.graph.leaves, now.graph.leaves):
+            _refuse_split_change(old.spec.shape, new.spec.shape, new.placement)
+        first, second = before.ints[place], now.ints[place]
+        fit = Fit(first, second, _shrinking(before, now, first, second))
+        ints = [fit.size(a, b) for a, b in zip(before.ints, now.ints)]
+        slopes = np.array([s.slope if isinstance(s, Affine) else 0 for s in ints])
+        offsets = np.array([s.offset if isinstance(s, Affine) else s for s in ints])
+        leaves = [
+            fit.sizes(*(stored_shape(leaf.spec, leaf.placement) for leaf in pair))
+            for pair in zip(before.graph.leaves, now.graph.leaves)
+        ]
+        placements = _placements([leaf.placement for leaf in now.graph.leaves], leaves)
+        a, b = (_trace(_placed(s.graph, placements)) for s in (before, now))
+        outs = [
+            fit.sizes(shape_of(x), shape_of(y))
+            for x, y in zip(a.jaxpr.outvars[:-1], b.jaxpr.outvars[:-1])
+        ]
+        for sizes, output in zip(outs, now.graph.outputs):
+            _refuse_split(sizes, output.placement)
+        if not _growing([*leaves, *outs]) and place >= len(now.ints) - num_outer_sizes(now.key):
+            # Padding to a multiple of the shards hides the growth.
+            raise GrowthRefusedError("a dim that grows is split over devices")
+        forms = (Form.of(a), Form.of(b))
+        if not forms[0].agrees(forms[1]):
+            raise GrowthRefusedError("its operations differ")
+        arrays = list(growing_arrays(fit, a, b))
+        growing = _growing([*leaves, *outs, *(sizes for sizes, _ in arrays)])
+        # Smaller than both, a dim may be broadcast or empty.
+        least = max((-((s.offset - _LEAST_SIZE) // s.slope) for s in growing), default=first)
+        return Growing(
+            now,
+            fit,
+            place,
+            slopes,
+            offsets,
+            min(first, second, least) if growing else max(first, second),
+            a,
+            b,
+            forms,
+            leaves,
+            outs,
+            _Rooms([*leaves, *outs], arrays, second),
+            placements,
+            step=abs(second - first),
+        )
+
+    def has(self, ints: tuple[int, ...]) -> bool:
+        """Whether these integers of a cut's key are those for some value of the number."""
+        number = ints[self.place]
+        return number >= self.least and np.array_equal(
+            self.slopes * number + self.offsets, np.array(ints)
+        )
+
+    def bounded(self, key: Key, number: int, make_graph: Callable[[], Graph]) -> Bounded:
+        """The program for a cut of which `has` is true; `find` has the other arguments.
+
+        Raises:
+            GrowthRefusedError: the cut's function is not the one expected, or has no form with
+                room for this size.
+        """
+        bound = self.rooms.bound(number)
+        placements = _placements([placement for _, placement in key.leaves], self.leaf_sizes)
+        specs = (spec for spec, _ in self.sample.key.leaves)
+        key = self.sample.key._replace(
+            leaves=tuple(zip(specs, placements)), bound=bound, slopes=self.slopes.tobytes()
+        )
+        is_new = key not in self._graphs
+        if number not in self.compared and (
+            is_new
+            or len(self.compared) < _NUM_COMPARED
+            # The sizes compared so far may have had a multiple in common, such as 8.
+            or (number - self.fit.first) % self.step
+        ):
+            self._compare(make_graph(), number)
+        if is_new:
+            self._graphs[key] = _traceable(self._graph(bound, placements))
+        graph = self._graphs[key]
+        return Bounded(key, graph, tuple(leaf.placement for leaf in graph.leaves), number)
+
+    def _compare(self, graph: Graph, number: int) -> None:
+        if number not in (self.fit.first, self.fit.second):
+            form = Form.of(_trace(_placed(graph, self.placements)))
+            if not self.forms[0].predicts(self.forms[1], self.fit, form, number):
+                raise GrowthRefusedError("its operations differ at another size")
+            self.compared.add(number)
+            self.step = math.gcd(self.step, number - self.fit.first)
+
+    def _graph(self, bound: int, placements: tuple[Placement, ...]) -> Graph:
+        rooms = tuple(_room(sizes, bound) for sizes in self.out_sizes)
+        graph = _placed(
+            self.sample.graph,
+            tuple(
+                placement.with_room(_room(sizes, bound))
+                for placement, sizes in zip(placements, self.leaf_sizes)
+            ),
+        )
+        return replace(graph, growth=AtBound(self, bound, rooms))
+
+
+def num_outer_sizes(key: Key) -> int:
+    """The number of dims of all leaves and results."""
+    leaves, results = (spec for spec, _ in key.leaves), (spec for _, spec, _ in key.outputs)
+    return sum(len(spec.shape) for spec in (*leaves, *results))
+
+
+def _shrinking(before: Sample, now: Sample, first: int, second: int) -> frozenset[Affine]:
+    """What becomes smaller by the keys. They are compared at each cut, so it is known to hold."""
+    pairs = [*zip(before.ints, now.ints)]
+    for a, b in zip(before.graph.nodes, now.graph.nodes, strict=True):
+        pairs += zip(_padding(a.entry), _padding(b.entry), strict=True)
+    found = set()
+    for x, y in pairs:
+        slope, rest = divmod(y - x, second - first)
+        if slope < 0 and not rest:
+            found.add(Affine(slope, x - slope * first))
+    return frozenset(found)
+
+
+def _padding(entry: Entry) -> tuple[int, ...]:
+    """How many zeros the gradient of a slice gets behind its elements, along the sliced dim."""
+    given = entry.arguments or {}
+    if entry.name not in ("aten::slice_backward", "aten::select_backward"):
+        return ()
+    shape = entry.spec.shape
+    dim = given["dim"] % len(shape)
+    size = shape[dim]
+    is_slice = entry.name == "aten::slice_backward"
+    start = given["start" if is_slice else "index"]
+    length = given["grad_output"].shape[dim] if is_slice else 1
+    return (size - length - (start + size if start < 0 else start),)
+
+
+def _trace(graph: Graph) -> ClosedJaxpr:
+    """The graph's function. The form with room is what gets forms for the partitioner."""
+    return Function(graph, "growing", is_for_partitioner=False).jaxpr()
+
+
+def _placed(graph: Graph, placements: tuple[Placement, ...]) -> Graph:
+    """The graph with other placements of its leaves."""
+    leaves = tuple(
+        replace(leaf, placement=placement) for leaf, placement in zip(graph.leaves, placements)
+    )
+    return replace(graph, leaves=leaves)
+
+
+def _placements(
+    placements: Sequence[Placement], leaf_sizes: Sequence[Sizes]
+) -> tuple[Placement, ...]:
+    """The placements of leaves, with the growing dims of unmarked ones whole."""
+    return tuple(
+        _with_whole_dims(placement, sizes) if any(map(_is_growing, sizes)) else placement
+        for placement, sizes in zip(placements, leaf_sizes)
+    )
+
+
+def _is_growing(size: Size) -> bool:
+    return size.__class__ is Affine
+
+
+def _with_whole_dims(placement: Placement, sizes: Sizes) -> Placement:
+    """The placement, or for an unmarked leaf one that splits no growing dim.
+
+    Raises:
+        GrowthRefusedError: a mark splits a growing dim.
+    """
+    if placement.sharding is not None:
+        _refuse_split(sizes, placement)
+        return placement
+    own = placement.device_sharding
+    axes = tuple(
+        None if isinstance(size, Affine) else split for size, split in zip_longest(sizes, own.spec)
+    )
+    if all(a == b for a, b in zip(axes, own.spec)):
+        return placement
+    return Placement.of(NamedSharding(own.mesh, PartitionSpec(*axes)), None)
+
+
+class _Rooms:
+    """How much room the arrays of a family have.
+
+    Args:
+        stored: the sizes of all leaves and results.
+        arrays: the sizes and the bytes of an element of all growing arrays of the function.
+        number: one number that they grow with.
+    """
+
+    def __init__(self, stored: list[Sizes], arrays: list[tuple[Sizes, int]], number: int) -> None:
+        self._arrays = arrays
+        self._growing = _growing(stored) or _growing(sizes for sizes, _ in arrays)
+        self._least = _LEAST_ROOM
+        while self._least < _CHEAP_ROOM and self._is_cheap(
+            self._bound_for(2 * self._least, number)
+        ):
+            self._least *= 2
+
+    def bound(self, number: int) -> int:
+        """The greatest number for which the arrays have the room that they have for this one."""
+        return self._bound_for(self._least, number)
+
+    def _bound_for(self, least: int, number: int) -> int:
+        largest = max(self._growing, key=lambda size: size.at(number))
+        room = max(least, _room_for(largest.at(number)))
+        return (room - largest.offset) // largest.slope
+
+    def _is_cheap(self, bound: int) -> bool:
+        """Whether all growing arrays together take little memory."""
+        num_bytes = sum(
+            itemsize * math.prod(s.at(bound) if isinstance(s, Affine) else s for s in sizes)
+            for sizes, itemsize in self._arrays
+        )
+        return num_bytes <= _CHEAP_BYTES
+
+
+def _growing(arrays: Iterable[Sizes]) -> set[Affine]:
+    """The sizes that become larger."""
+    return {s for sizes in arrays for s in sizes if isinstance(s, Affine) and s.slope > 0}
+
+
+@dataclass(frozen=True)
+class AtBound:
+    """A program's `Growth`: the function on arrays with room up to a bound."""
+
+    growing: Growing
+    bound: int
+    rooms: tuple[tuple[int, ...] | None, ...]
+
+    def evaluate(
+        self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
+    ) -> list[jax.Array]:
+        """See `program_graph.Growth`."""
+        growing = self.growing
+        capacity = Capacity(self.bound, number, keep_whole)
+        packed = len(inputs) - len(growing.leaf_sizes)
+        leaves = [
+            _resized(x, capacity.shape(sizes))
+            for x, sizes in zip(inputs[packed:], growing.leaf_sizes)
+        ]
+        *results, _ = Evaluation(growing.fit, capacity).results(
+            growing.first, growing.second, [*inputs[:packed], *leaves]
+        )
+        outs = []
+        for x, room in zip(results, self.rooms):
+            array = x.array if room is None else _resized(x.array, room)
+            outs.append(keep_whole(array, x.growing) if x.growing else array)
+        return outs
+
+
+def _traceable(graph: Graph) -> Graph:
+    """The graph. Raises GrowthRefusedError where its function cannot be traced."""
+    try:
+        _trace(graph)
+    except (TypeError, ValueError) as error:  # jax's, of shapes that do not fit each other
+        raise GrowthRefusedError(f"its shapes do not fit at another size: {error}") from error
+    return graph
+
+
+def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    if x.shape == shape:
+        return x
+    kept = tuple(min(n, p) for n, p in zip(x.shape, shape))
+    x = lax.slice(x, (0,) * x.ndim, kept)
+    return jnp.pad(x, [(0, p - n) for n, p in zip(kept, shape)])
+
+
+def _room_for(size: int) -> int:
+    """The next power of two."""
+    return max(_LEAST_ROOM, 1 << (size - 1).bit_length())
+
+
+def _room(sizes: Sizes, bound: int) -> tuple[int, ...] | None:
+    """The shape of an array with room up to the bound; None if it does not grow."""
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    return tuple(_room_for(s.at(bound)) if isinstance(s, Affine) else s for s in sizes)
+
+
+def _refuse_split_change(first: Sequence[int], second: Sequence[int], placement: Placement) -> None:
+    """Raises where a mark splits a dim that differs."""
+    if placement.sharding is not None:
+        sizes = (a if a == b else Affine(1, 0) for a, b in zip(first, second))
+        _refuse_split(tuple(sizes), placement)
+
+
+def _refuse_split(sizes: Sizes, placement: Placement | None) -> None:
+    """Raises where a dim that grows is split."""
+    if placement is None or placement.jax_sharding is None:
+        return
+    spec = placement.jax_sharding.spec
+    if any(_is_growing(size) and split for size, split in zip(sizes, spec)):
+        raise GrowthRefusedError("a dim that grows is split over devices")
