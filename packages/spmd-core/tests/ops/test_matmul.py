@@ -2,11 +2,13 @@
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import oracle
+import spmd_core as spmd
 from oracle import check, lower
 from spmd_core.ops import matmul, registry  # noqa: F401  (registers the lowerings)
 
@@ -170,6 +172,44 @@ def test_grouped_products_and_their_gradients_on_the_device(a, b):
         out.square().sum().backward()
         results.append([t.detach().cpu() for t in (out, x.grad, y.grad)])
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-4)
+
+
+def grouped_layouts(num_devices: int) -> list[tuple[Any, ...]]:
+    """Marks of the rows and of the matrices, on meshes of one axis and of two."""
+    found: list[tuple[Any, ...]] = [(None, None, None)]
+    axis = spmd.Mesh(range(num_devices), (num_devices,), ("a",))
+    found += [(axis, ("a",), None), (axis, (None, "a"), None), (axis, None, ("a",))]
+    if num_devices >= 4:
+        axes = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("a", "b"))
+        found += [(axes, ("a",), ("b", None, "a")), (axes, ("b", "a"), (("a", "b"),))]
+    return found
+
+
+@pytest.mark.parametrize("rows", [4, 72, 332])
+@pytest.mark.parametrize("more", [3, 8])
+def test_many_groups_are_multiplied_in_blocks(rows, more, num_devices):
+    # More groups than twice the devices: empty ones, long ones, and rows behind the last.
+    groups = 2 * num_devices + more
+    ends = torch.randint(0, rows + 1, (groups,), generator=torch.Generator().manual_seed(rows))
+    ends = ends.sort()[0].to(torch.int32)
+    ends[-3:] = ends[-3]
+    last = int(ends[-1])
+    x, y = values(torch.float32, rows, 8) / 4, values(torch.float32, groups, 8, 12, seed=1) / 4
+    results = []
+    layouts = [("cpu", None), *(("xla", *layout) for layout in grouped_layouts(num_devices))]
+    for device, mesh, *specs in layouts:
+        a, b = (t.clone().to(device).requires_grad_() for t in (x, y))
+        for tensor, spec in zip((a, b), specs):
+            if spec is not None:
+                spmd.mark_sharding(tensor, mesh, spec)
+        out = torch.nn.functional.grouped_mm(a, b, offs=ends.to(device))
+        out[:last].sin().sum().backward()
+        columns = torch.ops.aten._grouped_mm(b.detach().mT, a.detach().mT, ends.to(device))
+        results.append(
+            [t.detach().cpu() for t in (out[:last], a.grad[:last], b.grad, columns[:, :last])]
+        )
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-5, atol=1e-4)
 
 
 def test_rows_after_the_last_group_are_zero():
