@@ -121,6 +121,20 @@ def refusals(num_processes: int) -> list[str]:
     return found
 
 
+def index_outside() -> list[str]:
+    """What a read says after the last device alone had an index outside its dim, and the next."""
+    mesh = spmd.Mesh(range(8), (8,), ("data",))
+    ids = spmd.mark_sharding(torch.arange(8).to("xla"), mesh, ("data",))
+    found = torch.ones(7, 2, device="xla").index_select(0, ids * 1)
+    said = []
+    for _ in range(2):
+        try:
+            said.append(str(found.sum().item()))
+        except IndexError as error:
+            said.append(str(error))
+    return said
+
+
 def facts(folder: Path) -> dict[str, Any]:
     """What reads, prints, reports and files are in this process."""
     mesh = spmd.Mesh(range(8), (4, 2), ("x", "y"))
@@ -171,6 +185,7 @@ def main(folder: Path, port: str, process: int, processes: int, devices: int) ->
         if processes == 2 or name in ("fsdp x tensor", "hybrid")
     }
     found["refusals"] = refusals(processes)
+    found["index_outside"] = index_outside()
     (folder / f"{process}.json").write_text(json.dumps(found))
 
 

@@ -80,9 +80,10 @@ class Config:
     # operation.
     record_source_lines: bool = False
     # Programs check the indices that the device computes. One outside its dim raises
-    # `IndexRangeError` at the next read; without the checks, such a read takes the nearest element
-    # and such a write is dropped. Read at each cut; makes another program.
-    check_indices: bool = False
+    # `IndexRangeError` at the next read on the host; without the checks, such a read takes the
+    # nearest element and such a write is dropped. Read at each operation and each cut; makes
+    # another program.
+    check_indices: bool = True
     # Every program over several devices also runs on one device, and differing results raise
     # `VerificationError`. Costs the memory of all tensors on one device, and twice the time. Also
     # set by SPMD_VERIFY=1, and by `verify()` for a region. Read at each cut.

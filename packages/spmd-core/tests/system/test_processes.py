@@ -65,6 +65,13 @@ def test_random_numbers_are_those_of_process_0(found):
     assert all(process["unseeded"] == found[0]["unseeded"] for process in found)
 
 
+def test_an_index_outside_is_told_by_each_process(found):
+    for process in found:
+        error, value = process["index_outside"]
+        assert "aten::index_select -> float32[8, 2]" in error and "takes 0 to 6 " in error
+        assert value == "16.0"
+
+
 def test_parts_that_do_not_fit_are_refused_in_each_process(found):
     local = 8 // len(found)
     for i, process in enumerate(found):

@@ -14,7 +14,7 @@ from spmd_core.config import config
 from spmd_core.dispatch import recurrent, router
 from spmd_core.dispatch.fallback import count_writes
 from spmd_core.dispatch.router import out_handler
-from spmd_core.graph.values import Entry, Spec
+from spmd_core.graph.values import Entry, Indices, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.attention import is_documents
 from spmd_core.recording import random_stream, split_sequences
@@ -333,13 +333,28 @@ def ctc_loss(
 
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`aten::one_hot`: torch compares with each class; a checked index is one of a scatter."""
+    """`aten::one_hot`: torch compares with each class, which finds no other index."""
+    if num_classes > 0 and x.numel() and x.dtype is torch.int64:
+        x = _checked(x, num_classes)
     encoded = aten.one_hot.default._op_dk(
         torch._C.DispatchKey.CompositeImplicitAutograd, x, num_classes
     )
-    if not config.check_indices or num_classes < 1 or x.__class__ is not XLAShardedTensor:
-        return encoded.contiguous()
-    return torch.zeros_like(encoded).scatter(-1, x.unsqueeze(-1), 1)
+    return encoded.contiguous()
+
+
+def _checked(x: torch.Tensor, size: int) -> torch.Tensor:
+    """The same tensor, of which programs check that its elements are indices of a dim."""
+    if not config.check_indices or x.__class__ is not XLAShardedTensor:
+        return x
+    spec = Spec.contiguous(tuple(x.shape), x.dtype)
+
+    def make() -> Entry:
+        rule = Indices(0, 0, size - 1)
+        kernel = lambda context, inputs, numbers: list(inputs)  # noqa: E731
+        return Entry("spmd::checked_indices", kernel, (spec,), indices=(rule,))
+
+    result: torch.Tensor = record_own(known(("checked indices", spec, size), make), (x,))
+    return result
 
 
 def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..., Any]:

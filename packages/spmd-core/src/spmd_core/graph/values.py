@@ -10,6 +10,7 @@ a device.
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,6 +86,27 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+@dataclass(frozen=True)
+class Indices:
+    """The indices that an operation accepts in one of its inputs, by the rule of eager torch.
+
+    Attributes:
+        input: the position among the operation's inputs.
+        low: the lowest index.
+        high: the highest index.
+        skip: an index outside of these that stands for none, such as a loss's `ignore_index`.
+    """
+
+    input: int
+    low: int
+    high: int
+    skip: int | None = None
+
+    def __str__(self) -> str:
+        apart = "" if self.skip is None else f", or {self.skip} for none"
+        return f"{self.low} to {self.high}{apart}" if self.high >= self.low else "no index"
+
+
 class Entry:
     """One operation with its static arguments: what a node of the graph computes.
 
@@ -116,6 +138,7 @@ class Entry:
         accepted: where eager torch may refuse a number by its value, those that it is known to
             accept, and their classes (`recording.cpu_kernels.number_class`); None where it
             accepts all.
+        indices: what the operation accepts in those of its inputs that are indices.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
     """
 
@@ -126,6 +149,7 @@ class Entry:
         "as_list",
         "border",
         "form",
+        "indices",
         "kernel",
         "key",
         "name",
@@ -154,6 +178,7 @@ class Entry:
         summed_over: tuple[int, ...] | None = None,
         border: Border | None = None,
         arguments: Mapping[str, Any] | None = None,
+        indices: tuple[Indices, ...] = (),
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = (
             name,
@@ -167,6 +192,7 @@ class Entry:
         self.spec = outs[0]
         self.border = border
         self.arguments = arguments
+        self.indices = indices
         self.view_write: Entry | None = None
         self.key: Any = None
         self.form: tuple[int, tuple[int, ...]] | None = None
@@ -194,12 +220,18 @@ class Value:
             has this value, no program may take over its buffer. None without a storage.
         origin: the line of the user's program; only there if `config.record_source_lines` was on,
             so read it with `origin_of`.
+        line: the same as `file:line`; only there if the operation reads or writes at indices that
+            programs check, so read it with `line_of`.
+        checked: of a computed value, how many programs with such checks were started before it was
+            complete (`program.index_checks`); only there if any were.
     """
 
     __slots__ = (
+        "checked",
         "data",
         "entry",
         "inputs",
+        "line",
         "numbers",
         "origin",
         "owner",
@@ -208,6 +240,8 @@ class Value:
         "spec",
     )
     parent: "Value | None" = None
+    line: str
+    checked: int
     inputs: "Sequence[Value]"
     numbers: Sequence[Any]
     placement: Placement
@@ -225,6 +259,8 @@ class Value:
             if origin is not None and second_run is not None:
                 origin = origin._replace(phase=source_lines.Phase.SECOND_RUN)
             self.origin = origin
+        if entry.indices and config.check_indices:
+            self.line = source_lines.user_line()
 
     def settle(self, data: Any, placement: Placement, owner: "weakref.ref[Any] | None") -> None:
         """Turns a pending value into a leaf."""
@@ -281,3 +317,8 @@ def take_serial() -> int:
 def origin_of(value: Value) -> source_lines.Origin | None:
     """The line of the user's program that a value comes from; None if it was not recorded."""
     return getattr(value if value.parent is None else value.parent, "origin", None)
+
+
+def line_of(value: Value) -> str:
+    """`file:line` of the user's program, or a note that it is not known."""
+    return getattr(value, "line", "a line that was not recorded")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.registry import Context, as_array, flop_formula, lowering
 
@@ -122,12 +123,11 @@ def _chosen(target: jax.Array, logits: jax.Array) -> jax.Array:
     return lax.broadcasted_iota(target.dtype, logits.shape, 2) == target[..., None]
 
 
-@lowering("spmd.class_sums.default", meta=_meta)
+@lowering("spmd.class_sums.default", meta=_meta, indices=index_rules.of_rows("target", "weight"))
 def _class_sums(
     ctx: Context, x: Any, weight: Any, bias: Any, target: Any, chunks: int
 ) -> tuple[jax.Array, jax.Array]:
     """The logit of each row's target, and the logarithm of the sum of exponentials."""
-    ctx.check_index(target, weight.shape[0])
     rows = _Chunks(ctx, x.shape[0], chunks)
 
     def step(carry: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.blocks import apart
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, lowering
@@ -61,7 +62,12 @@ def _bags(offsets: jax.Array, num_indices: int, *, include_last_offset: bool) ->
     return jnp.where(bag < 0, num_bags, bag)
 
 
-@lowering("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default", meta=_bag_meta)
+@lowering(
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+    meta=_bag_meta,
+    indices=index_rules.of_bags,
+)
 def _embedding_bag(
     ctx: Context,
     weight: Any,
@@ -78,7 +84,6 @@ def _embedding_bag(
     bag = _bags(offsets, indices.shape[0], include_last_offset=include_last_offset)
     if padding_idx >= 0:
         bag = jnp.where(indices == padding_idx, num_bags, bag)
-    ctx.check_index(indices, weight.shape[0])
     rows = jnp.take(weight, indices, axis=0, mode="clip").astype(wide)
     sizes = jnp.zeros(num_bags, indices.dtype).at[bag].add(1, mode="drop")
     winners = jnp.zeros(ctx.outs[3].shape, indices.dtype)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.lookups import look_up
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
@@ -36,14 +37,9 @@ def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
-def _check_indices(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> None:
-    for dim, index in enumerate(indices):
-        ctx.check_index(index, x.shape[dim], wraps=True)
-
-
-@lowering("aten.index.Tensor", "aten._unsafe_index.Tensor")
+@lowering("aten._unsafe_index.Tensor")
+@lowering("aten.index.Tensor", indices=index_rules.of_each_dim)
 def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
-    _check_indices(ctx, x, indices)
     return x.at[_key(x, indices)].get(mode="clip").reshape(ctx.shape)
 
 
@@ -59,14 +55,13 @@ def _unsafe_masked_index(
     return jnp.where(mask, picked, as_array(fill, x.dtype))
 
 
-@lowering("aten.index_select.default")
+@lowering("aten.index_select.default", indices=index_rules.along_dim())
 def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     axis = _axis(dim, x.ndim)
-    ctx.check_index(index, x.shape[axis] if x.ndim else 1)
     return jnp.take(jnp.atleast_1d(x), index.reshape(-1), axis=axis, mode="clip").reshape(ctx.shape)
 
 
-@lowering("aten.gather.default")
+@lowering("aten.gather.default", indices=index_rules.along_dim())
 def _gather(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False
 ) -> jax.Array:
@@ -74,15 +69,13 @@ def _gather(
     if index.size == 0:  # it may have any number of dims: torch does not check them then
         return jnp.zeros(ctx.shape, ctx.dtype)
     x, index = jnp.atleast_1d(x), jnp.atleast_1d(index)
-    ctx.check_index(index, x.shape[axis])
     # numpy would broadcast the other dims; torch reads only the index's extent of them.
     region = tuple(slice(None) if d == axis else slice(index.shape[d]) for d in range(x.ndim))
     return jnp.take_along_axis(x[region], index, axis=axis, mode="clip").reshape(ctx.shape)
 
 
-@lowering("aten.take.default")
+@lowering("aten.take.default", indices=index_rules.of_elements)
 def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
-    ctx.check_index(index, x.size, wraps=True)
     return x.reshape(-1).at[index].get(mode="clip")
 
 
@@ -97,7 +90,7 @@ def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = 
     )
 
 
-@lowering("aten.embedding.default")
+@lowering("aten.embedding.default", indices=index_rules.of_rows("indices", "weight"))
 def _embedding(
     ctx: Context,
     weight: jax.Array,
@@ -106,7 +99,6 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    ctx.check_index(indices, weight.shape[0])
     if ctx.table is not None:
         return look_up(weight, indices, ctx.table, platform=ctx.platform)
     return jnp.take(weight, indices, axis=0, mode="clip")

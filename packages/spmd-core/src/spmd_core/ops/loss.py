@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, as_array, lowering
 
@@ -178,7 +179,11 @@ def _class_weights(
     )
 
 
-@lowering("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+@lowering(
+    "aten.nll_loss_forward.default",
+    "aten.nll_loss2d_forward.default",
+    indices=index_rules.of_classes,
+)
 def _nll_loss(
     ctx: Context, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -187,7 +192,6 @@ def _nll_loss(
     target = target.reshape(x.shape[:dim] + x.shape[dim + 1 :])
     weights = _class_weights(weight, target, ignore_index, dtype)
     used = target != ignore_index
-    ctx.check_index(target, x.shape[dim], skip=ignore_index)
     chosen = jnp.expand_dims(jnp.where(used, target, 0), dim)
     if ctx.platform == "tpu":
         # A gather would have all of `x` stored, in float32 after a softmax; a sum reads it as the
@@ -264,7 +268,7 @@ def _multi_margin_losses(
     return jnp.sum(jnp.where(others, losses, jnp.zeros_like(losses)), axis=1) / x.shape[1]
 
 
-@lowering("aten.multi_margin_loss.default", static=("p",))
+@lowering("aten.multi_margin_loss.default", static=("p",), indices=index_rules.of_last_dim())
 def _multi_margin(
     ctx: Context,
     x: Any,
@@ -274,7 +278,6 @@ def _multi_margin(
     weight: Any = None,
     reduction: int = _MEAN,
 ) -> jax.Array:
-    ctx.check_index(target, x.shape[-1] if x.ndim else 1)
     return _reduced_rows(
         ctx,
         _multi_margin_losses(_rows(as_array(x, opmath(ctx.dtype))), target, p, margin, weight),
@@ -347,13 +350,15 @@ def _multilabel_hinges(
 
 # torch's own decomposition (2.13) counts the unused ends of the lists as label 0; this lowering can
 # go when it does not.
-@lowering("aten.multilabel_margin_loss_forward.default")
+@lowering(
+    "aten.multilabel_margin_loss_forward.default",
+    indices=index_rules.of_last_dim(least=-1),  # -1 ends a list
+)
 def _multilabel_margin(
     ctx: Context, x: Any, target: Any, reduction: int
 ) -> tuple[jax.Array, jax.Array]:
     rows = _rows(as_array(x, opmath(ctx.dtype)))
     labels, counts, present = _label_lists(target)
-    ctx.check_index(_rows(target) + 1, rows.shape[1] + 1)  # -1 ends a list
     losses = jnp.sum(_multilabel_hinges(rows, labels, counts, present), axis=(1, 2)) / rows.shape[1]
     return _reduced_rows(ctx, losses, reduction), present.reshape(target.shape).astype(ctx.dtype)
 

@@ -18,7 +18,7 @@ foreach forms are derived from the schema.
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,32 +147,12 @@ class Context:
     attention: AttentionLayout | None = None
     # how a table that is looked up is split, if that is not left to the partitioner
     table: TableLayout | None = None
-    # under `config.check_indices`, receives for each check whether an index lies outside its dim
-    index_checks: list[jax.Array] | None = None
     # how the program's data splits the batch, as far as it is known
     batch: BatchSplit = field(default_factory=BatchSplit)
 
     def on_one_device(self) -> "Context":
         """For what every device computes by itself, inside a manual region."""
         return Context(self.outs, self.platform)
-
-    def check_index(self, index: Any, size: int, *, wraps: bool = False, skip: Any = None) -> None:
-        """Has the program check that indices lie in a dim, under `config.check_indices`.
-
-        Args:
-            index: an array of indices; None and masks are left out.
-            size: of the dim.
-            wraps: whether negative indices count from the end.
-            skip: an index that stands for none, such as a loss's `ignore_index`.
-        """
-        if self.index_checks is None or index is None or index.size == 0:
-            return
-        if index.dtype in (np.bool_, np.uint8):
-            return
-        outside = (index < (-size if wraps else 0)) | (index >= size)
-        if skip is not None:
-            outside &= index != skip
-        self.index_checks.append(outside.any())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -183,6 +163,30 @@ class Context:
     def dtype(self) -> np.dtype:
         """The jax dtype of the first result."""
         return dtypes.to_jax(self.outs[0].dtype)
+
+
+@dataclass(frozen=True)
+class IndexRule:
+    """The indices that an argument of a call may hold, by the rule of eager torch.
+
+    Attributes:
+        argument: the argument's name.
+        low: the lowest index.
+        high: the highest index.
+        item: the position in the argument, if that is a list of tensors.
+        skip: an index outside of these that stands for none, such as a loss's `ignore_index`.
+    """
+
+    argument: str
+    low: int
+    high: int
+    item: int | None = None
+    skip: int | None = None
+
+
+# A call's arguments by name, those that were left out included, with a spec for each tensor -> what
+# its indices may be.
+IndexRules = Callable[[Mapping[str, Any]], Iterable[IndexRule]]
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,7 @@ class Lowering:
     # the overload over meta tensors, instead of torch's meta kernel
     meta: Callable[..., Any] | None = None
     numbers: frozenset[str] = field(default_factory=frozenset)
+    indices: IndexRules | None = None
 
 
 _LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
@@ -250,6 +255,7 @@ def lowering(
     host_when: Callable[[Any, Any, str], bool] | None = None,
     meta: Callable[..., Any] | None = None,
     numbers: tuple[str, ...] = (),
+    indices: IndexRules | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function for each overload in `names` that this torch has.
 
@@ -267,6 +273,8 @@ def lowering(
             or has one with requirements that only CUDA's kernel has.
         numbers: the keyword arguments of schema type `float` that arrive as `Number` too, because
             they change from call to call.
+        indices: which indices eager torch accepts, where it refuses others. Programs check them
+            (`config.check_indices`).
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +286,14 @@ def lowering(
                     "place."
                 )
             _LOWERINGS[overload] = Lowering(
-                overload, function, frozenset(static), random, host_when, meta, frozenset(numbers)
+                overload,
+                function,
+                frozenset(static),
+                random,
+                host_when,
+                meta,
+                frozenset(numbers),
+                indices,
             )
         return function
 

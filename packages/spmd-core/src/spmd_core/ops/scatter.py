@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.blocks import apart, write_block
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.registry import Context, Number, as_array, lowering
@@ -114,19 +115,17 @@ def _scattering(dim: int, index: jax.Array) -> Apply:
     return apply
 
 
-@lowering("aten.scatter.src")
+@lowering("aten.scatter.src", indices=index_rules.along_dim())
 def _scatter_src(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, "set")
 
 
-@lowering("aten.scatter.value")
+@lowering("aten.scatter.value", indices=index_rules.along_dim())
 def _scatter_value(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number | float
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(
         x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), "set"
     )
@@ -135,33 +134,30 @@ def _scatter_value(
 _METHODS = {"add": "add", "multiply": "multiply"}
 
 
-@lowering("aten.scatter.reduce")
+@lowering("aten.scatter.reduce", indices=index_rules.along_dim())
 def _scatter_reduce(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array, *, reduce: str
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, _METHODS[reduce])
 
 
-@lowering("aten.scatter.value_reduce")
+@lowering("aten.scatter.value_reduce", indices=index_rules.along_dim())
 def _scatter_value_reduce(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Number, *, reduce: str
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(
         x, jnp.broadcast_to(as_array(value, x.dtype), index.shape), _METHODS[reduce]
     )
 
 
-@lowering("aten.scatter_add.default")
+@lowering("aten.scatter_add.default", indices=index_rules.along_dim())
 def _scatter_add(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, src: jax.Array
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _scattering(dim, index)(x, src, "add")
 
 
-@lowering("aten.scatter_reduce.two")
+@lowering("aten.scatter_reduce.two", indices=index_rules.along_dim())
 def _scatter_reduce_two(
     ctx: Context,
     x: jax.Array,
@@ -172,7 +168,6 @@ def _scatter_reduce_two(
     *,
     include_self: bool = True,
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     if index.size == 0:
         return x
     src = lax.slice(jnp.atleast_1d(src), [0] * max(src.ndim, 1), jnp.atleast_1d(index).shape)
@@ -222,7 +217,7 @@ def _check_slices(x: Any, dim: int, index: Any, source: Any) -> None:
         )
 
 
-@lowering("aten.index_add.default")
+@lowering("aten.index_add.default", indices=index_rules.along_dim())
 def _index_add(
     ctx: Context,
     x: jax.Array,
@@ -232,28 +227,29 @@ def _index_add(
     *,
     alpha: Number | int = 1,
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     _check_slices(x, dim, index, source)
     factor = as_array(alpha, source.dtype)
     scaled = source & factor if source.dtype == np.bool_ else source * factor
     return _slicing(dim, index, x.ndim)(x, scaled, "add")
 
 
-@lowering("aten.index_copy.default")
+@lowering("aten.index_copy.default", indices=index_rules.along_dim())
 def _index_copy(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, source: jax.Array
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     return _slicing(dim, index, x.ndim)(x, source, "set")
 
 
-@lowering("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")
+@lowering(
+    "aten.index_fill.int_Scalar",
+    "aten.index_fill.int_Tensor",
+    indices=index_rules.along_dim(wraps=True),
+)
 def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1, wraps=True)
     return _slicing(dim, index, x.ndim, wrap=True)(x, as_array(value, x.dtype), "set")
 
 
-@lowering("aten.index_reduce.default")
+@lowering("aten.index_reduce.default", indices=index_rules.along_dim())
 def _index_reduce(
     ctx: Context,
     x: jax.Array,
@@ -264,7 +260,6 @@ def _index_reduce(
     *,
     include_self: bool = True,
 ) -> jax.Array:
-    ctx.check_index(index, x.shape[_axis(dim, x.ndim)] if x.ndim else 1)
     _check_slices(x, dim, index, source)
     if index.size == 0:
         return x
@@ -300,8 +295,11 @@ def _put_mask(
     return jnp.where(where, new, x)
 
 
+@lowering("aten._unsafe_index_put.default")
 @lowering(
-    "aten.index_put.default", "aten._unsafe_index_put.default", "aten._index_put_impl.default"
+    "aten.index_put.default",
+    "aten._index_put_impl.default",
+    indices=index_rules.of_each_dim,
 )
 def _index_put(
     ctx: Context,
@@ -327,8 +325,6 @@ def _index_put(
             )
         leading, mask = masks[0]
         return _put_mask(x, leading, mask, values, accumulate=accumulate)
-    for dim, index in enumerate(indices):
-        ctx.check_index(index, x.shape[dim], wraps=True)
     key = tuple(slice(None) if index is None else index for index in indices)
     return _write(x, key, values, "add" if accumulate else "set", wrap=True)
 
@@ -345,11 +341,10 @@ def _unsafe_masked_index_put_accumulate(
     return _write(x, key, jnp.where(mask, values, jnp.zeros((), values.dtype)), "add")
 
 
-@lowering("aten.put.default")
+@lowering("aten.put.default", indices=index_rules.of_elements)
 def _put(
     ctx: Context, x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False
 ) -> jax.Array:
-    ctx.check_index(index, x.size, wraps=True)
     flat = _write(
         x.reshape(-1),
         index.reshape(-1),

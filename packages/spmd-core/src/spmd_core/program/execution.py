@@ -15,7 +15,7 @@ from spmd_core.errors import ProcessError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.repetition import result_of
 from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
-from spmd_core.graph.values import Value
+from spmd_core.graph.values import Value, line_of
 from spmd_core.program import (
     compile_cache,
     growing_sizes,
@@ -251,7 +251,9 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     ]
     # An interruption between the two would lose what the program took over.
     with interrupts.put_off():
-        results = program.run(floats, ints, complexes, arrays)
+        lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
+        results = program.run(floats, ints, complexes, arrays, lines)
+        checked = index_checks.num_started()
         counters.count("executions")
         if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
             verification.verify(program, (floats, ints, complexes), arrays, results)
@@ -259,6 +261,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
             counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
         for storage, array, placement in zip(live, results, program.out_placements):
             _commit(storage, array, placement)
+            if checked:
+                storage.value.checked = checked
 
 
 def _for_many_sizes(planned: Plan, bounded: growing_sizes.Bounded) -> Program:
@@ -277,12 +281,7 @@ def _program_label() -> str:
 
 def _bounded(planned: Plan) -> growing_sizes.Bounded | None:
     """The program for many sizes that computes a cut; None if it needs one of its own."""
-    if (
-        cut_guard is not None
-        or not config.bound_growing_sizes
-        or config.verify_programs
-        or config.check_indices
-    ):
+    if cut_guard is not None or not config.bound_growing_sizes or config.verify_programs:
         return None
     return growing_sizes.find(planned.key, planned.graph)
 
@@ -379,8 +378,17 @@ def to_host(storage: Storage) -> torch.Tensor:
         return value.data.clone()
     refuse_local(value)
     host = buffers.download(value.data, value.spec.shape)
-    index_checks.raise_if_found()
+    raise_if_wrong(value)
     return host
+
+
+def raise_if_wrong(value: Value) -> None:
+    """Raises for indices outside their dim, of programs up to the one that made a computed value.
+
+    Raises:
+        IndexRangeError: a program under `config.check_indices` found one.
+    """
+    index_checks.raise_if_found(getattr(value, "checked", 0))
 
 
 def upload(storage: Storage) -> None:

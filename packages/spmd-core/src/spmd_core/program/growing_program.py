@@ -359,7 +359,7 @@ class AtBound:
 
     def evaluate(
         self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
-    ) -> list[jax.Array]:
+    ) -> tuple[list[jax.Array], jax.Array]:
         """See `program_graph.Growth`."""
         growing = self.growing
         capacity = Capacity(self.bound, number, keep_whole)
@@ -368,14 +368,14 @@ class AtBound:
             _resized(x, capacity.shape(sizes))
             for x, sizes in zip(inputs[packed:], growing.leaf_sizes)
         ]
-        *results, _ = Evaluation(growing.fit, capacity).results(
+        *results, token = Evaluation(growing.fit, capacity).results(
             growing.first, growing.second, [*inputs[:packed], *leaves]
         )
         outs = []
         for x, room in zip(results, self.rooms):
             array = x.array if room is None else _resized(x.array, room)
             outs.append(keep_whole(array, x.growing) if x.growing else array)
-        return outs
+        return outs, token.array
 
 
 def _traceable(graph: Graph) -> Graph:

@@ -1,42 +1,184 @@
 """`config.check_indices`: an index outside its dim, which a program cannot raise, is raised later.
 
-A program that is lowered with the checks returns, as its token, the position of its first operation
-with such an index. The next read on the host reads the tokens of all programs since the last one.
+A program with such checks returns, as its token, the number of the first one that failed. Each
+device looks at the indices that it has, so that none is moved; where a program runs on several
+processes, they agree by one reduction of a number. The next read on the host reads the tokens of
+the programs up to the one that made what it reads, which have ended by then.
 """
 
+import atexit
+import math
+import threading
+import warnings
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.errors import IndexRangeError
+from spmd_core.graph.values import Indices
+from spmd_core.program.index_layouts import Split
+from spmd_core.program.index_ranges import Check
 from spmd_core.program.program_graph import Graph
+from spmd_core.runtime.devices import num_processes
 
-# The tokens that no read has checked yet, with the program's name and graph.
-_unread: deque[tuple[jax.Array, str, Graph]] = deque()
+_NONE = np.iinfo(np.int32).max
+
+
+class Flag:
+    """The token of one program: on each device, the number of its first check that failed.
+
+    Attributes:
+        checks: the program's.
+        out_sharding: of the token.
+
+    Args:
+        checks: what to check.
+        splits: how each check's indices are split.
+        mesh: the program's.
+    """
+
+    def __init__(
+        self, checks: Sequence[Check], splits: Sequence[Split], mesh: jax.sharding.Mesh
+    ) -> None:
+        self.checks = checks
+        self._splits = splits
+        used = {axis for split in splits for axes in split for axis in axes}
+        self._mesh, self._axes = mesh, tuple(name for name in mesh.axis_names if name in used)
+        # All processes must see the same.
+        self._agrees = _num_processes_of(mesh) > 1
+        spec = PartitionSpec() if self._agrees else PartitionSpec(*self._axes)
+        self.out_sharding = NamedSharding(mesh, spec)
+        self._found: list[jax.Array]
+
+    def begin(self) -> None:
+        """Forgets what an earlier trace of the program has added."""
+        self._found = []
+
+    def add(self, number: int, indices: jax.Array) -> None:
+        """Adds the check of this number."""
+        check, split = self.checks[number], self._splits[number]
+        outside = self._on_each_device(_outside(indices, check.accepted), split)
+        self._found.append(
+            lax.select(
+                outside,
+                lax.full_like(outside, number, np.int32),
+                lax.full_like(outside, _NONE, np.int32),
+            )
+        )
+
+    def token(self) -> jax.Array:
+        """int32, one element for each part that the axes make; the largest int if none failed."""
+        shape = tuple(self._mesh.shape[axis] for axis in self._axes)
+        token = lax.full(shape, _NONE, np.int32)
+        for found in self._found:
+            token = lax.min(token, lax.broadcast_in_dim(found, shape, range(len(shape))))
+        return lax.reduce_min(token, range(token.ndim)) if self._agrees else token
+
+    def _on_each_device(self, outside: jax.Array, split: Split) -> jax.Array:
+        """Whether any element is true, for each part; of rank `len(self._axes)`."""
+        shape: list[int] = []
+        kept: dict[str, int] = {}  # where the parts of an axis stand in the shape
+        padding = []
+        for dim, n in enumerate(outside.shape):
+            axes = split[dim] if dim < len(split) else ()
+            sizes = [self._mesh.shape[axis] for axis in axes]
+            kept |= {axis: len(shape) + i for i, axis in enumerate(axes)}
+            each = -(-n // math.prod(sizes))
+            padding.append((0, each * math.prod(sizes) - n, 0))
+            shape += [*sizes, each]
+        if any(high for _, high, _ in padding):
+            outside = lax.pad(outside, np.False_, padding)
+        parts = lax.reduce_or(
+            lax.reshape(outside, shape),
+            [dim for dim in range(len(shape)) if dim not in kept.values()],
+        )
+        order = sorted(kept, key=kept.__getitem__)
+        own = [axis for axis in self._axes if axis in kept]
+        parts = lax.transpose(parts, [order.index(axis) for axis in own])
+        if own:
+            parts = lax.with_sharding_constraint(
+                parts, NamedSharding(self._mesh, PartitionSpec(*own))
+            )
+        return lax.expand_dims(parts, [i for i, axis in enumerate(self._axes) if axis not in kept])
+
+
+def _num_processes_of(mesh: jax.sharding.Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def _outside(indices: jax.Array, accepted: Indices) -> jax.Array:
+    dtype = indices.dtype
+    limits = np.iinfo(dtype)
+
+    def bound(value: int) -> np.ndarray:
+        return np.asarray(min(max(value, limits.min), limits.max), dtype)
+
+    if accepted.high < accepted.low:
+        outside = lax.full_like(indices, True, np.bool_)
+    else:
+        outside = lax.lt(indices, lax.full_like(indices, bound(accepted.low)))
+        if accepted.high < limits.max:
+            outside |= lax.gt(indices, lax.full_like(indices, bound(accepted.high)))
+    if accepted.skip is not None and limits.min <= accepted.skip <= limits.max:
+        outside &= lax.ne(indices, lax.full_like(indices, bound(accepted.skip)))
+    return outside
+
+
+# The host's side: tokens of programs that were started.
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A program that was started.
+
+    Attributes:
+        number: how many programs with checks were started up to it.
+        token: its token.
+        name: its name.
+        graph: what it computes.
+        checks: its checks.
+        lines: the user's line of each, `file:line`.
+    """
+
+    number: int
+    token: Any  # jax's type lacks `is_ready`
+    name: str
+    graph: Graph
+    checks: Sequence[Check]
+    lines: Sequence[str]
+
+
+# The programs whose tokens no read has checked yet, and the number of all with checks.
+_unread: deque[_Started] = deque()
+_num_started = 0
+_lock = threading.Lock()
 # Beyond this number of programs without a read, the oldest is checked and dropped.
 _MAX_UNREAD = 256
 
 
-def first_offender(found: list[tuple[int, jax.Array]]) -> jax.Array:
-    """The position of the first operation with an index outside its dim, or -1, as int32.
-
-    Args:
-        found: for each check, the operation's position and whether it has such an index.
-    """
-    last = np.iinfo(np.int32).max
-    positions = [jnp.where(bad, position, last) for position, bad in found]
-    first = jnp.stack([jnp.asarray(last), *positions]).min()
-    return jnp.where(first == last, -1, first).astype(np.int32)
-
-
-def add(token: jax.Array, name: str, graph: Graph) -> None:
+def add(
+    token: jax.Array, name: str, graph: Graph, checks: Sequence[Check], lines: Sequence[str]
+) -> None:
     """Keeps a started program's token for the next read."""
-    _unread.append((token, name, graph))
-    if len(_unread) > _MAX_UNREAD:
-        # A cut must not raise for another program, so the earliest that found something stays.
-        del _unread[int(_position(_unread[0]) >= 0)]
+    global _num_started
+    with _lock:
+        _num_started += 1
+        _unread.append(_Started(_num_started, token, name, graph, checks, lines))
+        oldest = _unread[0] if len(_unread) > _MAX_UNREAD else None
+        if oldest is not None:
+            # A cut must not raise for another program, so the earliest that found something stays.
+            del _unread[int(_failed(oldest.token) is not None)]
+
+
+def num_started() -> int:
+    """How many programs with checks were started: what is computed now is complete after these."""
+    return _num_started
 
 
 def forget() -> None:
@@ -44,33 +186,64 @@ def forget() -> None:
     _unread.clear()
 
 
-def raise_if_found() -> None:
+def raise_if_found(number: int | None = None) -> None:
     """Raises for the first operation of the earliest program with an index outside its dim.
 
-    Waits for the programs since the last call.
+    Args:
+        number: how many programs with checks must have ended, for which this waits. Of later ones,
+            those that have ended are checked too. None waits for all.
 
     Raises:
         IndexRangeError: there is one. Later programs are checked by the next call.
     """
-    while _unread:
-        oldest = _unread.popleft()
-        position = _position(oldest)
-        if position >= 0:
-            raise IndexRangeError(_describe(position, *oldest[1:]))
+    ended: list[_Started] = []
+    with _lock:
+        while _unread and (
+            number is None or _unread[0].number <= number or _unread[0].token.is_ready()
+        ):
+            ended.append(_unread.popleft())
+    # All transfers start before the first one is awaited.
+    tokens = jax.device_get([program.token for program in ended])
+    for i, (program, token) in enumerate(zip(ended, tokens, strict=True)):
+        check = _failed(token)
+        if check is not None:
+            with _lock:
+                _unread.extendleft(reversed(ended[i + 1 :]))
+            raise IndexRangeError(_describe(program, check))
 
 
-def _position(kept: tuple[jax.Array, str, Graph]) -> int:
-    return int(np.asarray(kept[0]))
+def _failed(token: jax.Array) -> int | None:
+    """The number of the check that failed, from the token, for which it waits."""
+    number = int(np.asarray(token).min())
+    return None if number == _NONE else number
 
 
-def _describe(position: int, name: str, graph: Graph) -> str:
-    node = graph.nodes[position]
-    where = "" if node.origin is None else f", recorded at {node.origin},"
-    advice = "" if node.origin else " Set config.record_source_lines = True to get its line."
-    shapes = ", ".join(repr(spec) for spec in node.entry.outs)
+def _describe(program: _Started, number: int) -> str:
+    check = program.checks[number]
+    node = program.graph.nodes[check.position]
+    results = ", ".join(repr(spec) for spec in node.entry.outs)
+    where = program.lines[number] if node.origin is None else node.origin
     return (
-        "an index must lie inside the dim that it indexes; operation "
-        f"{position} of {name}, {node.entry.name} -> {shapes}{where} got one that does not. "
-        "Its reads took the nearest element and its writes were dropped, so the values computed "
-        f"from it are wrong. Correct the index.{advice}"
+        f"an index must lie inside the dim that it indexes; {node.entry.name} -> {results}, "
+        f"recorded at {where}, takes {check.accepted} and got another index. It is operation "
+        f"{check.position} of {program.name}, which has run: its reads took the nearest element "
+        "and its writes were dropped, so what was computed from it since is wrong, and so are the "
+        "tensors that were updated with that. Correct the index, and load such tensors anew or "
+        "from a checkpoint. spmd_core.config.check_indices = False leaves indices unchecked."
     )
+
+
+def _warn_at_exit() -> None:
+    """Warns of what no read has told, at the end of the process.
+
+    Several processes do not wait for their devices then, as one of them may have failed.
+    """
+    try:
+        raise_if_found(None if num_processes() == 1 else 0)
+    except IndexRangeError as error:
+        warnings.warn(
+            f"the process ends unaware of an error: {error}", RuntimeWarning, stacklevel=1
+        )
+
+
+atexit.register(_warn_at_exit)

@@ -32,7 +32,9 @@ from spmd_core.program import (
 )
 from spmd_core.program.exact_values import stored_values
 from spmd_core.program.gradient_plans import Plans
-from spmd_core.program.index_checks import first_offender
+from spmd_core.program.index_checks import Flag
+from spmd_core.program.index_layouts import IndexLayouts
+from spmd_core.program.index_ranges import needed
 from spmd_core.program.operation_names import named
 from spmd_core.program.paced_gradients import PacedGradients
 from spmd_core.program.partial_sums import PartialSums
@@ -142,6 +144,7 @@ class Function:
     """A graph as a jax function with shardings.
 
     Attributes:
+        index_flag: what the program checks of its indices.
         jitted: the function of the packed numbers and the leaves.
         arguments: the shapes, dtypes and shardings of these.
 
@@ -184,7 +187,6 @@ class Function:
             source=source_lines.user_line(),
         )
         self.out_placements: list[Any]
-        self._offenders: list[tuple[int, jax.Array]]  # for each check, the node and its outcome
         self._make(name)
 
     def jaxpr(self) -> ClosedJaxpr:
@@ -234,6 +236,7 @@ class Function:
             )
             for leaf in graph.leaves
         ]
+        self.index_flag = self._make_index_flag()
         free = None if common_mesh.exists else everywhere
         out_shardings = [
             free if p is None else common_mesh(p.device_sharding) for p in out_placements
@@ -242,19 +245,16 @@ class Function:
         def program(
             numbers: list[jax.Array], *leaves: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
-            self._offenders = []
-            results = (
-                self._trace(numbers, leaves)
-                if graph.growth is None
-                else self._grow(graph.growth, numbers, leaves)
-            )
-            token = jnp.zeros((), np.int32)
-            return results, first_offender(self._offenders) if graph.checks_indices else token
+            if graph.growth is not None:
+                return self._grow(graph.growth, numbers, leaves)
+            self.index_flag.begin()
+            results = self._trace(numbers, leaves)
+            return results, self.index_flag.token()
 
         program.__name__ = name
         self.jitted = jax.jit(
             program,
-            out_shardings=(out_shardings, everywhere),
+            out_shardings=(out_shardings, self.index_flag.out_sharding),
             donate_argnums=tuple(i + 1 for i in graph.donated),
             keep_unused=True,
         )
@@ -262,8 +262,8 @@ class Function:
 
     def _grow(
         self, growth: Growth, packed: list[jax.Array], leaves: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """The results for the number that comes last among the ints."""
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The results and the token for the number that comes last among the ints."""
         position = int(self._num_floats > 0)
         ints = packed[position]
         rest = [ints[:-1]] if self._num_ints else []
@@ -277,6 +277,15 @@ class Function:
         if self._is_for_partitioner:
             results = in_safe_forms(function, arguments, self._splits)
         return function(arguments) if results is None else [*results]
+
+    def _make_index_flag(self) -> Flag:
+        graph = self.graph
+        checks = needed(graph) if graph.checks_indices else ()
+        layouts = IndexLayouts(graph, self._common_mesh, self._to_named, self._manual)
+        is_split = self._whole is Whole.NOTHING and len(self.device_ids) > 1
+        splits = [layouts.split(check.value) if is_split else () for check in checks]
+        assert isinstance(self._mesh, jax.sharding.Mesh)
+        return Flag(checks, splits, self._mesh)
 
     def _find_local_values(self) -> None:
         """Sets for each value the axes of the manual region that it is local to, else None."""
@@ -396,6 +405,7 @@ class Function:
         is_summed = len(self.device_ids) > 1
         paced = PacedGradients(values, sums, is_summed) if platform == "tpu" else None
         ready: list[jax.Array] = []  # what the next product waits for
+        checks = self._index_checks()
         for position, node in enumerate(graph.nodes):
             entry = node.entry
             numbers = [_number(kind, sources) for kind in entry.number_kinds]
@@ -413,8 +423,6 @@ class Function:
                 found.tables.get(position),
                 batch=found.batch,
             )
-            if graph.checks_indices:
-                context.index_checks = []
             gather = gathers.get(position)
             inputs = [
                 read(number) for number in (node.inputs if gather is None else [gather.source])
@@ -442,6 +450,8 @@ class Function:
             if entry.name == FROM_HOST and platform != "cpu":
                 self._copy_late(inputs, values)
             with named(node, position):
+                for number, value in checks.get(position, ()):
+                    self.index_flag.add(number, read(value))
                 gradient = sums.gradient(position)
                 if gradient is not None:
                     inputs = [gradient]
@@ -466,10 +476,16 @@ class Function:
             _check(entry, results, is_local=manual is not None)
             if paced is not None:
                 paced.add(node, len(values))
-            self._offenders += [(position, bad) for bad in context.index_checks or ()]
             for x in results if manual is not None else map(keep, results):
                 values.append(apart(x) if len(values) in stored else x)
         return self._outputs(values, leaves)
+
+    def _index_checks(self) -> Mapping[int, list[tuple[int, int]]]:
+        """For each position with checks, their numbers and those of the values."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, check in enumerate(self.index_flag.checks):
+            found.setdefault(check.position, []).append((number, check.value))
+        return found
 
     def _copy_late(self, inputs: list[jax.Array], values: list[jax.Array]) -> None:
         """Makes what comes back from the host wait for what was recorded just before.
@@ -563,15 +579,12 @@ class Function:
         if not self._is_for_partitioner or node.entry in self._without_rules:
             return kernel(context, inputs, numbers)
         kinds = [number.kind for number in numbers]
-        num_results = len(node.entry.outs)
 
         def function(arguments: tuple[Any, Any, Any]) -> Sequence[jax.Array]:
             arrays, values, key = arguments
             typed = [registry.Number(x, kind) for x, kind in zip(values, kinds)]
             inner = replace(context, key=key)
-            if context.index_checks is not None:
-                inner.index_checks = []
-            return [*kernel(inner, arrays, typed), *(inner.index_checks or ())]
+            return kernel(inner, arrays, typed)
 
         arguments = (inputs, [number.value for number in numbers], context.key)
         keeps_nan = not node.entry.name.startswith(_SUMS_OF_EXPONENTIALS)
@@ -580,9 +593,7 @@ class Function:
         if results is None:
             self._without_rules.add(node.entry)
             return kernel(context, inputs, numbers)
-        if context.index_checks is not None:
-            context.index_checks.extend(results[num_results:])
-        return results[:num_results]
+        return results
 
     def _run_local(
         self,
@@ -606,21 +617,17 @@ class Function:
                 return [jax.lax.with_sharding_constraint(blocks[0], spec)]
             # Every device runs the kernel by itself: the context has one device and no split dims.
             inner = registry.Context(context.outs, context.platform, key)
-            if context.index_checks is not None:
-                inner.index_checks = []
             if entry.name.startswith("spmd::attention"):  # its only number is the seed of dropout
                 numbers = [regions.own_seed(manual, seed) for seed in numbers]
-            return [*entry.kernel(inner, blocks, numbers), *(inner.index_checks or ())]
+            results: list[jax.Array] = entry.kernel(inner, blocks, numbers)
+            return results
 
         local = [self._manual(i) is not None for i in node.inputs]
         if entry.name == "spmd::optimization_barrier":
             # Outside of jax.shard_map, which would drop an operand whose result is not used.
             stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
             return list(jax.lax.optimization_barrier(tuple(stacks)))
-        results = regions.run(manual, kernel, inputs, local, numbers, context.key)
-        if context.index_checks is not None:  # each check has an outcome for each device
-            context.index_checks.extend(bad.any() for bad in results[len(entry.outs) :])
-        return results[: len(entry.outs)]
+        return regions.run(manual, kernel, inputs, local, numbers, context.key)
 
 
 class Traced(Function):

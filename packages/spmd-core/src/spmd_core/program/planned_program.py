@@ -1,13 +1,14 @@
 """A program of a plan: recorded and not run, and compiled only if someone asks for it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from spmd_core import counters, dtypes, source_lines
 from spmd_core.graph.placement import Placement
+from spmd_core.program.index_ranges import Check
 from spmd_core.program.program import Program, refuse_mixed
 from spmd_core.program.program_graph import Graph, Output, stored_shape
 from spmd_core.runtime import abstract
@@ -67,14 +68,23 @@ class PlannedProgram:
         """Whether someone asked for `compiled`, as for a result that the compiler places."""
         return "compiled" in vars(self)
 
+    # Nothing runs, so nothing is checked.
+    index_checks: Sequence[Check] = ()
+
     def run(
-        self, floats: list[float], ints: list[int], complexes: list[complex], leaves: list[Any]
+        self,
+        floats: list[float],
+        ints: list[int],
+        complexes: list[complex],
+        leaves: list[Any],
+        lines: Sequence[str] = (),
     ) -> list[jax.Array]:
         """Results without elements.
 
         Args:
             floats, ints, complexes: the graph's numbers, which have no part in a plan.
             leaves: one `AbstractArray` for each leaf.
+            lines: as of `Program.run`.
 
         Raises:
             PlanError: a leaf was made before the plan.

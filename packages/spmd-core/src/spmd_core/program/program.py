@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -14,6 +14,7 @@ from spmd_core import counters
 from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.program import index_checks
+from spmd_core.program.index_ranges import Check
 from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import abstract, buffers, devices
@@ -132,6 +133,11 @@ class Program(Traced):
         self._analyse()
 
     @property
+    def index_checks(self) -> Sequence[Check]:
+        """What it checks of its indices."""
+        return self.index_flag.checks
+
+    @property
     def devices(self) -> tuple[jax.Device, ...]:
         """jax's devices, in the order of the graph's `device_ids`."""
         return tuple(self._mesh.devices.flat)
@@ -165,6 +171,7 @@ class Program(Traced):
         ints: list[int],
         complexes: list[complex],
         leaves: list[jax.Array],
+        lines: Sequence[str] = (),
     ) -> list[jax.Array]:
         """Starts the program and returns its results without waiting.
 
@@ -173,6 +180,7 @@ class Program(Traced):
             ints: those of its int and bool numbers.
             complexes: those of its complex numbers.
             leaves: one array for each leaf, laid out as the leaf's placement says.
+            lines: the user's line of each check of indices.
 
         Raises:
             PlanError: a leaf was made in a plan that has ended, or before it.
@@ -195,8 +203,8 @@ class Program(Traced):
             raise _explain(error, self) from error
         self.record.executions += 1
         buffers.in_flight.add(token)
-        if self.graph.checks_indices:
-            index_checks.add(token, self.record.name, self.graph)
+        if self.index_checks:
+            index_checks.add(token, self.record.name, self.graph, self.index_checks, lines)
         return results
 
 

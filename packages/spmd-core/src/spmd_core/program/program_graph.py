@@ -78,8 +78,8 @@ class Growth(Protocol):
 
     def evaluate(
         self, number: jax.Array, inputs: Sequence[jax.Array], keep_whole: KeepWhole
-    ) -> list[jax.Array]:
-        """The results of the program's function at this number.
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The results of the program's function at this number, and its token.
 
         Args:
             number: 0-dim int64.

@@ -18,7 +18,7 @@ from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.storage import Storage, lock, read
 from spmd_core.graph.strides import is_dense
-from spmd_core.graph.values import Entry, Part, Spec, Value
+from spmd_core.graph.values import Entry, Indices, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.program import leaves
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
@@ -290,6 +290,7 @@ def new_entry(
         into: for an in-place operation, the spec that the result is converted and broadcast to.
     """
     outs, structure, as_list = inference.flatten(result)
+    arguments = _named_arguments(lowering, args, kwargs)
     return Entry(
         lowering.overload.name(),
         _kernel(lowering, args, kwargs, outs, into),
@@ -298,7 +299,8 @@ def new_entry(
         as_list=as_list,
         number_kinds=(*kinds, int) if lowering.random else kinds,
         random=lowering.random,
-        arguments=_named_arguments(lowering, args, kwargs),
+        arguments=arguments,
+        indices=() if lowering.indices is None else _indices(lowering, arguments),
     )
 
 
@@ -314,6 +316,23 @@ def _named_arguments(
         if name in planned:
             named[name] = _static(planned[name], given)
     return named
+
+
+def _indices(lowering: registry.Lowering, arguments: dict[str, Any]) -> tuple[Indices, ...]:
+    """What the operation accepts in its inputs, which are the specs among the arguments."""
+    assert lowering.indices is not None
+    inputs: dict[tuple[str, int | None], int] = {}
+    for name, given in arguments.items():
+        is_list = isinstance(given, tuple)
+        for item, x in enumerate(given if is_list else (given,)):
+            if isinstance(x, Spec):
+                inputs[name, item if is_list else None] = len(inputs)
+    schema_arguments = lowering.overload._schema.arguments
+    defaults = {a.name: a.default_value for a in schema_arguments if a.has_default_value()}
+    return tuple(
+        Indices(inputs[rule.argument, rule.item], rule.low, rule.high, rule.skip)
+        for rule in lowering.indices({**defaults, **arguments})
+    )
 
 
 def _static(planned: Any, given: Any) -> Any:

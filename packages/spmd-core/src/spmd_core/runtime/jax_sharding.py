@@ -101,6 +101,7 @@ class CommonMesh:
     def __init__(self, shardings: list[NamedSharding], device_ids: tuple[int, ...]) -> None:
         split = [s for s in shardings if s.spec != PartitionSpec()]
         meshes = list(dict.fromkeys(s.mesh for s in split))
+        self._meshes = frozenset(meshes)
         self.exists = True
         if len(meshes) < 2:
             self.mesh = meshes[0] if meshes else _jax_mesh(device_ids, (len(device_ids),), ("all",))
@@ -113,6 +114,10 @@ class CommonMesh:
             self.mesh = _jax_mesh(
                 device_ids, tuple(sizes), tuple(f"m{i}" for i in range(len(sizes)))
             )
+
+    def has(self, sharding: NamedSharding) -> bool:
+        """Whether a sharding has a form over the common mesh: its mesh was among those given."""
+        return sharding.spec == PartitionSpec() or sharding.mesh in self._meshes
 
     def __call__(self, sharding: NamedSharding) -> NamedSharding:
         """The same sharding over the common mesh."""

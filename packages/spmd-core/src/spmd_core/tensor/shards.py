@@ -74,6 +74,7 @@ def read_local(storage: Storage) -> list[XLAShard]:
     assert sharding is not None
     array = execution.place(storage)
     buffers.in_flight.wait_all()
+    execution.raise_if_wrong(storage.value)
     indices, replicas, positions = (
         sharding.indices(storage.spec.shape),
         sharding.replica_ids(),
