@@ -47,7 +47,7 @@ class Lookups:
         found = torch.nn.functional.embedding(self._ids, self._table)
         (gradient,) = torch.autograd.grad(found.square().mean(), self._table)
         with torch.no_grad():
-            self._table -= 0.1 * gradient
+            self._table.sub_(gradient, alpha=0.1)
         self._loss = found.detach().square().mean()
         spmd.sync()
 
