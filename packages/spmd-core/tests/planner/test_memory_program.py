@@ -96,6 +96,36 @@ def test_too_little_memory_is_no_error_of_the_plan(compile_by, like_a_tpu, num_d
     assert "Used 58.4G of 31.0G hbm" in made.refusals[0]
 
 
+def _large(num_rows: int, spec: object) -> None:
+    """A table as large as a whole device's memory, and the state of its optimizer."""
+    spmd.use_spmd()
+    mesh = spmd.Mesh(range(4), (4,), ("fsdp",))
+    model = torch.nn.Sequential(torch.nn.Embedding(num_rows, 4096, device="xla"))
+    spmd.mark_sharding(model[0].weight, mesh, spec)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    ids = spmd.mark_sharding(torch.zeros(8, dtype=torch.int64).to("xla"), mesh, ("fsdp",))
+    for _ in range(6):
+        model(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spmd.sync()
+
+
+@LIBTPU
+def test_what_does_not_fit_a_tpu_is_named(without_xla_flags):
+    made = spmd.plan(lambda: _large(800_000, (None, None)), topology="v4-8")
+    assert made.fits is False
+    (refusal,) = made.refusals
+    lines = [line.strip() for line in refusal.splitlines()]
+    place = lines.index("13.11 GB  Sequential.0.weight, float32[800000, 4096]")
+    assert lines[place + 1] == ("replicated on all 4 devices; if split over fsdp=4 3.28 GB")
+    assert lines[place + 2].startswith(f"made at {__file__}:")
+    assert "13.11 GB  momentum_buffer of Sequential.0.weight, float32[800000, 4096]" in lines
+    assert refusal in str(made).replace("\n  ", "\n")
+    made = spmd.plan(lambda: _large(800_000, ("fsdp", None)), topology="v4-8")  # the advice
+    assert made.fits
+
+
 def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
     compile_by(_refused("INTERNAL: [hlo verifier] wrong"))
     with pytest.raises(spmd.ProgramError, match=r"failed: INTERNAL: \[hlo verifier\] wrong"):

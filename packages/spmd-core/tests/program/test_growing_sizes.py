@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import spmd_core as spmd
 from spmd_core.errors import DeviceMemoryError
 from spmd_core.program import compile_cache, growing_program, growing_sizes
-from spmd_core.program.program import _explain
+from spmd_core.program.program import explained
 
 counter = spmd.metrics.counter
 
@@ -331,6 +331,6 @@ def test_out_of_memory_says_how_to_have_no_room():
     grow(3)
     program = compile_cache.newest()
     assert program is not None and program.graph.growth is not None
-    error = _explain(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), program)
+    error = explained(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), program)
     assert isinstance(error, DeviceMemoryError)
     assert "spmd_core.config.bound_growing_sizes = False" in str(error)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import jax
 from spmd_core import counters
 from spmd_core.errors import PlanError
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.storage import Storage
 from spmd_core.planner.topology import Topology
+from spmd_core.program import tensor_names
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import devices
@@ -40,6 +42,7 @@ class MemoryProgram(Program):
         topology: TPUs.
         machine_code: whether to make the machine code, which takes most of the time and memory of a
             compilation, for its size.
+        names: as of `Program`.
 
     Raises:
         DeviceMemoryError: it does not fit.
@@ -48,10 +51,16 @@ class MemoryProgram(Program):
     """
 
     def __init__(
-        self, graph: Graph, name: str, topology: Topology, *, machine_code: bool = False
+        self,
+        graph: Graph,
+        name: str,
+        topology: Topology,
+        *,
+        machine_code: bool = False,
+        names: Callable[[], Mapping[Storage, str]] = tensor_names.names,
     ) -> None:
         self._topology, self._machine_code = topology, machine_code
-        super().__init__(graph, name)
+        super().__init__(graph, name, names=names)
 
     def _compile(self) -> None:
         start = time.perf_counter()

@@ -219,7 +219,13 @@ def _compiled(seen: _Seen, topology: Topology, *, machine_code: bool) -> Program
     if topology.request is None or planned.is_compiled:
         program = planned.compiled
     else:
-        program = MemoryProgram(planned.graph, planned.name, topology, machine_code=machine_code)
+        program = MemoryProgram(
+            planned.graph,
+            planned.name,
+            topology,
+            machine_code=machine_code,
+            names=lambda: planned.names,
+        )
     record = program.record
     assert isinstance(program.dump_folder, str)
     memory = buffer_text.read(program.dump_folder)

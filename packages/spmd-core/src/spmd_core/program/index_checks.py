@@ -202,8 +202,12 @@ def raise_if_found(number: int | None = None) -> None:
             number is None or _unread[0].number <= number or _unread[0].token.is_ready()
         ):
             ended.append(_unread.popleft())
-    # All transfers start before the first one is awaited.
-    tokens = jax.device_get([program.token for program in ended])
+    try:
+        # All transfers start before the first one is awaited.
+        tokens = jax.device_get([program.token for program in ended])
+    except jax.errors.JaxRuntimeError:
+        # A program failed. Whoever reads its results is told; the others are read one by one.
+        tokens = [program.token for program in ended]
     for i, (program, token) in enumerate(zip(ended, tokens, strict=True)):
         check = _failed(token)
         if check is not None:
@@ -213,8 +217,14 @@ def raise_if_found(number: int | None = None) -> None:
 
 
 def _failed(token: jax.Array) -> int | None:
-    """The number of the check that failed, from the token, for which it waits."""
-    number = int(np.asarray(token).min())
+    """The number of the check that failed, from the token, for which it waits.
+
+    None where the program itself has failed, of which its results tell.
+    """
+    try:
+        number = int(np.asarray(token).min())
+    except jax.errors.JaxRuntimeError:
+        return None
     return None if number == _NONE else number
 
 

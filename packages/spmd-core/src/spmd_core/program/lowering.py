@@ -270,13 +270,15 @@ class Function:
         numbers = [*packed[:position], *rest, *packed[position + 1 :]]
 
         def function(arguments: tuple[jax.Array, list[jax.Array]]) -> list[jax.Array]:
-            return growth.evaluate(*arguments, self._with_whole)
+            results, token = growth.evaluate(*arguments, self._with_whole)
+            return [*results, token]
 
         arguments = (ints[-1], [*numbers, *leaves])
-        results = None
+        found = None
         if self._is_for_partitioner:
-            results = in_safe_forms(function, arguments, self._splits)
-        return function(arguments) if results is None else [*results]
+            found = in_safe_forms(function, arguments, self._splits)
+        *results, token = function(arguments) if found is None else found
+        return results, token
 
     def _make_index_flag(self) -> Flag:
         graph = self.graph

@@ -1,6 +1,5 @@
 """A program of a plan: recorded and not run, and compiled only if someone asks for it."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program.index_ranges import Check
 from spmd_core.program.program import Program, refuse_mixed
 from spmd_core.program.program_graph import Graph, Output, stored_shape
+from spmd_core.program.tensor_names import names
 from spmd_core.runtime import abstract
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
@@ -23,12 +23,15 @@ class PlannedProgram:
         graph: what it computes.
         name: the program's.
         record: without the compiler's figures.
+        names: of its tensors (`tensor_names.names`), for an error: a model may be gone when the
+            program is compiled.
         out_placements: where its results lie. What no mark places is a scalar, is on the only
             device, or is asked of the compiler.
     """
 
     def __init__(self, graph: Graph, name: str) -> None:
         self.graph, self.name = graph, name
+        self._compiled: Program | None = None
         self.record = counters.ProgramRecord(
             name,
             len(graph.nodes),
@@ -38,6 +41,7 @@ class PlannedProgram:
             donated=graph.donated,
             source=source_lines.user_line(),
         )
+        self.names = names()
         known = [self._placement(output) for output in graph.outputs]
         placed = [placement for placement in known if placement is not None]
         self.out_placements = (
@@ -54,19 +58,21 @@ class PlannedProgram:
             return None
         return Placement.of(replicated(self.graph.device_ids), None)
 
-    @functools.cached_property
+    @property
     def compiled(self) -> Program:
         """The program, compiled for the plan's devices.
 
         Raises:
             DeviceMemoryError: it does not fit.
         """
-        return Program(self.graph, self.name)
+        if self._compiled is None:
+            self._compiled = Program(self.graph, self.name, names=lambda: self.names)
+        return self._compiled
 
     @property
     def is_compiled(self) -> bool:
         """Whether someone asked for `compiled`, as for a result that the compiler places."""
-        return "compiled" in vars(self)
+        return self._compiled is not None
 
     # Nothing runs, so nothing is checked.
     index_checks: Sequence[Check] = ()

@@ -1,6 +1,7 @@
 """Plans a cut: the program that computes pending storages, its inputs, and what it takes over."""
 
 import operator
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,7 +52,7 @@ class Plan:
         origins = key.origins or (None,) * len(self.nodes)
         return Graph(
             tuple(
-                Leaf(leaf.spec, target, origin_of(leaf))
+                Leaf(leaf.spec, target, origin_of(leaf), leaf.owner)
                 for leaf, target in zip(self.leaves, self.targets)
             ),
             tuple(
@@ -59,7 +60,7 @@ class Plan:
                 for node, inputs, origin in zip(self.nodes, self.node_inputs, origins)
             ),
             tuple(
-                Output(number, s.spec, placement)
+                Output(number, s.spec, placement, weakref.ref(s))
                 for s, (number, _, placement) in zip(self.live, key.outputs)
             ),
             key.donated,

@@ -1,9 +1,10 @@
 """A compiled program: compiles a lowered graph, records its memory and cost, and runs it."""
 
 import dataclasses
+import functools
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -13,7 +14,8 @@ import numpy as np
 from spmd_core import counters
 from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
-from spmd_core.program import index_checks
+from spmd_core.graph.storage import Storage
+from spmd_core.program import index_checks, memory_table, tensor_names
 from spmd_core.program.index_ranges import Check
 from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
@@ -31,9 +33,22 @@ _COSTS = {
 
 
 class Program(Traced):
-    """A compiled graph. `run` starts it and returns without waiting."""
+    """A compiled graph. `run` starts it and returns without waiting.
 
-    def __init__(self, graph: Graph, name: str) -> None:
+    Args:
+        graph: what it computes.
+        name: the program's.
+        names: returns the names of tensors, for an error of memory.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        *,
+        names: Callable[[], Mapping[Storage, str]] = tensor_names.names,
+    ) -> None:
+        self.names = names
         whole = self._build(graph, name)
         uneven = self._uneven_results()
         if uneven:
@@ -78,7 +93,7 @@ class Program(Traced):
                 if "[hlo verifier]" not in str(error) or len(graph.device_ids) == 1:
                     break
         assert refusal is not None
-        raise _explain(refusal, self) from refusal
+        raise explained(refusal, self) from refusal
 
     def _uneven_results(self) -> set[int]:
         """The results for which the partitioner chose a sharding that does not divide them."""
@@ -131,6 +146,14 @@ class Program(Traced):
             )
         ]
         self._analyse()
+
+    def _explain_later(self, error: Exception) -> Exception:
+        """The error of a program that failed on the devices after it was started."""
+        found = explained(error, self)
+        return type(found)(
+            f"{found}\nIt had been started: its results are lost, with the tensors whose memory it "
+            "took over and what was computed from it since. Load these anew, or from a checkpoint."
+        )
 
     @property
     def index_checks(self) -> Sequence[Check]:
@@ -200,9 +223,10 @@ class Program(Traced):
             with jax.enable_x64(True):
                 results, token = self.compiled(numbers, *leaves)
         except jax.errors.JaxRuntimeError as error:
-            raise _explain(error, self) from error
+            own = functools.partial(explained, program=self)
+            raise buffers.in_flight.explained_at_start(error, own) from error
         self.record.executions += 1
-        buffers.in_flight.add(token)
+        buffers.in_flight.add(token, self._explain_later)
         if self.index_checks:
             index_checks.add(token, self.record.name, self.graph, self.index_checks, lines)
         return results
@@ -236,8 +260,8 @@ def _metadata_in_disk_cache_key(graph: Graph) -> Iterator[None]:
         jax.config.update(flag, before)
 
 
-def _explain(error: Exception, program: Traced) -> Exception:
-    """jax's error as this package's error, which lists the largest values if memory ran out."""
+def explained(error: Exception, program: Program) -> Exception:
+    """jax's error as this package's error, which lists the largest tensors if memory ran out."""
     text = str(error)
     record, graph = program.record, program.graph
     if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
@@ -246,20 +270,11 @@ def _explain(error: Exception, program: Traced) -> Exception:
             f"program {record.name} ({record.num_ops} ops on {record.num_devices} devices) "
             f"failed{options}: {text}"
         )
-    sized = [(leaf.spec.num_bytes, f"argument {leaf.spec!r}") for leaf in graph.leaves]
-    sized += [
-        (spec.num_bytes, f"{node.entry.name} {spec!r}")
-        for node in graph.nodes
-        for spec in node.entry.outs
-    ]
-    largest = "\n".join(
-        f"  {n / 1e6:>10.1f} MB  {what}" for n, what in sorted(sized, key=lambda row: -row[0])[:8]
-    )
-    advice = "Shard more, lower the batch, or checkpoint activations. "
+    advice = "Shard more, lower the batch, or checkpoint activations."
     if graph.growth is not None:
         advice += (
-            f"Its arrays have room for a growing size up to {graph.growth.bound}; "
-            "spmd_core.config.bound_growing_sizes = False compiles each size without. "
+            f" Its arrays have room for a growing size up to {graph.growth.bound}; "
+            "spmd_core.config.bound_growing_sizes = False compiles each size without."
         )
     # A program that does not compile has no such figures.
     figures = f", {record.argument_bytes / 1e6:.1f} MB of arguments and "
@@ -267,7 +282,6 @@ def _explain(error: Exception, program: Traced) -> Exception:
     return DeviceMemoryError(
         f"a program and its arguments must fit the device's memory; {record.name} "
         f"({record.num_ops} ops on {record.num_devices} devices"
-        f"{figures if record.argument_bytes else ''}) did not. "
-        f"{advice}"
-        f"Its largest values, before partitioning:\n{largest}\n{text.splitlines()[0]}"
+        f"{figures if record.argument_bytes else ''}, needed at {record.source}) did not: "
+        f"{text.splitlines()[0]}\n{advice}\n{memory_table.text(graph, program.names())}"
     )

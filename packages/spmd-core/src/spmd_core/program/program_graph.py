@@ -1,8 +1,9 @@
 """`Graph`: the immutable description of one cut, from which a program is lowered."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import jax
 
@@ -31,11 +32,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Leaf:
-    """An input of the program, with its placement on the program's devices."""
+    """An input of the program, with its placement on the program's devices.
+
+    Attributes:
+        spec: of its tensor.
+        placement: where it lies.
+        origin: the user's line; None where it was not recorded.
+        owner: a weak reference to the storage whose value it was when the graph was made, of which
+            an error tells the name; None if there is none.
+    """
 
     spec: Spec
     placement: Placement
     origin: Origin | None = None
+    owner: "weakref.ref[Any] | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -47,11 +57,13 @@ class Output:
         spec: the spec of the storage that receives it.
         placement: as the storage is marked, or as the buffer lay that the result replaces; None
             where the partitioner chooses.
+        owner: a weak reference to that storage, as in `Leaf`.
     """
 
     value: int
     spec: Spec
     placement: Placement | None
+    owner: "weakref.ref[Any] | None" = field(default=None, compare=False)
 
     @property
     def sharding(self) -> Sharding | None:

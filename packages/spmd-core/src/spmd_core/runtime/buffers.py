@@ -1,8 +1,9 @@
 """Moves data between host and device memory, and limits the number of programs in flight."""
 
 import functools
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,11 @@ from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
+# How XLA's CPU client begins the error of a program whose operand, or a part of which, has failed.
+_PASSED_ON = "Error dispatching computation: "
+_PREFIXES = re.compile(rf"^(?:[A-Z_]+: |{_PASSED_ON})+")
+# jax's error of a program -> the error to raise
+Explain = Callable[[Exception], Exception]
 # What jax asks of a numpy array whose memory a CPU device shall use.
 _ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
@@ -292,17 +298,24 @@ def addressable(array: jax.Array) -> Sequence[jax.Shard]:
 
 
 def wait_for(array: jax.Array) -> None:
-    """Blocks until the array is computed. Raises ProgramError if its program failed."""
+    """Blocks until the array is computed.
+
+    Raises:
+        DeviceMemoryError, ProgramError: its program failed, or one that it depends on; as the first
+            program that fails says of itself, if that is still known.
+    """
     if isinstance(array, AbstractArray):
         return
     try:
         with counters.timed(counters.Part.WAITING):
             array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
-        raise ProgramError(
-            f"a program that was started without waiting failed on the device: {error}. "
-            "Its results are lost; call sync(wait=True) after each step to find which."
-        ) from error
+        raise in_flight.explained(error) from error
+
+
+def _cause(error: jax.errors.JaxRuntimeError) -> str:
+    """The words that a program's failure has in common with those of what depends on it."""
+    return _PREFIXES.sub("", str(error)).rstrip(". ")
 
 
 class InFlight:
@@ -316,21 +329,97 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[jax.Array] = deque()
+        self._queue: deque[tuple[jax.Array, Explain]] = deque()
+        # The newest failures, with what they were explained by.
+        self._failures: deque[tuple[str, Explain]] = deque(maxlen=8)
         self.has_started = False
 
-    def add(self, token: jax.Array) -> None:
-        """Adds the token of a started program; waits while too many programs are in flight."""
+    def add(self, token: jax.Array, explain: Explain) -> None:
+        """Adds a started program; waits while too many programs are in flight.
+
+        Args:
+            token: its token.
+            explain: jax's error, if the program fails later -> the error to raise.
+
+        Raises:
+            DeviceMemoryError, ProgramError: the program for which it waits has failed.
+        """
         self.has_started = True
         limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
-        self._queue.append(token)
+        self._queue.append((token, explain))
         while len(self._queue) > limit:
-            wait_for(self._queue.popleft())
+            self._wait_for_oldest()
 
     def wait_all(self) -> None:
-        """Blocks until all started programs have ended."""
+        """Blocks until all started programs have ended.
+
+        Raises:
+            DeviceMemoryError, ProgramError: one of them has failed.
+        """
         while self._queue:
-            wait_for(self._queue.popleft())
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        token, explain = self._queue.popleft()
+        try:
+            with counters.timed(counters.Part.WAITING):
+                token.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            raise self._explained_by(explain, error) from error
+
+    def explained(self, error: jax.errors.JaxRuntimeError) -> Exception:
+        """The error of an array, as the first program that fails explains its own."""
+        found = self._explained_by_another(error)
+        if found is not None:
+            return found
+        return ProgramError(
+            f"a program that was started without waiting failed on the device: {error}. "
+            "Its results are lost; call sync(wait=True) after each step to find which."
+        )
+
+    def explained_at_start(self, error: jax.errors.JaxRuntimeError, own: Explain) -> Exception:
+        """The error of a program that does not start, maybe as one before it has failed.
+
+        Args:
+            error: jax's.
+            own: what the program says if the failure is its own.
+        """
+        found = self._explained_by_another(error) if _PASSED_ON in str(error) else None
+        return found or own(error)
+
+    def _explained_by_another(self, error: jax.errors.JaxRuntimeError) -> Exception | None:
+        """The error as the first failed program of the same cause explains it; None without one."""
+        cause = _cause(error)
+        found = self._take_failed(cause)
+        known = next((x for other, x in reversed(self._failures) if other == cause), None)
+        # What is passed on twice comes from a program that has failed before.
+        if found is not None and (known is None or str(found[0]).count(_PASSED_ON) < 2):
+            own, explain = found
+            return self._explained_by(explain, own)
+        return None if known is None else known(error)
+
+    def _take_failed(self, cause: str) -> tuple[jax.errors.JaxRuntimeError, Explain] | None:
+        """Takes the programs that have failed for a cause; returns the first, with its error.
+
+        Those behind it are taken for what depends on it. Waits for all programs.
+        """
+        first, others = None, []
+        while self._queue:
+            token, explain = self._queue.popleft()
+            try:
+                token.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                if _cause(error) != cause:
+                    others.append((token, explain))
+                elif first is None:
+                    first = error, explain
+        self._queue.extend(others)
+        return first
+
+    def _explained_by(self, explain: Explain, error: jax.errors.JaxRuntimeError) -> Exception:
+        self._failures.append((_cause(error), explain))
+        self._take_failed(_cause(error))  # what depends on it
+        return explain(error)
 
 
 in_flight = InFlight()
