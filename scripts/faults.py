@@ -201,7 +201,7 @@ FAULTS = (
     Fault(
         "spmd_core/runtime/buffers.py",
         "beyond the in-flight limit nothing waits for the oldest program",
-        "        while len(self._queue) > limit:\n            wait_for(self._queue.popleft())",
+        "        while len(self._queue) > limit:\n            self._wait_for_oldest()",
         "        while len(self._queue) > limit:\n            self._queue.popleft()",
     ),
     Fault(
@@ -224,6 +224,12 @@ FAULTS = (
     ),
     # ---- program ---------------------------------------------------------------------------------
     Fault(
+        "spmd_core/program/index_ranges.py",
+        "a check of a wider range counts for a narrower one",
+        "wanted.low <= known.low\n        and known.high <= wanted.high",
+        "known.low <= wanted.low\n        and wanted.high <= known.high",
+    ),
+    Fault(
         "spmd_core/program/lowering.py",
         "nothing is donated: updates in place need twice the memory",
         "donate_argnums=tuple(i + 1 for i in graph.donated)",
@@ -244,8 +250,8 @@ FAULTS = (
     Fault(
         "spmd_core/program/lowering.py",
         "results lie where the partitioner likes, not as they are marked",
-        "out_shardings=(out_shardings, everywhere)",
-        "out_shardings=(None, everywhere)",
+        "out_shardings=(out_shardings, self.index_flag.out_sharding)",
+        "out_shardings=(None, self.index_flag.out_sharding)",
     ),
     Fault(
         "spmd_core/program/execution.py",

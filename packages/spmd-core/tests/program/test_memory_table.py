@@ -68,6 +68,7 @@ def test_names_layouts_and_what_a_split_would_take(num_devices: int) -> None:
         assert "'tensor', None" in entry(text, "exp_avg of Net.up.weight")
         assert "exp_avg of Net.down.weight" in text and "record_source_lines" not in text
         spmd.sync()
+        spmd.set_global_mesh(mesh)
         # The advice: what it says of a split is what a split takes.
         wide = nn.Linear(1024, 4096, bias=False, device="xla")
         before = entry(table(), "Linear.weight")
