@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spmd_core import counters, releases
+from spmd_core.dispatch import masked_writes
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
@@ -100,7 +101,12 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
         x, indices = args[0], list(args[1])
         if any(i is not None and i.dtype in _MASKS for i in indices):
             _check_masks(x, indices)
-            if reads or not _writes_same_values(x, indices, args[2]):
+            if not reads and not masked_writes.writes_same_values(x, indices, args[2]):
+                accumulate = bool(args[3]) if len(args) > 3 else kwargs.get("accumulate", False)
+                written = masked_writes.by_rank(x, indices, args[2], accumulate=accumulate)
+                if written is not None:
+                    return written if lowering.overload is func else x.copy_(written)
+            if reads or not masked_writes.writes_same_values(x, indices, args[2]):
                 indices = _without_masks(indices, "x[mask]" if reads else "x[mask] = values")
         dim = 0
         for position, i in enumerate(indices):
@@ -174,19 +180,6 @@ def _without_masks(indices: list[Any], what: str) -> list[Any]:
             )
             chosen.extend(from_host(p) for p in host.nonzero(as_tuple=True))
     return chosen
-
-
-def _writes_same_values(x: torch.Tensor, indices: list[Any], values: torch.Tensor) -> bool:
-    """Whether `x[mask] = values` writes the same at each True, so that no count is needed."""
-    given = [i for i in indices if i is not None]
-    if len(given) != 1 or given[0].dtype is not torch.bool:
-        return False
-    leading, mask = next(d for d, i in enumerate(indices) if i is not None), given[0]
-    region = (*x.shape[:leading], 1, *x.shape[leading + mask.dim() :])
-    shape = tuple(values.shape)
-    return len(shape) <= len(region) and all(
-        n in (1, m) for n, m in zip(reversed(shape), reversed(region))
-    )
 
 
 def check_range(
