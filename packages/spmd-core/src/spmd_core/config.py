@@ -27,6 +27,7 @@ def user_cache() -> Path:
 
 # The least value of each number. Numbers of seconds are more than 0, as a wait needs some time.
 _LEAST = {
+    "max_cache_bytes": 0,
     "max_programs": 1,
     "max_op_entries": 1,
     "max_in_flight_cpu": 1,
@@ -49,6 +50,9 @@ class Config:
     # Folder of JAX's persistent compilation cache; None switches the cache off. Read when the
     # runtime starts.
     cache_dir: str | None = None
+    # Bytes in that folder; beyond, the programs used longest ago are removed. Read when a program
+    # is written there.
+    max_cache_bytes: int = 10 * 2**30
     # Number of compiled programs kept in memory; the least recently used one is dropped first. Read
     # at each compile.
     max_programs: int = 256

@@ -19,6 +19,7 @@ import torch
 
 from spmd_core.config import config
 from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
+from spmd_core.runtime import disk_cache
 from spmd_core.sharding.mesh import Mesh
 
 _PLATFORM_OF_PJRT_DEVICE = {"CPU": "cpu", "TPU": "tpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu"}
@@ -100,6 +101,7 @@ def _start() -> tuple[jax.Device, ...]:
             "Set one of them or unset it."
         )
     if config.cache_dir is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        disk_cache.install()
         jax.config.update("jax_compilation_cache_dir", config.cache_dir)
         # By default jax stores only programs that took a second to compile: every process would
         # compile a step of many small programs again.

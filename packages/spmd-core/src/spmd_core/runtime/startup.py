@@ -12,7 +12,7 @@ import torch
 from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
-from spmd_core.runtime import buffers, devices, watch
+from spmd_core.runtime import buffers, devices, disk_cache, watch
 
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
 _jax_cache = releases.jax_module(
@@ -252,6 +252,7 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
             "came later. Call it at the top of the program."
         )
     config.cache_dir = str(path)
+    disk_cache.install()
     jax.config.update("jax_compilation_cache_dir", str(path))
     # jax stores a program that took at least this many seconds to compile: here all, or none.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf if readonly else 0.0)

@@ -1,0 +1,189 @@
+"""The folder of compiled programs: its owner's alone, bounded, and damaged entries are replaced.
+
+jax keeps compiled programs in a folder, and executes what it finds there. It never replaces an
+entry that it cannot read, and bounds the folder only under a lock for each read. So this object
+takes the place of jax's: a digest stands behind each entry, and the file's time says when it was
+last used. Entries without one, of earlier releases or of jax itself, are read if they unpack.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+import threading
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from spmd_core import releases
+from spmd_core.config import config, user_cache
+
+_jax_cache = releases.jax_module("jax._src.compilation_cache", "get_file_cache")
+
+_SUFFIX, _UNFINISHED = "-cache", ".part"
+_MARK = b"spmd-sha256:"
+_NUM_BEHIND = len(_MARK) + hashlib.sha256().digest_size
+_KEPT = 0.9  # of the limit, when entries are dropped: so that not every write drops one
+_LEFTOVER_S = 3600.0  # after which what is unfinished is a killed process's
+
+
+class ProgramCache:
+    """Compiled programs by key, in a folder; what jax asks of such an object.
+
+    Args:
+        folder: is made, for its owner alone, if it is missing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        _warn_of_others(folder)
+        self._lock = threading.Lock()
+        self._num_bytes: int | None = None  # in the folder; counted at the first write
+        self._has_warned = False
+
+    def get(self, key: str) -> bytes | None:
+        """The entry; None if there is none. A damaged one is removed, and told of once."""
+        path = self._file(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        value, digest = data[:-_NUM_BEHIND], data[-_NUM_BEHIND:]
+        if digest.startswith(_MARK):
+            is_whole = hashlib.sha256(value).digest() == digest[len(_MARK) :]
+        else:
+            value, is_whole = data, _unpacks(data)
+        if is_whole:
+            with suppress(OSError):  # of another user's folder
+                os.utime(path)
+            return value
+        with suppress(OSError):
+            path.unlink()
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{path} is damaged: it is removed, and its program compiled again. So are others "
+                f"that are damaged, without a word. If it happens again, check the disk of "
+                f"{self._path}, or set SPMD_CACHE_DIR to another folder.",
+                stacklevel=2,
+            )
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry, in place of an earlier one, and drops old ones beyond the limit.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        size = len(value) + _NUM_BEHIND
+        if size > config.max_cache_bytes:
+            return
+        # Not `files.replacing`, which lists the folder and waits for the disk. A loss of power
+        # costs a compile here.
+        scratch = self._path / f"{key[:100]}.{secrets.token_hex(8)}{_UNFINISHED}"
+        try:
+            scratch.write_bytes(value + _MARK + hashlib.sha256(value).digest())
+            scratch.replace(self._file(key))
+        except BaseException:
+            with suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            if self._num_bytes is None:
+                self._num_bytes = sum(size for _, size, _ in self._entries())
+            else:
+                self._num_bytes += size
+            if self._num_bytes > config.max_cache_bytes:
+                self._num_bytes = self._drop()
+
+    def clear(self) -> None:
+        """Forgets nothing: the entries are the folder's."""
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}{_SUFFIX}"
+
+    def _entries(self) -> list[tuple[float, int, Path]]:
+        """When each file was last used, its size and its path; other processes may remove some."""
+        found = []
+        with os.scandir(self._path) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    about = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(about.st_mode):
+                        found.append((about.st_mtime, about.st_size, Path(entry.path)))
+        return found
+
+    def _drop(self) -> int:
+        """Removes what was used longest ago, and leftovers; returns the bytes that stay."""
+        entries = sorted(self._entries())
+        num_bytes = sum(size for _, size, _ in entries)
+        for used_s, size, path in entries:
+            is_leftover = path.suffix == _UNFINISHED and used_s < time.time() - _LEFTOVER_S
+            is_entry = path.name.endswith(_SUFFIX)
+            if is_leftover or (is_entry and num_bytes > _KEPT * config.max_cache_bytes):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    num_bytes -= size
+        return num_bytes
+
+
+def install() -> None:
+    """Has jax keep the programs of `config.cache_dir` by a `ProgramCache`.
+
+    Other folders, which somebody has given to jax, stay jax's.
+    """
+    made_by_jax = getattr(_jax_cache, "get_file_cache", None)
+    if made_by_jax is None or hasattr(made_by_jax, "is_of_spmd_core"):
+        return  # jax's own cache stands in where this jax has no such function
+
+    def made(path: str) -> Any:
+        if path != config.cache_dir:
+            return made_by_jax(path)
+        try:
+            return ProgramCache(Path(path)), path
+        except OSError as error:
+            warnings.warn(
+                f"compiled programs are not kept: the folder {path} cannot be made: {error}. Set "
+                "SPMD_CACHE_DIR to another folder, or to nothing.",
+                stacklevel=2,
+            )
+            return None
+
+    made.is_of_spmd_core = True  # type: ignore[attr-defined]
+    _jax_cache.get_file_cache = made
+
+
+def _unpacks(data: bytes) -> bool:
+    try:
+        _jax_cache.decompress_executable(data)
+    except Exception:  # another one for each of the packages that may unpack it
+        return False
+    return True
+
+
+def _warn_of_others(folder: Path) -> None:
+    """Warns if other users can write what this process will execute; mends what is one's own."""
+    about = folder.stat()
+    mine = about.st_uid == os.geteuid()
+    if mine and about.st_mode & 0o022 and _is_default(folder):
+        folder.chmod(0o700)
+        about = folder.stat()
+    if about.st_mode & 0o022 or not (mine or about.st_uid == 0):
+        warnings.warn(
+            f"programs in {folder} are executed, and other users can write there (mode "
+            f"{stat.S_IMODE(about.st_mode):o}, owner {about.st_uid}). Run chmod go-w on a folder "
+            "of yours, or set SPMD_CACHE_DIR to one.",
+            stacklevel=2,
+        )
+
+
+def _is_default(folder: Path) -> bool:
+    return folder == user_cache() / "xla"
