@@ -15,9 +15,11 @@ from examples.training.text import (
     GivenTokenizer,
     TextData,
     TextError,
+    check_vocabulary,
     encoded,
     key_of,
     source_of,
+    vocabulary_of,
     within,
 )
 from spmd_data import Documents, PackedSequences, cached_tokens
@@ -72,6 +74,7 @@ def pack_text(
         cache_dir=f"{cache_dir}/documents",
         progress=progress,
     )
+    check_vocabulary(np.array(documents.bounds), vocabulary_of(given))
     ends = np.cumsum(documents.lengths)
     if len(ends) < 2:
         raise TextError(

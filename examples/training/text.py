@@ -23,6 +23,7 @@ import tokenizers
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from examples.training import text_cache
 from examples.training.choices import PYTHON_STDLIB, TEXT_CACHE_DIR
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
@@ -30,7 +31,7 @@ END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of text
 VALIDATION_SHARE = 0.05
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 # Documents are shuffled before the split, so that the validation part resembles the training part.
 # The seed is fixed, so that the split does not depend on --seed.
 _SHUFFLE_SEED = 0
@@ -119,17 +120,24 @@ def load_text(
         / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     )
 
-    was_cached = (folder / "tokens.npy").exists()
-    if not was_cached:
+    found = text_cache.read(folder)
+    was_cached = found is not None
+    if found is None:
         texts = within(documents.read(), max_mb)
         if given is None:
             trained = _trained_tokenizer(texts, vocab_size)
             given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
-        _write_cache(folder, given.tokenizer, np.concatenate(encoded(texts, given)), key)
-    tokenizer, tokens = (
-        Tokenizer.from_file(str(folder / "tokenizer.json")),
-        np.load(folder / "tokens.npy"),
-    )
+        found = given.tokenizer, np.concatenate(encoded(texts, given))
+        try:
+            text_cache.write(folder, *found, key)
+        except OSError as error:
+            raise TextError(
+                f"--cache-dir must be a folder that can be written; got {cache_dir!r}: {error}. "
+                "Name another one."
+            ) from error
+    tokenizer, tokens = found
+    separator = given.separator if given else tokenizer.token_to_id(END_OF_TEXT)
+    check_vocabulary(tokens, vocabulary_of(GivenTokenizer(tokenizer, separator)))
 
     num_validation = max(seq + 1, int(VALIDATION_SHARE * len(tokens)))
     num_train = len(tokens) - num_validation
@@ -143,12 +151,28 @@ def load_text(
         train_NT=packed_blocks(tokens[:num_train], seq),
         validation_NT=packed_blocks(tokens[num_train:], seq),
         tokenizer=tokenizer,
-        separator=given.separator if given else tokenizer.token_to_id(END_OF_TEXT),
+        separator=separator,
         was_cached=was_cached,
         summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
         + (", from the cache" if was_cached else ""),
         identity=f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]} in blocks of {seq}",
     )
+
+
+def vocabulary_of(given: GivenTokenizer) -> int:
+    """The number of rows that the tokens need; a tokenizer's ids may have gaps."""
+    return max(given.separator, *given.tokenizer.get_vocab().values()) + 1
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises TextError if a token id is not from 0 to below the size of the vocabulary."""
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise TextError(
+            f"token ids must be from 0 to {vocab_size - 1}, the vocabulary's last; got {wrong}. "
+            "Use the tokenizer that belongs to the model."
+        )
 
 
 def check_amount(text: TextData, *, batch: int, eval_batches: int) -> None:
@@ -452,22 +476,3 @@ def encoded(texts: list[str], given: GivenTokenizer) -> list[np.ndarray]:
     """The token ids of each document, int32, with the separator before them."""
     encodings = given.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array([given.separator, *encoding.ids], dtype=np.int32) for encoding in encodings]
-
-
-def _write_cache(
-    folder: Path, tokenizer: Tokenizer, tokens: np.ndarray, key: dict[str, Any]
-) -> None:
-    """Writes all files to a scratch folder and renames it, so that no run reads a partial cache."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        written = Path(scratch) / "cache"
-        written.mkdir()
-        tokenizer.save(str(written / "tokenizer.json"))
-        np.save(written / "tokens.npy", tokens)
-        (written / "key.json").write_text(json.dumps(key, indent=1))
-        try:
-            written.rename(folder)
-        except OSError:
-            # If the folder exists, another run wrote the same content first.
-            if not (folder / "tokens.npy").exists():
-                raise

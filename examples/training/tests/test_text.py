@@ -1,17 +1,24 @@
 """Text to blocks: the tokenizer's round trip, the split, the order of batches, cache and errors."""
 
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
+from examples.training import text_cache
 from examples.training.choices import PYTHON_STDLIB
 from examples.training.text import (
     BlockBatches,
     TextData,
     TextError,
+    check_vocabulary,
     load_text,
     packed_blocks,
 )
@@ -85,6 +92,61 @@ def test_the_second_time_is_from_the_cache(
         TextError, match=r"needs the datasets library; .* Run: pip install datasets"
     ):
         load(corpus, tmp_path, vocab_size=301)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.data())
+def test_a_damaged_cache_is_made_anew(tmp_path_factory: Any, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("cache") / "text"
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokens = np.arange(40, dtype=np.int32) % 2
+    text_cache.write(folder, tokenizer, tokens, {"of": "a test"})
+    path = folder / data.draw(st.sampled_from(["tokens.npy", "tokenizer.json", "key.json"]))
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="truncated"):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        bit = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = text_cache.read(folder)
+    if found is None:
+        assert len(caught) == 1 and not folder.exists() and not [*folder.parent.iterdir()]
+        assert f"tokens in {folder} are damaged, so they are made anew: " in str(caught[0].message)
+        text_cache.write(folder, tokenizer, tokens, {"of": "a test"})
+        found = text_cache.read(folder)
+    assert found is not None and np.array_equal(found[1], tokens)
+    assert found[0].to_str() == tokenizer.to_str()
+
+
+def test_a_run_goes_on_with_a_damaged_cache(corpus: Path, tmp_path: Path) -> None:
+    first = load(corpus, tmp_path)
+    (tokens,) = (tmp_path / "cache").glob("*/tokens.npy")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-1] + b"\x7f")  # an id beyond the vocabulary
+    with pytest.warns(UserWarning, match=r"tokens.npy differs from its digest\. If it happens"):
+        second = load(corpus, tmp_path)
+    assert not second.was_cached and torch.equal(first.train_NT, second.train_NT)
+    assert load(corpus, tmp_path).was_cached
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    check_vocabulary(np.array([0, 4]), 5)
+    for tokens, wrong in (([0, 5], 5), ([-1, 3], -1)):
+        with pytest.raises(TextError, match=f"from 0 to 4, the vocabulary's last; got {wrong}. Us"):
+            check_vocabulary(np.array(tokens), 5)
+
+
+def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(TextError, match="--cache-dir must be a folder that can be written; got"):
+        load(corpus, tmp_path)
 
 
 def test_a_changed_file_is_read_again(corpus: Path, tmp_path: Path) -> None:

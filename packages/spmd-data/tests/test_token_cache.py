@@ -2,14 +2,18 @@
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from spmd_core import DataError
 from spmd_data.packing import PackedSequences
@@ -72,6 +76,49 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
         cached_tokens(TEXTS, failing, key={}, cache_dir=tmp_path, progress=False)
     assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
     assert len(cached_tokens(TEXTS, encode, key={}, cache_dir=tmp_path, progress=False)) == 2345
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.data())
+def test_damage_is_written_again(tmp_path: Path, data: st.DataObject) -> None:
+    """A flip or a cut anywhere: the tokens are right, with a warning where they were written."""
+    texts = TEXTS[:50]
+    arguments = {"key": {}, "cache_dir": tmp_path, "progress": False}
+    folder = cached_tokens(texts, encode, **arguments).folder  # type: ignore[arg-type]
+    path = folder / data.draw(st.sampled_from(["tokens.arrow", "key.json"]))
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="truncated"):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        bit = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = cached_tokens(texts, encode, **arguments)  # type: ignore[arg-type]
+    assert [bytes(again.tokens(i).tolist()).decode() for i in range(50)] == texts
+    told = [str(warning.message) for warning in caught]
+    assert all(f"the cached tokens in {folder} are damaged, so they are wri" in t for t in told)
+    assert len(told) == 1 or path.name == "key.json"  # its spaces may be others
+    assert again.bounds == (min(map(min, encode(texts))), max(map(max, encode(texts))))
+    assert {p.name for p in tmp_path.iterdir()} <= {folder.name, f"{folder.name}.lock"}
+
+
+@pytest.mark.parametrize("change", ["a file", "without the tokens", "without the key"])
+def test_another_thing_in_the_place_of_a_cache(tmp_path: Path, change: str) -> None:
+    folder = written(tmp_path).folder
+    if change == "a file":
+        shutil.rmtree(folder)
+        folder.write_text("")
+    else:
+        (folder / ("tokens.arrow" if change == "without the tokens" else "key.json")).unlink()
+    with pytest.warns(UserWarning, match="are damaged, so they are written again"):
+        assert len(written(tmp_path)) == len(TEXTS)
+    assert len(written(tmp_path)) == len(TEXTS)
 
 
 WRITER = """

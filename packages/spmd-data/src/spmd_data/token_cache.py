@@ -1,15 +1,18 @@
 """Tokenised documents on disk: written once, in one Arrow file, and mapped into memory by all.
 
 One process writes while the others that ask for the same tokens wait. A cache is renamed to its
-name when it is whole, so a write that is interrupted, at any point, leaves none.
+name when it is whole, so a write that is interrupted, at any point, leaves none. It carries a
+digest, so one that was damaged later is written again.
 """
 
 import contextlib
 import hashlib
 import json
 import logging
+import secrets
 import shutil
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -20,7 +23,7 @@ import numpy as np
 
 from spmd_core import DataError
 
-_FORMAT = 1
+_FORMAT = 2
 _TOKENS, _KEY = "tokens.arrow", "key.json"
 _COLUMN = "tokens"
 _BATCH = 1000  # documents that are encoded and written at once
@@ -52,6 +55,14 @@ class TokenCache:
     def lengths(self) -> np.ndarray:
         """The number of tokens of each document: int64 of shape (documents,)."""
         return np.concatenate([np.diff(offsets) for offsets, _ in self._chunks]).astype(np.int64)
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest and the highest token of all documents; (0, 0) without any."""
+        values = [values for _, values in self._chunks if len(values)]
+        if not values:
+            return 0, 0
+        return min(int(v.min()) for v in values), max(int(v.max()) for v in values)
 
     def tokens(self, document: int) -> np.ndarray:
         """The tokens of a document: a read-only view of the file, int32 of shape (length,)."""
@@ -94,7 +105,9 @@ def cached_tokens(
     """The documents' tokens, from the cache; they are encoded and written if it has none.
 
     Of several processes that call this at once, on one host or over a file system with locks, one
-    writes and the others wait. If it dies, another one writes.
+    writes and the others wait. If it dies, another one writes. Each call reads the whole file once
+    and compares it with its digest: a cache that is damaged is removed and written again, with a
+    warning.
 
     Args:
         documents: the texts; read from only where the cache has none of this key.
@@ -113,23 +126,64 @@ def cached_tokens(
     text = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:20]
     folder = root / name
-    if not folder.exists():
+    if _damage(folder) is not None:
         _library()
         root.mkdir(parents=True, exist_ok=True)
         with _lock(root / f"{name}.lock"):
-            if not folder.exists():
-                # A name for each host: not every shared file system has locks.
-                scratch = root / f"{name}.{socket.gethostname()}.part"
-                shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+            damage = _damage(folder)  # another process may have written by now
+            if damage is not None:
+                # A name of its own, and only this host's leftovers of processes that were killed:
+                # not every shared file system has locks.
+                own = f"{name}.{socket.gethostname()}"
+                for left in root.glob(f"{own}.*.part"):
+                    shutil.rmtree(left, ignore_errors=True)
+                scratch = root / f"{own}.{secrets.token_hex(8)}.part"
+                if damage:
+                    warnings.warn(
+                        f"the cached tokens in {folder} are damaged, so they are written again: "
+                        f"{damage}. If it happens again, check the disk, or pass another folder.",
+                        stacklevel=2,
+                    )
+                    _remove(folder, scratch)
                 scratch.mkdir()
                 try:
                     _write(scratch / _TOKENS, documents, encode, num_documents, progress)
-                    (scratch / _KEY).write_text(text)
+                    about = {"key": json.loads(text), "sha256": _sha256(scratch / _TOKENS)}
+                    (scratch / _KEY).write_text(json.dumps(about, indent=1))
                     with contextlib.suppress(FileExistsError):
                         scratch.rename(folder)
                 finally:
                     shutil.rmtree(scratch, ignore_errors=True)
     return TokenCache(folder)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a cache: None if nothing is, an empty text if there is none."""
+    if not folder.exists():
+        return ""
+    try:
+        digest = json.loads((folder / _KEY).read_bytes())["sha256"]
+        if digest == _sha256(folder / _TOKENS):
+            return None
+    except OSError as error:
+        return str(error)
+    except (ValueError, LookupError, TypeError):
+        return f"{_KEY} has no digest"
+    return f"{_TOKENS} differs from its digest"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _remove(folder: Path, scratch: Path) -> None:
+    """Removes a cache at once: no other process sees a part of it."""
+    folder.rename(scratch)
+    if scratch.is_dir():
+        shutil.rmtree(scratch)
+    else:
+        scratch.unlink()
 
 
 def _write(
