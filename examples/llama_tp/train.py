@@ -89,6 +89,14 @@ def run(config: TrainConfig) -> Report:
     device = spmd.device() if on_xla else torch.device("cpu")
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
     num_devices = mesh.size() if mesh else 1
+    resume.check_writable(
+        {
+            "--checkpoint": config.checkpoint.replace("{step}", "0"),
+            "--results": config.results,
+            "--export": config.export and f"{config.export}/config.json",
+            "--adapters": config.adapters and f"{config.adapters}/adapter_config.json",
+        }
+    )
 
     # --- Data: before the model, so that a wrong path fails within seconds ------------------------
     text = data.load(config)

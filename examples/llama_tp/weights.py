@@ -14,6 +14,7 @@ from examples.training.attention import CAUSAL_SDPA
 from examples.training.knobs import KnobError
 from examples.training.resume import SaveError
 from examples.training.text import END_OF_TEXT, GivenTokenizer, TextData
+from spmd_core import files
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -197,5 +198,5 @@ def _write_config(model: LlamaForCausalLM, target: Path) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         "use_cache": True,
     }
-    (target / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    files.write_text(target / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
     model.generation_config.save_pretrained(target)

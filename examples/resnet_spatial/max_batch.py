@@ -30,6 +30,7 @@ from examples.resnet_spatial.resolve import num_classes, parsed_mesh
 from examples.resnet_spatial.search import Search
 from examples.training.console import console
 from examples.training.knobs import KnobError
+from spmd_core import files
 
 GIB = 2**30
 # How near the found batch has to be to one that does not fit, as a share.
@@ -262,10 +263,10 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
     search.folder.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {"memory_gib": search.memory_gib, "topology": search.topology}
     data |= {"config": dataclasses.asdict(config), "found": [dataclasses.asdict(f) for f in found]}
-    (search.folder / "max_batch.json").write_text(json.dumps(data, indent=1) + "\n")
+    files.write_text(search.folder / "max_batch.json", json.dumps(data, indent=1) + "\n")
     lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    (search.folder / "max_batch.md").write_text("\n".join(lines) + "\n")
+    files.write_text(search.folder / "max_batch.md", "\n".join(lines) + "\n")
     curves = {
         f.mesh or "one device": [(batch, peak / GIB) for batch, peak in f.points] for f in found
     }

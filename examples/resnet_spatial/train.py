@@ -80,6 +80,12 @@ def run(config: TrainConfig) -> Report:
     device = spmd.device() if on_xla else torch.device("cpu")
     axes = {str(name): size for name, size in mesh.shape().items()} if mesh else {}
     num_devices = mesh.size() if mesh else 1
+    resume.check_writable(
+        {
+            "--checkpoint": config.checkpoint.replace("{step}", "0"),
+            "--results": config.results,
+        }
+    )
 
     # --- Data: before the model, so that a wrong path fails within seconds ------------------------
     source = load_source(config)

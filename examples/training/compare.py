@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from examples.training.console import console
+from spmd_core import files
 
 COLUMNS = (
     *("", "loss, last", "difference", "step", "GFLOP", "peak", "state", "sent"),
@@ -65,8 +66,8 @@ def compare(
         reports[variant.name] = json.loads(results.read_text())
     lines = rows(reports)
     _show(lines)
-    (folder / "compare.json").write_text(json.dumps(reports, indent=1) + "\n")
-    (folder / "compare.md").write_text(_markdown(lines))
+    files.write_text(folder / "compare.json", json.dumps(reports, indent=1) + "\n")
+    files.write_text(folder / "compare.md", _markdown(lines))
     _plot(reports, folder / "compare.png")
     print(f"written: {folder / 'compare'}.md, .json and .png")
     return reports

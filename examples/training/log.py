@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import spmd_core as spmd
 from examples.training.console import console
+from spmd_core import files
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Report:
         """Writes the report as JSON, creating the folder."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        files.write_text(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def table(self) -> Table:
         """The main figures as a table for the console."""

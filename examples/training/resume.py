@@ -1,10 +1,9 @@
 """Saves a run to a file and goes on from it: in the same state, at the same place in the data."""
 
-import contextlib
 import dataclasses
-import os
-import pickle
+import errno
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +13,11 @@ import torch
 import spmd_core as spmd
 from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import option
+from examples.training.saved_state import StateError, check_parts, check_run
+from spmd_core import files
 
 _FORMAT = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ResumeError(ValueError):
@@ -32,6 +34,27 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def check_writable(places: Mapping[str, str]) -> None:
+    """Tries to write files, so that a wrong path fails before the training and not after it.
+
+    Args:
+        places: a file for each option that names it or its folder; an empty one is left out. Their
+            folders are made.
+
+    Raises:
+        SaveError: a file cannot be written.
+    """
+    for name, path in places.items():
+        if path and not spmd.is_planning() and spmd.is_master():
+            try:
+                files.check_writable(path)
+            except OSError as error:
+                raise SaveError(
+                    f"{name} must name what can be written; got {path!r}: {error}. Name another "
+                    "place."
+                ) from error
 
 
 def save(
@@ -55,8 +78,8 @@ def save(
         parts: what the run goes on with, by name.
 
     Raises:
-        SaveError: the file could not be written, for instance as the disk is full. An earlier file
-            is as it was.
+        SaveError: the file could not be written, for instance as the disk is full, or the path is
+            no regular file's. An earlier file is as it was.
     """
     path = Path(path).expanduser()
     state = spmd.to_cpu(
@@ -69,20 +92,18 @@ def save(
             "parts": {name: part.state_dict() for name, part in parts.items()},
         }
     )
-    written = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        spmd.save(state, written)
-        if spmd.is_master():
-            written.replace(path)
+        spmd.save(state, path)
     # torch's writer raises a RuntimeError where it cannot write.
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            written.unlink()
-        kept = "The file of an earlier step is kept. " if path.exists() else ""
+        is_full = not isinstance(error, OSError) or error.errno in _FULL
+        rule = "fit on the disk" if is_full else "be written to a file"
+        kept = "The file of an earlier step is kept. " if path.is_file() else ""
+        what = "Free space, or name" if is_full else "Name"
         raise SaveError(
-            f"the state after step {step} must fit on the disk; {path} could not be written: "
-            f"{error}. {kept}Free space, or name another file."
+            f"the state after step {step} must {rule}; {path} could not be written: {error}. "
+            f"{kept}{what} another file."
         ) from error
 
 
@@ -108,21 +129,18 @@ def read(config: Any) -> dict[str, Any] | None:
         if found_path is None:
             return None
         path = found_path
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        found = saved["format"]
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, EOFError) as error:
+    saved = _loaded(path)
+    if not isinstance(saved, dict) or "format" not in saved:
+        raise _no_run(path, "it lacks the entry 'format'")
+    if saved["format"] != _FORMAT:
         raise ResumeError(
-            f"--resume needs the file of a saved run; {str(path)!r} is none: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Name the file that the run wrote, or leave out --resume. "
-            f"--resume {RESUME_AUTO} begins a run that has saved nothing yet."
-        ) from error
-    if found != _FORMAT:
-        raise ResumeError(
-            f"--resume reads files of format {_FORMAT}; got format {found} in {str(path)!r}. "
-            "Resume with the release that wrote it."
+            f"--resume reads files of format {_FORMAT}; got format {saved['format']} in "
+            f"{str(path)!r}. Resume with the release that wrote it."
         )
+    try:
+        check_run(saved)
+    except StateError as error:
+        raise _no_run(path, str(error)) from error
     # A run that was saved before an option existed had the option's default.
     before, now = _plain(type(config)()) | saved["config"], _plain(config)
     for field in dataclasses.fields(config):
@@ -153,9 +171,43 @@ def newest(checkpoint: str) -> Path | None:
     if not has_steps:
         return path if path.exists() else None
     pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-    files = path.parent.iterdir() if path.parent.is_dir() else ()
-    found = [(int(named[1]), file) for file in files if (named := pattern.fullmatch(file.name))]
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    found = [(int(named[1]), file) for file in there if (named := pattern.fullmatch(file.name))]
     return max(found)[1] if found else None
+
+
+def _loaded(path: Path) -> Any:
+    """The content of a file, after comparing each of its parts with its checksum.
+
+    torch writes the checksums, and does not read them.
+
+    Raises:
+        ResumeError: the file is missing, damaged, or none of torch's.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as parts:
+            damaged = parts.testzip()
+    # What a damaged directory of a zip file raises is not documented.
+    except Exception as error:
+        raise _no_run(path, _first_line(error)) from error
+    if damaged is not None:
+        raise _no_run(path, f"its part {damaged!r} is damaged")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # neither is what torch raises for one
+        raise _no_run(path, _first_line(error)) from error
+
+
+def _no_run(path: Path, why: str) -> ResumeError:
+    return ResumeError(
+        f"--resume needs the file of a saved run; {str(path)!r} is none: {why}. "
+        "Name the file that the run wrote, or leave out --resume. "
+        f"--resume {RESUME_AUTO} begins a run that has saved nothing yet."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful]) -> int:
@@ -166,7 +218,8 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
     saved run's, it may be another one than that run would have taken.
 
     Raises:
-        ResumeError: the run was of other data.
+        ResumeError: the run was of other data, or an entry of a part is missing or not as it must
+            be. Nothing has changed then, unless a part alone could tell.
     """
     if saved["data"] != data:
         raise ResumeError(
@@ -174,8 +227,19 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
             f"({data} now, {saved['data']} then). Restore the data, or begin a new run without "
             "--resume."
         )
-    for name, part in parts.items():
-        part.load_state_dict(saved["parts"][name])
+    try:
+        check_parts(saved, parts)
+        for name, part in parts.items():
+            try:
+                part.load_state_dict(saved["parts"][name])
+            # Each part's own words for a state that it cannot take.
+            except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+                raise StateError(f"parts.{name} cannot be taken: {_first_line(error)}") from error
+    except StateError as error:
+        raise ResumeError(
+            f"a run resumes with the state that it saved; the file's is another: {error}. Name "
+            "the file that the run wrote, or leave out --resume."
+        ) from error
     torch.set_rng_state(saved["random"])
     # As the schedule does after each step: the saved rates are those of the saved run's --steps.
     scheduler = parts["scheduler"]

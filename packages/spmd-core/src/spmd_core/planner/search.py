@@ -8,17 +8,22 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from spmd_core import files
 from spmd_core.errors import PlanError
 from spmd_core.planner.topology_names import parse
+
+_log = logging.getLogger(__name__)
 
 # Doublings of the command's own batch.
 _MAX_DOUBLINGS = 6
@@ -197,18 +202,40 @@ def _planned(options: Mapping[str, str], request: Request, digest: str) -> Outco
         json.dumps([digest, request.topology, request.num_slices, command]).encode()
     ).hexdigest()[:24]
     path = request.folder / f"{key}.json"
-    if path.exists():
-        return Outcome(options, json.loads(path.read_text()))
+    kept = _kept(path)
+    if kept is not None:
+        return Outcome(options, kept)
     request.folder.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    words = [sys.executable, "-m", "spmd_core.plan", "--topology", request.topology]
-    words += ["--slices", str(request.num_slices), "--json", str(unfinished), "--", *command]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if not unfinished.exists():
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
-        return Outcome(options, None, f"exit code {done.returncode}: {lines[-1]}")
-    unfinished.replace(path)
-    return Outcome(options, json.loads(path.read_text()))
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / "plan.json"
+        words = [sys.executable, "-m", "spmd_core.plan", "--topology", request.topology]
+        words += ["--slices", str(request.num_slices), "--json", str(made), "--", *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if not made.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no word"]
+            return Outcome(options, None, f"exit code {done.returncode}: {lines[-1]}")
+        plan = json.loads(made.read_text())
+    files.write_text(path, json.dumps({"plan": plan, "sha256": _sha256(plan)}, indent=1) + "\n")
+    return Outcome(options, plan)
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """A plan that an earlier search has kept; None if there is none, or it is damaged."""
+    try:
+        found = json.loads(path.read_bytes())
+        plan: dict[str, Any] = found["plan"]
+        if found["sha256"] == _sha256(plan):
+            return plan
+    except FileNotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError):
+        pass
+    _log.warning("%s is damaged, so its plan is made anew", path)
+    return None
+
+
+def _sha256(plan: Any) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def option(command: Sequence[str], name: str) -> str | None:
