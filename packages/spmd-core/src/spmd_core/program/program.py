@@ -155,6 +155,11 @@ class Program(Traced):
             "took over and what was computed from it since. Load these anew, or from a checkpoint."
         )
 
+    @functools.cached_property
+    def _is_on_this_process(self) -> bool:
+        """Whether this process has one of the program's devices, and so its token."""
+        return any(device.process_index == jax.process_index() for device in self.devices)
+
     @property
     def index_checks(self) -> Sequence[Check]:
         """What it checks of its indices."""
@@ -227,7 +232,7 @@ class Program(Traced):
             raise buffers.in_flight.explained_at_start(error, own) from error
         self.record.executions += 1
         buffers.in_flight.add(token, self._explain_later)
-        if self.index_checks:
+        if self.index_checks and self._is_on_this_process:
             index_checks.add(token, self.record.name, self.graph, self.index_checks, lines)
         return results
 
