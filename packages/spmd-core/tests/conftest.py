@@ -8,6 +8,12 @@ import pytest
 import spmd_core as spmd
 
 
+@pytest.fixture(autouse=True)
+def shapes_in_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests loop over shapes that share no program: that is their subject."""
+    monkeypatch.setattr(spmd.config, "warn_of_recompiles", False)
+
+
 @pytest.fixture
 def mesh_1d(num_devices: int) -> spmd.Mesh:
     """All devices on axis `x`."""

@@ -9,6 +9,7 @@ import dataclasses
 
 import spmd_core as spmd
 from spmd_core import source_lines
+from spmd_core.debugging import recompile_warnings
 from spmd_core.dispatch import automatic_cut, data_dependent
 from spmd_core.graph import storage
 from spmd_core.program import execution, growing_sizes, index_checks
@@ -30,6 +31,7 @@ def reset() -> None:
     execution.cut_guard = None
     automatic_cut.reset()
     growing_sizes.clear()
+    recompile_warnings.clear()
     storage.take_failed()
     index_checks.forget()
     closures._waiting.clear()

@@ -92,8 +92,9 @@ class Config:
     # `VerificationError`. Costs the memory of all tensors on one device, and twice the time. Also
     # set by SPMD_VERIFY=1, and by `verify()` for a region. Read at each cut.
     verify_programs: bool = False
-    # Cuts that differ in one growing size alone, such as a decoder's length, share a program whose
-    # arrays have room for the next power of two; else each size compiles. Read at each cut.
+    # Cuts that differ in one size alone, such as a decoder's length or that of a batch's sequences,
+    # share a program whose arrays have room for the next power of two; else each size compiles.
+    # Read at each cut.
     bound_growing_sizes: bool = True
     # Gradients that one program adds up, as it does to accumulate them over several backwards, are
     # reduced over the devices once. Until then each device keeps the sum of its own parts, which is
@@ -104,6 +105,9 @@ class Config:
     # "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}, which takes less memory on emulated devices. Read at
     # each cut; other options make another program. XLA_FLAGS sets options for the whole process.
     compiler_options: dict[str, CompilerOption] = field(default_factory=dict)
+    # Warns once of a line of the user's program that compiles a program in almost every step, with
+    # what changes from step to step. Read at each compile.
+    warn_of_recompiles: bool = True
     # Prints on stderr why a program was compiled, except for this number of expected programs at
     # the beginning of the process; None prints nothing. Also set by SPMD_EXPLAIN_RECOMPILES=3. Read
     # at each compile.

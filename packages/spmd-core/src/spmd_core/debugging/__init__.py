@@ -9,6 +9,7 @@
 Nothing here runs a program.
 """
 
+from spmd_core.debugging import recompile_warnings as recompile_warnings
 from spmd_core.debugging.communication import Cause as Cause
 from spmd_core.debugging.communication import Collective as Collective
 from spmd_core.debugging.communication import Collectives as Collectives

@@ -24,7 +24,8 @@ _DEFAULT = object()
 _MAX_ALIGNED = 2000
 
 _ADVICE_SHAPE = (
-    "Every new shape is a program of its own. Pad batches and sequences to one size or a few, "
+    "Sizes that vary share a program only if one size varies, along a dim that no device splits, "
+    "and all operations have a rule for it. Pad batches and sequences to one size or a few, "
     "and drop a smaller last batch (drop_last=True)."
 )
 _ADVICE_STATIC_NUMBER = (
