@@ -126,7 +126,8 @@ class Programs:
         first = next_tokens(logits_1V, temperature, top_k, top_p, seed, length)
         for state, value in (
             (self._tokens, first),
-            (self._positions, length),
+            # A prompt that fills its slot has ended, and stays in its row.
+            (self._positions, length.clamp(max=self.length - 1)),
             (self._top_k, top_k),
             (self._seeds, seed),
             (self._temperatures, temperature),

@@ -111,6 +111,27 @@ def test_a_second_search_plans_nothing_again(request_, planned):
     assert len(planned) == 2 * count
 
 
+def test_a_kept_plan_that_is_damaged_is_made_anew(request_, planned, caplog):
+    def searched():
+        return search.search({"batch": ("4",)}, request_, report=lambda *_: None)
+
+    first = searched()
+    (path,) = request_.folder.iterdir()
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        caplog.clear()
+        count = len(planned)
+        assert searched() == first
+        told = [f"{path} is damaged, so its plan is made anew"] if len(planned) > count else []
+        assert [record.getMessage() for record in caplog.records] == told
+    for content in (b"", b"[]", b'{"plan": {"fits": true}}', b"\xff", whole[:-20]):
+        path.write_bytes(content)
+        count = len(planned)
+        assert searched() == first and len(planned) == count + 1
+    assert [*request_.folder.iterdir()] == [path]
+
+
 @pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
 def test_flags_of_a_compiler_make_other_plans(name, request_, planned, monkeypatch):
     for flags, count in (("--xla_a=1", 1), ("--xla_a=2", 2), ("--xla_a=1", 2)):

@@ -66,6 +66,27 @@ def test_damage_is_never_other_values(tmp_path, small_pieces, data):
         assert found is None or torch.equal(found[name], right)
 
 
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.data())
+def test_a_damaged_index_is_never_other_values(tmp_path, data):
+    spmd.save_safetensors(RIGHT, tmp_path, max_shard_bytes=20)
+    path = tmp_path / "model.safetensors.index.json"
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="truncated"):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        bit = data.draw(st.integers(0, len(content) * 8 - 1))
+        content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    found = loaded(path)
+    for name, right in RIGHT.items():
+        assert found is None or torch.equal(found[name], right)
+
+
 def test_every_byte_of_the_data_is_covered(tmp_path, small_pieces):
     path = saved(tmp_path)
     whole = path.read_bytes()
