@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -68,6 +69,23 @@ def test_writers_disturb_each_other_nowhere(tmp_path):
             text = path.read_text()
             assert len(text) == num_bytes and len(set(text)) == 1
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_one_writer_of_a_folder_at_a_time(tmp_path):
+    inside = []
+
+    def write(number):
+        with files.one_at_a_time(tmp_path):
+            inside.append(number)
+            time.sleep(0.01)
+            inside.append(number)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(5)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert inside[::2] == inside[1::2] and sorted(inside[::2]) == [*range(5)]
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path):

@@ -130,6 +130,18 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         unfinished.discard()
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Inside, no other writer of this folder is inside, in any process that sees its locks."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until the names in a folder are on the disk."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -171,10 +183,10 @@ def _is_locked(file: int) -> bool | None:
     """Locks an open file; False if another process has locked it, None if no file can be locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _UNSUPPORTED:
-            return None
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 

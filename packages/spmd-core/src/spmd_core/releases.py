@@ -31,6 +31,10 @@ _STANDS_IN = {
     "aten._upsample_lanczos2d_aa.default": "nothing: this torch has no mode 'lanczos' to call it",
     "aten._upsample_lanczos2d_aa_backward.default": "nothing, likewise",
 }
+_STANDS_IN |= dict.fromkeys(
+    ("jax._src.compilation_cache", "jax._src.compilation_cache.get_file_cache"),
+    "jax's own cache on disk, which has no limit and keeps damaged programs",
+)
 _NO_STAND_IN = {
     "aten": "torch's decomposition of what replaced it, or the host, which is counted",
     "jax": "nothing: what needs it raises ImportError",

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.experimental.compilation_cache import compilation_cache
 
+from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.runtime import disk_cache
 from spmd_core.runtime.disk_cache import ProgramCache
@@ -123,6 +124,12 @@ def test_a_folder_that_others_can_write(tmp_path, monkeypatch):
     default.chmod(0o775)  # as an earlier release made it
     ProgramCache(default)
     assert stat.S_IMODE(default.stat().st_mode) == 0o700
+
+
+def test_a_jax_without_that_function_keeps_its_own_cache(monkeypatch):
+    monkeypatch.setattr(releases, "_absent", {})
+    monkeypatch.setattr(disk_cache, "_jax_cache", releases.jax_module("jax._src.no_such"))
+    disk_cache.install()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):

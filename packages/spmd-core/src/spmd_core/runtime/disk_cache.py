@@ -140,9 +140,12 @@ def install() -> None:
 
     Other folders, which somebody has given to jax, stay jax's.
     """
-    made_by_jax = getattr(_jax_cache, "get_file_cache", None)
-    if made_by_jax is None or hasattr(made_by_jax, "is_of_spmd_core"):
-        return  # jax's own cache stands in where this jax has no such function
+    try:
+        made_by_jax = _jax_cache.get_file_cache
+    except ImportError:  # this jax has no such function, and `versions` lists what stands in
+        return
+    if hasattr(made_by_jax, "is_of_spmd_core"):
+        return
 
     def made(path: str) -> Any:
         if path != config.cache_dir:

@@ -4,15 +4,18 @@ The format has room for texts in its header. Files without the text of this modu
 checksums, and are read as they are.
 """
 
+import os
 import re
 import zlib
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from spmd_core.errors import DataError
 
 NAME = "spmd.crc32"  # of the text in the metadata
-PIECE_BYTES = 1 << 24  # a block of a tensor is checked by the pieces that it touches
+PIECE_BYTES = 1 << 22  # a block of a tensor is checked by the pieces that it touches
+_MAX_THREADS = 8  # that read pieces; each holds one
 _DIGITS = 8  # of a CRC-32, in hexadecimal
 
 
@@ -89,18 +92,26 @@ class Checked:
             if first < end:
                 first, end = first - self._begin, end - self._begin
                 wanted.update(range(first // PIECE_BYTES, _num_pieces(end)))
-        with self._path.open("rb", buffering=0) as file:
-            piece = bytearray(min(PIECE_BYTES, self._num_bytes))
-            for number in sorted(wanted - self._right):
-                file.seek(self._begin + number * PIECE_BYTES)
-                with memoryview(piece) as whole:
-                    num_read = 0
-                    while found := file.readinto(whole[num_read:]):
-                        num_read += found
-                    if zlib.crc32(whole[:num_read]) != self._sums[number]:
-                        start = self._begin + number * PIECE_BYTES
-                        raise self._damage(f"bytes {start:,} to {start + num_read - 1:,}")
-                self._right.add(number)
+        numbers = sorted(wanted - self._right)
+        with (
+            self._path.open("rb", buffering=0) as file,
+            ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads,
+        ):
+            found = threads.map(lambda number: self._piece_sum(file.fileno(), number), numbers)
+            for number, crc in zip(numbers, found):
+                if crc != self._sums[number]:
+                    start = self._begin + number * PIECE_BYTES
+                    end = min(start + PIECE_BYTES, self._begin + self._num_bytes)
+                    raise self._damage(f"bytes {start:,} to {end - 1:,}")
+        self._right.update(numbers)
+
+    def _piece_sum(self, file: int, number: int) -> int:
+        place, end = number * PIECE_BYTES, min((number + 1) * PIECE_BYTES, self._num_bytes)
+        crc = 0
+        while part := os.pread(file, end - place, self._begin + place):
+            crc = zlib.crc32(part, crc)
+            place += len(part)
+        return crc
 
     def _damage(self, what: str) -> DataError:
         return DataError(

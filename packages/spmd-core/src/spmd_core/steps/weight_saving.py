@@ -111,7 +111,9 @@ def save_safetensors(
             # The process that writes needs the others to gather, and they need it, if it failed.
             _gather(_on_host(part))
     if writes and error is None:
-        error = _put_in_place(target, unfinished, _index(parts) if len(parts) > 1 else None)
+        index = _index(parts) if len(parts) > 1 else None
+        with files.one_at_a_time(target):  # else the parts of two saves could be mixed
+            error = _put_in_place(target, unfinished, index)
     if error is not None:
         for file in unfinished:
             file.discard()
