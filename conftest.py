@@ -26,7 +26,11 @@ if TIER != "all":
 # Its key is the program after lowering, with jaxlib's version and the flags. The tier `all`
 # compiles everything anew.
 COMPILED = Path(__file__).parent / ".cache" / "compiled_programs"
-os.environ.setdefault("SPMD_CACHE_DIR", "" if TIER == "all" else str(COMPILED))
+if "SPMD_CACHE_DIR" not in os.environ:
+    os.environ["SPMD_CACHE_DIR"] = "" if TIER == "all" else str(COMPILED)
+    if TIER != "all":  # programs of a folder that others can write are warned of
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        COMPILED.chmod(0o700)
 
 # Below what they read: the environment is set before the packages are imported.
 import pytest  # noqa: E402

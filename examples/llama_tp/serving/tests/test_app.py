@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import spmd_core as spmd
 from examples.llama_tp.serving.app import MAX_BODY_BYTES, Served, make_app
@@ -20,6 +22,7 @@ from examples.llama_tp.serving.engine import Engine, EngineFailedError
 from examples.llama_tp.serving.measures import Measures
 from examples.llama_tp.serving.programs import Programs
 from examples.llama_tp.serving.server import Server, address, listening_socket
+from examples.llama_tp.serving.tests.test_interface import JSON, NAMES
 from examples.llama_tp.serving.tests.tiny import LENGTH, QUEUE, make_engine, wait_idle
 from examples.llama_tp.serving.text import PromptEncoder
 
@@ -380,6 +383,24 @@ NEUTRAL: dict[str, Any] = {
 }
 
 
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), st.booleans())
+def test_any_json_is_answered_or_refused(
+    client: httpx2.Client, data: dict[str, Any], stream: bool
+) -> None:
+    short = {"max_tokens": 1, "n": 1, "stream": stream}
+    for path, right in (("completions", TEXT), ("chat/completions", CHAT)):
+        body = json.dumps(right | data | short).encode()
+        response = posted(client, body, path=f"/v1/{path}")
+        if response.status_code != 200:
+            status, message = error_of(response)
+            assert status in (400, 404) and message, (status, message)
+
+
 def test_options_that_ask_for_nothing_are_taken(client: httpx2.Client) -> None:
     asked = {"prompt": "a", "max_tokens": 1}
     assert client.post("/v1/completions", json=asked | NEUTRAL).status_code == 200
@@ -399,9 +420,9 @@ def test_a_template_that_fails_refuses_the_messages(
     assert status == 400 and "as the model's chat template requires; got the roles user" in message
 
 
-def posted(client: httpx2.Client, body: bytes) -> httpx2.Response:
+def posted(client: httpx2.Client, body: bytes, *, path: str = "/v1/completions") -> httpx2.Response:
     headers = {"Content-Type": "application/json"}
-    return client.post("/v1/completions", content=body, headers=headers)
+    return client.post(path, content=body, headers=headers)
 
 
 def test_what_is_no_request(client: httpx2.Client) -> None:

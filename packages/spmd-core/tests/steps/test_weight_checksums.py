@@ -57,7 +57,7 @@ def test_damage_is_never_other_values(tmp_path, small_pieces, data):
     if data.draw(st.booleans(), label="truncated"):
         del content[data.draw(st.integers(0, len(content) - 1)) :]
     else:
-        for _ in range(data.draw(st.sampled_from([1, 1, 1, 2, 5]), label="flips")):
+        for _ in range(data.draw(st.sampled_from([1, 1, 2]), label="flips")):
             bit = data.draw(st.integers(0, len(content) * 8 - 1))
             content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
@@ -96,6 +96,13 @@ def test_every_byte_of_the_data_is_covered(tmp_path, small_pieces):
         assert loaded(path) is None
     path.write_bytes(whole)
     assert loaded(path) is not None
+
+
+def test_a_damaged_name_of_the_checksums_hides_nothing(tmp_path):
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1].replace(b"spmd.crc32", b"spmd.crc33") + b"\x80")
+    assert loaded(path) is None
 
 
 def test_the_message_says_where_and_what_to_do(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from spmd_core import dtypes
 from spmd_core.errors import DataError
 from spmd_core.graph.storage import Storage
-from spmd_core.steps.weight_checksums import NAME as CHECKSUMS
+from spmd_core.steps import weight_checksums
 from spmd_core.steps.weight_checksums import Checked
 from spmd_core.steps.weight_saving import (
     DTYPE_NAMES,
@@ -356,7 +356,6 @@ def _indexed(index: Path) -> dict[str, _Stored]:
 
 def _headers(path: Path) -> dict[str, _Stored]:
     """The tensors of one file by name."""
-    checked = None
     try:
         with safe_open(path, "np"):
             pass  # checks the header, and that it covers the file
@@ -364,9 +363,7 @@ def _headers(path: Path) -> dict[str, _Stored]:
             num_bytes = int.from_bytes(file.read(8), "little")
             text = file.read(num_bytes)
             header = json.loads(text)
-        checksums = header.pop("__metadata__", {}).get(CHECKSUMS)
-        if checksums is not None:
-            checked = Checked(path, text, checksums)
+        checked = weight_checksums.found(path, text, header.pop("__metadata__", {}))
         return {
             name: _Stored(
                 path,

@@ -237,7 +237,9 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     """The header, with room for the checksums, which are known when the data is written."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     checksums = {weight_checksums.NAME: weight_checksums.placeholder(num_bytes)}
-    header: dict[str, Any] = {"__metadata__": checksums | dict(metadata) | checksums}
+    header: dict[str, Any] = {
+        "__metadata__": checksums | dict(metadata) | checksums | weight_checksums.WITNESS
+    }
     begin = 0
     for name, tensor in tensors.items():
         header[name] = {
