@@ -50,11 +50,13 @@ class Call:
     function: Callable[..., torch.Tensor]
     shapes: Callable[[int, int, int], Sequence[Any]]
 
-    def operands(self, size: str, *, has_nonfinite: bool = False) -> list[torch.Tensor]:
+    def operands(
+        self, size: str | tuple[int, int, int], *, has_nonfinite: bool = False
+    ) -> list[torch.Tensor]:
         """Float64 or int64 tensors on the CPU, the same at each call.
 
         Args:
-            size: key of `SIZES`.
+            size: key of `SIZES`, or B, T and D.
             has_nonfinite: whether the first float64 tensor has a NaN and both infinities.
         """
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +64,7 @@ class Call:
             torch.randint(shape[0], shape[1], generator=generator)
             if isinstance(shape[-1], tuple)
             else torch.randn(shape, generator=generator, dtype=torch.float64)
-            for shape in self.shapes(*SIZES[size])
+            for shape in self.shapes(*(SIZES[size] if isinstance(size, str) else size))
         ]
         first = next((x for x in found if x.is_floating_point()), None)
         if has_nonfinite and first is not None:
