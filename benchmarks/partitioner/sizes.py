@@ -93,11 +93,15 @@ def examine(call: Call, place: int, mesh: spmd.Mesh, layout: tuple[Spec, ...], s
         try:
             operands = call.operands(sizes)
             expected = evaluate(call, [x.clone() for x in operands], "cpu")
-        except RuntimeError:  # not a size for this call
+        except (IndexError, RuntimeError, ValueError):  # not a size for this call
             continue
-        values = evaluate(call, operands, "xla", mesh, layout)
-        spmd.sync()
         found.runs += 1
+        try:
+            values = evaluate(call, operands, "xla", mesh, layout)
+            spmd.sync()
+        except Exception as error:
+            found.wrong.append(f"B, T, D = {sizes}, layout {layout}, seed {seed!r}: {error!r}")
+            continue
         if not all(_is_right(a, b) for a, b in zip(values, expected, strict=True)):
             found.wrong.append(f"B, T, D = {sizes}, layout {layout}, seed {seed!r}")
     found.programs = spmd.metrics.counter("compiles") - before

@@ -8,6 +8,8 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.program import growing_sizes
+from spmd_core.program.lowering import Function
+from spmd_core.program.program import Program
 
 counter = spmd.metrics.counter
 ORDERS = {
@@ -58,6 +60,35 @@ def test_sizes_with_a_divisor_in_common_do_not_speak_for_others():
         x = torch.randn(n)
         found = spmd.call_jax(to_eight, x.to("xla")).cpu()
         torch.testing.assert_close(found, x.sum() + -n % 8, rtol=1e-4, atol=1e-4)
+
+
+def test_what_fails_at_one_size_fails_at_no_other(monkeypatch):
+    """Neither its program, nor its trace for another cut."""
+    trace, build = Function.jaxpr, Program._compile
+
+    def fails(function):
+        return any(5 in leaf.spec.shape for leaf in function.graph.leaves)
+
+    def traced(self):
+        assert not fails(self), "this size cannot be traced"
+        return trace(self)
+
+    def compiled(self):
+        assert not fails(self), "this size cannot be compiled"
+        build(self)
+
+    monkeypatch.setattr(Function, "jaxpr", traced)
+    monkeypatch.setattr(Program, "_compile", compiled)
+    wrong = torch.ones(5, 3).to("xla") * 2
+    with pytest.raises(AssertionError, match="cannot be compiled"):
+        wrong.cpu()
+    for n in (6, 7, 8):
+        assert (torch.ones(n, 3).to("xla") * 2).cpu().sum() == 6 * n
+    monkeypatch.setattr(Program, "_compile", build)
+    assert wrong.cpu().sum() == 30
+    for n in (4, 5, 6):  # a sample that cannot be traced any more
+        assert (torch.ones(n, 3).to("xla") * 3 + 1).cpu().sum() == 12 * n
+    assert "cannot be traced" in growing_sizes.refusals()[-1]
 
 
 class Model(nn.Module):

@@ -244,7 +244,11 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     if abstract.run() is None and config.compare_processes_every_s is not None:
         path.note(key, program, (floats, ints, complexes))
     if program is None:
-        program = planned.program() if bounded is None else _for_many_sizes(planned, bounded)
+        try:
+            program = planned.program() if bounded is None else _for_many_sizes(planned, bounded)
+        except BaseException:
+            growing_sizes.forget(planned.key)
+            raise
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)

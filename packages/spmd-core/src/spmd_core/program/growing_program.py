@@ -206,7 +206,9 @@ class Growing:
         ):
             self._compare(make_graph(), number)
         if is_new:
-            self._graphs[key] = _traceable(self._graph(bound, placements))
+            graph = self._graph(bound, placements)
+            _trace(graph)
+            self._graphs[key] = graph
         graph = self._graphs[key]
         return Bounded(key, graph, tuple(leaf.placement for leaf in graph.leaves), number)
 
@@ -264,8 +266,17 @@ def _padding(entry: Entry) -> tuple[int, ...]:
 
 
 def _trace(graph: Graph) -> ClosedJaxpr:
-    """The graph's function. The form with room is what gets forms for the partitioner."""
-    return Function(graph, "growing", is_for_partitioner=False).jaxpr()
+    """The graph's function. The form with room is what gets forms for the partitioner.
+
+    Raises:
+        GrowthRefusedError: it cannot be traced. If it is the cut's own, its program raises that.
+    """
+    try:
+        return Function(graph, "growing", is_for_partitioner=False).jaxpr()
+    except GrowthRefusedError:
+        raise
+    except Exception as error:
+        raise GrowthRefusedError(f"it cannot be traced at each size: {error}") from error
 
 
 def _placed(graph: Graph, placements: tuple[Placement, ...]) -> Graph:
@@ -376,15 +387,6 @@ class AtBound:
             array = x.array if room is None else _resized(x.array, room)
             outs.append(keep_whole(array, x.growing) if x.growing else array)
         return outs, token.array
-
-
-def _traceable(graph: Graph) -> Graph:
-    """The graph. Raises GrowthRefusedError where its function cannot be traced."""
-    try:
-        _trace(graph)
-    except (TypeError, ValueError) as error:  # jax's, of shapes that do not fit each other
-        raise GrowthRefusedError(f"its shapes do not fit at another size: {error}") from error
-    return graph
 
 
 def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

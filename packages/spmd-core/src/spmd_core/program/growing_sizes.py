@@ -61,6 +61,13 @@ def clear() -> None:
     _families.clear()
 
 
+def forget(key: Key) -> None:
+    """Forgets a cut whose program could not be compiled: others are not compared with it."""
+    family = _families.get(_split_key(key)[0])
+    if family is not None:
+        family.samples = [sample for sample in family.samples if sample.key != key]
+
+
 def refusals() -> list[str]:
     """Why cuts that differ in a size that grows have a program for each size."""
     return [refusal for family in _families.values() for refusal in family.refusals]
