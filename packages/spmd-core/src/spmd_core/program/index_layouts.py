@@ -138,6 +138,7 @@ def reshaped(
         target = next((d for d in range(start, j) if after[d] > 1), start)
         if len(split_dims) == 1 and all(before[d] == 1 for d in range(first, split_dims[0])):
             axes = own[split_dims[0]]
-            if after[target] == before[split_dims[0]] or after[target] % size(axes) == 0:
+            is_even = before[split_dims[0]] % size(axes) == 0 and after[target] % size(axes) == 0
+            if is_even or after[target] == before[split_dims[0]]:
                 result[target] = axes
     return tuple(result)

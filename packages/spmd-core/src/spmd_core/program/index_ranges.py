@@ -31,18 +31,29 @@ class Check:
     accepted: Indices
 
 
-# The result has no other elements than the first input.
-_OF_FIRST_INPUT = frozenset(
+# The result has the elements of the first input, each at least once. Its indices are checked in
+# that input, which may have fewer, and whose layout may be known.
+_REARRANGED = frozenset(
     (
-        *("aten::alias", "aten::as_strided", "aten::clone", "aten::detach", "aten::diagonal"),
-        *("aten::expand", "aten::flip", "aten::index.Tensor", "aten::index_select", "aten::gather"),
-        *("aten::permute", "aten::repeat", "aten::reshape", "aten::roll", "aten::select.int"),
-        *("aten::slice.Tensor", "aten::split.Tensor", "aten::squeeze", "aten::squeeze.dim"),
-        *("aten::squeeze.dims", "aten::t", "aten::take", "aten::transpose.int", "aten::unfold"),
-        *("aten::unsqueeze", "aten::view", "aten::_reshape_alias", "aten::_unsafe_view"),
-        *("aten::embedding", "aten::unbind.int", "aten::contiguous", "spmd::checked_indices"),
+        *("aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand"),
+        *("aten::flip", "aten::permute", "aten::repeat", "aten::reshape", "aten::roll"),
+        *("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims", "aten::t"),
+        *("aten::transpose.int", "aten::unsqueeze", "aten::view", "aten::_reshape_alias"),
+        *("aten::_unsafe_view", "spmd::checked_indices", "spmd::enter_region"),
     )
 )
+# The result has no other elements than the first input.
+_OF_FIRST_INPUT = _REARRANGED | {
+    *(
+        "aten::as_strided",
+        "aten::diagonal",
+        "aten::embedding",
+        "aten::gather",
+        "aten::index.Tensor",
+    ),
+    *("aten::index_select", "aten::select.int", "aten::slice.Tensor", "aten::split.Tensor"),
+    *("aten::take", "aten::unbind.int", "aten::unfold"),
+}
 # Their second result, or their only one, has positions in a dim of the first input.
 _POSITIONS = frozenset(
     (
@@ -75,11 +86,23 @@ class _Search:
         found = []
         for position, node in enumerate(self._graph.nodes):
             for accepted in node.entry.indices:
-                value = node.inputs[accepted.input]
+                value = self._origin(node.inputs[accepted.input])
                 if not self._is_known(value, accepted):
                     found.append(Check(position, value, accepted))
                     self._accepted.setdefault(value, []).append(accepted)
         return tuple(found)
+
+    def _origin(self, value: int) -> int:
+        """The value that an index was rearranged from; a mark tells a layout, so it ends there."""
+        while value >= 0:
+            node, index = self._made[value]
+            if node.entry.name == _BARRIER:
+                value = node.inputs[index]
+            elif node.entry.name.removesuffix(".moving") in _REARRANGED:
+                value = node.inputs[0]
+            else:
+                break
+        return value
 
     def _is_known(self, value: int, accepted: Indices) -> bool:
         """Whether each element of a value is known to be accepted, or to have been reported."""
