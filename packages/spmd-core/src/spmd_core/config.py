@@ -68,6 +68,9 @@ class Config:
     # Seconds that a process waits for another one that should do the same, such as in the
     # comparison of their data, before it raises `ProcessError`. Read when it waits.
     process_timeout_s: float = 300.0
+    # Seconds of such a wait, or of a wait on the devices, after which all processes say which one
+    # the others wait for, and its line. Read when a process waits.
+    warn_process_after_s: float = 30.0
     # Seconds after which a process compares the programs that it has started with those of another
     # process; new programs are compared before they start. None compares nothing. Read at each
     # comparison; one process has nothing to compare.

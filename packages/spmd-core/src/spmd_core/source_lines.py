@@ -24,6 +24,7 @@ import torch
 # Frames of files in these folders are not the user's.
 _LIBRARY_FOLDERS: tuple[str, ...] = ()
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_PYTHON = str(Path(threading.__file__).parent) + os.sep
 # A file and a function's name.
 _ENGINE = (_TORCH + os.path.join("autograd", "graph.py"), "_engine_run_backward")
 _FUNCTION = (_TORCH + os.path.join("autograd", "function.py"), "apply")
@@ -62,6 +63,23 @@ def user_line() -> str:
     """`file:line` of the user's call."""
     filename, line, _ = user_frame()
     return f"{filename}:{line}"
+
+
+def line_of_thread(ident: int) -> str:
+    """`file:line` of the innermost user's frame in another thread, and the function it is in.
+
+    What Python's own library runs there, such as the wait for a lock, is not the user's, either.
+    """
+    frame = sys._current_frames().get(ident)
+    while (
+        frame is not None
+        and frame.f_back is not None
+        and (_is_library(frame) or frame.f_code.co_filename.startswith(_PYTHON))
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -1,8 +1,10 @@
 """Settings that must come before the first use of the devices, mostly in separate processes."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,7 +103,11 @@ def test_torchrun_says_who_joins(monkeypatch):
     assert seen == [
         (
             ("10.0.0.1:77", 4, 3, None, "deactivate"),
-            {"initialization_timeout": 5, "heartbeat_timeout_seconds": 30},
+            {
+                "initialization_timeout": 5,
+                "heartbeat_timeout_seconds": 30,
+                "coordinator_bind_address": None,
+            },
         )
     ]
 
@@ -165,7 +171,10 @@ TPU_POD = {"TPU_WORKER_HOSTNAMES": "localhost,other", "TPU_WORKER_ID": "1"}
 def test_launchers_say_who_joins(environment, found, monkeypatch):
     joined = []
 
-    def join(*given, initialization_timeout, heartbeat_timeout_seconds):
+    def join(
+        *given, initialization_timeout, heartbeat_timeout_seconds, coordinator_bind_address=None
+    ):
+        assert coordinator_bind_address is None  # of process 0 alone
         # What jax does with them, before it connects.
         *given, method = given
         if method != "deactivate":
@@ -190,6 +199,56 @@ def test_launchers_say_who_joins(environment, found, monkeypatch):
     monkeypatch.setattr("jax.distributed.initialize", join)
     startup.initialize(timeout_s=5)
     assert joined == [found]
+
+
+def test_process_0_listens_where_it_was_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        taken.listen()
+        with pytest.raises(
+            spmd.SpmdError,
+            match=rf"a port that is free; got {address}, which another program has. End it",
+        ):
+            startup._bind_address(address)
+    assert startup._bind_address(address) == address  # as the error says
+    assert startup._bind_address(f"localhost:{port}") in (address, f"[::1]:{port}")
+    # Addresses of other hosts, and names that nobody knows: jax's choice, all of this host's.
+    for other in (f"192.0.2.1:{port}", f"no-such-host.invalid:{port}"):
+        assert startup._bind_address(other) is None
+
+
+def test_a_port_that_is_taken_anywhere_is_taken(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(spmd.SpmdError, match=r"got no-such-host.invalid:[0-9]+, which"):
+            startup._bind_address(f"no-such-host.invalid:{taken.getsockname()[1]}")
+
+
+def test_jaxs_own_variable_says_where_process_0_listens(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "[::]:1")
+    assert startup._bind_address("127.0.0.1:12355") is None
+
+
+def test_who_waits_for_others_to_join_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(spmd.config, "warn_process_after_s", 0.01)
+    monkeypatch.setattr("spmd_core.runtime.devices.is_started", lambda: False)
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def join(*given, **options):
+        time.sleep(0.2)
+        raise RuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr("jax.distributed.initialize", join)
+    with pytest.raises(spmd.SpmdError, match=r"must find each other; .* DEADLINE"):
+        startup.initialize("127.0.0.1:12355", 2, 1, timeout_s=5)
+    assert capsys.readouterr().err == (
+        "spmd_core: process 1 of 2 still waits for all to join at 127.0.0.1:12355. Start each of "
+        "them, with this address and its own number; it waits for 5 s.\n"
+    )
 
 
 CACHED = """

@@ -1,12 +1,14 @@
 """The watch over other processes, with a store in memory in place of jax's service."""
 
+import json
+import re
 import threading
 import time
 
 import pytest
 
 import spmd_core as spmd
-from spmd_core.runtime import watch
+from spmd_core.runtime import presence, watch
 from spmd_core.runtime.watch import Watch
 
 
@@ -26,7 +28,7 @@ class Store:
         return self.values[key]
 
     def key_value_dir_get(self, folder):
-        return [item for item in self.values.items() if item[0].startswith(folder)]
+        return [item for item in [*self.values.items()] if item[0].startswith(folder)]
 
     def blocking_key_value_get(self, key, timeout_in_ms):
         end = time.monotonic() + timeout_in_ms / 1000
@@ -103,7 +105,8 @@ def test_a_new_program_waits_for_the_neighbour(pair, monkeypatch):
     with pytest.raises(
         spmd.ProcessError,
         match=r"this one is at number 2, train.py:98, and process 1 started number 1 at train.py:97"
-        r" and did not come here within 0.02 s. Look at its output; raise config.process_timeout_s",
+        r" and did not come here within 0.02 s; process 1 does not tell its line: .* lock. Look at"
+        r" its output; raise config.process_timeout_s",
     ):
         starts(pair[0], "b", compares=True)
 
@@ -144,3 +147,106 @@ def test_old_starts_are_forgotten_and_far_ones_wait(pair):
     starts(pair[1], "a")
     look(*pair)
     assert pair[0]._error is None and len(pair[0]._logs[0, 1].starts) == watch._NUM_DESCRIBED
+
+
+def test_a_process_that_stays_behind_is_named_in_all_with_its_line(pair, monkeypatch, capsys):
+    monkeypatch.setattr(spmd.config, "warn_process_after_s", 0.02)
+    monkeypatch.setattr(presence, "_STILL_S", 0.0)
+    monkeypatch.setattr(presence, "_EVERY_S", 0.01)
+    monkeypatch.setattr(presence.source_lines, "line_of_thread", lambda ident: "train.py:7 (wait)")
+    starts(pair[0], *"abc")
+    starts(pair[1], *"a")
+    look(*pair)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and said[0] == said[1]  # once in each process
+    assert said[0] == (
+        "spmd_core: process 1 has started 1 programs with the others, and process 0 3, at "
+        "train.py:99; process 1 has been at train.py:7 (wait) for 0 s. Look at its output. All end "
+        "if it does not come within config.process_timeout_s, 300 s."
+    )
+    # When it comes, all is well, and what comes next is another matter.
+    starts(pair[1], *"bc")
+    look(*pair)
+    assert pair[0]._error is None and not capsys.readouterr().err
+    monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
+    starts(pair[0], "d")
+    look(*pair)
+    for each in pair:
+        with pytest.raises(
+            spmd.ProcessError,
+            match=r"end together; the others have waited for 0.02 s: process 1 has started 3 "
+            r"programs.* process 1 has been at train.py:7 .* raise config.process_timeout_s if it",
+        ):
+            starts(each, "e")
+
+
+def test_a_process_that_tells_no_line(pair, monkeypatch):
+    said = presence.whereabouts(pair[0]._client, 1)
+    assert said == (
+        "process 1 does not tell its line: it was killed, is stopped, or in a call that holds "
+        "Python's lock"
+    )
+    pair[0]._client.key_value_set("spmd/still/1", json.dumps(["train.py:7", 3, 0.0]))
+    assert presence.whereabouts(pair[0]._client, 1) == said  # it was there long ago
+
+
+def test_a_failed_program_asks_who_is_still_there(pair, monkeypatch):
+    starts(pair[0], "a")
+    starts(pair[1], "a")
+    thread = threading.Thread(target=look, args=pair)
+    thread.start()
+    assert pair[0].failure_of_others(RuntimeError("out of memory")) is None
+    thread.join()
+    monkeypatch.setattr(watch, "_GRACE_S", 0.05)
+    error = pair[0].failure_of_others(RuntimeError("Gloo failed: closed by peer\n"))
+    assert re.fullmatch(
+        "all processes of a program end together; process 1 does not answer any more: .* start all "
+        "again. It was noticed by: Gloo failed: closed by peer",
+        str(error),
+    )
+
+
+def test_a_failed_program_waits_for_the_error_of_another_process(pair):
+    starts(pair[0], "a")
+    pair[1]._tell({"failed": "ValueError: no such file"})
+    thread = threading.Thread(target=look, args=pair[:1])
+    thread.start()
+    error = pair[0].failure_of_others(RuntimeError("Gloo failed: closed by peer"))
+    thread.join()
+    assert "process 1 has failed: ValueError: no such file. Look at its output" in str(error)
+
+
+def test_the_line_of_a_thread_is_the_users():
+    here, over = threading.Event(), threading.Event()
+
+    def wait():
+        here.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    here.wait()
+    found = presence.source_lines.line_of_thread(thread.ident)
+    over.set()
+    thread.join()
+    assert re.fullmatch(r".*test_watch.py:[0-9]+ \(wait\)", found)
+    assert presence.source_lines.line_of_thread(-1) == "an unknown line"
+
+
+def test_a_store_that_does_not_answer_is_process_0(pair, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "_STORE_S", 0.01)
+    monkeypatch.setattr(pair[1]._is_over, "wait", lambda timeout_s: time.sleep(0.02) or late[0] > 2)
+    late = [0]
+
+    def say(text):
+        late[0] += 1
+        print(text)
+
+    monkeypatch.setattr(presence, "say", say)
+    thread = threading.Thread(target=pair[1]._run_beside)
+    thread.start()
+    time.sleep(0.2)
+    assert late[0] == 1  # once, while it does not answer
+    late[0] = 3
+    thread.join()
+    assert capsys.readouterr().out.startswith("process 0, which keeps the common store of all")

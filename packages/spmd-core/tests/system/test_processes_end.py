@@ -1,76 +1,73 @@
-"""When one of two processes dies, fails or takes another path, the other one ends and says why."""
+"""When one of two processes dies, hangs, fails or takes another path, the other one says which.
 
-import signal
-
-import launched
-import pytest
-
-PROGRAM = """
-import os, signal, sys
-import torch
-import spmd_core as spmd
-
-how, port, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-spmd.simulate(2)
-spmd.initialize(f"127.0.0.1:{port}", 2, rank, timeout_s=120, heartbeat_timeout_s=10)
-spmd.use_spmd()
-spmd.config.record_source_lines = how == "path"
-mesh = spmd.Mesh(range(4), (4,), ("x",))
-w = spmd.mark_sharding(torch.arange(12.0).reshape(4, 3).to("xla"), mesh, ("x",))
-for step in range(12):
-    loss = (w * w).sum()
-    if step == 10 and rank == 1:
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "failed":
-            raise ValueError("no such file")
-        if how == "path":
-            loss = loss + w.amax()  # the line that differs
-        if how == "read":
-            w.cpu()  # the read that differs
-    w = w * 0.9
-    spmd.sync()
-    loss.item()
+`benchmarks/process_faults.py` has the program, and tries more faults.
 """
 
+import re
+import signal
 
-def ends(how, folder):
-    """What happens to process 1 -> the exit codes, and what was written to stderr."""
-    script = folder / "train.py"
-    script.write_text(PROGRAM)
-    ended = launched.run(2, lambda rank, port: [script, how, port, rank])
-    return [one.code for one in ended], [one.errors for one in ended]
+import pytest
+
+from benchmarks.process_faults import PROGRAM, run
+
+
+def line_of(text):
+    return 1 + PROGRAM.splitlines().index(text)
 
 
 @pytest.mark.slow
 def test_a_killed_process_is_named(tmp_path):
-    codes, errors = ends("killed", tmp_path)
-    assert codes[1] == -signal.SIGKILL and codes[0] != 0
-    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in errors[0]
+    found = run("killed 1", tmp_path)
+    assert found.codes[0] not in (0, None) and found.codes[1] == -signal.SIGKILL
+    assert (
+        "process 1 does not answer any more: it was killed, or its host is gone"
+        in (found.errors[0])
+    )
+    assert "sync(wait=True)" not in found.errors[0] and found.told_s < 30
+
+
+@pytest.mark.slow
+def test_a_process_that_sleeps_is_named_with_its_line(tmp_path):
+    found = run("sleep 1", tmp_path, warn_after_s=3.0, give_up_after_s=6.0)
+    assert found.codes[0] == 1 and found.codes[1] not in (0, None)
+    where = rf"process 1 has been at .*train.py:{line_of('        time.sleep(10_000)')} \(fault\)"
+    warning, error = (
+        next(line for line in found.errors[0].splitlines() if line.startswith(start))
+        for start in ("spmd_core: ", "spmd_core.ProcessError: ")
+    )
+    assert re.search(f"{where} for [0-9]+ s. Look at its output. All end if it does not", warning)
+    assert re.search(f"the others have waited for 6 s: .*{where}.*raise config.process", error)
+    assert warning in found.errors[1]
 
 
 @pytest.mark.slow
 def test_an_exception_reaches_the_others(tmp_path):
-    codes, errors = ends("failed", tmp_path)
-    assert codes == [1, 1] and "ValueError: no such file" in errors[1]
-    assert "process 1 has failed: ValueError: no such file. Look at its output." in errors[0]
+    found = run("exception 1", tmp_path)
+    assert found.codes == [1, 1] and "ValueError: no such file" in found.errors[1]
+    assert "process 1 has failed: ValueError: no such file. Look at its output." in found.errors[0]
 
 
 @pytest.mark.slow
 def test_another_path_is_told_with_its_lines(tmp_path):
-    codes, errors = ends("path", tmp_path)
-    line = 1 + PROGRAM.splitlines().index(
-        "            loss = loss + w.amax()  # the line that differs"
-    )
-    assert codes == [1, 1]
-    for said in errors:
+    found = run("path 1", tmp_path)
+    line = line_of("            loss = loss + w.amax()  # the line that differs")
+    assert found.codes == [1, 1]
+    for said in found.errors:
         assert "has aten::amax -> float32[]" in said and f"train.py:{line}" in said
 
 
 @pytest.mark.exhaustive  # as another operation is
 def test_a_read_in_one_process_alone_is_told(tmp_path):
-    codes, errors = ends("read", tmp_path)
-    line = 1 + PROGRAM.splitlines().index("            w.cpu()  # the read that differs")
-    assert codes == [1, 1]
-    for said in errors:
+    found = run("read 1", tmp_path)
+    line = line_of("            w.cpu()  # the read that differs")
+    assert found.codes == [1, 1]
+    for said in found.errors:
         assert f"train.py:{line} has read of float32[4, 3]" in said
+
+
+@pytest.mark.slow
+def test_sigterm_in_one_process_stops_both_after_the_same_step(tmp_path):
+    found = run("stop 1", tmp_path)
+    assert found.codes == [0, 0]
+    ((first,), (second,)) = (re.findall("stopped after step ([0-9]+)", e) for e in found.errors)
+    assert first == second and int(first) >= 10

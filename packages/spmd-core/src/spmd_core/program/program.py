@@ -19,7 +19,7 @@ from spmd_core.program import index_checks, memory_table, tensor_names
 from spmd_core.program.index_ranges import Check
 from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
-from spmd_core.runtime import abstract, buffers, devices
+from spmd_core.runtime import abstract, buffers, devices, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -227,9 +227,11 @@ class Program(Traced):
         try:
             with jax.enable_x64(True):
                 results, token = self.compiled(numbers, *leaves)
-        except jax.errors.JaxRuntimeError as error:
+        except buffers.FAILURES as error:
             own = functools.partial(explained, program=self)
-            raise buffers.in_flight.explained_at_start(error, own) from error
+            raise (
+                watch.failure_of_others(error) or buffers.in_flight.explained_at_start(error, own)
+            ) from error
         self.record.executions += 1
         buffers.in_flight.add(token, self._explain_later)
         if self.index_checks and self._is_on_this_process:

@@ -16,7 +16,7 @@ from typing import Any
 from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, presence
 
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 # How often process 0 has decided on each topic.
@@ -130,6 +130,7 @@ class Series:
         question = f"{_QUESTIONS}{own}/{self._name}"
         asks_at = time.monotonic() + _ASK_AFTER_S
         deadline = time.monotonic() + config.process_timeout_s
+        warns_at = time.monotonic() + config.warn_process_after_s
         has_asked = False
         pause_s = 0.0005
         try:
@@ -137,7 +138,11 @@ class Series:
                 if not is_wanted():
                     raise Abandoned
                 if time.monotonic() > deadline:
-                    raise self._timeout(_texts(service, folder))
+                    raise self._timeout(service, _texts(service, folder))
+                if time.monotonic() > warns_at:
+                    warns_at = deadline
+                    missing = self._missing(_texts(service, folder))
+                    presence.say(f"{self._wait(missing)}; {_whereabouts(service, missing)}")
                 if not has_asked and time.monotonic() > asks_at:
                     has_asked = True
                     service.key_value_set(question, str(self.count), allow_overwrite=True)
@@ -168,12 +173,21 @@ class Series:
             time.sleep(min(pause_s, _MOST_PAUSE_S))
         return None
 
-    def _timeout(self, texts: dict[int, str]) -> ProcessError:
-        missing = sorted(set(self._group) - set(texts)) or [self._group[0]]
-        return ProcessError(
+    def _missing(self, texts: dict[int, str]) -> list[int]:
+        return sorted(set(self._group) - set(texts)) or [self._group[0]]
+
+    def _wait(self, missing: list[int]) -> str:
+        return (
             f"all processes must agree on the {self._topic} (number {self.count}); got nothing "
-            f"from process {', '.join(map(str, missing))} within {config.process_timeout_s:g} s: "
+            f"from process {', '.join(map(str, missing))}"
+        )
+
+    def _timeout(self, service: Any, texts: dict[int, str]) -> ProcessError:
+        missing = self._missing(texts)
+        return ProcessError(
+            f"{self._wait(missing)} within {config.process_timeout_s:g} s: "
             "it failed, or is in another part of the program. "
+            f"{_whereabouts(service, missing).capitalize()}. "
             "Look at its output; raise config.process_timeout_s if it is only slow."
         )
 
@@ -202,6 +216,10 @@ def answer_questions(service: Any, process: int) -> None:
             service.key_value_set(
                 f"spmd/{name}/{number}/text/{process}", text, allow_overwrite=True
             )
+
+
+def _whereabouts(service: Any, processes: list[int]) -> str:
+    return "; ".join(presence.whereabouts(service, process) for process in processes[:3])
 
 
 def _texts(service: Any, folder: str) -> dict[int, str]:

@@ -24,6 +24,9 @@ _KEPT_BYTES = 1 << 20
 # How XLA's CPU client begins the error of a program whose operand, or a part of which, has failed.
 _PASSED_ON = "Error dispatching computation: "
 _PREFIXES = re.compile(rf"^(?:[A-Z_]+: |{_PASSED_ON})+")
+# What jax raises for a program that has failed; a ValueError where a process is gone with which it
+# exchanges data.
+FAILURES = (jax.errors.JaxRuntimeError, ValueError)
 # jax's error of a program -> the error to raise
 Explain = Callable[[Exception], Exception]
 # What jax asks of a numpy array whose memory a CPU device shall use.
@@ -265,7 +268,13 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
         watch.note_transfer(
             f"read of {array.dtype}{list(shape)}", source_lines.user_line(), tuple(group)
         )
-        host = _multihost_utils.process_allgather(array, tiled=True)
+        try:
+            host = _multihost_utils.process_allgather(array, tiled=True)
+        except FAILURES as error:
+            raise watch.failure_of_others(error) or ProgramError(
+                f"a tensor whose blocks lie in processes {group} must be gathered to be read; "
+                f"that failed: {error}. Look at their output."
+            ) from error
     if host.shape != shape:
         host = host[tuple(slice(n) for n in shape)]
     if not (host.flags.owndata and host.flags.writeable):
@@ -309,11 +318,11 @@ def wait_for(array: jax.Array) -> None:
     try:
         with counters.timed(counters.Part.WAITING):
             array.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        raise in_flight.explained(error) from error
+    except FAILURES as error:
+        raise watch.failure_of_others(error) or in_flight.explained(error) from error
 
 
-def _cause(error: jax.errors.JaxRuntimeError) -> str:
+def _cause(error: Exception) -> str:
     """The words that a program's failure has in common with those of what depends on it."""
     return _PREFIXES.sub("", str(error)).rstrip(". ")
 
@@ -364,10 +373,10 @@ class InFlight:
         try:
             with counters.timed(counters.Part.WAITING):
                 token.block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            raise self._explained_by(explain, error) from error
+        except FAILURES as error:
+            raise watch.failure_of_others(error) or self._explained_by(explain, error) from error
 
-    def explained(self, error: jax.errors.JaxRuntimeError) -> Exception:
+    def explained(self, error: Exception) -> Exception:
         """The error of an array, as the first program that fails explains its own."""
         found = self._explained_by_another(error)
         if found is not None:
@@ -377,7 +386,7 @@ class InFlight:
             "Its results are lost; call sync(wait=True) after each step to find which."
         )
 
-    def explained_at_start(self, error: jax.errors.JaxRuntimeError, own: Explain) -> Exception:
+    def explained_at_start(self, error: Exception, own: Explain) -> Exception:
         """The error of a program that does not start, maybe as one before it has failed.
 
         Args:
@@ -387,7 +396,7 @@ class InFlight:
         found = self._explained_by_another(error) if _PASSED_ON in str(error) else None
         return found or own(error)
 
-    def _explained_by_another(self, error: jax.errors.JaxRuntimeError) -> Exception | None:
+    def _explained_by_another(self, error: Exception) -> Exception | None:
         """The error as the first failed program of the same cause explains it; None without one."""
         cause = _cause(error)
         found = self._take_failed(cause)
@@ -398,7 +407,7 @@ class InFlight:
             return self._explained_by(explain, own)
         return None if known is None else known(error)
 
-    def _take_failed(self, cause: str) -> tuple[jax.errors.JaxRuntimeError, Explain] | None:
+    def _take_failed(self, cause: str) -> tuple[Exception, Explain] | None:
         """Takes the programs that have failed for a cause; returns the first, with its error.
 
         Those behind it are taken for what depends on it. Waits for all programs.
@@ -408,7 +417,7 @@ class InFlight:
             token, explain = self._queue.popleft()
             try:
                 token.block_until_ready()
-            except jax.errors.JaxRuntimeError as error:
+            except FAILURES as error:
                 if _cause(error) != cause:
                     others.append((token, explain))
                 elif first is None:
@@ -416,7 +425,7 @@ class InFlight:
         self._queue.extend(others)
         return first
 
-    def _explained_by(self, explain: Explain, error: jax.errors.JaxRuntimeError) -> Exception:
+    def _explained_by(self, explain: Explain, error: Exception) -> Exception:
         self._failures.append((_cause(error), explain))
         self._take_failed(_cause(error))  # what depends on it
         return explain(error)

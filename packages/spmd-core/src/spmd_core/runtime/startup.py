@@ -1,8 +1,11 @@
 """Settings before the first use of a device: platform, processes, folder of compiled programs."""
 
+import errno
 import math
 import os
 import re
+import socket
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
-from spmd_core.runtime import buffers, devices, disk_cache, watch
+from spmd_core.runtime import buffers, devices, disk_cache, presence, watch
 
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
 _jax_cache = releases.jax_module(
@@ -120,7 +123,9 @@ def initialize(
     docs/processes.md has a file for each to start from.
 
     Args:
-        coordinator_address: `"host:port"` of process 0, the same in every process.
+        coordinator_address: `"host:port"` of process 0, the same in every process. Process 0
+            listens at this address alone if it is one of its host's (with 127.0.0.1, nobody outside
+            of the host can connect), else at all of its host's, as behind a proxy.
         num_processes: the number of processes.
         process_id: the number of this process, from 0.
         timeout_s: seconds to wait for the other processes.
@@ -129,7 +134,8 @@ def initialize(
 
     Raises:
         ValueError: a number is out of its range, or the address has no port.
-        SpmdError: the devices are already in use, or the processes could not join.
+        SpmdError: the devices are already in use, the port is taken, or the processes could not
+            join.
 
     Example:
         initialize("10.0.0.1:12355", num_processes=2, process_id=0)
@@ -158,6 +164,20 @@ def initialize(
             f"got process {process_id} of {num_processes}. "
             "Give each process its own number, from 0."
         )
+    bind_address = None
+    if process_id == 0 and coordinator_address is not None:
+        bind_address = _bind_address(coordinator_address)
+    note = threading.Timer(
+        config.warn_process_after_s,
+        presence.say,
+        [
+            f"process {process_id} of {num_processes} still waits for all to join at "
+            f"{coordinator_address}. Start each of them, with this address and its own number; it "
+            f"waits for {timeout_s} s."
+        ],
+    )
+    note.daemon = True
+    note.start()
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -168,6 +188,7 @@ def initialize(
             "deactivate" if None not in (coordinator_address, num_processes, process_id) else None,
             initialization_timeout=timeout_s,
             heartbeat_timeout_seconds=heartbeat_timeout_s,
+            coordinator_bind_address=bind_address,
         )
     except (RuntimeError, ValueError) as error:
         raise SpmdError(
@@ -177,6 +198,8 @@ def initialize(
             "Give all three in every process, or start them by torchrun, srun or mpirun, with "
             "MASTER_ADDR in the environment: an address of process 0 that all of them reach."
         ) from error
+    finally:
+        note.cancel()
     global _coordinator
     _coordinator = coordinator_address
     state = _distributed.global_state
@@ -191,6 +214,43 @@ def _master_address(launcher: _Launcher) -> str | None:
     if host is None and launcher.is_one_host():
         host = "127.0.0.1"
     return None if host is None else f"{host}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
+
+
+def _bind_address(coordinator_address: str) -> str | None:
+    """Where process 0 listens; None for all addresses of its host.
+
+    jax would listen at all, and a port that is taken would end the process, or be shared with the
+    program that has it.
+
+    Raises:
+        SpmdError: the port is taken.
+    """
+    if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return None
+    host, _, port = coordinator_address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # a name that only the other hosts know
+        found = []
+    everywhere = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", int(port)))
+    for family, kind, protocol, _, address in [*found, everywhere]:
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                # A port that a program has just left is free.
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise SpmdError(
+                    f"process 0 listens at a port that is free; got {coordinator_address}, which "
+                    "another program has. End it, such as a run that was not ended, or give all "
+                    "processes another port (MASTER_PORT)."
+                ) from error
+            continue  # not an address of this host, or not one that it may use
+        if address[0]:
+            name = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+            return f"{name}:{port}"
+    return None
 
 
 def _local_device_ids() -> list[int] | None:

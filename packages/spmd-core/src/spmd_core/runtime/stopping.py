@@ -15,7 +15,7 @@ from spmd_core import releases
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 # How long process 0 waits for the others' words. One that says nothing has left its loop, has
 # failed, or has not come to it.
-_ANSWER_S = 20.0
+_ANSWER_S = 10.0
 _PAUSE_S = 0.01
 
 

@@ -8,7 +8,8 @@ answers for the data that this process had (`runtime.agreement`). The devices ta
 
 Where processes differ, or one has failed, the thread has the next start of a program raise. If the
 program does not come to one, because it waits for a device, the thread prints the error and ends
-the process.
+the process. A process that has started less than its neighbour for some time is named in all of
+them (`runtime.presence`), and after `config.process_timeout_s` that is an error, too.
 """
 
 import atexit
@@ -26,13 +27,16 @@ from typing import Any
 
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
-from spmd_core.runtime import agreement, stopping
+from spmd_core.runtime import agreement, presence, stopping
 
 _NUM_PUBLISHED = 64
 _NUM_DESCRIBED = 128
 # How long the user's program has for raising the error itself, and a failed process for telling.
 _GRACE_S = 5.0
 _MAX_LINES = 20_000
+# How long process 0, which keeps the store, may take for an answer before that is said. jax ends
+# this process after a heartbeat's time, and names nobody.
+_STORE_S = 15.0
 _TOGETHER = "all processes of a program end together"
 
 
@@ -68,6 +72,7 @@ class _Log:
         self.neighbour = group[group.index(process) - 1]
         self.starts: deque[Start] = deque(maxlen=_NUM_DESCRIBED)
         self.num_published = 0
+        self.lag = _Lag()
 
     @property
     def count(self) -> int:
@@ -97,6 +102,32 @@ class _Log:
         return None
 
 
+class _Lag:
+    """How long the neighbour has been behind, with the same newest start.
+
+    Attributes:
+        is_told: whether a warning has been given.
+    """
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._since = 0.0
+        self.is_told = False
+
+    def seconds(self, last: int, ahead: int) -> float:
+        """Seconds behind; 0 if it is not, or has just started something.
+
+        Args:
+            last: the number of the neighbour's newest start.
+            ahead: that of this process.
+        """
+        if last >= ahead or last != self._last:
+            self._last, self.is_told = last if last < ahead else None, False
+            self._since = time.monotonic()
+            return 0.0
+        return time.monotonic() - self._since
+
+
 class Watch:
     """The watch of one process over the others.
 
@@ -111,14 +142,23 @@ class Watch:
         self._logs: dict[tuple[int, ...], _Log] = {}
         self._lock = threading.Lock()
         self._error: str | None = None
+        self._still = presence.Stillness(client, process)
+        self._num_pings = 0
+        self._told: set[str] = set()
         self._is_raised = threading.Event()
         self._is_over = threading.Event()
         self._has_failed = False
+        self._looked_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="spmd-watch", daemon=True)
+        self._store_thread = threading.Thread(
+            target=self._run_beside, name="spmd-watch-store", daemon=True
+        )
 
     def start(self) -> None:
         """Starts the thread, and tells the others when this process ends."""
         self._thread.start()
+        if self._process:
+            self._store_thread.start()
         hook = sys.excepthook
 
         def note_failure(kind: Any, error: BaseException, trace: Any) -> None:
@@ -194,11 +234,12 @@ class Watch:
                     if published is None
                     else f"started number {published['last']} at {published['line']}"
                 )
+                where = presence.whereabouts(self._client, log.neighbour)
                 raise ProcessError(
                     "all processes start the same programs; this one is at number "
                     f"{start.number}, {start.line}, and process {log.neighbour} {seen} and did not "
-                    f"come here within {config.process_timeout_s:g} s. Look at its output; raise "
-                    "config.process_timeout_s if it is only slow."
+                    f"come here within {config.process_timeout_s:g} s; {where}. Look at its "
+                    "output; raise config.process_timeout_s if it is only slow."
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.05)
@@ -208,18 +249,64 @@ class Watch:
             self._is_raised.set()
             raise ProcessError(self._error)
 
+    def failure_of_others(self, error: BaseException) -> ProcessError | None:
+        """Why a program over the devices of several processes failed, if another one is the cause.
+
+        Waits some seconds for the others to answer.
+        """
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        others = {p for group in [*self._logs] for p in group} - {self._process}
+        self._num_pings += 1
+        ping = presence.Ping(self._client, self._process, self._num_pings)
+        deadline = time.monotonic() + _GRACE_S
+        silent = others
+        try:
+            self._client.key_value_set(
+                f"spmd/notice/{self._process}", json.dumps(ping.notice), allow_overwrite=True
+            )
+            while silent and self._error is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+                silent = others - ping.answered()
+            time.sleep(0.0 if silent else 1.0)  # what fails in another one may be told just now
+        except Exception:
+            silent = {0}
+        if self._error is None and silent:
+            names = ", ".join(map(str, sorted(silent)))
+            self._stop(
+                f"{_TOGETHER}; process {names} does not answer any more: it was killed, or its "
+                f"host is gone. Look at its output, and start all again. It was noticed by: {text}"
+            )
+        return None if self._error is None else ProcessError(self._error)
+
     def _run(self) -> None:
         while not self._is_over.wait(config.compare_processes_every_s or 1.0):
             try:
                 self._look()
             except Exception as error:
                 if not self._is_over.is_set():
-                    self._stop(f"the store of jax's coordination service failed: {error}")
+                    self._stop(
+                        f"{_TOGETHER}; process 0, which keeps their common store, does not answer: "
+                        f"it was killed, or its host is gone. Look at its output. {error}"
+                    )
             if self._error is not None:
                 if not self._is_raised.wait(_GRACE_S) and not self._is_over.is_set():
                     print(f"spmd_core.ProcessError: {self._error}", file=sys.stderr, flush=True)
                     os._exit(1)
                 return
+
+    def _run_beside(self) -> None:
+        """Says when the other thread waits for the store, which has no time limit."""
+        is_told = False
+        while not self._is_over.wait(1.0) and self._error is None:
+            is_late = time.monotonic() - self._looked_at > min(
+                _STORE_S, config.warn_process_after_s
+            )
+            if is_late and not is_told:
+                presence.say(
+                    "process 0, which keeps the common store of all processes, does not answer: it "
+                    "is stopped, or its host cannot be reached. Look at its output."
+                )
+            is_told = is_late
 
     def _look(self) -> None:
         with self._lock:
@@ -229,10 +316,43 @@ class Watch:
                 if log.count > log.num_published:
                     self._publish(log)
                 self._compare(log)
+                self._look_at_lag(log)
+        self._still.look(tuple(log.count for log in logs))
         for key, text in self._client.key_value_dir_get("spmd/notice/"):
             self._read(int(key.rpartition("/")[2]), json.loads(text), logs)
         agreement.answer_questions(self._client, self._process)
+        self._looked_at = time.monotonic()
         stopping.answer(self._client, self._process, self._num_processes)
+
+    def _look_at_lag(self, log: _Log) -> None:
+        """Warns of a neighbour that has been behind for long, and then gives it up."""
+        published = self._published(log)
+        last = 0 if published is None else published["last"]
+        seconds = log.lag.seconds(last, log.count)
+        gives_up = seconds > config.process_timeout_s
+        if not gives_up and (log.lag.is_told or seconds < config.warn_process_after_s):
+            return
+        log.lag.is_told = True
+        text = (
+            f"process {log.neighbour} has started {last} programs with the others, and process "
+            f"{self._process} {log.count}, at {log.starts[-1].line}; "
+            f"{presence.whereabouts(self._client, log.neighbour)}. Look at its output"
+        )
+        if gives_up:
+            self._stop(
+                f"{_TOGETHER}; the others have waited for {config.process_timeout_s:g} s: {text}; "
+                "raise config.process_timeout_s if it is only slow."
+            )
+        else:
+            self._say_in_all(
+                f"{text}. All end if it does not come within config.process_timeout_s, "
+                f"{config.process_timeout_s:g} s."
+            )
+
+    def _say_in_all(self, text: str) -> None:
+        self._told.add(text)
+        presence.say(text)
+        self._tell({"says": text})
 
     def _publish(self, log: _Log) -> None:
         with self._lock:
@@ -282,7 +402,13 @@ class Watch:
     def _read(self, process: int, notice: dict[str, Any], logs: list[_Log]) -> None:
         if process == self._process:
             return
-        if "asks" in notice:
+        if "pings" in notice:
+            presence.answer_ping(self._client, self._process, notice)
+        elif "says" in notice:
+            if notice["says"] not in self._told:
+                self._told.add(notice["says"])
+                presence.say(notice["says"])
+        elif "asks" in notice:
             asked, key, number = notice["asks"]
             for log in logs:
                 if asked == self._process and log.key == key:
@@ -373,6 +499,17 @@ def note_transfer(what: str, line: str, group: tuple[int, ...]) -> None:
     """
     if watch is not None and len(group) > 1 and config.compare_processes_every_s is not None:
         watch.note(group, what.encode(), line, lambda: [what], compares=True)
+
+
+def failure_of_others(error: BaseException) -> ProcessError | None:
+    """The error of a program that failed as another process has failed, or is gone.
+
+    Waits some seconds for the others to answer.
+
+    Returns:
+        None in one process, and where all others are well.
+    """
+    return None if watch is None else watch.failure_of_others(error)
 
 
 def begin(client: Any, process: int, num_processes: int) -> None:

@@ -1,7 +1,6 @@
 """torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, collectives."""
 
 import os
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +14,7 @@ from spmd_core.runtime import processes
 from spmd_core.steps import closures, loop, structures
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import random_state
+from torch_xla import _exchanged
 from torch_xla._upstream import refuse, refused
 from torch_xla.core import _replica_groups
 
@@ -491,13 +491,19 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """Applies `reduce_fn` to the list of the values of all processes of all hosts.
 
-    The values are exchanged as pickles: use it between trusted processes only.
+    Args:
+        tag: has no effect.
+        data: numbers, texts, bytes, tensors, numpy arrays, None, and lists, tuples and dicts of
+            these, which is what processes exchange.
+        reduce_fn: of the list of all values, in the order of processes; tensors are on the CPU.
+
+    Raises:
+        TypeError: the data holds something else.
     """
     if processes.process_count() == 1:
         return reduce_fn([structures.to_cpu(data)])
-    return reduce_fn(
-        [pickle.loads(one) for one in rendezvous(tag, pickle.dumps(structures.to_cpu(data)))]
-    )
+    payload = _exchanged.to_bytes(structures.to_cpu(data))
+    return reduce_fn([_exchanged.from_bytes(one) for one in rendezvous(tag, payload)])
 
 
 def do_on_ordinals(
