@@ -62,6 +62,7 @@ from spmd_core.marks.marking import (
 from spmd_core.marks.module_rules import ShardingReport, shard_module
 from spmd_core.marks.placements import partition_spec_of, placements_of
 from spmd_core.marks.process_data import from_process_local
+from spmd_core.modules import torch_data_parallel as _torch_data_parallel
 from spmd_core.modules.barrier import apply_backward_optimization_barrier, optimization_barrier_
 from spmd_core.modules.checkpointing import CheckpointedForward as _CheckpointedForward
 from spmd_core.modules.checkpointing import checkpoint_module
@@ -150,6 +151,7 @@ if typing.TYPE_CHECKING:
     from spmd_core.steps.weight_loading import load_safetensors
 
 releases.warn_if_untested()
+_torch_data_parallel.install()
 
 # A pickle finds here what it rebuilds: the file behind a name may move, the name may not.
 _PICKLED = (_rebuild_mesh, _rebuild_parameter, _CheckpointedForward)

@@ -5,7 +5,7 @@
     ├── PartitionSpecError   (ValueError)                a spec does not fit its mesh or tensor
     ├── DataError            (ValueError)                host data cannot be loaded or sharded
     ├── ShardError           (RuntimeError, ValueError)  no shards, or shards that do not fit
-    ├── WrapError            (RuntimeError, ValueError)  a module cannot be a unit of FSDP
+    ├── WrapError            (RuntimeError, ValueError)  a module cannot be wrapped as asked
     ├── DeviceMismatchError  (RuntimeError)              different devices in one operation, or none
     ├── NotInSpmdModeError   (RuntimeError)              the call needs SPMD mode
     ├── HostFallbackError    (RuntimeError)              strict mode met work for the host
@@ -37,7 +37,7 @@ class PartitionSpecError(SpmdError, ValueError):
 
 
 class WrapError(SpmdError, RuntimeError, ValueError):
-    """A module cannot be a unit of FSDP as asked, or its result cannot be laid out on the mesh."""
+    """A module cannot be a unit or be wrapped, or its result cannot be laid out on the mesh."""
 
 
 class ShardError(SpmdError, RuntimeError, ValueError):

@@ -390,13 +390,13 @@ def test_a_column_and_a_row_layer_by_marks(mesh_2d):
 def refuses_groups(got):
     return pytest.raises(
         spmd.UnsupportedOpError,
-        match=rf"has no process groups.*got {got}\. .*spmd_core\.fully_shard in place of torch's",
+        match=rf"has no process groups.*got {got}\. .*spmd_core\.fully_shard in place of FSDP1",
     )
 
 
-def test_torchs_fully_shard_says_what_to_use(device_mesh):
-    with refuses_groups(r"get_group\(\)"):
-        fully_shard(nn.Linear(8, 8), mesh=device_mesh)
+def test_torchs_fully_shard_takes_a_mesh_of_the_device(device_mesh):
+    sharded = fully_shard(nn.Linear(8, 8), mesh=device_mesh)
+    assert sharded.weight.partition_spec == (device_mesh.mesh_dim_names[1], None)
 
 
 def test_a_dtensor_is_refused(device_mesh):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.arguments import require_int
 from spmd_data.sampler import ShardedSampler, Tail
 
 
@@ -65,7 +66,7 @@ def sharded_dataloader(
     else:
         sampler = ShardedSampler.of_mesh(dataset, mesh, axis, **options)
     context = None
-    if num_workers:
+    if require_int("num_workers", num_workers, least=0):
         context = multiprocessing.get_context("forkserver")
         # Imported once, in the server, and not by each worker. (Not the main module, which Python
         # runs again in each worker; it warns where that is imported already.) This has an effect

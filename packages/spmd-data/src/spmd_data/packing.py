@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from spmd_core import DataError
+from spmd_core.arguments import require_int
 
 NO_TARGET = -100  # what torch's cross entropy passes over (`ignore_index`)
 PADDING_ID = -1  # the document id of padding
@@ -98,6 +99,7 @@ def layout(
             f"packing must be one of {choices}; got {packing!r}. Pass one of them."
         ) from None
     sizes = np.asarray(lengths, np.int64)
+    seq = require_int("seq", seq)
     if seq < 1 or (sizes < 0).any():
         raise DataError(
             "a sequence has at least 1 token and a document at least 0; got "
@@ -136,7 +138,8 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packing: Packing | str = Packing.FIRST_FIT,
         padding_token: int = 0,
     ) -> None:
-        self._documents, self._seq, self._padding_token = documents, seq, padding_token
+        self._documents, self._seq = documents, seq
+        self._padding_token = require_int("padding_token", padding_token)
         self.layout = layout(documents.lengths, seq, packing)
 
     @property

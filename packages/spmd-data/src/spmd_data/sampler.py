@@ -7,7 +7,6 @@ same place.
 """
 
 import enum
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import DataError
+from spmd_core.arguments import require_int
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import Part, parts_of_processes
 from spmd_data.saved_states import check_same
@@ -101,8 +101,9 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
     ) -> None:
         super().__init__()
         self._num_samples = dataset if isinstance(dataset, int) else len(dataset)
-        self._batch_size, self._seed, self._shuffle = batch_size, operator.index(seed), shuffle
-        self.num_parts, self.part = num_parts, part
+        self._batch_size = require_int("batch_size", batch_size)
+        self._seed, self._shuffle = require_int("seed", seed), shuffle
+        self.num_parts, self.part = require_int("num_parts", num_parts), require_int("part", part)
         self.epoch = self.start = 0
         try:
             self._tail = Tail(tail)
@@ -157,7 +158,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iterations, which then start at the epoch's start."""
-        self.epoch, self.start = operator.index(epoch), 0
+        self.epoch, self.start = require_int("epoch", epoch), 0
 
     def state_dict(self) -> dict[str, Any]:
         """The place where iterations start, and what identifies the order.

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from spmd_core.arguments import require_int
+
 
 class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
     """Samples that take a settable time.
@@ -23,8 +25,8 @@ class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
     """
 
     def __init__(self, num_samples: int, *, seconds_per_batch: float = 0.0, seed: int = 0) -> None:
-        self._num_samples, self._seconds_per_batch = num_samples, seconds_per_batch
-        self._seed = seed
+        self._num_samples = require_int("num_samples", num_samples, least=0)
+        self._seconds_per_batch, self._seed = seconds_per_batch, require_int("seed", seed)
 
     def __len__(self) -> int:
         return self._num_samples
@@ -77,7 +79,8 @@ class SyntheticTokens(Synthetic):
         seed: int = 0,
     ) -> None:
         super().__init__(num_samples, seconds_per_batch=seconds_per_batch, seed=seed)
-        self._seq, self._vocab_size = seq, vocab_size
+        self._seq = require_int("seq", seq, least=1)
+        self._vocab_size = require_int("vocab_size", vocab_size, least=1)
 
     def _batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         numbers = self._numbers(indices, self._seq + 1) % np.uint64(self._vocab_size)
@@ -107,7 +110,9 @@ class SyntheticImages(Synthetic):
         seed: int = 0,
     ) -> None:
         super().__init__(num_samples, seconds_per_batch=seconds_per_batch, seed=seed)
-        self._shape, self._num_classes = (channels, size, size), num_classes
+        size = require_int("size", size, least=1)
+        self._shape = (require_int("channels", channels, least=1), size, size)
+        self._num_classes = require_int("num_classes", num_classes, least=1)
 
     def _batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         pixels = self._numbers(indices, int(np.prod(self._shape))).astype(np.uint8)

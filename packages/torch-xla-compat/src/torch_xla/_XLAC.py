@@ -115,6 +115,11 @@ def _shape_of(nested: Any) -> tuple[int, ...]:
     return (len(nested), *_shape_of(nested[0])) if isinstance(nested, (list, tuple)) else ()
 
 
+def _xla_get_default_device() -> str:
+    """The name of the one logical device: `"xla:0"`."""
+    return str(spmd.device())
+
+
 def _own(t: torch.Tensor) -> XLAShardedTensor:
     if not isinstance(t, XLAShardedTensor):
         raise RuntimeError(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
 from spmd_core.errors import MeshError, UnsupportedOpError
 from spmd_core.runtime import devices
-from spmd_core.sharding.mesh import Mesh, check_devices, given_or_global
+from spmd_core.sharding.mesh import Mesh, check_devices, get_global_mesh, given_or_global
 
 AnyMesh: TypeAlias = DeviceMesh | Mesh
 
@@ -146,6 +146,8 @@ def _axes_with(root: DeviceMesh, size: int, stride: int) -> tuple[int, ...] | No
 _torch_mesh_tensor = DeviceMesh._get_mesh_tensor_from_full_mesh
 _torch_rank, _torch_local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
 _torch_group = DeviceMesh.get_group
+_MeshEnvironment: Any = type(torch_device_mesh._mesh_resources)
+_torch_current_mesh: Callable[..., DeviceMesh] = _MeshEnvironment.get_current_mesh
 # torch's DTensor asks it before it uses a mesh; torch 2.11 lacks it.
 _torch_part = getattr(DeviceMesh, "_is_current_rank_part_of_mesh", None)
 
@@ -202,8 +204,16 @@ def _refuse(what: str) -> NoReturn:
         "a mesh of device type 'xla' has no process groups, as the partitioner moves the data "
         f"between its devices; got {what}. Use the functions for whole tensors: "
         "spmd_core.distribute_tensor or mark_sharding in place of DTensor, spmd_core.fully_shard "
-        "in place of torch's, spmd_core.shard_map for collectives of your own."
+        "in place of FSDP1, spmd_core.context_parallel in place of torch's, spmd_core.shard_map "
+        "for collectives of your own."
     )
+
+
+def _current_mesh(self: Any) -> DeviceMesh:
+    """The mesh of torch's functions that are given none: the innermost `with mesh:`, or ours."""
+    if self.mesh_stack or not (get_global_mesh() is not None or devices.is_spmd()):
+        return _torch_current_mesh(self)
+    return to_device_mesh(given_or_global(None, "a call of torch without a mesh"))
 
 
 def _group_of(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
@@ -241,6 +251,7 @@ class _GroupAttribute:
 DeviceMesh._get_mesh_tensor_from_full_mesh = staticmethod(  # type: ignore[method-assign]
     _mesh_tensor_without_group
 )
+_MeshEnvironment.get_current_mesh = _current_mesh
 DeviceMesh.get_rank = _rank_of  # type: ignore[method-assign]
 DeviceMesh.get_local_rank = _local_rank_of  # type: ignore[method-assign]
 DeviceMesh.get_group = _group_of  # type: ignore[method-assign]

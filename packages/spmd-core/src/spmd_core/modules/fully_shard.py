@@ -16,6 +16,7 @@ from spmd_core.errors import MeshError, WrapError
 from spmd_core.marks import along
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
 from spmd_core.marks.marking import mark_sharding, sync
+from spmd_core.modules import fsdp_methods
 from spmd_core.modules.checkpointing import CheckpointedForward
 from spmd_core.modules.fsdp_unit import Layout, Precision, Unit, parameter_refs, unit_of
 from spmd_core.modules.wrap_policies import has_forward, recursive_wrap
@@ -51,7 +52,11 @@ def fully_shard(
     parameter that other axes of the mesh split, as by `parallelize_module`, is split over `axis`
     too, along a dim that divides evenly, if there is one. A parameter whose mark has `axis`, or
     replicates it, keeps its mark. A unit gathers over `axis` alone. Names, class and
-    `state_dict()` of the module stay as they are.
+    `state_dict()` of the module stay as they are. It gets the methods of torch's `FSDPModule`, such
+    as `set_requires_gradient_sync`, as attributes (`modules/fsdp_methods.py`).
+
+    `torch.distributed.fsdp.fully_shard` calls this function for modules of device `xla`, and in
+    SPMD mode for all; without a mesh it takes the global one, or one of all devices.
 
     The module is moved to device `xla`. Tensors on the meta device are created there, sharded, and
     initialised by `reset_parameters()` of the module that holds them.
@@ -127,6 +132,7 @@ def fully_shard(
     else:
         unit.inner = own
         module.forward = unit
+    fsdp_methods.install(module)
     return module
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmd_core.arguments import require_int
 from spmd_core.dispatch.composite import recorder
 from spmd_core.marks.along import Layout, Redistribute
 from spmd_core.recording.calls import NO_KWARGS
@@ -216,5 +217,5 @@ def _check(
         raise ValueError(
             f"reduction is 'mean', 'sum' or 'none'; got {reduction!r}. Use one of them."
         )
-    if num_chunks < 1:
+    if require_int("num_chunks", num_chunks) < 1:
         raise ValueError(f"num_chunks is at least 1; got {num_chunks}. Use for instance 8.")

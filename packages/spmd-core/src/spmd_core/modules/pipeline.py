@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from spmd_core.arguments import require_int
 from spmd_core.errors import MeshError, SpmdError, WrapError
 from spmd_core.manual.region import current_region, inside
 from spmd_core.modules.checkpointing import checkpointed
@@ -349,11 +350,13 @@ def _plan(num_stages: int, num_microbatches: int, schedule: str, rounds: int) ->
             f"the schedule of a pipeline is one of {', '.join(SCHEDULES)}; got {schedule!r}. "
             "Choose one of them."
         )
+    num_microbatches = require_int("num_microbatches", num_microbatches)
     if num_microbatches < 1:
         raise ValueError(
             f"a batch has at least one microbatch; got num_microbatches={num_microbatches}. "
             f"Choose at least {num_stages}, the number of stages."
         )
+    rounds = require_int("rounds", rounds)
     if (rounds < 2) if schedule == "circular" else (rounds != 1):
         raise ValueError(
             "schedule 'circular' has at least 2 rounds, and the others have 1; "

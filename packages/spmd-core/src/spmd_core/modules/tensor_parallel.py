@@ -8,7 +8,6 @@ no local sizes. The other axes of the mesh stay free, as for the batch.
 """
 
 import difflib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,7 @@ from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
+from spmd_core.torch_backend.after_import import after_import
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -491,10 +491,8 @@ def _refuse(name: str, found: Sharding, wanted: Sharding) -> None:
     )
 
 
-@functools.cache
-def _take_over_styles() -> None:
+def _take_over_styles(styles: ModuleType) -> None:
     """Has torch's styles, which its own `parallelize_module` applies, marked on meshes of xla."""
-    styles = _styles()
     for name in (
         *("ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput"),
         *("PrepareModuleOutput", "PrepareModuleInputOutput"),
@@ -516,14 +514,4 @@ def _taken_over(torch_apply: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     return apply
 
 
-_torch_init = DeviceMesh.__init__
-
-
-@functools.wraps(_torch_init)
-def _init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-    _torch_init(self, device_type, *args, **kwargs)
-    if device_type == "xla":
-        _take_over_styles()
-
-
-DeviceMesh.__init__ = _init  # type: ignore[method-assign]
+after_import("torch.distributed.tensor.parallel.style", _take_over_styles)

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from spmd_core.arguments import require_int
+
 Policy = Callable[..., bool]
 """`policy(module, recurse, unwrapped_params) -> bool`.
 
@@ -83,7 +85,7 @@ def size_based_auto_wrap_policy(
     num_params = unwrapped_params if nonwrapped_numel is None else nonwrapped_numel
     leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return num_params >= min_num_params and not isinstance(
+    return num_params >= require_int("min_num_params", min_num_params, least=0) and not isinstance(
         module, tuple(leaves if recurse else excluded)
     )
 

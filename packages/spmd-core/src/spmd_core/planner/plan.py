@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import require_int
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
@@ -148,6 +149,8 @@ def plan(
         raise PlanError(
             "a plan cannot be made inside of a plan; got a second one. Plan them apart."
         )
+    quiet_steps = require_int("quiet_steps", quiet_steps, least=1)
+    num_slices = require_int("num_slices", num_slices, least=1)
     found = topology if isinstance(topology, Topology) else find(topology, num_slices=num_slices)
     if devices.is_started():
         execution.cut(wait=True)  # what is pending belongs to the devices that are there

@@ -55,7 +55,7 @@ def simulate(num_devices: int) -> None:
         ValueError: `num_devices` is not a positive int.
         SpmdError: the devices are already in use with another count.
     """
-    if not isinstance(num_devices, int) or num_devices < 1:
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(
             f"simulate needs a positive number of devices; got {num_devices!r}. "
             "Write e.g. simulate(8)."

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from spmd_core.arguments import require_int
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.runtime import devices, startup
 from spmd_core.sharding.mesh import Mesh
@@ -92,7 +93,10 @@ def get_1d_mesh(axis_name: str | None = None, num_devices: int | None = None) ->
         >>> get_1d_mesh("data")
         Mesh(range(0, 8), (8,), ('data',))
     """
-    count = devices.global_runtime_device_count() if num_devices is None else num_devices
+    if num_devices is None:
+        count = devices.global_runtime_device_count()
+    else:
+        count = require_int("num_devices", num_devices, least=1)
     return Mesh(range(count), (count,), None if axis_name is None else (axis_name,))
 
 

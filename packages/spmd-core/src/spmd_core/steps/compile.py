@@ -7,6 +7,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
+from spmd_core.arguments import require_int
 from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
 from spmd_core.program import compile_cache, execution
@@ -87,7 +88,7 @@ class StepProgram(ContextDecorator):
         self, *, full_graph: bool, name: str | None, max_different_graphs: int | None
     ) -> None:
         if max_different_graphs is not None and (
-            not isinstance(max_different_graphs, int) or max_different_graphs < 1
+            require_int("max_different_graphs", max_different_graphs) < 1
         ):
             raise ValueError(
                 "max_different_graphs is a number of programs, at least 1; "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from spmd_core import dtypes, files
+from spmd_core.arguments import require_int
 from spmd_core.errors import DataError
 from spmd_core.files import Unfinished
 from spmd_core.runtime import processes
@@ -91,7 +92,7 @@ def save_safetensors(
         ...     sorted(os.listdir(folder))
         ['model.safetensors']
     """
-    if max_shard_bytes < 1:
+    if require_int("max_shard_bytes", max_shard_bytes) < 1:
         raise ValueError(
             f"a part holds at least a byte; got max_shard_bytes={max_shard_bytes}. "
             "Leave it out, or pass for instance 2**30."

@@ -15,7 +15,7 @@ from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpec
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
-from spmd_core.tensor import shards, stored_bytes
+from spmd_core.tensor import shards, stored_bytes, tracing
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.shards import XLAShard
 
@@ -79,6 +79,10 @@ class XLAShardedTensor(torch.Tensor):
     Raises:
         TypeError: `elem` is no tensor, or only one of `mesh_shape` and `partition_spec` is given.
     """
+
+    # Libraries that serve several frameworks choose by the first name of a tensor's module. So it
+    # is torch's, whose module for this device has the class.
+    __module__ = "torch.xla"
 
     _handle: Handle
     # Set by `marks.marking`: constrains the gradients of a marked leaf. None until it is imported.
@@ -412,13 +416,7 @@ class XLAShardedTensor(torch.Tensor):
     ) -> "XLAShardedTensor":
         handle = getattr(inner["_meta"], "_xla_handle", None)
         if handle is None:
-            raise UnsupportedOpError(
-                "operations on xla tensors are recorded and compiled by XLA, so torch.compile has "
-                f"nothing to compile; got a tensor of shape {tuple(outer_size)}. Call the function "
-                "itself. Where you cannot change the call, set TORCHDYNAMO_DISABLE=1 in the "
-                "environment or call torch.compiler.set_stance('force_eager'): "
-                "the compiled function then is the function itself."
-            )
+            raise tracing.refusal(outer_size)
         return wrap(handle)
 
 

@@ -111,6 +111,7 @@ def _device_module() -> types.ModuleType:
         "synchronize": synchronize,
         "empty_cache": lambda: None,
         "memory_stats": devices.memory_stats,
+        XLAShardedTensor.__name__: XLAShardedTensor,
     }
     for name, member in members.items():
         setattr(module, name, member)

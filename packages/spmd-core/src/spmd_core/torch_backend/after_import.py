@@ -1,0 +1,61 @@
+"""Runs a function on a module when the program imports it, or at once if it has.
+
+Parts of torch that only some programs use, such as `torch.distributed.fsdp`, take half a second to
+import. What this project changes in them, it changes when they come.
+"""
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+Change = Callable[[ModuleType], None]
+
+# What waits for modules that are not imported yet, by their names.
+_waiting: dict[str, list[Change]] = {}
+
+
+def after_import(name: str, change: Change) -> None:
+    """Calls `change(module)` once: now, or right after the import of the module of this name."""
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        change(module)
+    else:
+        _waiting.setdefault(name, []).append(change)
+
+
+class _Finder:
+    """Finds the modules that are waited for as Python does, and has their loader call back."""
+
+    @staticmethod
+    def find_spec(
+        fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _waiting:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """Executes a module by its own loader, which is the module's afterwards, then changes it."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._own.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._own
+        self._own.exec_module(module)
+        for change in _waiting.pop(module.__name__, ()):
+            change(module)
+
+
+sys.meta_path.insert(0, _Finder)
