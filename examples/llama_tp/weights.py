@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import spmd_core as spmd
+from examples.llama_tp.folder_sizes import wrong_size
 from examples.llama_tp.presets import ModelPreset
 from examples.training.attention import CAUSAL_SDPA
 from examples.training.knobs import KnobError
@@ -59,6 +60,9 @@ def model_config(folder: str) -> LlamaConfig:
     try:
         found = json.loads(path.read_text())
         kind = found.get("model_type")
+        wrong = wrong_size(found)
+        if wrong is not None:
+            raise ValueError(wrong)
         if kind == "llama" and "quantization_config" not in found:
             config = LlamaConfig.from_dict(found)
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -119,7 +123,13 @@ def tokenizer(folder: str) -> GivenTokenizer:
         ) from error
     found.no_truncation()
     found.no_padding()
-    num_tokens = max(found.get_vocab(with_added_tokens=True).values()) + 1
+    ids = found.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise KnobError(
+            f"--weights needs a tokenizer with tokens; {str(path)!r} has none. Save the model's "
+            "own with transformers' save_pretrained."
+        )
+    num_tokens = max(ids) + 1
     if num_tokens > config.vocab_size:
         raise KnobError(
             "each token needs a row in the model's table; got a tokenizer of "

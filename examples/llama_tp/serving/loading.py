@@ -16,6 +16,7 @@ from transformers import (
 
 import spmd_core as spmd
 from examples.llama_tp import shardings
+from examples.llama_tp.folder_sizes import wrong_size
 from examples.training.attention import CAUSAL_SDPA
 
 GENERATION = "generation_config.json"  # beside config.json, if there is one
@@ -42,7 +43,8 @@ def read_config(folder: Path) -> LlamaConfig:
             "with save_pretrained."
         )
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        found = json.loads((folder / "config.json").read_text())
+        kind, wrong = found.get("model_type"), wrong_size(found)
     except (ValueError, AttributeError) as error:
         raise ModelFolderError(
             f"config.json must be a JSON object; got what is none: {error}. Save the model anew."
@@ -50,6 +52,10 @@ def read_config(folder: Path) -> LlamaConfig:
     if kind != "llama":
         raise ModelFolderError(
             f"the model must be of type 'llama'; got {kind!r} in {folder}. Name another folder."
+        )
+    if wrong is not None:
+        raise ModelFolderError(
+            f"config.json must describe a Llama; {wrong} in {folder}. Save the model anew."
         )
     try:
         config = LlamaConfig.from_pretrained(folder)
@@ -75,11 +81,16 @@ def read_tokenizer(folder: Path, config: LlamaConfig) -> PreTrainedTokenizerBase
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the libraries raise nothing more special for damaged files
         raise ModelFolderError(
             f"the folder must have a tokenizer; got {folder}, whose tokenizer cannot be read: "
             f"{_in_a_line(error)}. Save it there with save_pretrained."
         ) from None
+    if not len(tokenizer):
+        raise ModelFolderError(
+            f"a tokenizer must have tokens; got {folder}, whose tokenizer has none. Save the "
+            "tokenizer that the model was trained with."
+        )
     if len(tokenizer) > config.vocab_size:
         raise ModelFolderError(
             "the tokenizer must fit the model's vocabulary; got a tokenizer of "

@@ -195,6 +195,8 @@ def changed(folder: Path, target: Path, **values: Any) -> Path:
             "takes a Llama with plain weights; got model_type 'gpt2'",
         ),
         ({"quantization_config": {}}, "got quantized weights"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers must be a whole number of at least 1"),
         ({"vocab_size": 399}, "got a tokenizer of 400 tokens and a table of 399 rows"),
         ({"max_position_embeddings": 32}, "got 64, and 32 in"),
         ({"hidden_size": 40}, "another shape: model.embed_tokens.weight, [416, 48] for [416, 40]"),

@@ -55,6 +55,15 @@ def test_missing_files(tmp_path: Path) -> None:
             {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 12},
             r"got one that it refuses: .*size \(100\) is not a multiple .*Save the model anew",
         ),
+        *(
+            ({"model_type": "llama", name: value}, f"{name} must be a whole .* at least 1; got")
+            for name in ("num_attention_heads", "num_hidden_layers", "vocab_size")
+            for value in (0, -4, 2.5, "8", True)
+        ),
+        (
+            {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 3},
+            "num_key_value_heads must divide num_attention_heads; got 3 for 8 heads in .* anew",
+        ),
         ({"model_type": "mistral"}, "the model must be of type 'llama'; got 'mistral' in"),
         (
             {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
@@ -72,5 +81,11 @@ def test_a_tokenizer_must_be_there_and_fit(folder: Path, tmp_path: Path) -> None
     with pytest.raises(ModelFolderError, match="a tokenizer of 297 tokens and a vocabulary of 100"):
         read_tokenizer(folder, config)
     write(tmp_path, {"model_type": "llama"})
+    for damaged in (None, "{}", "[]", "{", '{"model": {}}', '{"version": "1.0", "model": null}'):
+        if damaged is not None:
+            (tmp_path / "tokenizer.json").write_text(damaged)
+        with pytest.raises(ModelFolderError, match=r"tokenizer; got .* Save it|has none\. Save"):
+            read_tokenizer(tmp_path, config)
+    (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ModelFolderError, match=r"the folder must have a tokenizer; got .* Save it"):
         read_tokenizer(tmp_path, config)

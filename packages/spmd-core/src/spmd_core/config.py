@@ -25,16 +25,8 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd-core"
 
 
-# The least value of each number. Numbers of seconds are more than 0, as a wait needs some time.
-_LEAST = {
-    "max_cache_bytes": 0,
-    "max_programs": 1,
-    "max_op_entries": 1,
-    "max_in_flight_cpu": 1,
-    "max_in_flight": 1,
-    "max_async_closures": 1,
-    "explain_recompiles_after": 0,
-}
+# The least value of a whole number, where it is not 1. Other numbers are seconds, more than 0.
+_LEAST = {"explain_recompiles_after": 0}
 
 
 @dataclass
@@ -131,7 +123,8 @@ class Config:
                 f"of type {type(value).__name__}. Its default is {default!r}."
             )
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and not (value >= _LEAST[name] if name in _LEAST else value > 0):
+        is_seconds = float in (kind, *get_args(kind))
+        if is_number and not (value > 0 if is_seconds else value >= _LEAST.get(name, 1)):
             raise ValueError(
                 f"config.{name} takes {_described(name, kind)}; got {value!r}. "
                 f"Its default is {default!r}."
@@ -162,7 +155,7 @@ def _described(name: str, kind: Any) -> str:
         kind, _ = get_args(kind)
         return f"{_described(name, kind)}, or None"
     if kind is int:
-        return f"an int of at least {_LEAST[name]}"
+        return f"an int of at least {_LEAST.get(name, 1)}"
     if kind is float:
         return "a number of seconds above 0"
     if kind is bool:

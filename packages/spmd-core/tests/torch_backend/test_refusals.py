@@ -1,8 +1,10 @@
 """What torch does on the host alone is refused, and what the messages advise works."""
 
+import copy
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -77,15 +79,48 @@ def test_quantized_tensors_are_not_moved(kind):
 
 
 COMPILED = """
+import sys, traceback
 import torch, spmd_core as spmd
 spmd.simulate(2)
 %s
-f = torch.compile(lambda x: (x * 2 + 1).sum())
-layer = torch.compile(torch.nn.Linear(2, 2, device="xla"))
+x, layer = torch.ones(3, device="xla"), torch.nn.Linear(3, 2, device="xla")
+layer.weight.data.fill_(1.5)
+layer.bias.data.fill_(0)
+
+def arguments(x):
+    return (x * 2 + 1).sum()
+
+def closure():
+    return arguments(x)
+
+def makes():
+    return arguments(torch.ones(3, device="xla"))
+
+def moves(y):
+    return arguments(y.to("xla"))
+
+def in_place(**options):
+    layer.compile(**options)
+    result = layer(x).sum()
+    layer._compiled_call_impl = None
+    return result
+
+cases = [lambda **o: torch.compile(layer, **o)(x).sum(), in_place]
+for function, given in ((arguments, (x,)), (closure, ()), (makes, ()), (moves, (x.cpu(),))):
+    cases.append(lambda function=function, given=given, **o: torch.compile(function, **o)(*given))
+for case in cases:
+    for options in ({}, {"backend": "openxla"}, {"backend": "aot_eager"}, {"fullgraph": True}):
+        torch._dynamo.reset()
+        try:
+            print("value", case(**options).item())
+        except Exception as error:
+            print("refused", type(error) is not None and type(error).__name__,
+                  len(traceback.extract_tb(error.__traceback__)), error.__cause__,
+                  error.__suppress_context__, error)
 try:
-    print(f(torch.ones(3, device="xla")).item(), layer(torch.ones(1, 2, device="xla")).shape)
-except Exception as error:
-    print(type(error).__name__, error)
+    torch.export.export(layer, (x,))
+except spmd.UnsupportedOpError as error:
+    print("export", error)
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
 """
 
@@ -93,7 +128,7 @@ print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
 def run(setting="", **environment):
     env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parents[1]), **environment}
     result = subprocess.run(
-        [sys.executable, "-c", COMPILED % setting],
+        [sys.executable, "-W", "ignore", "-c", COMPILED % setting],
         env=env,
         capture_output=True,
         text=True,
@@ -101,13 +136,38 @@ def run(setting="", **environment):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("[2.0, 2.0]\n"), "torch.compile for the CPU must work"
-    return result.stdout
+    assert "Exception ignored" not in result.stderr
+    return result.stdout.splitlines()[:-1]
 
 
-def test_torch_compile_is_refused():
-    text = run()
-    assert "torch.compile has nothing to compile; got a tensor of shape (3,)" in text
-    assert "TORCHDYNAMO_DISABLE=1" in text and "set_stance('force_eager')" in text
+def test_torch_compile_is_refused_in_one_sentence_without_its_own_frames():
+    *compiled, exported = run()
+    assert len(compiled) == 6 * 4
+    for line in compiled:
+        kind, name, frames, cause, hidden, text = line.split(" ", 5)
+        assert (kind, name, cause, hidden) == ("refused", "UnsupportedOpError", "None", "True"), (
+            line
+        )
+        assert int(frames) <= 7, line
+        assert text.startswith("operations on xla tensors are recorded and compiled by XLA as they")
+        assert "torch.compile and torch.export have nothing to compile; got a tensor of sha" in text
+        assert "TORCHDYNAMO_DISABLE=1" in text and "set_stance('force_eager')" in text
+        assert "TORCHDYNAMO_VERBOSE" not in text, "what Dynamo adds"
+    assert exported.startswith("export operations on xla tensors") and "module.cpu()" in exported
+
+
+def test_tracers_without_fake_tensors_work():
+    layer, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    expected, on_device, moved = layer(x), copy.deepcopy(layer).to("xla"), x.to("xla")
+    traced = torch.fx.symbolic_trace(on_device)
+    functional = torch.func.functional_call(on_device, dict(on_device.named_parameters()), (moved,))
+    for found in (traced(moved), functional, torch.func.vmap(on_device)(moved)):
+        torch.testing.assert_close(found.cpu(), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.trace(on_device, (moved,)), torch.jit.script(on_device)
+    for module in scripted:
+        torch.testing.assert_close(module(moved).cpu(), expected)
 
 
 @pytest.mark.parametrize(
@@ -115,4 +175,4 @@ def test_torch_compile_is_refused():
     [("torch.compiler.set_stance('force_eager')", {}), ("", {"TORCHDYNAMO_DISABLE": "1"})],
 )
 def test_what_the_refusal_of_torch_compile_advises(setting, environment):
-    assert run(setting, **environment).startswith("9.0 torch.Size([1, 2])")
+    assert run(setting, **environment)[:24] == ["value 9.0"] * 24

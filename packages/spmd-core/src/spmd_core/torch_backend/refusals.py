@@ -5,15 +5,20 @@ Operations with a tensor of the device arrive at the router, which refuses for i
 it leaves on the host in silence, and attention whose kernel torch compiles.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention
+from torch.utils import _pytree as pytree
 
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.recording.layouts import Layout, refusal, require_dense
+from spmd_core.tensor import tracing
+from spmd_core.torch_backend.after_import import after_import
 
 _validate_device = flex_attention._validate_device
 # torch's kernels that move such tensors, or make them of others, by dispatch key.
@@ -101,6 +106,25 @@ class _Quantized:
             self.library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
+def _refuse_graphs(module: ModuleType) -> None:
+    """Has Dynamo refuse a graph with tensors of the device before a backend gets it.
+
+    Those that come from outside are refused as they are traced (`tensor.tracing`); here are those
+    that the function itself makes or moves.
+    """
+    theirs = module.OutputGraph.call_user_compiler
+
+    @functools.wraps(theirs)
+    def call(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        for node in graph.graph.nodes:
+            for value in pytree.tree_leaves(node.meta.get("example_value")):
+                if isinstance(value, torch.Tensor) and value.device.type == "xla":
+                    raise tracing.refusal(value.shape)
+        return theirs(self, graph, *args, **kwargs)
+
+    module.OutputGraph.call_user_compiler = call
+
+
 def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """The check of `flex_attention`, with advice for tensors of the device."""
     if query.device.type == "xla":
@@ -116,6 +140,7 @@ def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 def install() -> torch.library.Library:
     """Registers the refusals, which live as long as the returned library."""
     flex_attention._validate_device = _refuse_attention
+    after_import("torch._dynamo.output_graph", _refuse_graphs)
     library = torch.library.Library("aten", "IMPL")
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)
