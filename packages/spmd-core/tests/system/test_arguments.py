@@ -40,8 +40,8 @@ ARGUMENTS = {
         lambda n: spmd.save_safetensors(nn.Linear(2, 2), "nowhere", max_shard_bytes=n),
         False,
     ),
-    "num_slices": (lambda n: spmd.plan(print, "v4-8", num_slices=n), False),
-    "quiet_steps": (lambda n: spmd.plan(print, "v4-8", quiet_steps=n), False),
+    "num_slices": (lambda n: spmd.plan(print, topology="v4-8", num_slices=n), False),
+    "quiet_steps": (lambda n: spmd.plan(print, topology="v4-8", quiet_steps=n), False),
     "last": (debugging.explain_recompile, False),
     "min_num_params": (
         lambda n: size_based_auto_wrap_policy(nn.Linear(2, 2), False, 1, min_num_params=n),

@@ -24,7 +24,17 @@ FLOORS = [
     ("program",),
     ("graph", "runtime"),
     ("sharding", "ops"),
-    ("chips", "errors", "config", "counters", "dtypes", "files", "releases", "source_lines"),
+    (
+        "arguments",
+        "chips",
+        "errors",
+        "config",
+        "counters",
+        "dtypes",
+        "files",
+        "releases",
+        "source_lines",
+    ),
 ]
 FILES = import_graph.file_arrows(SOURCE)
 ROOMS = import_graph.room_arrows(FILES)
