@@ -123,6 +123,32 @@ def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
         assert "all-to-all(" not in text
 
 
+@pytest.mark.parametrize("make", [Tied, nn.Embedding])
+@pytest.mark.parametrize("rows", [3, 13, 90])
+def test_rows_that_another_axis_splits_unevenly(rows, make, num_devices):
+    """The batch's axis splits the columns: the parts of the rows have a padding, which is cut."""
+    if num_devices < 4:
+        pytest.skip("needs two axes")
+    mesh = spmd.Mesh(range(num_devices), (num_devices // 2, 2), ("tensor", "fsdp"))
+    torch.manual_seed(0)
+    model, x = make(rows, 8, padding_idx=1), torch.randint(rows, (16, 3))
+    spec = ("tensor", "fsdp")
+    text = compare(model, x, mesh, ("fsdp",), lambda p: spec if p.dim() > 1 else ())
+    assert reduced(text, "reduce-scatter")
+    # Gradients that are added up before their reduction.
+    ours = copy.deepcopy(model).to("xla")
+    for parameter in ours.parameters():
+        parameter.grad = None
+        spmd.mark_sharding(parameter, mesh, spec if parameter.dim() > 1 else ())
+    for part in x.split(8):
+        loss(ours, spmd.mark_sharding(part.to("xla"), mesh, ("fsdp",))).backward()
+    model.zero_grad()
+    for part in x.split(8):
+        loss(model, part).backward()
+    for got, right in zip(ours.parameters(), model.parameters()):
+        torch.testing.assert_close(got.grad.cpu(), right.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [96, 90])
 def test_few_rows_that_are_looked_up_are_gathered(rows, num_devices):
     """Instead of a part of the whole table on each device."""

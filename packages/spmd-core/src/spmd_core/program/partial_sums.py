@@ -209,7 +209,7 @@ class PartialSums:
             _reduced_spec(reduction) if reduces else _stack_spec(reduction),
         )
         total = mapped(list(inputs), [number.value for number in numbers], indices)
-        return _cut(total, reduction, part.spec) if reduces else total
+        return _cut(total, part.spec) if reduces else total
 
     def _num_pieces(self, part: Sum, reduction: Reduction) -> int:
         """Into how many pieces of its other dim a gradient that is scattered along one is cut.
@@ -377,11 +377,9 @@ def _reduce(
     return lax.psum(total, over) if over else total
 
 
-def _cut(total: jax.Array, reduction: Reduction, spec: Spec) -> jax.Array:
-    """The reduced sum without the padding of its scattered dim."""
-    if reduction.dim is None:
-        return total
-    return lax.slice_in_dim(total, 0, spec.shape[reduction.dim], axis=reduction.dim)
+def _cut(total: jax.Array, spec: Spec) -> jax.Array:
+    """The reduced sum without the padding of its scattered dim, and of rows that devices cut."""
+    return lax.slice(total, (0,) * total.ndim, spec.shape)
 
 
 def _reduced_spec(reduction: Reduction) -> PartitionSpec:
@@ -404,4 +402,4 @@ def _reduced(stack: jax.Array, reduction: Reduction, spec: Spec) -> jax.Array:
         _stack_spec(reduction),
         _reduced_spec(reduction),
     )
-    return _cut(mapped(stack), reduction, spec)
+    return _cut(mapped(stack), spec)
