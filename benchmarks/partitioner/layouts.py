@@ -228,23 +228,23 @@ CALLS: dict[str, Call] = {
 }
 
 
-def specs(ndim: int) -> Iterator[Spec]:
-    """Every partition spec of a tensor over the two axes; one dim may get both."""
-    for dims in itertools.product((None, *range(ndim)), repeat=len(AXES)):
+def specs(ndim: int, axes: Sequence[str] = AXES) -> Iterator[Spec]:
+    """Every partition spec of a tensor over the axes; one dim may get several."""
+    for dims in itertools.product((None, *range(ndim)), repeat=len(axes)):
         spec: list[Any] = [None] * ndim
-        for axis, dim in zip(AXES, dims):
+        for axis, dim in zip(axes, dims):
             if dim is not None:
                 spec[dim] = axis if spec[dim] is None else (spec[dim], axis)
         yield tuple(spec)
 
 
-def layouts(ndims: Sequence[int], limit: int) -> list[tuple[Spec, ...]]:
+def layouts(ndims: Sequence[int], limit: int, axes: Sequence[str] = AXES) -> list[tuple[Spec, ...]]:
     """The layouts of tensors, at most `limit` of them (0: all), those of one kind side by side.
 
     What a program splits decides how it is lowered, so the programs of one compilation split the
     same dims.
     """
-    found = list(itertools.product(*(list(specs(ndim)) for ndim in ndims)))
+    found = list(itertools.product(*(list(specs(ndim, axes)) for ndim in ndims)))
     if limit and len(found) > limit:
         found = random.Random(0).sample(found, limit)
     return sorted(found, key=lambda layout: sorted(_split_dims(layout)))

@@ -721,3 +721,59 @@ def test_a_sum_of_exponentials_over_a_split_dim_is_nan_by_itself(name):
     got = getattr(torch, name)(split, 0)
     assert "bitcast_convert" not in spmd.debugging.stablehlo(got)  # no detour by integers
     torch.testing.assert_close(got.cpu(), getattr(torch, name)(x, 0), equal_nan=True)
+
+
+def at_every_start(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A jax function at starts inside and beyond both ends."""
+    return lambda x, starts: tuple(function(x, starts[i]) for i in range(4))
+
+
+def put_and_read(x: jax.Array, at: jax.Array) -> jax.Array:
+    y = lax.dynamic_update_slice(x, x[:, :1] * 2, (0, at))
+    return y + lax.dynamic_index_in_dim(y, at, 1) + lax.dynamic_slice(y, (at, 0), (4, y.shape[1]))
+
+
+JAX_FUNCTIONS = {
+    "as it is": at_every_start(put_and_read),
+    "recomputed": at_every_start(jax.checkpoint(put_and_read)),
+    "jit": at_every_start(jax.jit(put_and_read)),
+    "scan": lambda x, i: lax.scan(lambda y, at: (put_and_read(y, at), y[:, at]), x, i),
+    "vmap": lambda x, i: jax.vmap(put_and_read, (None, 0))(x, i),
+    "rows in batches": lambda x, i: jax.vmap(lambda r, at: r.at[at].add(r[:1], mode="clip"))(
+        x, i[:, None]
+    ),
+    "convolution": lambda x, i: lax.conv_general_dilated(
+        x[None], x[:, :4, None].repeat(3, 2), (1,), "SAME", dimension_numbers=("NCH", "IOH", "NCH")
+    ),
+    "bits": lambda x, i: (
+        lax.reduce_or(x.astype(jnp.int32), (1,)),
+        lax.reduce(x, np.float64(0), lambda a, b: a + 2 * b, (0,)) * 0,
+    ),
+    "windows": lambda x, i: lax.reduce_window(
+        lax.stop_gradient(x), np.float64(1), lambda a, b: a * b + 0 * a, (1, 3), (1, 1), "SAME"
+    ),
+}
+
+
+@pytest.mark.parametrize("marks", [(None, ("x", "y")), ("y", "x")])
+@pytest.mark.parametrize("name", JAX_FUNCTIONS)
+def test_users_jax_functions_on_split_dims(name, marks):
+    if spmd.global_runtime_device_count() < 4:
+        pytest.skip("needs 4 devices")
+    mesh, function = spmd.Mesh(range(4), (2, 2), ("x", "y")), JAX_FUNCTIONS[name]
+    rows, starts = torch.linspace(-3, 3, 32, dtype=torch.float64).view(4, 8), [2, 99, -99, 0]
+
+    def total(x: jax.Array) -> Any:
+        results = jax.tree.leaves(function(x, jnp.asarray(starts)))
+        return sum(jnp.sin(y).sum() for y in results), results
+
+    with jax.enable_x64(True):
+        gradient, expected = jax.jit(jax.grad(total, has_aux=True))(rows.numpy())
+    leaf = rows.to("xla").requires_grad_()
+    x = spmd.mark_sharding(leaf * 1, mesh, marks)
+    results = jax.tree.leaves(spmd.call_jax(function, x, torch.tensor(starts).to("xla")))
+    for mine, right in zip(results, expected, strict=True):
+        np.testing.assert_allclose(mine.detach().cpu().numpy(), right, rtol=1e-9, atol=1e-9)
+    if results[0].requires_grad:
+        sum(y.sin().sum() for y in results if y.is_floating_point()).backward()
+        np.testing.assert_allclose(leaf.grad.cpu().numpy(), gradient, rtol=1e-9, atol=1e-9)

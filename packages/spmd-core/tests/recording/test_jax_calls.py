@@ -123,6 +123,39 @@ def test_padding_is_cut_off(mesh_1d):
     np.testing.assert_array_equal(spmd.to_jax(t), np.arange(13))
 
 
+def defaults(x):
+    return x, jnp.zeros(2), jnp.arange(2), x * jnp.ones(())
+
+
+def test_dtypes_are_those_that_jax_alone_gives():
+    def found(x):
+        return [y.dtype for y in spmd.call_jax(defaults, x.to("xla"))]
+
+    narrow = [torch.float32, torch.float32, torch.int32, torch.float32]
+    wide = [torch.float64, torch.float64, torch.int64, torch.float64]
+    x = torch.ones(2)
+    assert found(x) == narrow and found(x.double()) == wide
+    assert found(torch.tensor([2**40])) == [torch.int64, *wide[1:]]
+    with jax.enable_x64(True):
+        assert found(x) == [torch.float32, *wide[1:]]
+    assert found(x) == narrow
+    assert spmd.call_jax(lambda i: i + 1, torch.tensor([2**40]).to("xla")).tolist() == [2**40 + 1]
+
+
+@jax.custom_vjp
+def halved(x):
+    return x / 2
+
+
+halved.defvjp(lambda x: (x / 2, None), lambda _, g: (g * jnp.full(g.shape, 0.5),))
+
+
+def test_a_users_backward_has_the_same_dtypes():
+    x = torch.ones(3).to("xla").requires_grad_()
+    spmd.call_jax(halved, x).sum().backward()
+    assert x.grad.tolist() == [0.5] * 3 and x.grad.dtype is torch.float32
+
+
 def test_bad_input():
     with pytest.raises(
         spmd.DeviceMismatchError,

@@ -38,7 +38,7 @@ from spmd_core.program.index_ranges import needed
 from spmd_core.program.operation_names import named
 from spmd_core.program.paced_gradients import PacedGradients
 from spmd_core.program.partial_sums import PartialSums
-from spmd_core.program.partitioner_rules import in_safe_forms
+from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import (
     Graph,
     Growth,
@@ -107,6 +107,13 @@ def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> j
         return mapped(x)
     wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
     return jax.lax.slice(mapped(wide), (0,) * x.ndim, x.shape)
+
+
+def _with_whole_block_dims(x: jax.Array, num: int) -> jax.Array:
+    """A block whose last `num` dims are whole, along the axes that are not a region's."""
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = jax.sharding.PartitionSpec(*([free] * (x.ndim - num)), *([None] * num))
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 class Whole(Enum):
@@ -577,8 +584,21 @@ class Function:
         numbers: list[registry.Number],
     ) -> Sequence[jax.Array]:
         """The node's results, in forms that the partitioner gets right."""
-        kernel = node.entry.kernel
-        if not self._is_for_partitioner or node.entry in self._without_rules:
+        if not self._is_for_partitioner:
+            return node.entry.kernel(context, inputs, numbers)
+        return self._in_safe_forms(node.entry, context, inputs, numbers, self._splits)
+
+    def _in_safe_forms(
+        self,
+        entry: Entry,
+        context: registry.Context,
+        inputs: list[jax.Array],
+        numbers: list[registry.Number],
+        splits: Splits,
+    ) -> Sequence[jax.Array]:
+        """The results of an entry's kernel, with the partitioner's rules applied to it."""
+        kernel = entry.kernel
+        if entry in self._without_rules:
             return kernel(context, inputs, numbers)
         kinds = [number.kind for number in numbers]
 
@@ -589,11 +609,12 @@ class Function:
             return kernel(inner, arrays, typed)
 
         arguments = (inputs, [number.value for number in numbers], context.key)
-        keeps_nan = not node.entry.name.startswith(_SUMS_OF_EXPONENTIALS)
-        splits = replace(self._splits, keeps_nan=keeps_nan)
+        keeps_nan = not entry.name.startswith(_SUMS_OF_EXPONENTIALS)
+        is_users = entry.name.startswith("jax::")
+        splits = replace(splits, keeps_nan=keeps_nan, is_users=is_users)
         results = in_safe_forms(function, arguments, splits)
         if results is None:
-            self._without_rules.add(node.entry)
+            self._without_rules.add(entry)
             return kernel(context, inputs, numbers)
         return results
 
@@ -621,8 +642,11 @@ class Function:
             inner = registry.Context(context.outs, context.platform, key)
             if entry.name.startswith("spmd::attention"):  # its only number is the seed of dropout
                 numbers = [regions.own_seed(manual, seed) for seed in numbers]
-            results: list[jax.Array] = entry.kernel(inner, blocks, numbers)
-            return results
+            if manual.size == len(self.device_ids) or not self._is_for_partitioner:
+                return list(entry.kernel(inner, blocks, numbers))
+            # The partitioner splits blocks over the other axes.
+            splits = replace(self._splits, keep_whole=_with_whole_block_dims)
+            return list(self._in_safe_forms(entry, inner, blocks, numbers, splits))
 
         local = [self._manual(i) is not None for i in node.inputs]
         if entry.name == "spmd::optimization_barrier":

@@ -39,6 +39,8 @@ class Splits:
         has_whole_indices: whether the indices of gathers and scatters are to be whole on each
             device.
         keeps_nan: whether a maximum or minimum is to be NaN where an operand is.
+        is_users: whether the function is a user's. Lowerings have convolutions and their own forms
+            of other operations that the partitioner gets right.
     """
 
     keep_whole: Callable[[jax.Array, int], jax.Array]
@@ -47,6 +49,7 @@ class Splits:
     uneven: frozenset[int] = frozenset()
     has_whole_indices: bool = False
     keeps_nan: bool = True
+    is_users: bool = False
 
     def even_size(self, size: int) -> int:
         """The next size that each of the numbers of shards divides."""
@@ -98,6 +101,10 @@ def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
         return [eqn.params["jaxpr"]]
     if eqn.primitive is primitives.while_p:
         return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    if eqn.primitive is primitives.remat_p:
+        return [ClosedJaxpr(eqn.params["jaxpr"], ())]
+    if eqn.primitive is primitives.linear_solve_p:
+        return [eqn.params["jaxprs"].solve]
     return list(eqn.params["branches"]) if eqn.primitive is primitives.cond_p else []
 
 
@@ -134,8 +141,12 @@ def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
         return len(splits.axis_sizes) > 1 and _has_dot_rule(eqn, splits)
     if eqn.primitive is primitives.reshape_p:
         return _has_reshape_rule(eqn, splits)
+    if eqn.primitive in (primitives.dynamic_slice_p, primitives.dynamic_update_slice_p):
+        return _has_dynamic_slice_rule(eqn)
     if eqn.primitive in (primitives.reduce_max_p, primitives.reduce_min_p):
         return splits.keeps_nan
+    if eqn.primitive in _RULES_OF_USERS:
+        return splits.is_users
     return eqn.primitive in _RULES or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
 
 
@@ -155,7 +166,7 @@ def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) 
 
 
 def _ruled(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
-    rule = _RULES.get(eqn.primitive)
+    rule = _RULES.get(eqn.primitive) or _RULES_OF_USERS.get(eqn.primitive)
     if rule is None:
         return _with_inner_rules(eqn, inputs, splits)
     found = rule(splits, eqn, inputs)
@@ -166,11 +177,20 @@ def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> S
     """The results of an equation that calls functions, with the rules applied inside of them."""
     if (inner := called(eqn)) is not None:
         return _evaluate(inner, inputs, splits)
+    if eqn.primitive is primitives.linear_solve_p:
+        counts = eqn.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        constants, right = inputs[first : first + counts.solve], inputs[sum(counts) :]
+        return _evaluate(eqn.params["jaxprs"].solve, [*constants, *right], splits)
     params = dict(eqn.params)
 
     def rebuilt(inner: ClosedJaxpr) -> ClosedJaxpr:
         return jax.make_jaxpr(lambda *xs: _evaluate(inner, xs, splits))(*inner.in_avals)
 
+    if eqn.primitive is primitives.remat_p:  # whose function has its constants as operands
+        found = rebuilt(ClosedJaxpr(params["jaxpr"], ()))
+        params["jaxpr"] = _without_constants(found.jaxpr)
+        return eqn.primitive.bind(*found.consts, *inputs, **params)
     for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
         if name in params:
             params[name] = rebuilt(params[name])
@@ -178,6 +198,13 @@ def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> S
         params["branches"] = tuple(rebuilt(branch) for branch in params["branches"])
     results: Sequence[jax.Array] = eqn.primitive.bind(*inputs, **params)
     return results
+
+
+def _without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The function with its constants as its first operands."""
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(operands))
+    return jaxpr.replace(constvars=[], invars=operands, debug_info=names)
 
 
 def _scatter(
@@ -193,14 +220,27 @@ def _scatter(
     operand, indices, updates = inputs
     if splits.has_whole_indices:
         indices = splits.keep_whole(indices, indices.ndim)
+    elif indices.shape[-1] > 1:
+        indices = splits.keep_whole(indices, 1)
     params = eqn.params
     dims = params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     free = [d for d in range(indices.ndim - 1) if d not in batching]
     if len(splits.axis_sizes) > 1 and batching:
         indices, updates = _with_whole_scattered_dims(splits.keep_whole, dims, indices, updates)
+    if np.iinfo(indices.dtype).max < max(operand.shape, default=0):
+        indices = indices.astype(np.int64)
     if params["mode"] == lax.GatherScatterMode.CLIP:
-        return [eqn.primitive.bind(operand, indices, updates, **params)]
+        indices = _clamped_indices(operand, indices, updates, dims)
+        params = {**params, "mode": lax.GatherScatterMode.FILL_OR_DROP}
+    is_split_otherwise = bool(
+        batching or splits.uneven or _has_part_windows(operand, updates, dims)
+    )
+    if is_split_otherwise and indices.dtype.itemsize == 8 and max(operand.shape) < 2**31:
+        # The partitioner pads indices that it splits unevenly as if they had 32 bits, and ends the
+        # process.
+        bounds = (-1 if jnp.issubdtype(indices.dtype, np.signedinteger) else 0, max(operand.shape))
+        indices = jnp.clip(indices, *bounds).astype(np.int32)
     if not free:
         # The window dims come after the batching dims among the updates' dims, as `indices` says.
         indices = jnp.expand_dims(indices, indices.ndim - 1)
@@ -220,6 +260,32 @@ def _scatter(
         indices = _appended(indices, d, more, outside)
         updates = _appended(updates, scattered[d], more, np.zeros((), updates.dtype))
     return [eqn.primitive.bind(operand, indices, updates, **{**params, "dimension_numbers": dims})]
+
+
+def _has_part_windows(
+    operand: jax.Array, updates: jax.Array, dims: lax.ScatterDimensionNumbers
+) -> bool:
+    """Whether the updates' windows are shorter than some dim of the operand that they lie along."""
+    left_out = (*dims.inserted_window_dims, *dims.operand_batching_dims)
+    sizes = [size for d, size in enumerate(operand.shape) if d not in left_out]
+    return any(updates.shape[d] < size for d, size in zip(dims.update_window_dims, sizes))
+
+
+def _clamped_indices(
+    operand: jax.Array,
+    indices: jax.Array,
+    updates: jax.Array,
+    dims: lax.ScatterDimensionNumbers,
+) -> jax.Array:
+    """Indices of which each window of the updates lies inside of the operand."""
+    sizes = dict.fromkeys((*dims.inserted_window_dims, *dims.operand_batching_dims), 1)
+    window = iter(dims.update_window_dims)
+    last = [
+        size - (sizes[d] if d in sizes else updates.shape[next(window)])
+        for d, size in enumerate(operand.shape)
+    ]
+    bounds = np.asarray([last[d] for d in dims.scatter_dims_to_operand_dims], indices.dtype)
+    return jnp.clip(indices, np.zeros((), indices.dtype), bounds)
 
 
 def _with_whole_scattered_dims(
@@ -324,6 +390,48 @@ def _slice(
     return [lax.slice(inputs[0], starts, limits, strides)]
 
 
+def _dynamic_slice(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """Starts that are clamped, as XLA clamps those of a whole tensor.
+
+    The partitioner drops a block of one element that is to be written beyond the ends, and reads
+    each device's part of a split block from its own clamped start.
+    """
+    num_operands = 1 + (eqn.primitive is primitives.dynamic_update_slice_p)
+    operands, starts = inputs[:num_operands], inputs[num_operands:]
+    inside = [_clamped(x, last) for x, last in zip(starts, _last_starts(eqn))]
+    return [eqn.primitive.bind(*operands, *inside, **eqn.params)]
+
+
+def _last_starts(eqn: JaxprEqn) -> Sequence[int]:
+    """The largest starts of a dynamic slice, or of an update, inside of the operand."""
+    is_update = eqn.primitive is primitives.dynamic_update_slice_p
+    whole: Any = eqn.invars[0].aval
+    block: Any = eqn.invars[1].aval if is_update else eqn.outvars[0].aval
+    return [size - part for size, part in zip(whole.shape, block.shape)]
+
+
+def _has_dynamic_slice_rule(eqn: JaxprEqn) -> bool:
+    """Whether some start is computed, or outside."""
+    last = _last_starts(eqn)
+    return not all(
+        isinstance(start, Literal) and 0 <= start.val <= end
+        for start, end in zip(eqn.invars[-len(last) :], last)
+    )
+
+
+def _clamped(start: Any, last: int) -> Any:
+    """An integer in [0, last]."""
+    dtype = np.dtype(start.dtype)
+    if last == 0:
+        return np.zeros((), dtype)
+    bound = np.asarray(min(last, np.iinfo(dtype).max), dtype)
+    if not isinstance(start, jax.core.Tracer):
+        return np.clip(np.asarray(start), 0, bound)
+    return lax.clamp(np.zeros((), dtype), start, bound)
+
+
 def _pad(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
     """Padding between the elements and padding that cuts off elements are operations of their own.
 
@@ -424,7 +532,10 @@ def _windows(
     product of a tensor that also has a running sum begins with 0.
     """
     times = _NAMES[eqn.primitive]
-    renamed = [reduce(lambda y, _: splits.keep_whole(y, 0), range(times), x) for x in inputs]
+    renamed = [
+        reduce(lambda y, _: splits.keep_whole(y, 0), range(times), x) if np.ndim(x) else x
+        for x in inputs
+    ]
     return (
         eqn.primitive.bind(*renamed, **eqn.params)
         if eqn.primitive.multiple_results
@@ -499,14 +610,50 @@ _RULES: dict[Any, Rule] = {
     primitives.reshape_p: _reshape,
     primitives.scatter_p: _scatter,
     primitives.scatter_add_p: _scatter,
+    lax.scatter_sub_p: _scatter,
     primitives.scatter_mul_p: _scatter,
     primitives.scatter_min_p: _scatter,
     primitives.scatter_max_p: _scatter,
     primitives.gather_p: _gather,
     primitives.dot_general_p: _dot_general,
     primitives.slice_p: _slice,
+    primitives.dynamic_slice_p: _dynamic_slice,
+    primitives.dynamic_update_slice_p: _dynamic_slice,
     primitives.pad_p: _pad,
     primitives.rev_p: _reverse,
     primitives.convert_element_type_p: _convert,
     **dict.fromkeys(_NAMES, _windows),
+}
+
+
+def _conv(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
+    """Whole but for the batch: the partitioner errs on split positions, channels and kernels."""
+    left, right = inputs
+    dims = eqn.params["dimension_numbers"]
+    is_grouped = eqn.params["batch_group_count"] > 1
+    wide = {"left": dims.lhs_spec, "out": dims.out_spec}
+    whole = {name: spec if is_grouped else spec[1:] for name, spec in wide.items()}
+    left = _whole(splits.keep_whole, left, whole["left"])
+    right = splits.keep_whole(right, right.ndim)
+    return [_whole(splits.keep_whole, eqn.primitive.bind(left, right, **eqn.params), whole["out"])]
+
+
+def _whole_reduced(
+    splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
+) -> Sequence[jax.Array] | None:
+    """Whole reduced dims: XLA has no collective of integers' bits, or of a user's computation."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
+    if all(x.dtype == np.bool_ for x in inputs):
+        return None
+    whole = [_whole(splits.keep_whole, x, axes) if np.ndim(x) else x for x in inputs]
+    made = eqn.primitive.bind(*whole, **eqn.params)
+    return made if eqn.primitive.multiple_results else [made]
+
+
+_RULES_OF_USERS: dict[Any, Rule] = {
+    primitives.conv_general_dilated_p: _conv,
+    primitives.reduce_p: _whole_reduced,
+    primitives.reduce_and_p: _whole_reduced,
+    primitives.reduce_or_p: _whole_reduced,
+    primitives.reduce_xor_p: _whole_reduced,
 }

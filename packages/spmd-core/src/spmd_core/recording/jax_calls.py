@@ -22,6 +22,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wra
 
 _core = releases.jax_module("jax.extend.core", "jaxpr_as_fun")
 _TENSOR = object()  # stands for a tensor among the bound arguments
+_X64_DTYPES = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 
 
 def to_jax(t: torch.Tensor) -> jax.Array:
@@ -84,6 +85,12 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     function object, such as a lambda made at each call, is another operation and compiles again.
     Gradients are those of `jax.vjp`, of any order. Does not wait for the device.
 
+    A function gives the dtypes that it gives in jax alone: `jnp.zeros(n)` is float32 and
+    `jnp.arange(n)` int32, unless `jax_enable_x64` is set where `call_jax` is called. jax has
+    int64, float64 and complex128 in that mode only, so with a tensor of one of these dtypes the
+    function runs in it: no bit is lost, and `jnp.zeros(n)` is float64. Pass `ids.int()` in place of
+    int64 ids for the defaults of 32 bits.
+
     Returns:
         What the function returns, with tensors in place of arrays.
 
@@ -99,9 +106,11 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     static = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    has_x64 = jax.config.read("jax_enable_x64") or any(t.dtype in _X64_DTYPES for t in tensors)
     try:
         call = known(
-            ("jax", function, static, tree), lambda: _BoundFunction(function, static, tree)
+            ("jax", function, static, tree, has_x64),
+            lambda: _BoundFunction(function, static, tree, has_x64=has_x64),
         )
     except TypeError as error:
         raise TypeError(
@@ -117,11 +126,15 @@ class _BoundFunction:
 
     Attributes:
         name: the function's.
+        has_x64: whether the function runs in jax's x64 mode.
         out_tree: the structure of the function's result; set when it is first traced.
     """
 
-    def __init__(self, function: Callable[..., Any], static: Sequence[Any], tree: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], static: Sequence[Any], tree: Any, *, has_x64: bool
+    ) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
+        self.has_x64 = has_x64
         self._function, self._static, self._tree = function, static, tree
         self.out_tree: Any = None
 
@@ -130,14 +143,15 @@ class _BoundFunction:
         args, kwargs = pytree.tree_unflatten(
             [next(given) if leaf is _TENSOR else leaf for leaf in self._static], self._tree
         )
-        results, self.out_tree = pytree.tree_flatten(self._function(*args, **kwargs))
-        for result in results:
-            if not isinstance(result, (jax.Array, np.ndarray, float, int, bool, complex)):
-                raise TypeError(
-                    f"a jax function returns arrays; {self.name} returned "
-                    f"{type(result).__name__}. Return arrays in tuples, lists or dicts."
-                )
-        return [jax.numpy.asarray(result) for result in results]
+        with jax.enable_x64(self.has_x64):
+            results, self.out_tree = pytree.tree_flatten(self._function(*args, **kwargs))
+            for result in results:
+                if not isinstance(result, (jax.Array, np.ndarray, float, int, bool, complex)):
+                    raise TypeError(
+                        f"a jax function returns arrays; {self.name} returned "
+                        f"{type(result).__name__}. Return arrays in tuples, lists or dicts."
+                    )
+            return [jax.numpy.asarray(result) for result in results]
 
 
 class _VectorJacobianProduct:
@@ -149,17 +163,19 @@ class _VectorJacobianProduct:
 
     def __init__(self, call: "_Differentiable", num_arrays: int) -> None:
         self.name: str = f"{call.name}.vjp"
+        self.has_x64: bool = call.has_x64
         self._call, self._num_arrays = call, num_arrays
 
     def __call__(self, *arrays: jax.Array) -> list[jax.Array]:
         inputs, cotangents = arrays[: self._num_arrays], iter(arrays[self._num_arrays :])
-        results, pull = jax.vjp(self._call, *inputs)
-        # The cotangent of an integer result has the dtype float0, which has no values.
-        full = [
-            next(cotangents) if _is_inexact(r.dtype) else np.zeros(r.shape, jax.dtypes.float0)
-            for r in results
-        ]
-        return [g for x, g in zip(inputs, pull(full)) if _is_inexact(x.dtype)]
+        with jax.enable_x64(self.has_x64):  # for the backward functions of the user
+            results, pull = jax.vjp(self._call, *inputs)
+            # The cotangent of an integer result has the dtype float0, which has no values.
+            full = [
+                next(cotangents) if _is_inexact(r.dtype) else np.zeros(r.shape, jax.dtypes.float0)
+                for r in results
+            ]
+            return [g for x, g in zip(inputs, pull(full)) if _is_inexact(x.dtype)]
 
 
 # What can be recorded as one operation and differentiated.
