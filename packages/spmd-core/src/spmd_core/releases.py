@@ -30,6 +30,7 @@ _STANDS_IN = {
     "aten.cholesky.default": "torch.linalg.cholesky, as torch.cholesky's error says",
     "aten._upsample_lanczos2d_aa.default": "nothing: this torch has no mode 'lanczos' to call it",
     "aten._upsample_lanczos2d_aa_backward.default": "nothing, likewise",
+    "c10/core/impl/DeviceGuardImplInterface.h": "nothing: Ctrl-C may end the process by an abort",
 }
 _STANDS_IN |= dict.fromkeys(
     ("jax._src.compilation_cache", "jax._src.compilation_cache.get_file_cache"),
@@ -132,6 +133,11 @@ def overloads(by_name: dict[str, _T]) -> dict[torch._ops.OpOverload, _T]:
     """A table whose keys are the overloads of these names, without those that this torch lacks."""
     found = {overload(name): value for name, value in by_name.items()}
     return {func: value for func, value in found.items() if func is not None}
+
+
+def note_absent(name: str) -> None:
+    """Has `versions` list something that this release lacks, with what stands in for it."""
+    _absent[name] = _STANDS_IN[name]
 
 
 def jax_module(name: str, *used: str) -> Any:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-# Frames of files in these folders are not the user's.
-_LIBRARY_FOLDERS: tuple[str, ...] = ()
+# Frames of files in these folders are not the user's. Nor are those of files such as `<string>`:
+# code that a library generated, or an interactive session.
+_LIBRARY_FOLDERS: tuple[str, ...] = ("<",)
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(threading.__file__).parent) + os.sep
 # A file and a function's name.
@@ -82,10 +83,13 @@ def line_of_thread(ident: int) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
+def is_library(file: str) -> bool:
+    """Whether frames of a file are not the user's."""
+    return file.startswith(_LIBRARY_FOLDERS)
+
+
 def _is_library(frame: FrameType) -> bool:
-    # Such as `<string>`: code that a library generated, or an interactive session.
-    is_generated = frame.f_code.co_filename.startswith("<")
-    return is_generated or frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS)
+    return is_library(frame.f_code.co_filename)
 
 
 def _runs(frame: FrameType, function: tuple[str, str]) -> bool:

@@ -17,11 +17,14 @@ from torch.utils.data import DataLoader
 import spmd_core as spmd
 from spmd_core import DataError
 from spmd_core.marks import process_data
+from spmd_core.runtime import interrupts
 from spmd_data import counters
 from spmd_data.matching import InputSharding, may_give_parts
 from spmd_data.pipeline import Pipeline
 from spmd_data.placement import Placement, UnevenBatch, is_spmd_device
 from spmd_data.sources import Source, source_of
+
+interrupts.keep_whole(__file__)
 
 _JOIN_TIMEOUT_S = 30.0
 

@@ -20,8 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from spmd_core.runtime import interrupts
 from spmd_data.counters import Counters
 from spmd_data.placement import Placed
+
+interrupts.keep_whole(__file__)
 
 _AT_END_S = 30.0
 _AT_EXIT_S = 5.0
@@ -156,6 +159,7 @@ class Pipeline:
         if not self._threads:
             self._release_source()
 
+    @interrupts.waits
     def join(self, timeout_s: float) -> bool:
         """Waits until the threads have ended; returns False if they do not in time."""
         deadline = time.monotonic() + timeout_s
@@ -227,6 +231,7 @@ class Pipeline:
                 self._changed.notify_all()
             del slot
 
+    @interrupts.waits
     def _read(self) -> Slot:
         """Pulls one batch. A slot that is ready at once has none that is to be moved."""
         assert self._source is not None
@@ -291,6 +296,7 @@ class Pipeline:
     def _has_something(self) -> bool:
         return self._is_stopped or bool(self._slots and self._slots[0].is_ready)
 
+    @interrupts.waits
     def _wait(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
         return bool(self._changed.wait_for(condition, timeout_s))
 

@@ -81,6 +81,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
             its dim.
         ProcessError: another process failed, or does not start the same program.
     """
+    interrupts.protect()
     with lock, counters.timed(counters.Part.PLANNING):
         live = take_pending()
         try:
@@ -253,20 +254,19 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
-    # An interruption between the two would lose what the program took over.
-    with interrupts.put_off():
-        lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
-        results = program.run(floats, ints, complexes, arrays, lines)
-        checked = index_checks.num_started()
-        counters.count("executions")
-        if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
-            verification.verify(program, (floats, ints, complexes), arrays, results)
-        if donated:
-            counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
-        for storage, array, placement in zip(live, results, program.out_placements):
-            _commit(storage, array, placement)
-            if checked:
-                storage.value.checked = checked
+    interrupts.raise_deferred()  # not below: what the program took over would be lost
+    lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
+    results = program.run(floats, ints, complexes, arrays, lines)
+    checked = index_checks.num_started()
+    counters.count("executions")
+    if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
+        verification.verify(program, (floats, ints, complexes), arrays, results)
+    if donated:
+        counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
+    for storage, array, placement in zip(live, results, program.out_placements):
+        _commit(storage, array, placement)
+        if checked:
+            storage.value.checked = checked
 
 
 def _for_many_sizes(planned: Plan, bounded: growing_sizes.Bounded) -> Program:

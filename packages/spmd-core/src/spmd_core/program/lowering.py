@@ -49,7 +49,7 @@ from spmd_core.program.program_graph import (
     stored_shape,
 )
 from spmd_core.program.recorded_order import late_results
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, interrupts
 from spmd_core.runtime.jax_sharding import (
     CommonMesh,
     jax_axis_names,
@@ -416,6 +416,7 @@ class Function:
         ready: list[jax.Array] = []  # what the next product waits for
         checks = self._index_checks()
         for position, node in enumerate(graph.nodes):
+            interrupts.raise_deferred()
             entry = node.entry
             numbers = [_number(kind, sources) for kind in entry.number_kinds]
             key = _prng_key(numbers.pop().value) if entry.random else None

@@ -19,7 +19,7 @@ from spmd_core.program import index_checks, memory_table, tensor_names
 from spmd_core.program.index_ranges import Check
 from spmd_core.program.lowering import Traced, Whole
 from spmd_core.program.program_graph import Graph
-from spmd_core.runtime import abstract, buffers, devices, watch
+from spmd_core.runtime import abstract, buffers, devices, interrupts, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -127,6 +127,7 @@ class Program(Traced):
         return options
 
     def _compile(self) -> None:
+        interrupts.raise_deferred()
         start = time.perf_counter()
         options = self._compile_options()
         self.dump_folder = options.get("xla_dump_to")

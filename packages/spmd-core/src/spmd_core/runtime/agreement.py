@@ -16,7 +16,7 @@ from typing import Any
 from spmd_core import releases
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
-from spmd_core.runtime import devices, presence
+from spmd_core.runtime import devices, interrupts, presence
 
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 # How often process 0 has decided on each topic.
@@ -42,6 +42,7 @@ def client() -> Any:
     return _distributed.global_state.client if devices.num_processes() > 1 else None
 
 
+@interrupts.waits
 def of_process_0(topic: str, text: str) -> str:
     """Process 0's text, in all processes; all must call this, as often as the others.
 
@@ -103,6 +104,7 @@ class Series:
         self._newest[self.count] = text
         self._newest.pop(self.count - _NUM_KEPT, None)
 
+    @interrupts.waits
     def disagreement(self, *, is_wanted: Callable[[], bool] = lambda: True) -> dict[int, str]:
         """Waits for the others, and compares what all have at the newest place.
 

@@ -13,7 +13,7 @@ import torch
 from spmd_core import counters, dtypes, releases, source_lines
 from spmd_core.config import config
 from spmd_core.errors import ProgramError
-from spmd_core.runtime import abstract, watch
+from spmd_core.runtime import abstract, interrupts, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.devices import all_devices, platform
 from spmd_core.runtime.jax_sharding import device_ids_of, replicated
@@ -359,6 +359,7 @@ class InFlight:
         while len(self._queue) > limit:
             self._wait_for_oldest()
 
+    @interrupts.waits
     def wait_all(self) -> None:
         """Blocks until all started programs have ended.
 

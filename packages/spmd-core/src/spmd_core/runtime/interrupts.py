@@ -1,28 +1,252 @@
-"""Ctrl-C put off over a few statements that belong together."""
+"""Signals that arrive where an exception would be lost, or leave a change half made, wait.
 
+Python calls the handler of a signal, which may raise (KeyboardInterrupt, SystemExit), between any
+two bytecodes of the main thread. Below torch's C++ that can be the middle of a write, of a
+finalizer, whose exceptions Python only prints, or of an `__exit__` that puts a mode back. So this
+module stands around the handlers. It walks up the frames that were interrupted. If none of them
+must be whole, the handler runs at once. Otherwise the signal is tripped again when the outermost of
+these frames has returned: the frame that called it gets a trace function, which Python calls at its
+next bytecode. Recording does nothing for this.
+
+What calls the user's code (a closure, a hook, a loader) need not be whole: the walk ends there.
+"""
+
+import _signal  # type: ignore[import-not-found]  # of which `signal` is a slow wrapper
+import _thread
+import functools
+import gc
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import jaxlib
+import numpy
+import torch
+
+from spmd_core import source_lines
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Handler = Callable[[int, FrameType | None], Any]
+
+_NUMBERS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+# A signal that arrives so long after one that still waits is handled at once, wherever Python is.
+_MOST_WAIT_S = 1.0
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# What these change must be whole. They call no user's code that does not end the walk, and wait for
+# nothing but where a function is marked with `waits`.
+_whole_files: tuple[str, ...] = (
+    *(
+        _PACKAGE + name + os.sep
+        for name in (
+            "dispatch", "graph", "manual", "marks", "modules", "ops", "program", "recording",
+            "sharding", "tensor", "torch_backend",
+        )
+    ),
+    *(_PACKAGE + name for name in ("source_lines.py", os.path.join("runtime", "interrupts.py"))),
+    *(_PACKAGE + os.path.join("steps", name) for name in ("closures.py", "compile.py")),
+    *(
+        _TORCH + name.replace("/", os.sep)
+        for name in (
+            "_decomp/", "_library/", "_meta_registrations.py", "_ops.py", "_prims/",
+            "_prims_common/", "_refs/", "_tensor.py", "amp/autocast_mode.py",
+            "autograd/__init__.py", "autograd/forward_ad.py", "autograd/function.py",
+            "autograd/grad_mode.py", "autograd/graph.py", "optim/ada", "optim/asgd.py",
+            "optim/lbfgs.py", "optim/nadam.py", "optim/optimizer.py", "optim/radam.py",
+            "optim/rmsprop.py", "optim/rprop.py", "optim/sgd.py", "optim/sparse_adam.py",
+            "random.py", "utils/_contextlib.py", "utils/_python_dispatch.py",
+            "utils/checkpoint.py", "utils/weak.py",
+        )
+    ),
+)  # fmt: skip
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_SITE = tuple(_STANDARD + name for name in ("site-packages", "dist-packages"))
+# Must be whole while Python is in them itself, not while they call something else.
+_WHOLE_INSIDE = tuple(_STANDARD + n for n in ("contextlib.py", "weakref.py", "_weakrefset.py"))
+# Libraries below torch, jax and this package.
+_BELOW = tuple(
+    str(Path(module.__file__).parent) + os.sep for module in (numpy, jaxlib) if module.__file__
+)
+_waiting_code: set[CodeType] = set()
 
 
-@contextmanager
-def put_off() -> Iterator[None]:
-    """Inside, SIGINT waits until the end of the block; then its handler runs.
+class _Kind(Enum):
+    WHOLE = "an exception must not leave it in the middle"
+    INSIDE = "as WHOLE, if it is the innermost frame"
+    LIBRARY = "whoever calls it decides"
+    USER = "the walk ends here"
 
-    Does nothing outside of the main thread, which alone gets signals, and where the handler is not
-    Python's.
+
+@functools.cache
+def _kind(file: str) -> _Kind:
+    if file.startswith(_whole_files):
+        return _Kind.WHOLE
+    if file in _WHOLE_INSIDE:
+        return _Kind.INSIDE
+    is_standard = file.startswith(_STANDARD) and not file.startswith(_SITE)
+    is_library = is_standard or file.startswith(_BELOW) or source_lines.is_library(file)
+    return _Kind.LIBRARY if is_library else _Kind.USER
+
+
+def keep_whole(file: str) -> None:
+    """Has functions of a file, of a package that is built on this one, end before a signal's."""
+    global _whole_files
+    _whole_files = (*_whole_files, file)
+    _kind.cache_clear()
+
+
+def waits(function: Function) -> Function:
+    """Marks a function that may wait for long and changes nothing: a signal interrupts it."""
+    _waiting_code.add(function.__code__)
+    return function
+
+
+def _outermost_whole(frame: FrameType | None) -> FrameType | None:
+    """The outermost frame that an exception must not leave now; None if it may be raised."""
+    innermost, found = frame, None
+    # Python prints the exceptions of these, and goes on.
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None:
+        code = frame.f_code
+        if code in _waiting_code:
+            break
+        kind = _kind(code.co_filename)
+        if (
+            kind is _Kind.WHOLE
+            or (kind is _Kind.INSIDE and frame is innermost)
+            or code.co_name == "__del__"
+            or code in collecting
+        ):
+            found = frame
+        elif kind is _Kind.USER:
+            break
+        frame = frame.f_back
+    return found
+
+
+class _Deferred:
+    """The signals that wait, and the frame that is watched until Python may handle them in it."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Handler, int]] = []
+        self._tripped: list[tuple[Handler, int]] = []  # Python calls their handlers again
+        self._frame: FrameType | None = None
+        self._traces: tuple[Any, bool, Any] = (None, False, None)
+        self._since = 0.0
+
+    def add(self, signals: Sequence[tuple[Handler, int]], frame: FrameType) -> None:
+        """Has handlers run when Python comes back to a frame, or at the next `raise_deferred()`."""
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += signals
+        if self._frame is None:
+            self._frame = frame
+            self._traces = (frame.f_trace, frame.f_trace_opcodes, sys.gettrace())
+            frame.f_trace, frame.f_trace_opcodes = self._on_event, True
+            sys.settrace(_trace_nothing)
+
+    def is_late(self) -> bool:
+        """Whether a signal has waited for so long that the next one must not wait, too."""
+        return bool(self._waiting) and time.monotonic() - self._since > _MOST_WAIT_S
+
+    def _on_event(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Python is back in the frame: trips the signals, which Python handles when it next looks.
+
+        An exception here would come at a bytecode at which Python looks for none. It could be the
+        one before an `__exit__`, which then never runs.
+        """
+        self._stop_watching()
+        signals, self._waiting = self._waiting, []
+        if event == "exception":  # of the call that Python comes back from, and so is this one
+            try:
+                _run_all(signals, frame)
+            except BaseException as error:
+                error.__context__ = error.__context__ or arg[1]
+                raise
+            return
+        self._tripped += signals
+        numbers = {signal.Signals(number) for _, number in signals}
+        # Unpacked, as Python looks for signals after each call: it would handle them here.
+        [*map(_thread.interrupt_main, numbers)]
+
+    def _stop_watching(self) -> None:
+        if self._frame is not None:
+            local, opcodes, trace = self._traces  # a debugger's, perhaps
+            self._frame.f_trace, self._frame.f_trace_opcodes = local, opcodes
+            self._frame, self._traces = None, (None, False, None)
+            sys.settrace(trace)
+
+    def take_tripped(self, number: int) -> list[tuple[Handler, int]]:
+        """The signals of a number that were tripped again."""
+        found = [one for one in self._tripped if one[1] == number]
+        self._tripped = [one for one in self._tripped if one[1] != number]
+        return found
+
+    def raise_here(self, frame: FrameType) -> None:
+        """Runs the handlers that wait."""
+        self._stop_watching()
+        signals, self._waiting = self._waiting, []
+        _run_all(signals, frame)
+
+
+_deferred = _Deferred()
+
+
+def _run_all(signals: Sequence[tuple[Handler, int]], frame: FrameType | None) -> None:
+    if signals:
+        handler, number = signals[0]
+        try:
+            handler(number, frame)
+        finally:  # the next one runs even if this one raises, whose exception is then its context
+            _run_all(signals[1:], frame)
+
+
+def _trace_nothing(frame: FrameType, event: str, arg: Any) -> None:
+    """The trace function of frames that begin while a signal waits; those of others stay."""
+
+
+class _Deferring:
+    """A handler that runs another one, now or when Python may leave what it is in."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        functools.update_wrapper(self, handler)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signals = _deferred.take_tripped(number) or [(self._handler, number)]
+        whole = None if _deferred.is_late() else _outermost_whole(frame)
+        if whole is None or whole.f_back is None:
+            _run_all(signals, frame)
+        else:
+            _deferred.add(signals, whole.f_back)
+
+
+def protect() -> None:
+    """Stands around the handlers in Python of signals that programs end by, as they are now.
+
+    A program may set a handler at any time, so each cut calls this. Outside of the main thread, in
+    which alone Python handles signals, it does nothing.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
+    if threading.current_thread() is not threading.main_thread():
         return
-    seen: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: seen.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if seen:
-            handler(*seen[0])
+    for number in _NUMBERS:
+        handler = _signal.getsignal(number)
+        if handler.__class__ is not _Deferring and callable(handler):
+            signal.signal(number, _Deferring(handler))
+
+
+def raise_deferred() -> None:
+    """Runs the handlers of signals that wait: here, an exception leaves nothing half made."""
+    if threading.current_thread() is threading.main_thread():
+        _deferred.raise_here(sys._getframe(1))

@@ -27,7 +27,7 @@ from typing import Any
 
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
-from spmd_core.runtime import agreement, presence, stopping
+from spmd_core.runtime import agreement, interrupts, presence, stopping
 
 _NUM_PUBLISHED = 64
 _NUM_DESCRIBED = 128
@@ -218,6 +218,7 @@ class Watch:
         sys.stderr.flush()
         os._exit(1)
 
+    @interrupts.waits
     def _wait_for_neighbour(self, log: _Log, start: Start) -> None:
         deadline = time.monotonic() + config.process_timeout_s
         pause_s = 0.0005

@@ -15,7 +15,7 @@ import torch
 from spmd_core.config import config
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.program import execution
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, interrupts
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.steps.structures import map_tensors, to_cpu
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -111,7 +111,9 @@ def _run(closures: list[_StepClosure]) -> None:
     if devices.is_abstract():
         return  # a plan has no values for them
     errors: list[Exception] = []
-    for added in closures:
+    remaining = deque(closures)
+    while remaining:
+        added = remaining.popleft()
         try:
             if added.is_async:
                 _background.submit(added)
@@ -119,6 +121,11 @@ def _run(closures: list[_StepClosure]) -> None:
                 added.closure(*added.args)
         except Exception as error:
             errors.append(error)
+        except BaseException:  # an interruption
+            if added.is_async:
+                remaining.appendleft(added)  # it has not begun
+            _waiting.extendleft(reversed(remaining))
+            raise
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -145,13 +152,15 @@ class _Background:
         """
         with self._changed:
             if threading.get_ident() != self._thread_id:
-                self._changed.wait_for(
-                    lambda: self._num_waiting < max(config.max_async_closures, 1)
-                )
+                self._wait_for_room()
             self._num_waiting += 1
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, thread_name_prefix="spmd-step-closures")
             self._executor.submit(self._run, added)
+
+    @interrupts.waits
+    def _wait_for_room(self) -> None:
+        self._changed.wait_for(lambda: self._num_waiting < max(config.max_async_closures, 1))
 
     def _run(self, added: _StepClosure) -> None:
         self._thread_id = threading.get_ident()
@@ -166,6 +175,7 @@ class _Background:
             self._num_waiting -= 1
             self._changed.notify_all()
 
+    @interrupts.waits
     def drain(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting)

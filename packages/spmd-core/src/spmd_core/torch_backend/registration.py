@@ -4,27 +4,25 @@ Installs the operations' router, the device guard, the device module `torch.xla`
 factories and the copy between devices.
 """
 
-import ctypes
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
-from torch.utils import _foreach_utils, backend_registration
+from torch.utils import _foreach_utils
 
 from spmd_core.dispatch import automatic_cut, composite, router, transfer
-from spmd_core.errors import SpmdError
 from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, interrupts
 from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import (
     conversions,
+    device_guard,
     forward_mode,
     generators,
     locations,
@@ -32,42 +30,6 @@ from spmd_core.torch_backend import (
     subclasses,
     torchvision_ops,
 )
-
-
-class _XlaGuard(backend_registration._DummyDeviceGuard):
-    """A device guard without state, as there is one logical device and no stream to switch."""
-
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.XLA
-
-
-def _install_guard() -> None:
-    """Registers a guard for DeviceType.XLA.
-
-    torch's C++ looks up the guard of a tensor's device type in c10's registry (in `Tensor.to` and
-    in autograd's engine), and aborts if there is none. From Python, torch can only make a guard for
-    PrivateUse1, so this function makes that one and moves it to XLA's slot, leaving PrivateUse1
-    free. No longer needed once torch can register a Python guard for any device type.
-    """
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    registry = (ctypes.c_void_p * 25).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    xla, private = (
-        int(getattr(torch._C._autograd.DeviceType, name)) for name in ("XLA", "PrivateUse1")
-    )
-    if registry[xla]:
-        raise SpmdError(
-            "device type 'xla' must not have an owner when spmd_core is imported; "
-            "another package (torch_xla?) has registered it. "
-            "Uninstall that package, or import it in another process."
-        )
-    before = registry[private]
-    torch._C._acc.register_python_privateuseone_device_guard(_XlaGuard())
-    if not registry[0] or not registry[private] or registry[private] == before:
-        raise SpmdError(
-            f"torch {torch.__version__} lays out its device guards in a way that spmd_core does "
-            "not know. Use torch 2.11 or later."
-        )
-    registry[xla], registry[private] = registry[private], before
 
 
 def _device_module() -> types.ModuleType:
@@ -175,7 +137,8 @@ def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., t
 def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
     automatic_cut.install()
-    _install_guard()
+    interrupts.protect()
+    device_guard.install()
     torch._register_device_module("xla", _device_module())
     generators.install()
     locations.install()
