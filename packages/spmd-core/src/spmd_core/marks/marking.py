@@ -228,6 +228,10 @@ def sync(*, wait: bool = False) -> None:
 
     Closures are those of `add_step_closure`. Returns when the program was started, so that Python
     records the next step meanwhile; `wait=True` blocks until the devices are done.
+
+    All threads record into one graph. A call in one thread, or a read, also computes what others
+    have recorded of their steps, at whatever place they are. Values are right, but such a program
+    is a new one nearly every time, and compiles. Let one thread record and end the steps.
     """
     execution.end_step(wait=wait)
 
