@@ -102,6 +102,23 @@ def test_a_nested_region_keeps_the_promise_of_the_outer_one():
     assert kept[0].tolist() == [2, 2, 2] and execution.cut_guard is None
 
 
+def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monkeypatch):
+    @compile.compile(max_different_graphs=1)
+    def double(x):
+        return x * 2
+
+    def fail(key, build):
+        raise spmd.ProgramError("the compiler failed")
+
+    compile_cache.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache, "get", fail)
+        with pytest.raises(spmd.ProgramError, match="the compiler failed"):
+            double(torch.ones(5).to("xla"))
+    spmd.roll_back()
+    assert double(torch.ones(3).to("xla")).tolist() == [2.0] * 3
+
+
 def test_too_many_programs_say_what_changed():
     @compile.compile(max_different_graphs=1)
     def shift(x):

@@ -52,11 +52,14 @@ class CutGuard:
         before_cut: called before a cut; if it raises, everything stays pending.
         before_program: called with the program's key, before the program is looked up or compiled;
             if it raises, the cut has failed.
+        after_program: called with the same key once the program is compiled: one that cannot be
+            compiled leaves nothing behind.
     """
 
     label: str
     before_cut: Callable[[], None]
     before_program: Callable[[compile_cache.Key], None]
+    after_program: Callable[[compile_cache.Key], None]
 
 
 # Set and reset by the region (`steps.compile`); None outside of any region.
@@ -250,6 +253,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         except BaseException:
             growing_sizes.forget(planned.key)
             raise
+    if cut_guard is not None:
+        cut_guard.after_program(planned.key)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)

@@ -135,7 +135,9 @@ class StepProgram(ContextDecorator):
         eager.eager_mode(False)
         self._outer_guard, self._is_inside = execution.cut_guard, True
         label = re.sub(r"\W+", "_", self._name or "spmd").strip("_")
-        execution.cut_guard = CutGuard(label or "spmd", self._check_cut, self._check_program)
+        execution.cut_guard = CutGuard(
+            label or "spmd", self._check_cut, self._check_program, self._count_program
+        )
 
     def __exit__(
         self,
@@ -166,7 +168,7 @@ class StepProgram(ContextDecorator):
             self._outer_guard.before_program(key)
         if self._max_graphs is None or self._name is None:
             return
-        known = _keys_of_name.setdefault(self._name, [])
+        known = _keys_of_name.get(self._name, [])
         if key in known:
             return
         if len(known) >= self._max_graphs:
@@ -177,7 +179,15 @@ class StepProgram(ContextDecorator):
                 f"of them in {_differences(key, nearest)}. "
                 "Give inputs the same shapes, dtypes and shardings, or raise max_different_graphs."
             )
-        known.append(key)
+
+    def _count_program(self, key: Key) -> None:
+        if self._outer_guard is not None:
+            self._outer_guard.after_program(key)
+        if self._max_graphs is None or self._name is None:
+            return
+        known = _keys_of_name.setdefault(self._name, [])
+        if key not in known:
+            known.append(key)
 
     def _text(self) -> str:
         return "the region" if self._name is None else f"the region {self._name!r}"
@@ -218,4 +228,4 @@ def _refuse_execution() -> None:
     )
 
 
-_NO_EXECUTION = CutGuard("spmd", _refuse_execution, lambda key: None)
+_NO_EXECUTION = CutGuard("spmd", _refuse_execution, lambda key: None, lambda key: None)
