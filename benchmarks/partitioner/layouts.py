@@ -229,13 +229,10 @@ CALLS: dict[str, Call] = {
 
 
 def specs(ndim: int, axes: Sequence[str] = AXES) -> Iterator[Spec]:
-    """Every partition spec of a tensor over the axes; one dim may get several."""
+    """Every partition spec of a tensor over these axes; one dim may get several, in their order."""
     for dims in itertools.product((None, *range(ndim)), repeat=len(axes)):
-        spec: list[Any] = [None] * ndim
-        for axis, dim in zip(axes, dims):
-            if dim is not None:
-                spec[dim] = axis if spec[dim] is None else (spec[dim], axis)
-        yield tuple(spec)
+        by_dim = [tuple(a for a, of in zip(axes, dims) if of == dim) for dim in range(ndim)]
+        yield tuple(found if len(found) > 1 else found[0] if found else None for found in by_dim)
 
 
 def layouts(ndims: Sequence[int], limit: int, axes: Sequence[str] = AXES) -> list[tuple[Spec, ...]]:
