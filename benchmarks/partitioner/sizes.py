@@ -154,6 +154,8 @@ def main() -> int:
             ]
         )
         notes += [f"**wrong**: {name}, {line}" for line in wrong]
+        for line in wrong:
+            tqdm.write(f"wrong: {name}, {line}", file=sys.stderr)
         for part in parts:
             reasons.update(part.refusals)
         data.append({"call": name, "size": NAMES[place], "wrong": wrong, "row": rows[-1]})
