@@ -128,7 +128,7 @@ def test_the_sample_of_the_readme() -> None:
             ["--device", "cpu", "--mesh", "tensor=8"],
             "a mesh needs the xla device; got --device cpu",
         ),
-        (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
+        (["--device", "cpu", "--batch", "-1"], "--batch must be at least 0; got -1"),
         (["--devices", "8"], "got --devices 8 and no --mesh. Add for instance --mesh tensor=8"),
         (["--device", "cpu", "--save-every", "2"], "got 2 and no --checkpoint"),
         (["--device", "cpu", "--accumulate", "3"], "got 8 and 3. Pass for instance --batch 9"),

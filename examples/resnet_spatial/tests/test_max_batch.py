@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from children import figures
 
-from examples.resnet_spatial import max_batch
+from examples.resnet_spatial import max_batch, search
 from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.train import main
 
@@ -84,7 +84,7 @@ def test_the_files_of_a_search(
     assert main(["--max-batch", "--model", "small", *options]) == 0
     found = json.loads((tmp_path / "max_batch.json").read_text())["found"]
     batches = [each["batch"] for each in found]
-    assert [each["mesh"] for each in found] == list(max_batch.MESHES)
+    assert [each["mesh"] for each in found] == list(search.MESHES)
     assert batches[0] == pytest.approx(390, rel=0.04) and batches[2] / batches[0] > 3.6
     assert (tmp_path / "max_batch.png").stat().st_size > 10_000
     assert "| height=2,width=2 |" in (tmp_path / "max_batch.md").read_text()

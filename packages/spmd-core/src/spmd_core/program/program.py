@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -234,10 +235,19 @@ class Program(Traced):
                 watch.failure_of_others(error) or buffers.in_flight.explained_at_start(error, own)
             ) from error
         self.record.executions += 1
-        buffers.in_flight.add(token, self._explain_later)
+        # Weak, as the newest programs stay in flight until something waits: one that is dropped is
+        # to be freed before.
+        later = weakref.WeakMethod(self._explain_later)
+        buffers.in_flight.add(token, lambda error: _explained_later(later, error))
         if self.index_checks and self._is_on_this_process:
             index_checks.add(token, self.record.name, self.graph, self.index_checks, lines)
         return results
+
+
+def _explained_later(explain: "weakref.WeakMethod[Any]", error: Exception) -> Exception:
+    """The error of a program in flight, as the program says it if it is still there."""
+    found = explain()
+    return buffers.of_unknown_program(error) if found is None else found(error)
 
 
 def refuse_mixed(record: counters.ProgramRecord) -> NoReturn:

@@ -327,6 +327,14 @@ def _cause(error: Exception) -> str:
     return _PREFIXES.sub("", str(error)).rstrip(". ")
 
 
+def of_unknown_program(error: Exception) -> ProgramError:
+    """The error of a program that has failed and is no longer known."""
+    return ProgramError(
+        f"a program that was started without waiting failed on the device: {error}. "
+        "Its results are lost; call sync(wait=True) after each step to find which."
+    )
+
+
 class InFlight:
     """Limits the number of programs in flight, by waiting for the oldest one.
 
@@ -379,13 +387,7 @@ class InFlight:
 
     def explained(self, error: Exception) -> Exception:
         """The error of an array, as the first program that fails explains its own."""
-        found = self._explained_by_another(error)
-        if found is not None:
-            return found
-        return ProgramError(
-            f"a program that was started without waiting failed on the device: {error}. "
-            "Its results are lost; call sync(wait=True) after each step to find which."
-        )
+        return self._explained_by_another(error) or of_unknown_program(error)
 
     def explained_at_start(self, error: Exception, own: Explain) -> Exception:
         """The error of a program that does not start, maybe as one before it has failed.
