@@ -37,7 +37,6 @@ def test_a_wrong_value_is_found() -> None:
     assert "an error of" in line
 
 
-@pytest.mark.xfail(strict=True, reason="the partitioner errs where a bias is split by one of two")
 def test_columns_over_two_axes_and_a_bias_over_one_of_them() -> None:
     marks = (("z", "x"), (None, None), ("z", ("x", "y")), ("y",), None)
     program = pairs.Program("even", marks, pairs.Variant.ONCE)

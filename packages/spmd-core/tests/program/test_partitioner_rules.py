@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import exhaustive
 
 import spmd_core as spmd
+from spmd_core.graph.values import Spec
+from spmd_core.program import split_dims
 from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -610,6 +613,72 @@ def test_a_product_that_contracts_three_dims(of_input, of_result, sizes):
     spmd.mark_sharding(ours, mesh, of_input)
     expected = gradient(x, weight, marks=False)
     torch.testing.assert_close(gradient(ours, weight.to("xla"), marks=True).cpu(), expected)
+
+
+# Of rows and columns: the left one, the right one, and the product, which contracts the rows.
+JOINED_AXES: list[tuple[tuple[Any, ...], ...]] = [
+    (("z", "x"), ("z", "y"), ("z", ("x", "y"))),
+    (("z", None), ("z", None), ("z", ("y", "x"))),
+    (("x", "y"), ("x", ("z", "y")), ("x", ("z", "y"))),
+    (("y", ("x", "z")), ("y", "z"), (("x", "z"), "y")),
+]
+
+
+# The left one, the right one or the result is the smallest; and sizes that do not divide.
+@pytest.mark.parametrize("sizes", [(8, 16, 24), (8, 24, 16), (32, 8, 16), (9, 5, 7)])
+def test_a_product_that_is_split_over_the_contracted_axis_and_two_others(sizes):
+    two_axes()
+    mesh = spmd.Mesh(range(8), (2, 2, 2), ("x", "y", "z"))
+    rows, *columns = sizes
+    left, right = (torch.randn(rows, n, dtype=torch.float64) for n in columns)
+
+    def results(left, right, marks=None):
+        of = marks or (None,) * 3
+
+        def marked(t, spec):
+            return spmd.mark_sharding(t, mesh, spec) if spec else t
+
+        a, b = (marked((t * 1).requires_grad_(), spec) for t, spec in zip((left, right), of))
+        product = marked(a.mT @ b, of[2])
+        return product, *torch.autograd.grad((product * product).sum(), (a, b))
+
+    found = [results(left.to("xla"), right.to("xla"), marks) for marks in JOINED_AXES]
+    expected = results(left, right)
+    for tensors in found:
+        for mine, right_one in zip(tensors, expected):
+            torch.testing.assert_close(mine.cpu(), right_one)
+
+
+def test_products_are_as_they_are_where_no_tensor_is_split_over_three_axes():
+    arrays = jnp.ones((8, 4)), jnp.ones((8, 4))
+
+    def product(operands):
+        return [operands[0].T @ operands[1]]
+
+    for axis_sizes in ((8,), (4, 2), (2, 2, 2)):
+        assert in_safe_forms(product, arrays, Splits(lambda x, num: x, 8, axis_sizes)) is None
+    joined = Splits(lambda x, num: x, 8, (2, 2, 2), joins_axes=True)
+    assert in_safe_forms(product, arrays, joined) is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "marks", "joins"),
+    [
+        ((4, 2, 1), [(("x", "y"), "z")], False),
+        ((4, 1, 2), [(("x", "y"), "z")], False),
+        ((2, 2, 2), [("x", "y"), ("z", None)], False),
+        ((2, 2, 2), [(("x", "y", "z"), None)], False),
+        ((2, 2, 2), [(("x", "y"), None), (None, "z")], False),
+        ((2, 2, 2), [("z", ("y", "x")), (None, "z")], True),
+    ],
+)
+def test_whether_one_tensor_is_split_over_three_axes_on_two_dims(shape, marks, joins):
+    two_axes()
+    mesh = jax.make_mesh(shape, ("x", "y", "z"), (AxisType.Auto,) * 3)
+    spec = Spec.contiguous((8, 8), torch.float32)
+    found = [(spec, NamedSharding(mesh, PartitionSpec(*mark))) for mark in marks]
+    splits = split_dims.splits(found, lambda x, num: x, 8, has_whole_indices=False)
+    assert splits.joins_axes == joins
 
 
 @pytest.mark.parametrize("of_left", [(None, "x", "y"), ("y", "x"), ("x", None, "y")])

@@ -35,6 +35,8 @@ class Splits:
         keep_whole: `Context.keep_whole`.
         num_devices: of the program.
         axis_sizes: of the axes of the mesh that split some dim.
+        joins_axes: whether some tensor has a dim that is split over several axes, and another one
+            over yet another axis.
         uneven: the numbers of shards over which some sharding splits a dim that they do not divide.
         has_whole_indices: whether the indices of gathers and scatters are to be whole on each
             device.
@@ -46,6 +48,7 @@ class Splits:
     keep_whole: Callable[[jax.Array, int], jax.Array]
     num_devices: int
     axis_sizes: tuple[int, ...] = ()
+    joins_axes: bool = False
     uneven: frozenset[int] = frozenset()
     has_whole_indices: bool = False
     keeps_nan: bool = True
@@ -316,13 +319,21 @@ def _whole(
 
 
 def _has_dot_rule(eqn: JaxprEqn, splits: Splits) -> bool:
-    """Whether a product contracts three dims or more, or contracts within batches.
+    """Whether a product contracts three dims or more, or within batches, or may join axes.
 
     Over two axes of one size, products within batches are right.
     """
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     is_square = len(splits.axis_sizes) == 2 and len({*splits.axis_sizes}) == 1
-    return len(contracted) > 2 or bool(batch and contracted and not is_square)
+    in_batches = bool(batch and contracted and not is_square)
+    return len(contracted) > 2 or in_batches or _may_join_axes(eqn, splits)
+
+
+def _may_join_axes(eqn: JaxprEqn, splits: Splits) -> bool:
+    """Whether one dim of a product may be split over two axes, and another one over a third."""
+    result: Any = eqn.outvars[0].aval
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    return splits.joins_axes and bool(contracted) and not batch and result.ndim > 1
 
 
 def _dot_general(
@@ -332,21 +343,29 @@ def _dot_general(
 
     All but two: of three, of which the operands split different ones, some products are left out.
     And within batches, all of the smaller operand: where one axis splits the batches and another
-    one the contracted dim, and the result's batches the other one, its blocks change places.
+    one the contracted dim, and the result's batches the other one, its blocks change places. So do
+    the blocks of a result of which the axis of the contracted dim splits a dim, and two axes
+    another one: all contracted dims of the smaller operand are whole, or the result if it is
+    smaller than both.
     """
     left, right = inputs
     contracted, batch = eqn.params["dimension_numbers"]
     smaller = left if left.size < right.size else right
+    made: Any = eqn.outvars[0].aval
+    may_join = _may_join_axes(eqn, splits)
+    is_result_whole = may_join and made.size < smaller.size
+    is_one_whole = bool(batch[0]) or (may_join and not is_result_whole)
     operands, numbers = [], []
     for x, own, own_batch in zip((left, right), contracted, batch):
-        whole = own if own_batch and x is smaller else own[2:]
+        whole = own if is_one_whole and x is smaller else own[2:]
         # The product itself reads what is whole: behind a transpose it would be split again.
         order = [*(d for d in range(x.ndim) if d not in whole), *whole]
         x = jnp.transpose(x, order)
         operands.append(splits.keep_whole(x, len(whole)) if whole else x)
         numbers.append([tuple(order.index(d) for d in dims) for dims in (own, own_batch)])
     dims = tuple(zip(*numbers))
-    return [eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": dims})]
+    result = eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": dims})
+    return [splits.keep_whole(result, result.ndim) if is_result_whole else result]
 
 
 def _gather(

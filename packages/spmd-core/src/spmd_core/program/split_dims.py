@@ -71,18 +71,23 @@ def splits(
     """
     uneven: set[int] = set()
     axes_used: set[tuple[str, int]] = set()  # with sizes: two meshes may share names
+    joins_axes = False
     for spec, sharding in found:
+        counts = [0]  # of axes, for each dim
         for size, axes in zip(spec.shape, sharding.spec):
             names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
             sizes = {name: sharding.mesh.shape[name] for name in names}
             axes_used |= sizes.items()
+            counts.append(sum(x > 1 for x in sizes.values()))
             count = math.prod(sizes.values())
             if size % count:
                 uneven.add(count)
+        joins_axes |= 1 < max(counts) < sum(counts)
     return Splits(
         keep_whole,
         num_devices,
         tuple(size for _, size in axes_used),
+        joins_axes,
         frozenset(uneven),
         has_whole_indices=has_whole_indices,
     )
