@@ -40,6 +40,11 @@ SPARSE = {
     "embedding": lambda: (
         F.embedding(INDEX.to("xla"), on_device(3, 2).requires_grad_(), sparse=True).sum().backward()
     ),
+    "bag": lambda: (
+        F.embedding_bag(INDEX.to("xla"), on_device(3, 2).requires_grad_(), sparse=True, mode="sum")
+        .sum()
+        .backward()
+    ),
 }
 PARTS = [torch.ones(2, 3), torch.ones(1, 3)]
 NESTED = {

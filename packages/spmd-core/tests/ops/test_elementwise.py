@@ -549,3 +549,23 @@ def test_what_a_float8_cannot_hold(source, target):
 def test_a_power_of_truth_values(exponent):
     x = torch.tensor([True, False])
     assert (x.to("xla") ** exponent).tolist() == (x**exponent).tolist()
+
+
+def test_empty_operands_broadcast():
+    pairs = [((6, 0), (6, 1)), ((1, 0), (6, 1)), ((0,), (1,)), ((0, 6), (6,))]
+    functions = {
+        name: getattr(torch, name)
+        for name in ("eq", "sub", "mul", "maximum", "pow", "atan2", "fmod", "isclose", "allclose",
+                     "logical_and", "nextafter", "xlogy", "copysign")
+    }  # fmt: skip
+    functions["where"] = lambda x, y: torch.where(x > 0, x, y)
+    functions["lerp"] = lambda x, y: torch.lerp(x, y, 0.5)
+    found = []
+    for shapes in pairs:
+        operands = [torch.zeros(shape) for shape in shapes]
+        for function in functions.values():
+            for swap in (1, -1):
+                x, y = operands[::swap]
+                found.append((function(x, y), function(x.to("xla"), y.to("xla"))))
+    for expected, got in found:
+        assert torch.equal(torch.as_tensor(expected), torch.as_tensor(got).cpu())

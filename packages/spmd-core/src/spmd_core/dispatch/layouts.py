@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from spmd_core.recording.calls import Handler
+from spmd_core.ops import registry
+from spmd_core.recording import schema
+from spmd_core.recording.calls import Handler, functional_handler
 from spmd_core.recording.layouts import Layout, refusal
 
 _MAKERS = {
@@ -39,6 +41,20 @@ def _refusing(layout: Layout, func: torch._ops.OpOverload) -> Handler:
     return handler
 
 
+def _dense_bags(func: torch._ops.OpOverload) -> Handler:
+    """Records the gradient of an embedding bag, unless it is to be sparse."""
+    lowering = registry.find(func)
+    assert lowering is not None
+    record, position = functional_handler(lowering), schema.of(func).names.index("sparse")
+
+    def handler(args: Any, kwargs: dict[str, Any]) -> Any:
+        if args[position]:
+            raise refusal(Layout.SPARSE, f"{func.name()} with sparse=True")
+        return record(args, kwargs)
+
+    return handler
+
+
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
     """Of the operation; none where torch does not have it, as it drops some from time to time."""
     packet = getattr(torch.ops.aten, name, None)
@@ -50,4 +66,8 @@ HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     for layout, names in _MAKERS.items()
     for name in names
     for func in _overloads(name)
+}
+# Of operations that are refused for some arguments only.
+PARTIAL_HANDLERS: dict[torch._ops.OpOverload, Handler] = {
+    func: _dense_bags(func) for func in _overloads("_embedding_bag_backward")
 }

@@ -336,6 +336,7 @@ _SPECIAL: dict[torch._ops.OpOverload, Handler] = {
     **special.HANDLERS,
     **process_groups.HANDLERS,
     **layouts.HANDLERS,
+    **layouts.PARTIAL_HANDLERS,
     **releases.overloads(_HANDLERS),
     **{func: make(func) for func, make in releases.overloads(_MADE).items()},
 }

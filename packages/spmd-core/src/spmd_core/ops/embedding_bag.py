@@ -113,11 +113,7 @@ def _bag_backward_meta(
     return grad.new_empty(rest[3], grad.shape[1])
 
 
-@lowering(
-    "aten._embedding_bag_backward.default",
-    meta=_bag_backward_meta,
-    host_when=lambda args, kwargs, platform: bool(args[9]),
-)
+@lowering("aten._embedding_bag_backward.default", meta=_bag_backward_meta)
 def _embedding_bag_backward(
     ctx: Context,
     grad: Any,
