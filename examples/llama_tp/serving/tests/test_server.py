@@ -75,6 +75,7 @@ def test_a_signal_in_the_first_moment_of_serving(
 @pytest.mark.slow
 def test_signals_at_random_moments(programs: Programs, tokenizer: Any) -> None:
     moments = random.Random(0)
+    before = {*threading.enumerate()}
     for number in (signal.SIGINT, signal.SIGTERM) * 8:
         ending = Ending()
         wait_s = moments.random() * 0.15
@@ -89,4 +90,7 @@ def test_signals_at_random_moments(programs: Programs, tokenizer: Any) -> None:
             run(programs, tokenizer, ending)
         sender.join()
         assert ending.was_interrupted == (number == signal.SIGINT)
-        assert not [thread for thread in threading.enumerate() if thread.name == "engine"]
+        for thread in {*threading.enumerate()} - before:
+            if thread.name == "engine":
+                thread.join(30)
+                assert not thread.is_alive()

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-# Frames of files in these folders are not the user's. Nor are those of files such as `<string>`:
-# code that a library generated, or an interactive session.
-_LIBRARY_FOLDERS: tuple[str, ...] = ("<",)
+# Frames of files in these folders are not the user's.
+_LIBRARY_FOLDERS: tuple[str, ...] = ()
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(threading.__file__).parent) + os.sep
 # A file and a function's name.
@@ -85,7 +84,8 @@ def line_of_thread(ident: int) -> str:
 
 def is_library(file: str) -> bool:
     """Whether frames of a file are not the user's."""
-    return file.startswith(_LIBRARY_FOLDERS)
+    # Such as `<string>`: code that a library generated, or an interactive session.
+    return file[:1] == "<" or file.startswith(_LIBRARY_FOLDERS)
 
 
 def _is_library(frame: FrameType) -> bool:

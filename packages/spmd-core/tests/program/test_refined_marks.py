@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spmd_core as spmd
@@ -93,6 +93,7 @@ def test_marks_on_another_mesh_stay():
 
 
 @several
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from(
