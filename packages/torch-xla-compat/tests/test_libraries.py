@@ -67,11 +67,11 @@ def test_array_api_compat():
 
 
 def test_safetensors(tmp_path):
-    numpy_free = pytest.importorskip("safetensors.torch")
+    safetensors_torch = pytest.importorskip("safetensors.torch")
     layer = nn.Linear(3, 2, device="xla")
-    numpy_free.save_file(dict(layer.state_dict()), tmp_path / "layer.safetensors")
+    safetensors_torch.save_file(dict(layer.state_dict()), tmp_path / "layer.safetensors")
     for device in DEVICES:
-        loaded = numpy_free.load_file(tmp_path / "layer.safetensors", device=device)
+        loaded = safetensors_torch.load_file(tmp_path / "layer.safetensors", device=device)
         assert loaded["weight"].device.type == device
         assert torch.equal(loaded["weight"].cpu(), layer.weight.cpu())
 
