@@ -249,3 +249,25 @@ def test_modules_with_their_own_apply():
     weight = layer[0].weight
     assert layer.to("xla")[0].extra.device.type == "xla" and layer[0].weight is weight
     assert layer.cpu()[0].extra.device.type == "cpu" and layer[0].weight is weight
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_move_with_all_that_they_contain(tmp_path):
+    x, path = torch.randn(5, 4), str(tmp_path / "module.pt")
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval())
+    model = nn.Sequential(scripted, nn.Linear(4, 2))
+    expected, kept = model(x), model[1].weight
+    model.to("xla")
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {t.device.type for t in tensors} == {"xla"} and kept is model[1].weight
+    found = model(x.to("xla"))
+    torch.testing.assert_close(found.cpu(), expected)
+    found.sum().backward()
+    assert all(p.grad is not None and p.requires_grad for p in model.parameters())
+    with pytest.raises(spmd.UnsupportedOpError, match=r"torch\.jit\.save\(module\.cpu\(\), path\)"):
+        torch.jit.save(scripted, path)
+    torch.jit.save(scripted.cpu(), path)
+    loaded = torch.jit.load(path)
+    torch.testing.assert_close(loaded(x), scripted(x))
+    torch.testing.assert_close(loaded.to("xla")(x.to("xla")).cpu(), scripted(x))
+    assert all(p.requires_grad for p in loaded.parameters())

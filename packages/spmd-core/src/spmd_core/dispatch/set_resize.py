@@ -102,7 +102,8 @@ def _refuse_storage(target: XLAShardedTensor) -> NoReturn:
     raise UnsupportedOpError(
         "set_ to a storage object exchanges the memory under a tensor, which "
         f"a recorded value does not have; got a call on a tensor of shape {tuple(target.shape)}. "
-        "Write target.set_(other_tensor), or assign tensor.data = other."
+        "Write target.set_(other_tensor), or assign tensor.data = other; "
+        "to save a scripted module, write torch.jit.save(module.cpu(), path)."
     )
 
 

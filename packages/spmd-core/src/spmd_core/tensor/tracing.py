@@ -2,8 +2,8 @@
 
 import functools
 import sys
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 from spmd_core.errors import UnsupportedOpError
@@ -26,6 +26,23 @@ def refusal(shape: Sequence[Any]) -> UnsupportedOpError:
     )
     dynamo = sys.modules.get("torch._dynamo.exc")
     return UnsupportedOpError(text) if dynamo is None else _class_for(dynamo)(text)
+
+
+def shortened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that traces, or makes one that does; refusals leave it without frames of its own.
+
+    Other exceptions stay as they are.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except UnsupportedOpError as error:
+            raise error.with_traceback(None) from None
+        return shortened(result) if isinstance(result, FunctionType) else result
+
+    return call
 
 
 @functools.cache

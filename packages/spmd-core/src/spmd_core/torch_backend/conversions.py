@@ -136,7 +136,17 @@ def _apply_keeping_parameters(
     self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
     """`Module._apply`, through which all conversions of a module go."""
-    return _apply(self, fn if isinstance(fn, _KeepsParameters) else _KeepsParameters(fn), recurse)
+    convert = fn.convert if isinstance(fn, _KeepsParameters) else fn
+    if isinstance(self, torch.jit.ScriptModule):
+        # Its tensors are held in C++, where an exchange of what is in Python's objects has no
+        # effect; those of a loaded module are no parameters, which torch asks for.
+        for name, tensor in self._parameters.items():
+            if tensor is not None and not isinstance(tensor, nn.Parameter):
+                parameter = nn.Parameter(tensor.detach(), tensor.requires_grad)
+                parameter.grad = tensor.grad
+                self._parameters[name] = parameter
+        return _apply(self, convert, recurse)
+    return _apply(self, _KeepsParameters(convert), recurse)
 
 
 def install() -> None:

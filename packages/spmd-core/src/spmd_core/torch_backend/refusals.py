@@ -2,7 +2,7 @@
 
 Operations with a tensor of the device arrive at the router, which refuses for itself
 (`dispatch.layouts`). Here are nested tensors, which torch moves as a whole, quantized ones, which
-it leaves on the host in silence, and attention whose kernel torch compiles.
+it leaves on the host in silence, attention whose kernel torch compiles, and compilers that trace.
 """
 
 import functools
@@ -15,9 +15,11 @@ import torch
 from torch.nn.attention import flex_attention
 from torch.utils import _pytree as pytree
 
+from spmd_core.dispatch import router, transfer
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.recording.layouts import Layout, refusal, require_dense
 from spmd_core.tensor import tracing
+from spmd_core.torch_backend import subclasses
 from spmd_core.torch_backend.after_import import after_import
 
 _validate_device = flex_attention._validate_device
@@ -32,6 +34,11 @@ _DTYPES_OF_NUMBERS = {
     int: torch.int64,
     float: torch.float64,
     complex: torch.complex128,
+}
+# Where operations arrive from torch.
+_RECORDING = {
+    function.__code__
+    for function in (router.route, subclasses.dispatch, transfer.empty, transfer.empty_strided)
 }
 # Who makes the first quantized tensors; all others are computed from these.
 _QUANTIZERS = (
@@ -106,6 +113,15 @@ class _Quantized:
             self.library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
+def _device_tensor(*given: Any) -> torch.Tensor | None:
+    """A tensor of the device among values, what they contain, and the tensors of modules."""
+    leaves = pytree.tree_leaves(given)
+    for module in [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]:
+        leaves += [*module.parameters(), *module.buffers()]
+    found = (t for t in leaves if isinstance(t, torch.Tensor) and t.device.type == "xla")
+    return next(found, None)
+
+
 def _refuse_graphs(module: ModuleType) -> None:
     """Has Dynamo refuse a graph with tensors of the device before a backend gets it.
 
@@ -116,13 +132,54 @@ def _refuse_graphs(module: ModuleType) -> None:
 
     @functools.wraps(theirs)
     def call(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        for node in graph.graph.nodes:
-            for value in pytree.tree_leaves(node.meta.get("example_value")):
-                if isinstance(value, torch.Tensor) and value.device.type == "xla":
-                    raise tracing.refusal(value.shape)
+        found = _device_tensor([node.meta.get("example_value") for node in graph.graph.nodes])
+        if found is not None:
+            raise tracing.refusal(found.shape)
         return theirs(self, graph, *args, **kwargs)
 
     module.OutputGraph.call_user_compiler = call
+
+
+def _refuse_frames(module: ModuleType) -> None:
+    """Has Dynamo refuse Python code that has tensors of the device.
+
+    Dynamo does not compile torch's own modules where they are called, but the first code that they
+    call: this would be the code that records an operation. And what it cannot trace in a function
+    matters less than that there is nothing to compile.
+    """
+    theirs = module.CatchErrorsWrapper.__call__
+
+    @functools.wraps(theirs)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code in _RECORDING:
+            found = _device_tensor(*frame.f_locals.values())
+            raise tracing.refusal(() if found is None else found.shape)
+        try:
+            return theirs(self, frame, *args, **kwargs)
+        except module.Unsupported:  # only if it may not leave out what it cannot trace
+            used = (frame.f_globals.get(name) for name in frame.f_code.co_names)
+            found = _device_tensor(*frame.f_locals.values(), *used)
+            if found is None:
+                raise
+            raise tracing.refusal(found.shape) from None
+
+    module.CatchErrorsWrapper.__call__ = call
+
+
+def _trace_nothing_of_ours(module: ModuleType) -> None:
+    """Has Dynamo call what records and computes, and finalizers there, without compiling it."""
+    for folder in ("dispatch", "graph", "program", "recording", "runtime", "tensor"):
+        module.add(f"spmd_core.{folder}")
+
+
+def _shorten(*names: str) -> Callable[[ModuleType], None]:
+    """A change of a module: refusals leave these functions of it without torch's frames."""
+
+    def change(module: ModuleType) -> None:
+        for name in names:
+            setattr(module, name, tracing.shortened(getattr(module, name)))
+
+    return change
 
 
 def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -141,6 +198,11 @@ def install() -> torch.library.Library:
     """Registers the refusals, which live as long as the returned library."""
     flex_attention._validate_device = _refuse_attention
     after_import("torch._dynamo.output_graph", _refuse_graphs)
+    after_import("torch._dynamo.convert_frame", _refuse_frames)
+    after_import("torch._dynamo.trace_rules", _trace_nothing_of_ours)
+    after_import("torch.export", _shorten("export", "draft_export"))
+    after_import("torch._functorch.aot_autograd", _shorten("aot_function"))
+    after_import("torch.fx.experimental.proxy_tensor", _shorten("make_fx"))
     library = torch.library.Library("aten", "IMPL")
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)

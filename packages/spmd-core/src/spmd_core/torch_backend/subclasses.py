@@ -55,7 +55,7 @@ def device_class(cls: Any) -> Any:
         "_user_class": cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__torch_dispatch__": classmethod(_dispatch),
+        "__torch_dispatch__": classmethod(dispatch),
         "__torch_function__": _function_of(cls),
     }
     if hasattr(cls, "cls_to_become"):  # the class of an uninitialized parameter after its first use
@@ -75,7 +75,7 @@ def _function_of(cls: Any) -> Any:
     return classmethod(on_device)
 
 
-def _dispatch(
+def dispatch(
     _: type,
     func: torch._ops.OpOverload,
     types: Sequence[type],
