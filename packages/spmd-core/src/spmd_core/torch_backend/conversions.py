@@ -22,6 +22,7 @@ from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, attributes_of
 from spmd_core.torch_backend.subclasses import device_class, user_class
 
+_SCRIPTED: Any = torch.jit.ScriptModule  # for type checkers, no subclass of nn.Module
 _apply = nn.Module._apply
 _is_traceable_wrapper_subclass = module.is_traceable_wrapper_subclass
 
@@ -137,7 +138,7 @@ def _apply_keeping_parameters(
 ) -> nn.Module:
     """`Module._apply`, through which all conversions of a module go."""
     convert = fn.convert if isinstance(fn, _KeepsParameters) else fn
-    if isinstance(self, torch.jit.ScriptModule):
+    if isinstance(self, _SCRIPTED):
         # Its tensors are held in C++, where an exchange of what is in Python's objects has no
         # effect; those of a loaded module are no parameters, which torch asks for.
         for name, tensor in self._parameters.items():
