@@ -10,9 +10,29 @@ of the repeats.
 Run: python -m benchmarks.attention
 """
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass, field
+
+from benchmarks.report import Samples, Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--seq",
+        type=int,
+        nargs="+",
+        default=[256, 512, 1024, 2048, 4096],
+        help="sequence lengths (default 256 512 1024 2048 4096)",
+    )
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed steps per backend (default 5)"
+    )
+    args = parser.parse_args()
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +40,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks.report import Samples, Table, argument_parser, publish
 
 BACKENDS = {"math": [SDPBackend.MATH], "blocks": [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]}
 
@@ -63,22 +82,7 @@ def measure(seq: int, *, batch: int, heads: int, dim: int, repeats: int) -> dict
     return measured
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--seq",
-        type=int,
-        nargs="+",
-        default=[256, 512, 1024, 2048, 4096],
-        help="sequence lengths (default 256 512 1024 2048 4096)",
-    )
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="timed steps per backend (default 5)"
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     sizes = {"batch": args.batch, "heads": args.heads, "dim": args.dim}
     found = {
@@ -127,4 +131,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -14,13 +14,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+from examples.gpt2.presets import PRESETS, padded_vocab
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="124M", choices=list(PRESETS), help="model size")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of products")
+    parser.add_argument("--batch", type=int, default=8, help="sequences in a step (default 8)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (default 1024)")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
+    parser.add_argument("--results", type=Path, help="file for the figures as JSON")
+    args = parser.parse_args()
+
+import spmd_core  # noqa: F401  (before transformers: makes torchvision importable beside CPU torch)
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import spmd_core  # noqa: F401  (before transformers: makes torchvision importable beside CPU torch)
 from examples.gpt2.model import build_model
-from examples.gpt2.presets import PRESETS, padded_vocab
 
 NUM_WARM = 5  # steps before the measured ones: the first compiles
 
@@ -73,19 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--preset", default="124M", choices=list(PRESETS), help="model size")
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of products")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step (default 8)")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (default 1024)")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
-    parser.add_argument("--results", type=Path, help="file for the figures as JSON")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     found = measure(args)
     step_s = statistics.median(found["step_s"])
     peak = f", peak {found['peak_bytes'] / 1e9:.2f} GB" if found["peak_bytes"] else ""
@@ -97,4 +102,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

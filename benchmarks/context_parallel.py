@@ -8,15 +8,28 @@ what a device sends in a step.
 Run: python -m benchmarks.context_parallel
 """
 
+import argparse
 import sys
 from typing import Any
+
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384, 32768],
+        help="tokens of a sequence (default 4096 8192 16384 32768)",
+    )
+    args = parser.parse_args()
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks.report import Table, argument_parser, publish, verdict
 from examples.llama_tp import shardings
 from examples.llama_tp.model import build_model
 from examples.llama_tp.presets import PRESETS
@@ -49,16 +62,7 @@ def measure(length: int, num_devices: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=[4096, 8192, 16384, 32768],
-        help="tokens of a sequence (default 4096 8192 16384 32768)",
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.config.cache_dir = None  # a program from the cache on disk lacks the full analysis
     spmd.simulate(max(COUNTS))
     spmd.use_spmd()
@@ -93,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

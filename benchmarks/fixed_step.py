@@ -9,11 +9,31 @@ step whose program is already compiled.
 Run: python -m benchmarks.fixed_step --rounds 20
 """
 
+import argparse
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="timed pairs of steps (default 20)")
+    parser.add_argument(
+        "--burst",
+        type=int,
+        default=4,
+        help="steps in flight when throughput is measured; 0: not measured (default 4)",
+    )
+    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--activation-marks",
+        action="store_true",
+        help="also mark the residual stream and the logits, along the batch",
+    )
+    args = parser.parse_args()
 
 import jax
 import numpy as np
@@ -22,7 +42,6 @@ from tqdm import trange
 
 import spmd_core as spmd
 from benchmarks import jax_gpt2_step as reference
-from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
@@ -222,22 +241,7 @@ def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="timed pairs of steps (default 20)")
-    parser.add_argument(
-        "--burst",
-        type=int,
-        default=4,
-        help="steps in flight when throughput is measured; 0: not measured (default 4)",
-    )
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    parser.add_argument(
-        "--activation-marks",
-        action="store_true",
-        help="also mark the residual stream and the logits, along the batch",
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(args.devices)
     spmd.use_spmd()
     shape = reference.Shape()
@@ -373,4 +377,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

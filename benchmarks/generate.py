@@ -8,26 +8,32 @@ torch. Programs of fewer than 40 operations, which check the inputs, are counted
 Run: python -m benchmarks.generate --tokens 64
 """
 
+import argparse
 import sys
 import time
 import warnings
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default 64)")
+    parser.add_argument("--devices", type=int, default=1, help="emulated devices (default 1)")
+    args = parser.parse_args()
+
+import spmd_core as spmd  # before transformers: see spmd_core.torch_backend.torchvision_ops
+
+# isort: split
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import spmd_core as spmd
-from benchmarks.report import Table, argument_parser, publish, verdict
 from spmd_core.program import compile_cache, growing_sizes
 
 MAX_STATIC_PROGRAMS = 3
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate (default 64)")
-    parser.add_argument("--devices", type=int, default=1, help="emulated devices (default 1)")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.config.cache_dir = None
     spmd.simulate(args.devices)
     # Of transformers, on flags of generate() that do not count for greedy decoding.
@@ -108,4 +114,4 @@ def _measure(model: Any, ids: torch.Tensor, options: dict[str, Any]) -> dict[str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -8,11 +8,20 @@ the last bit. Compile times are of programs that no cache on disk has.
 Run: python -m benchmarks.index_checks --rounds 30
 """
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=30, help="timed pairs of steps (default 30)")
+    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    args = parser.parse_args()
 
 import jax
 import torch
@@ -21,7 +30,6 @@ from tqdm import trange
 import spmd_core as spmd
 from benchmarks import jax_gpt2_step as reference
 from benchmarks.fixed_step import Ours, paired_ratio
-from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 from spmd_core.program import compile_cache
 
 WARM_UP = 4
@@ -128,11 +136,7 @@ def report(on: Side, off: Side) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="timed pairs of steps (default 30)")
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(args.devices)
     spmd.use_spmd()
     jax.config.update("jax_enable_compilation_cache", False)
@@ -195,4 +199,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -13,6 +13,7 @@ one program, each device its own shards.
 Run: python -m benchmarks.initialisation
 """
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -23,6 +24,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--only-run",
+        action="store_true",
+        help="print parts (b) and (c) as JSON and exit; the script starts a process with this "
+        "option",
+    )
+    args = parser.parse_args()
+
 import jax
 import numpy as np
 import torch
@@ -32,7 +45,6 @@ from torch import nn
 import spmd_core as spmd
 from benchmarks import jax_gpt2_step as reference
 from benchmarks.memory import held_bytes, max_rss_bytes, mb
-from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 from examples.gpt2 import model as gpt2
 from examples.gpt2 import presets as gpt2_presets
 from examples.gpt2 import shardings as gpt2_shardings
@@ -271,15 +283,7 @@ def report(plans: list[dict[str, Any]], run: dict[str, Any], *, folder: Path) ->
     return all(targets.values())
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--only-run",
-        action="store_true",
-        help="print parts (b) and (c) as JSON and exit; the script starts a process with this "
-        "option",
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     # A program from the cache on disk lacks the compiler's full analysis.
     spmd.config.cache_dir = None
     spmd.simulate(NUM_DEVICES)
@@ -302,4 +306,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

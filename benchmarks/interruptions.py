@@ -10,6 +10,7 @@ programs must compute what eager torch computes.
 Run: python -m benchmarks.interruptions [--rounds 500] [--seed 0]
 """
 
+import argparse
 import copy
 import json
 import os
@@ -23,17 +24,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.interruptions"
+    parser.add_argument("--rounds", type=int, default=500, help="interruptions (default 500)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--child", action="store_true", help="in this process; prints JSON")
+    args = parser.parse_args()
+
 import jax
 import torch
 from torch.utils import checkpoint
 
 import spmd_core as spmd
 import spmd_data
-from benchmarks.report import Table, argument_parser, publish
 from spmd_core.dispatch import fallback
 from spmd_core.graph import storage
 
-ROUNDS = 500
 # Reads a delay in seconds, waits, sends the signal, and says so.
 _SENDER = """
 import os, signal, sys, time
@@ -242,13 +251,7 @@ def in_child(rounds: int, seed: int = 0) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.interruptions"
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="interruptions")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--child", action="store_true", help="in this process; prints JSON")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.child:
         print(json.dumps(interrupted(args.rounds, args.seed)))
         return 0
@@ -270,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

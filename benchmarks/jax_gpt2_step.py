@@ -33,6 +33,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices (default 8)")
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps (default 20)")
+    args = parser.parse_args()
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -319,13 +327,7 @@ def build(
     return jitted.lower(state, batch).compile(), state, batch
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices (default 8)")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps (default 20)")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> None:
 
     jax.config.update("jax_num_cpu_devices", args.devices)
     start = time.perf_counter()
@@ -348,4 +350,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

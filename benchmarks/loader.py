@@ -18,6 +18,7 @@ of 64 bytes, and moves nothing; the loader must not, as the batch's owner may wr
 Run: python -m benchmarks.loader --rounds 5
 """
 
+import argparse
 import gc
 import os
 import resource
@@ -31,6 +32,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Samples, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--devices", type=int, default=4, help="emulated devices (default 4)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all kinds (default 5)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round (default 10)")
+    parser.add_argument(
+        "--many-steps", type=int, default=10_000, help="steps of question 5 (default 10000)"
+    )
+    parser.add_argument(
+        "--questions",
+        nargs="+",
+        type=int,
+        choices=range(1, 6),
+        default=range(1, 6),
+        metavar="NUMBER",
+        help="those that are asked, such as 1 3 (default: all)",
+    )
+    args = parser.parse_args()
+
 import jax
 import numpy as np
 import torch
@@ -40,7 +62,6 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import trange
 
 import spmd_core as spmd
-from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 from spmd_data import MpDeviceLoader
 
 WIDTH, BATCH, LAYERS = 256, 256, 2
@@ -288,24 +309,7 @@ def _num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=int, default=4, help="emulated devices (default 4)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all kinds (default 5)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a round (default 10)")
-    parser.add_argument(
-        "--many-steps", type=int, default=10_000, help="steps of question 5 (default 10000)"
-    )
-    parser.add_argument(
-        "--questions",
-        nargs="+",
-        type=int,
-        choices=range(1, 6),
-        default=range(1, 6),
-        metavar="NUMBER",
-        help="those that are asked, such as 1 3 (default: all)",
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     # The workers are forked while jax's threads wait, and use nothing of jax.
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     warnings.filterwarnings("ignore", "This DataLoader will create 4", UserWarning)
@@ -341,4 +345,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

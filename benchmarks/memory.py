@@ -7,6 +7,7 @@ and its peak is far below two copies.
 Run: python -m benchmarks.memory
 """
 
+import argparse
 import gc
 import resource
 import sys
@@ -14,11 +15,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    args = parser.parse_args()
+
 import torch
 
 import spmd_core as spmd
 from benchmarks import jax_gpt2_step as reference
-from benchmarks.report import Table, argument_parser, publish, verdict
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 
@@ -117,10 +124,7 @@ def mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     # A program from the cache on disk lacks the compiler's full analysis.
     spmd.config.cache_dir = None
     spmd.simulate(args.devices)
@@ -163,4 +167,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

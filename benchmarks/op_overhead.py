@@ -12,6 +12,7 @@ each operation's best divided by the floor.
 Run: python -m benchmarks.op_overhead
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +20,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.report import Samples, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--count", type=int, default=1000, help="operations per repeat (default 1000)"
+    )
+    parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
+    args = parser.parse_args()
+
 import torch
 from tqdm import trange
 
 import spmd_core as spmd
-from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 from benchmarks.single_operations import OPERATIONS, SIZE, VIEWS
 
 MAX_US, MAX_VIEW_US = 8.0, 5.0
@@ -95,13 +105,7 @@ def measure(cases: Sequence[Case], *, count: int, repeats: int) -> dict[str, Sam
     return samples
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--count", type=int, default=1000, help="operations per repeat (default 1000)"
-    )
-    parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     compiles, executions = spmd.metrics.counter("compiles"), spmd.metrics.counter("executions")
 
@@ -160,4 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

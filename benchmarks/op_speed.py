@@ -19,6 +19,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.op_speed"
+    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
+    parser.add_argument("--rounds", type=int, default=5, help="of both, in turns (default 5)")
+    parser.add_argument("--timeout", type=float, default=120, help="for one entry, in seconds")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--show", action="store_true", help="print the table and write no files")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
 import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
@@ -27,7 +40,6 @@ import spmd_core as spmd
 from benchmarks import workers
 from benchmarks.opinfo import samples
 from benchmarks.opinfo.samples import Sample, moved
-from benchmarks.report import Table, argument_parser, publish
 
 # Of the largest tensor of a sample.
 ELEMENTS = 250_000
@@ -423,16 +435,7 @@ def _serve(rounds: int) -> None:
     workers.serve(lambda task: measure(task["entry"], task["variant"], rounds))
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.op_speed"
-    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--rounds", type=int, default=5, help="of both, in turns (default 5)")
-    parser.add_argument("--timeout", type=float, default=120, help="for one entry, in seconds")
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--show", action="store_true", help="print the table and write no files")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve(args.rounds)
         return 0
@@ -469,4 +472,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

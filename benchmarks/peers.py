@@ -24,11 +24,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peer_sizes import RECIPES, SIZES_HELP, Sizes
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: 3)")
+    parser.add_argument("--recipe", choices=RECIPES, help="one recipe alone")
+    parser.add_argument("--side", choices=("ours", "theirs"), help="one side alone, of --recipe")
+    parser.add_argument("--results", type=Path, help="with --side: file for its figures as JSON")
+    sizes = parser.add_argument_group("sizes, with --side")
+    sizes.add_argument("--preset", default=Sizes.preset, help="of the recipe (default: tiny)")
+    for name, text in SIZES_HELP.items():
+        default = getattr(Sizes, name)
+        sizes.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
+import spmd_core as spmd  # before torchvision, whose compiled part may be built for another torch
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,8 +60,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 from transformers import LlamaForCausalLM
 
-import spmd_core as spmd  # before torchvision, whose compiled part may be built for another torch
-from benchmarks.report import Table, argument_parser, publish, verdict
 from examples.gpt2 import model as gpt2
 from examples.gpt2 import presets as gpt2_presets
 from examples.gpt2 import shardings as gpt2_shardings
@@ -48,32 +67,9 @@ from examples.llama_tp import model as llama
 from examples.llama_tp import presets as llama_presets
 from examples.llama_tp import shardings as llama_shardings
 
-RECIPES = ("gpt2", "resnet", "llama")
 NUM_WARM = 4  # steps before the measured ones: two compile, and gloo connects
 MOST_DIFFERENCE = 1e-4  # of two losses, relative; float32 sums in another order
 IMAGES, SIZE, NUM_CLASSES = 16, 64, 10
-SIZES_HELP = {
-    "vocab": "tokens of the vocabulary",
-    "seq": "tokens of a sequence",
-    "batch": "sequences in a step, over all devices",
-    "devices": "emulated devices, or processes over gloo",
-}
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the language models and their batches, and of the mesh."""
-
-    preset: str = "tiny"
-    vocab: int = 2048
-    seq: int = 128
-    batch: int = 8
-    devices: int = 2
-
-    def options(self) -> list[str]:
-        """As options of this command."""
-        named = {name: str(value) for name, value in vars(self).items()}
-        return [word for name, value in named.items() for word in (f"--{name}", value)]
 
 
 def model_of(recipe: str, sizes: Sizes) -> Any:
@@ -293,21 +289,7 @@ def table_of(results: Sequence[dict[str, Any]], agrees: bool, is_cheaper: bool) 
     )
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: 3)")
-    parser.add_argument("--recipe", choices=RECIPES, help="one recipe alone")
-    parser.add_argument("--side", choices=("ours", "theirs"), help="one side alone, of --recipe")
-    parser.add_argument("--results", type=Path, help="with --side: file for its figures as JSON")
-    sizes = parser.add_argument_group("sizes, with --side")
-    sizes.add_argument("--preset", default=Sizes.preset, help="of the recipe (default: tiny)")
-    for name, text in SIZES_HELP.items():
-        default = getattr(Sizes, name)
-        sizes.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.side:
         chosen = Sizes(args.preset, args.vocab, args.seq, args.batch, args.devices)
         if not args.recipe or not (args.folder or args.results):
@@ -332,4 +314,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

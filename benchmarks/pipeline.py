@@ -13,6 +13,7 @@ with m microbatches and v rounds.
 Run: python -m benchmarks.pipeline
 """
 
+import argparse
 import dataclasses
 import gc
 import sys
@@ -20,12 +21,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", default=[4, 8, 16], help="(default 4 8 16)"
+    )
+    args = parser.parse_args()
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 WIDTH, NUM_HEADS, LENGTH, NUM_BLOCKS = 64, 4, 64, 8
 NUM_DEVICES, DATA = 8, 2
@@ -164,12 +173,7 @@ def measured(stages: int, microbatches: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--microbatches", type=int, nargs="+", default=[4, 8, 16], help="(default 4 8 16)"
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     # A program from the cache on disk lacks the compiler's full analysis.
     spmd.config.cache_dir = None
     spmd.simulate(NUM_DEVICES)
@@ -224,4 +228,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -34,6 +34,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.reference_options import Options, options_from
+from examples.training.knobs import check_command_line
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    check_command_line(lambda: options_from(None, usage=__doc__))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +48,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import jax_gpt2_step as small
 from examples.gpt2.presets import PRESETS, ModelPreset, padded_vocab
 from examples.training.command import exit_code
-from examples.training.knobs import KnobError, knob, parser_of
+from examples.training.knobs import KnobError
 from spmd_core.errors import DeviceMemoryError, PlanError
 from spmd_core.planner import buffer_text, topology
 from spmd_core.planner.memory_program import write_buffers
@@ -442,20 +448,6 @@ def step_for(setup: Setup, devices: Sequence[Any]) -> Step:
 # --- The command line -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    preset: str = knob("2B", "sizes of the model", choices=[*PRESETS])
-    mesh: str = knob("", "axes among fsdp and tensor, such as fsdp=4,tensor=2; empty: one device")
-    batch: int = knob(1, "sequences on each shard of the batch")
-    remat: str = knob("full", "what backward computes again", choices=["full", "none"])
-    dtype: str = knob("bf16", "of the products", choices=["bf16", "fp32"])
-    topology: str = knob("", "v4-8, or as libtpu names it v4:2x2x1; empty: emulated CPUs")
-    dump: str = knob("", "a new folder for the text of the compiled program; empty: none")
-    json: str = knob("", "a file for the figures; empty: none")
-
-
 def setup_of(options: Options) -> Setup:
     """The options as a setup.
 
@@ -534,8 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
 
     def command() -> bool:
-        parser = parser_of(Options, module="benchmarks.reference_jax_gpt2", usage=__doc__)
-        options = Options(**vars(parser.parse_args(argv)))
+        options = options_from(argv, usage=__doc__)
         start = time.perf_counter()
         memory = compiled_memory(options)
         print(

@@ -10,6 +10,7 @@ Run: python -m benchmarks.refusals                         all entries (about a 
      python -m benchmarks.refusals --ops 'index*' --show   some entries, and no files
 """
 
+import argparse
 import fnmatch
 import itertools
 import re
@@ -21,6 +22,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.refusals"
+    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
+    parser.add_argument("--samples", type=int, default=1, help="of each entry (default 1)")
+    parser.add_argument("--show", action="store_true", help="print the table and write no files")
+    parser.add_argument("--part", default="0/1", help="the part of the entries, such as 0/2")
+    args = parser.parse_args()
+
 import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
@@ -28,7 +40,6 @@ from tqdm import tqdm
 import spmd_core as spmd
 from benchmarks.opinfo import cases, samples
 from benchmarks.opinfo.samples import Sample
-from benchmarks.report import Table, argument_parser, publish
 
 DTYPES = (
     torch.float32,
@@ -278,14 +289,7 @@ def _table(counts: Counter[str], found: list[Difference]) -> Table:
     return Table("Refusals, compared with eager torch", ["outcome", "calls"], rows, notes)
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.refusals"
-    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--samples", type=int, default=1, help="of each entry (default 1)")
-    parser.add_argument("--show", action="store_true", help="print the table and write no files")
-    parser.add_argument("--part", default="0/1", help="the part of the entries, such as 0/2")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
     patterns = args.ops.split(",")
@@ -311,4 +315,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -9,6 +9,7 @@ form may not move more.
 Run: python -m benchmarks.rule_bytes
 """
 
+import argparse
 import json
 import math
 import subprocess
@@ -18,13 +19,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--case", help="measure one case in this process, and print JSON")
+    parser.add_argument("--without-rules", action="store_true", help="with --case: XLA's own form")
+    args = parser.parse_args()
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks.report import Table, argument_parser, publish, verdict
 from spmd_core.program import lowering
 
 DEVICES = 8
@@ -292,11 +300,7 @@ def _cell(found: dict[str, Any]) -> str:
     return f"{found['bytes'] / 1e3:,.1f} kB, {'right' if found['right'] else 'WRONG'}"
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--case", help="measure one case in this process, and print JSON")
-    parser.add_argument("--without-rules", action="store_true", help="with --case: XLA's own form")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.case is not None:
         spmd.config.cache_dir = None
         spmd.simulate(DEVICES)
@@ -339,4 +343,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -9,6 +9,7 @@ own figures, at /metrics. Then thousands of tiny requests, while the server's me
 Run: python -m benchmarks.serving --devices 8
 """
 
+import argparse
 import asyncio
 import json
 import re
@@ -22,22 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
-import psutil  # type: ignore[import-untyped]
-import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-import spmd_core  # noqa: F401 - before transformers, as in its recipes
 from benchmarks.report import Table, argument_parser, publish, verdict
 
-ROOT = Path(__file__).parents[1]
-VOCAB, SLOTS, LENGTH = 2048, 16, 256
-PROMPT_TOKENS, ANSWER_TOKENS = 24, 64
-MAX_GROWTH_BYTES = 16 << 20  # of resident memory, over all tiny requests but the first tenth
-
-
-def main() -> int:
+if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
     parser.add_argument("--width", type=int, default=512, help="hidden size (default 512)")
@@ -49,6 +37,23 @@ def main() -> int:
         "--tiny", type=int, default=10_000, help="tiny requests for the memory (default 10,000)"
     )
     args = parser.parse_args()
+
+import spmd_core  # noqa: F401  (before transformers, as in its recipes)
+
+# isort: split
+import httpx2
+import psutil  # type: ignore[import-untyped]
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[1]
+VOCAB, SLOTS, LENGTH = 2048, 16, 256
+PROMPT_TOKENS, ANSWER_TOKENS = 24, 64
+MAX_GROWTH_BYTES = 16 << 20  # of resident memory, over all tiny requests but the first tenth
+
+
+def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), width=args.width, layers=args.layers)
         with server(folder, args.devices) as (url, _):
@@ -217,4 +222,4 @@ async def memory_over(url: str, process: psutil.Process, number: int) -> dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -11,6 +11,7 @@ forward.
 Run: python -m benchmarks.spatial
 """
 
+import argparse
 import math
 import statistics
 import sys
@@ -19,6 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report import Stopwatch, Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--no-step", action="store_true", help="leave the train step out")
+    args = parser.parse_args()
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -26,7 +34,6 @@ from tqdm import tqdm
 
 import spmd_core as spmd  # isort: skip  (before torchvision)
 from torchvision.models import resnet50  # isort: skip
-from benchmarks.report import Stopwatch, Table, argument_parser, publish, verdict
 from spmd_core.program import compile_cache, image_layouts
 
 AXES = ("height", "width")
@@ -232,10 +239,7 @@ def holds(after: dict[str, Any], limit: float) -> bool:
     return only_halos and _exchanged(after["whole"]) <= MARGIN * limit
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--no-step", action="store_true", help="leave the train step out")
-    args = parser.parse_args(argv)
+def main(args: argparse.Namespace) -> int:
     spmd.config.cache_dir = None
     spmd.simulate(max(math.prod(shape) for shape in MESHES.values()))
     spmd.use_spmd()
@@ -278,4 +282,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -7,6 +7,7 @@ and execution. The target is at most twice the time of the replicated one.
 Run: python -m benchmarks.split_programs
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -14,6 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    options = argument_parser(__doc__).parse_args()
 
 # Each program is to be compiled.
 os.environ["SPMD_CACHE_DIR"] = ""
@@ -24,7 +30,6 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks.report import Table, argument_parser, publish, verdict
 
 NUM_DEVICES = 8
 MOST = 2.0
@@ -130,8 +135,7 @@ def seconds(program: Program, axes: tuple[int, ...], specs: Specs, more: int) ->
     return time.perf_counter() - start
 
 
-def main() -> int:
-    options = argument_parser(__doc__).parse_args()
+def main(options: argparse.Namespace) -> int:
     spmd.simulate(NUM_DEVICES)
     spmd.use_spmd()
     spmd.config.bound_growing_sizes = False  # each size is compiled
@@ -176,4 +180,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(options))

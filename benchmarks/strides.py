@@ -9,6 +9,7 @@ Run: python -m benchmarks.strides                         all entries (some minu
      python -m benchmarks.strides --ops 'fft*' --show     some entries, and no files
 """
 
+import argparse
 import fnmatch
 import sys
 import warnings
@@ -17,6 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.strides"
+    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
+    parser.add_argument("--samples", type=int, default=4, help="of each entry (default 4)")
+    parser.add_argument("--show", action="store_true", help="print the table and write no files")
+    args = parser.parse_args()
+
 import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
@@ -24,7 +35,6 @@ from tqdm import tqdm
 import spmd_core as spmd
 from benchmarks.opinfo import samples
 from benchmarks.opinfo.samples import Sample
-from benchmarks.report import Table, argument_parser, publish
 
 
 def _expanded(t: torch.Tensor) -> torch.Tensor:
@@ -208,13 +218,7 @@ def _table(counts: Counter[str], found: list[Difference]) -> Table:
     return Table("Strides, compared with eager torch's", ["variant", "calls", "other"], rows, notes)
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.strides"
-    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--samples", type=int, default=4, help="of each entry (default 4)")
-    parser.add_argument("--show", action="store_true", help="print the table and write no files")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
     chosen = [
@@ -237,4 +241,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

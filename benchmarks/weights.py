@@ -9,6 +9,7 @@ before, ends a run that takes more. The files are float32 and bfloat16; the mode
 Run: python -m benchmarks.weights
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -18,13 +19,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish, verdict
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        "--layers", type=int, default=16, help="layers of 0.27 GB in float32 (default 16)"
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder for the file and its copy (default: the system's for temporary files)",
+    )
+    parser.add_argument(
+        "--only", type=Path, help="measure this file and print JSON; the script uses this option"
+    )
+    args = parser.parse_args()
+
 import numpy as np
 import torch
 from torch import nn
 
 import spmd_core as spmd
 from benchmarks.memory import held_bytes, max_rss_bytes
-from benchmarks.report import Table, argument_parser, publish, verdict
 
 NUM_DEVICES = 8
 WIDTH = 4096
@@ -121,21 +139,7 @@ def run(dtype: str, num_layers: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument(
-        "--layers", type=int, default=16, help="layers of 0.27 GB in float32 (default 16)"
-    )
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="folder for the file and its copy (default: the system's for temporary files)",
-    )
-    parser.add_argument(
-        "--only", type=Path, help="measure this file and print JSON; the script uses this option"
-    )
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.only:
         print(json.dumps(measure(args.only, args.layers)))
         return 0
@@ -181,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -15,6 +15,13 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    args = parser.parse_args()
+
 import torch
 
 from spmd_core.dispatch import router
@@ -169,15 +176,10 @@ def page() -> str:
     return text
 
 
-def main() -> int:
+def main(*, check: bool) -> int:
     """Writes or checks the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
-    args = parser.parse_args()
     text = page()
-    if args.check:
+    if check:
         if PAGE.read_text() != text:
             print(
                 "docs/ops.md is stale. Run python -m scripts.ops_page and commit what it writes.",
@@ -191,4 +193,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(check=args.check))

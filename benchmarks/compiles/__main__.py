@@ -19,6 +19,49 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.report import argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.compiles"
+    parser.add_argument(
+        "--target", default="v4-8", help="a topology, such as v5e-8, or cuda (default: v4-8)"
+    )
+    parser.add_argument("--devices", type=int, default=1, help="devices of a program (default 1)")
+    parser.add_argument(
+        "--ops",
+        default="*",
+        help="patterns of entries' full names, separated by commas (default: all)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        default="float32,bfloat16",
+        help="names, separated by commas (default: float32,bfloat16)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=4,
+        help="at most this many samples per entry and dtype, evenly spread (default 4; 0: all)",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300,
+        help="time limit in seconds for one entry, variant and dtype (default 300)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted run of the same arguments",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the table with the reasons and write no files"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
 import torch
 
 import spmd_core as spmd
@@ -27,7 +70,6 @@ from benchmarks.compiles.outcomes import DTYPES, Outcome, Status, examine
 from benchmarks.compiles.summary import not_compiled, overloads, summary
 from benchmarks.compiles.target import Target
 from benchmarks.opinfo import samples
-from benchmarks.report import argument_parser, publish
 
 VARIANTS = ("forward", "gradient")
 
@@ -58,46 +100,7 @@ def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
     )
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.compiles"
-    parser.add_argument(
-        "--target", default="v4-8", help="a topology, such as v5e-8, or cuda (default: v4-8)"
-    )
-    parser.add_argument("--devices", type=int, default=1, help="devices of a program (default 1)")
-    parser.add_argument(
-        "--ops",
-        default="*",
-        help="patterns of entries' full names, separated by commas (default: all)",
-    )
-    parser.add_argument(
-        "--dtypes",
-        default="float32,bfloat16",
-        help=f"of {', '.join(DTYPES)} (default: float32,bfloat16)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=4,
-        help="at most this many samples per entry and dtype, evenly spread (default 4; 0: all)",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300,
-        help="time limit in seconds for one entry, variant and dtype (default 300)",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue an interrupted run of the same arguments",
-    )
-    parser.add_argument(
-        "--show", action="store_true", help="print the table with the reasons and write no files"
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve(Target(args.target, num_devices=args.devices))
         return 0
@@ -144,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -16,6 +16,45 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.report import argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.opinfo"
+    parser.add_argument(
+        "--ops",
+        default="*",
+        help="patterns of entries' full names, separated by commas (default: all)",
+    )
+    parser.add_argument("--dtypes", help="separated by commas (default: all)")
+    parser.add_argument("--variants", help="separated by commas (default: all)")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="emulated devices (default 1); 0: the real ones"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=8,
+        help="at most this many samples per entry and dtype, evenly spread (default 8; 0: all)",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300,
+        help="time limit in seconds for one entry, variant and dtype (default 300)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted run of the same arguments",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print the table with the failures and write no files"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
 import torch
 
 import spmd_core as spmd
@@ -24,7 +63,6 @@ from benchmarks.opinfo import cases, samples
 from benchmarks.opinfo.cases import Status
 from benchmarks.opinfo.samples import DTYPES_BY_NAME, VARIANTS
 from benchmarks.opinfo.summary import not_passed, overloads, summary
-from benchmarks.report import argument_parser, publish
 
 
 def _serve(num_devices: int) -> None:
@@ -65,50 +103,12 @@ def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.opinfo"
-    parser.add_argument(
-        "--ops",
-        default="*",
-        help="patterns of entries' full names, separated by commas (default: all)",
-    )
-    parser.add_argument(
-        "--dtypes", default=",".join(DTYPES_BY_NAME), help="separated by commas (default: all)"
-    )
-    parser.add_argument(
-        "--variants", default=",".join(VARIANTS), help="separated by commas (default: all)"
-    )
-    parser.add_argument(
-        "--devices", type=int, default=1, help="emulated devices (default 1); 0: the real ones"
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=8,
-        help="at most this many samples per entry and dtype, evenly spread (default 8; 0: all)",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300,
-        help="time limit in seconds for one entry, variant and dtype (default 300)",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue an interrupted run of the same arguments",
-    )
-    parser.add_argument(
-        "--show", action="store_true", help="print the table with the failures and write no files"
-    )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve(args.devices)
         return 0
-    variants, dtypes = args.variants.split(","), args.dtypes.split(",")
+    variants = args.variants.split(",") if args.variants else list(VARIANTS)
+    dtypes = args.dtypes.split(",") if args.dtypes else list(DTYPES_BY_NAME)
     unknown = [name for name in (*variants, *dtypes) if name not in (*VARIANTS, *DTYPES_BY_NAME)]
     if unknown:
         parser.error(
@@ -158,4 +158,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

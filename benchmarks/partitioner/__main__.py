@@ -22,11 +22,34 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.partitioner"
+    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=12,
+        help="programs of each entry on each mesh (default 12)",
+    )
+    parser.add_argument("--chains", type=int, default=240, help="chains on each mesh (default 240)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
+    parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="limit in seconds of a task (default 600)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
 from benchmarks import workers
 from benchmarks.opinfo import samples
 from benchmarks.partitioner.chains import Chains
 from benchmarks.partitioner.programs import MESHES, Entry, examine, start
-from benchmarks.report import Table, argument_parser, publish
 
 CHAINS_AT_ONCE = 5
 
@@ -91,29 +114,7 @@ def table_of(answers: list[dict[str, Any]]) -> Table:
     )
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.partitioner"
-    parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument(
-        "--programs",
-        type=int,
-        default=12,
-        help="programs of each entry on each mesh (default 12)",
-    )
-    parser.add_argument("--chains", type=int, default=240, help="chains on each mesh (default 240)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
-    parser.add_argument(
-        "--meshes", default=",".join(map(str, range(len(MESHES)))), help="numbers (default: all)"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="limit in seconds of a task (default 600)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve()
         return 0
@@ -125,7 +126,8 @@ def main() -> int:
     if not names:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
     tasks = []
-    for name, mesh in itertools.product(names, map(int, args.meshes.split(","))):
+    meshes = map(int, args.meshes.split(",")) if args.meshes else range(len(MESHES))
+    for name, mesh in itertools.product(names, meshes):
         is_chain = name == Chains.name
         last = args.first + (args.chains if is_chain else args.programs)
         size = CHAINS_AT_ONCE if is_chain else args.programs
@@ -154,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

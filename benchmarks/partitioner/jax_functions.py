@@ -21,6 +21,26 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser.add_argument(
+        "--limit", type=int, default=24, help="layouts of a call on a mesh; 0: every one"
+    )
+    parser.add_argument(
+        "--mesh", action="append", help="sizes of one or two axes (default: 2,2 and 8)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="limit in seconds of a function on a mesh"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +51,6 @@ from benchmarks import workers
 from benchmarks.partitioner.jax_calls import CALLS, SIZES, JaxCall
 from benchmarks.partitioner.layouts import AXES, Spec, layouts
 from benchmarks.partitioner.programs import start
-from benchmarks.report import Table, argument_parser, publish
 
 AT_ONCE = 12  # programs in one compilation
 MESHES = ("2,2", "8")
@@ -181,23 +200,7 @@ def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
     return {"layouts": 0, "wrong": [], "error": [what]}
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument(
-        "--limit", type=int, default=24, help="layouts of a call on a mesh; 0: every one"
-    )
-    parser.add_argument(
-        "--mesh", action="append", help="sizes of one or two axes (default: 2,2 and 8)"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="limit in seconds of a function on a mesh"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args: argparse.Namespace = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
     if args.worker:
         start()
@@ -240,4 +243,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

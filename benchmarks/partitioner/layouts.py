@@ -22,13 +22,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser.add_argument(
+        "--limit", type=int, default=128, help="layouts of a call; 0: every one (default 128)"
+    )
+    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
+    parser.add_argument(
+        "--nonfinite", action="store_true", help="the first tensor has a NaN and both infinities"
+    )
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    args = parser.parse_args()
+
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
 from benchmarks.partitioner.programs import start
-from benchmarks.report import Table, argument_parser, publish
 
 Spec: TypeAlias = tuple[Any, ...]
 AXES = ("x", "y")
@@ -303,18 +317,7 @@ def failures(
                 yield f"{layout}: errors {', '.join(f'{error:.1e}' for error in errors)}"
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument(
-        "--limit", type=int, default=128, help="layouts of a call; 0: every one (default 128)"
-    )
-    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
-    parser.add_argument(
-        "--nonfinite", action="store_true", help="the first tensor has a NaN and both infinities"
-    )
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    args: argparse.Namespace = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
     if not names:
         parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
@@ -342,4 +345,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -15,6 +15,7 @@ Run: python -m benchmarks.partitioner.pairs
          more programs of some calls
 """
 
+import argparse
 import fnmatch
 import itertools
 import os
@@ -26,6 +27,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.prog = "python -m benchmarks.partitioner.pairs"
+    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser.add_argument("--meshes", help="names, joined by commas, such as 4x2,8 (default all)")
+    parser.add_argument(
+        "--groups", type=int, default=4, help="groups of a call on a mesh (default 4)"
+    )
+    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    args = parser.parse_args()
+
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -33,7 +48,6 @@ from tqdm import tqdm
 import spmd_core as spmd
 from benchmarks.partitioner.layouts import Call, Spec, specs
 from benchmarks.partitioner.programs import start
-from benchmarks.report import Table, argument_parser, publish
 
 MESHES = {"4x2": (4, 2), "2x4": (2, 4), "2x2x2": (2, 2, 2), "8": (8,)}
 AXES = ("x", "y", "z")
@@ -362,17 +376,7 @@ def mesh_of(name: str) -> spmd.Mesh:
     return spmd.Mesh(range(8), MESHES[name], AXES[: len(MESHES[name])])
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.partitioner.pairs"
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument("--meshes", default=",".join(MESHES), help="names, joined by commas")
-    parser.add_argument(
-        "--groups", type=int, default=4, help="groups of a call on a mesh (default 4)"
-    )
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     names = [
         name
         for name in CALLS
@@ -380,7 +384,8 @@ def main() -> int:
     ]
     if not names:
         parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
-    unknown = {*args.meshes.split(",")} - {*MESHES}
+    meshes = args.meshes.split(",") if args.meshes else list(MESHES)
+    unknown = {*meshes} - {*MESHES}
     if unknown:
         parser.error(f"--meshes are among {', '.join(MESHES)}; got {', '.join(sorted(unknown))}")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
@@ -388,9 +393,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     counts = dict.fromkeys(names, 0)
     wrong: dict[str, list[str]] = {name: [] for name in names}
-    for name, mesh in tqdm(
-        list(itertools.product(names, args.meshes.split(","))), unit="call", disable=None
-    ):
+    for name, mesh in tqdm(list(itertools.product(names, meshes)), unit="call", disable=None):
         for number in range(args.first, args.first + args.groups):
             programs = draw(name, mesh, number)
             counts[name] += len(programs)
@@ -414,4 +417,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

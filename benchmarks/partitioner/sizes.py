@@ -21,6 +21,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.report import Table, argument_parser, publish
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argument_parser(__doc__)
+    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser.add_argument("--layouts", type=int, default=3, help="of each call (default 3)")
+    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
+    parser.add_argument("--seed", type=int, default=0, help="of sizes and layouts (default 0)")
+    parser.add_argument("--show", action="store_true", help="print the table, write no files")
+    args = parser.parse_args()
+
 import torch
 from tqdm import tqdm
 
@@ -36,7 +47,6 @@ from benchmarks.partitioner.layouts import (
     specs,
 )
 from benchmarks.partitioner.programs import start
-from benchmarks.report import Table, argument_parser, publish
 from spmd_core.program import compile_cache, growing_sizes
 
 NAMES = ("B", "T", "D")
@@ -118,14 +128,7 @@ def drawn_layouts(call: Call, count: int, rng: random.Random) -> list[tuple[Spec
     return [(), *(tuple(rng.choice(o) for o in options) for _ in range(count - 1))]
 
 
-def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument("--layouts", type=int, default=3, help="of each call (default 3)")
-    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes and layouts (default 0)")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    args: argparse.Namespace = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
     if not names:
         parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
@@ -171,4 +174,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -18,19 +18,6 @@ NUM_WARM = 4  # steps: the first makes the optimizer's state, and two or three p
 SETTLE_S = 0.05  # XLA's threads spin for a while after their work
 COUNT, REPEATS = 1000, 10  # of single operations
 OPERATIONS = Path(__file__).parents[1] / "single_operations.py"
-SIZES = {"layers": 4, "width": 256, "heads": 4, "vocab": 2048, "seq": 256, "batch": 8}
-
-
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options of both programs."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, number in SIZES.items():
-        made.add_argument(f"--{name}", type=int, default=number, help=f"(default: {number})")
-    made.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
-    made.add_argument("--results", type=Path, required=True, help="file for the figures as JSON")
-    return made
 
 
 def model_and_tokens(args: argparse.Namespace) -> tuple[GPT2LMHeadModel, torch.Tensor]:

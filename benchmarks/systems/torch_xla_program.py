@@ -12,6 +12,11 @@ import json
 import time
 from typing import Any
 
+import step_options
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    args = step_options.parser(__doc__).parse_args()
+
 import gpt2_step
 import numpy as np
 import torch
@@ -22,8 +27,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 
-def main() -> None:
-    args = gpt2_step.parser(__doc__).parse_args()
+def main(args: argparse.Namespace) -> None:
     xr.use_spmd()
     device = torch_xla.device()
     found = {
@@ -86,4 +90,4 @@ def recorded(device: torch.device) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -13,6 +13,11 @@ import json
 import time
 from typing import Any
 
+import step_options
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    args = step_options.parser(__doc__).parse_args()
+
 import gpt2_step
 import jax
 import numpy as np
@@ -23,8 +28,7 @@ import torchax
 from torchax import interop, train
 
 
-def main() -> None:
-    args = gpt2_step.parser(__doc__).parse_args()
+def main(args: argparse.Namespace) -> None:
     found = {
         "version": torchax.__version__,
         "torch": torch.__version__,
@@ -94,4 +98,4 @@ def computed() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(args)

@@ -1,9 +1,14 @@
 """Commands read their options before they import a framework, which takes seconds."""
 
+import ast
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[4]
 
 COMMANDS = {
     "examples.gpt2.train": ["--steps", "0"],
@@ -40,3 +45,78 @@ def test_help_and_wrong_options_import_no_framework(command, options, code):
         assert "error: " in done.stderr and "Traceback" not in done.stderr
     else:
         assert "usage: " in done.stdout + done.stderr
+
+
+# What another file starts, and no user.
+CHILDREN = {
+    "benchmarks/published/speed.py",
+    "examples/resnet_spatial/max_batch.py",
+    "packages/spmd-core/src/spmd_core/planner/compiler.py",
+}
+# It looks at the words that started Python: see above.
+LOOKS_AT_PYTHON = "packages/spmd-core/src/spmd_core/plan.py"
+# Runs each command in this process, up to the end of its argument parser.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
+HEAVY = {"torch", "jax", "jaxlib", "spmd_core", "transformers", "torchvision"}
+found, path = {}, list(sys.path)
+for file, module in json.loads(sys.argv[1]):
+    for option in ("--help", "--no-such-option"):
+        sys.argv, code, out = [file, option], None, io.StringIO()
+        sys.path[:] = [file.rpartition("/")[0], *path]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                if module:
+                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(file, run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+            except BaseException as error:
+                code = repr(error)
+        heavy = sorted(HEAVY & {name.partition(".")[0] for name in sys.modules})
+        found[f"{file} {option}"] = [code, "usage: " in out.getvalue(), heavy]
+        if heavy:
+            break
+    if heavy:
+        break
+print(json.dumps(found))
+"""
+
+
+def commands():
+    """The files with an `if __name__ == "__main__"`, and the names of those that are modules."""
+    for folder in ("benchmarks", "examples", "scripts", "packages"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if "/tests/" in name or name in {*CHILDREN, LOOKS_AT_PYTHON}:
+                continue
+            if any(
+                isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+                for node in ast.parse(path.read_text()).body
+            ):
+                is_module = (path.parent / "__init__.py").exists() or name == "scripts/ops_page.py"
+                module = name.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
+                yield str(path), module if is_module else None
+
+
+def test_no_command_imports_a_framework_before_its_options_are_read():
+    given = list(commands())
+    assert len(given) > 50
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, json.dumps(given)],
+        env={"PYTHONPATH": ":".join([str(ROOT), *(entry for entry in sys.path if entry)])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wrong = {
+        command: result
+        for command, result in found.items()
+        if result != [0 if command.endswith("--help") else 2, True, []]
+    }
+    assert not wrong
+    assert len(found) == 2 * len(given)

@@ -27,8 +27,7 @@ def test_a_stale_page_fails_the_command(tmp_path, monkeypatch, capsys):
     stale = tmp_path / "ops.md"
     stale.write_text("old")
     monkeypatch.setattr(ops_page, "PAGE", stale)
-    monkeypatch.setattr("sys.argv", ["ops_page", "--check"])
-    assert ops_page.main() == 1
+    assert ops_page.main(check=True) == 1
     assert "Run python -m scripts.ops_page and commit" in capsys.readouterr().err
 
 
