@@ -175,7 +175,13 @@ def main(options: argparse.Namespace) -> int:
             "whose tensors are replicated."
         ],
     )
-    publish("split_programs", table, {"seconds": found}, folder=options.out)
+    data = [
+        {"program": name, "layout": label, "split_s": times, "replicated_s": by["replicated"]}
+        for name, by in found.items()
+        for label, times in by.items()
+        if label != "replicated"
+    ]
+    publish("split_programs", table, {"layouts": data}, folder=options.out)
     return 0 if all_hold else 1
 
 

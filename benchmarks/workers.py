@@ -42,9 +42,10 @@ class _Worker:
             text=True,
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(
+        self._listener = threading.Thread(
             target=self._listen, args=(self._process, self._answers), daemon=True
-        ).start()
+        )
+        self._listener.start()
         if self._answers.get() is None:
             raise RuntimeError(
                 f"the worker did not start; run it by hand to see why: {' '.join(self._command)}"
@@ -53,8 +54,9 @@ class _Worker:
     @staticmethod
     def _listen(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
+        with process.stdout:
+            for line in process.stdout:
+                answers.put(line)
         answers.put(None)
 
     def ask(self, task: Task, lost: Callable[[Task, str], Any]) -> Any:
@@ -69,13 +71,16 @@ class _Worker:
             answer, what = None, f"no result within {self._timeout_s:.0f} s"
         if answer is not None:
             return json.loads(answer)
-        self._process.kill()
-        self._process.wait()
+        self.stop()
         self._start()
         return lost(task, what)
 
     def stop(self) -> None:
         self._process.kill()
+        self._process.wait()
+        self._listener.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 def run(
@@ -88,6 +93,7 @@ def run(
     journal: Path,
     resume: bool,
     what: str,
+    again: Callable[[Any], bool] = lambda answer: False,
 ) -> list[Any]:
     """All answers, in the order of the tasks. A progress bar counts the tasks.
 
@@ -103,6 +109,7 @@ def run(
         journal: the file; its folder is made.
         resume: whether answers that the journal has are taken from it.
         what: a label for the progress bar.
+        again: whether a task with that answer in the journal runs again.
     """
     found: dict[int, Any] = {}
     if resume and journal.exists():
@@ -111,7 +118,9 @@ def run(
             for task, answer in map(json.loads, journal.read_text().splitlines())
         }
         found = {
-            i: known[json.dumps(task)] for i, task in enumerate(tasks) if json.dumps(task) in known
+            i: known[json.dumps(task)]
+            for i, task in enumerate(tasks)
+            if json.dumps(task) in known and not again(known[json.dumps(task)])
         }
     waiting: queue.Queue[tuple[int, Task]] = queue.Queue()
     for i, task in enumerate(tasks):

@@ -2,9 +2,9 @@
 
 Each program is one operation of torch's database between other operations, its tensors split over a
 mesh in a random way (`programs.py` in `benchmarks/partitioner` says what is drawn), or a chain of
-several operations with marks anywhere (`chains.py`). Worker processes run them, several in one
-compilation, and compare with eager torch. A program that fails is reduced to the smallest one that
-still fails.
+several operations with marks anywhere (`chains.py`), or a training step around a table of uneven
+sizes (`table_steps.py`). Worker processes run them, several in one compilation, and compare with
+eager torch. A program that fails is reduced to the smallest one that still fails.
 
 Run: python -m benchmarks.partitioner
          every operation on every mesh (about an hour on two cores)
@@ -12,6 +12,8 @@ Run: python -m benchmarks.partitioner
          some operations, more programs of each
      python -m benchmarks.partitioner --ops chain --chains 1000 --show
          chains alone, more of them
+     python -m benchmarks.partitioner --ops table_step --steps 200 --show
+         steps around tables alone, more of them
 """
 
 import argparse
@@ -35,6 +37,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         help="programs of each entry on each mesh (default 12)",
     )
     parser.add_argument("--chains", type=int, default=240, help="chains on each mesh (default 240)")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps around tables on each mesh (default 60)"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
     parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
@@ -49,9 +54,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 from benchmarks import workers
 from benchmarks.opinfo import samples
 from benchmarks.partitioner.chains import Chains
-from benchmarks.partitioner.programs import MESHES, Entry, examine, start
+from benchmarks.partitioner.examination import Source, examine
+from benchmarks.partitioner.programs import MESHES, Entry, start
+from benchmarks.partitioner.table_steps import TableSteps
 
-CHAINS_AT_ONCE = 5
+AT_ONCE = 5  # of what is drawn whole
+DRAWN: dict[str, Source] = {source.name: source for source in (Chains(), TableSteps())}
 
 
 def _serve() -> None:
@@ -62,8 +70,8 @@ def _serve() -> None:
 
     def answer(task: dict[str, Any]) -> dict[str, Any]:
         name = task["entry"]
-        if name == Chains.name:
-            return asdict(examine(Chains(), task["mesh"], task["seeds"]))
+        if name in DRAWN:
+            return asdict(examine(DRAWN[name], task["mesh"], task["seeds"]))
         if name not in entries:
             entries.clear()
             entries[name] = Entry(ops[name])
@@ -120,17 +128,17 @@ def main(args: argparse.Namespace) -> int:
         return 0
     names = [
         name
-        for name in (*(op.formatted_name for op in samples.entries()), Chains.name)
+        for name in (*(op.formatted_name for op in samples.entries()), *DRAWN)
         if any(fnmatch.fnmatch(name, p) for p in args.ops.split(","))
     ]
     if not names:
         parser.error(f"--ops names no entry of torch's database: {args.ops}")
+    counts = {Chains.name: args.chains, TableSteps.name: args.steps}
     tasks = []
     meshes = map(int, args.meshes.split(",")) if args.meshes else range(len(MESHES))
     for name, mesh in itertools.product(names, meshes):
-        is_chain = name == Chains.name
-        last = args.first + (args.chains if is_chain else args.programs)
-        size = CHAINS_AT_ONCE if is_chain else args.programs
+        last = args.first + counts.get(name, args.programs)
+        size = AT_ONCE if name in DRAWN else args.programs
         for first in range(args.first, last, size):
             seeds = list(range(first, min(first + size, last)))
             tasks.append({"entry": name, "mesh": mesh, "seeds": seeds})

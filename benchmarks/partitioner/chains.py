@@ -81,7 +81,7 @@ class Chain:
 
 
 class Chains:
-    """Draws chains and runs them; `programs.examine` does the rest."""
+    """Draws chains and runs them; `examination.examine` does the rest."""
 
     name = "chain"
 
@@ -96,7 +96,9 @@ class Chains:
             while math.prod(shape) > LARGEST_LEAF:
                 shape[rng.randrange(len(shape))] = rng.choice((1, 2, 3))
             shapes.append(tuple(shape))
-        marks = {i: _spec(rng, len(s), names) for i, s in enumerate(shapes) if rng.random() < 0.7}
+        marks = {
+            i: draw_spec(rng, len(s), names) for i, s in enumerate(shapes) if rng.random() < 0.7
+        }
         drawn = Draw(rng, _leaves(seed, shapes, "cpu"))
         steps: list[Step] = []
         count = rng.randint(3, MOST_STEPS)
@@ -106,7 +108,7 @@ class Chains:
                 continue
             steps.append(step)
             if rng.random() < 0.3:
-                marks[len(shapes) + len(steps) - 1] = _spec(rng, len(step.shape), names)
+                marks[len(shapes) + len(steps) - 1] = draw_spec(rng, len(step.shape), names)
             if len(steps) == count:
                 break
         numbers = range(len(shapes), len(shapes) + len(steps))
@@ -150,7 +152,7 @@ def _leaves(seed: int, shapes: Sequence[tuple[int, ...]], device: str) -> list[t
     return [torch.randn(s, dtype=DTYPE, generator=generator).to(device) for s in shapes]
 
 
-def _spec(rng: random.Random, ndim: int, names: Sequence[str]) -> Spec:
+def draw_spec(rng: random.Random, ndim: int, names: Sequence[str]) -> Spec:
     """A partition spec with each axis on a random dim, or on none."""
     axes: list[list[str]] = [[] for _ in range(ndim)]
     for name in rng.sample(list(names), len(names)):

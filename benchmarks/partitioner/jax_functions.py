@@ -1,6 +1,6 @@
 """Do users' jax functions keep their values under every layout of their tensors?
 
-Each function of `jax_calls.py` is called by `spmd.call_jax` on tensors that are split over a mesh
+Each function of `jax_calls/` is called by `spmd.call_jax` on tensors that are split over a mesh
 of one or two axes, or not, and compared with the same function of jax alone, on one device. Also
 compared are the gradients. An operand is computed in the same program, in several ways. Sizes
 divide by the mesh, or do not. Worker processes run them, several layouts in one compilation.
@@ -12,33 +12,23 @@ Run: python -m benchmarks.partitioner.jax_functions
 """
 
 import argparse
-import fnmatch
 import itertools
 import math
-import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.report import Table, argument_parser, publish
+from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    parser = argument_parser(__doc__)
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser = sweep_options.parser_of(__doc__, "benchmarks.partitioner.jax_functions")
     parser.add_argument(
         "--limit", type=int, default=24, help="layouts of a call on a mesh; 0: every one"
     )
     parser.add_argument(
         "--mesh", action="append", help="sizes of one or two axes (default: 2,2 and 8)"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument(
-        "--timeout", type=float, default=600, help="limit in seconds of a function on a mesh"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
 import jax
@@ -47,10 +37,11 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from benchmarks import workers
-from benchmarks.partitioner.jax_calls import CALLS, SIZES, JaxCall
-from benchmarks.partitioner.layouts import AXES, Spec, layouts
-from benchmarks.partitioner.programs import start
+from benchmarks.partitioner import sweeps
+from benchmarks.partitioner.jax_calls import CALLS
+from benchmarks.partitioner.jax_calls.call import SIZES, JaxCall
+from benchmarks.partitioner.layouts import AXES, Spec, layouts, mesh_of
+from benchmarks.partitioner.sweeps import Failure, Sweep
 
 AT_ONCE = 12  # programs in one compilation
 MESHES = ("2,2", "8")
@@ -132,7 +123,7 @@ def evaluate(
 
 def _error(got: torch.Tensor, right: np.ndarray) -> float:
     """The largest difference, relative beyond 1; NaN where one alone is NaN or an infinity."""
-    x, y = got.cpu().numpy(), right
+    x, y = got.numpy(), right
     if x.dtype != y.dtype or x.shape != y.shape:
         return math.inf
     with np.errstate(invalid="ignore", over="ignore"):
@@ -141,106 +132,67 @@ def _error(got: torch.Tensor, right: np.ndarray) -> float:
     return float(np.where(same, 0, difference).max(initial=0))
 
 
+@dataclass(frozen=True)
+class _Program:
+    """A layout of the operands and of the first result, and where the operands come from."""
+
+    layout: tuple[Spec, ...]
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.layout}, {self.source}"
+
+
 def failures(
     call: JaxCall, size: str, mesh: spmd.Mesh, tried: Sequence[tuple[Spec, ...]]
-) -> Iterator[tuple[str, str]]:
-    """("wrong" or "error", a line) for each layout under which a value is not jax's own."""
+) -> Iterator[Failure]:
+    """The layouts that raise, or under which a value is not jax's own."""
     arrays = call.arrays(size)
     right = expected(call, arrays)
-    named = [(layout, SOURCES[i % len(SOURCES)]) for i, layout in enumerate(tried)]
+    programs = [_Program(layout, SOURCES[i % len(SOURCES)]) for i, layout in enumerate(tried)]
 
-    def run(batch: Sequence[tuple[tuple[Spec, ...], str]]) -> list[list[float]]:
-        found = [evaluate(call, arrays, mesh, layout, source) for layout, source in batch]
+    def run(batch: Sequence[_Program]) -> list[list[torch.Tensor]]:
+        found = [evaluate(call, arrays, mesh, p.layout, p.source) for p in batch]
         spmd.sync()
-        return [[_error(x, y) for x, y in zip(xs, right, strict=True)] for xs in found]
+        return [[x.cpu() for x in tensors] for tensors in found]
 
-    for first in range(0, len(named), AT_ONCE):
-        batch = named[first : first + AT_ONCE]
-        try:
-            all_errors: list[Any] = run(batch)
-        except Exception:  # one of them; a program that fails loses nothing of the others
-            spmd.roll_back()
-            all_errors = []
-            for one in batch:
-                try:
-                    all_errors += run([one])
-                except Exception as error:
-                    spmd.roll_back()
-                    all_errors.append(f"{type(error).__name__}: {error}".replace("\n", " ")[:300])
-        for (layout, source), errors in zip(batch, all_errors):
-            if isinstance(errors, str):
-                yield "error", f"{layout}, {source}: {errors}"
-            elif not all(error <= call.tolerance for error in errors):  # false for NaN too
-                yield "wrong", f"{layout}, {source}: {', '.join(f'{e:.1e}' for e in errors)}"
+    def difference(program: _Program, values: Sequence[torch.Tensor]) -> str:
+        errors = [_error(x, y) for x, y in zip(values, right, strict=True)]
+        is_right = all(error <= call.tolerance for error in errors)  # false for NaN too
+        return "" if is_right else ", ".join(f"{error:.1e}" for error in errors)
 
-
-def _mesh(sizes: str) -> spmd.Mesh:
-    shape = tuple(map(int, sizes.split(",")))
-    return spmd.Mesh(range(math.prod(shape)), shape, AXES[: len(shape)])
+    for first in range(0, len(programs), AT_ONCE):
+        yield from sweeps.failures(programs[first : first + AT_ONCE], run, difference)
 
 
 def _answer(task: dict[str, Any]) -> dict[str, Any]:
-    call, mesh = CALLS[task["call"]], _mesh(task["mesh"])
-    arrays = call.arrays(task["size"])
+    call, mesh = CALLS[task["call"]], mesh_of(task["mesh"])
+    arrays = call.arrays(task["sizes"])
     with jax.enable_x64(True):
         first = jax.tree.leaves(jax.eval_shape(call.function, *arrays))[0]
     ndims = [*(x.ndim for x in arrays), len(first.shape)]
     tried = layouts(ndims, task["limit"], axes=AXES[: len(mesh.mesh_shape)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = list(failures(call, task["size"], mesh, tried))
-    return {"layouts": len(tried), **{k: [x for kind, x in found if kind == k] for k in KINDS}}
+    return sweeps.answer_of(len(tried), failures(call, task["sizes"], mesh, tried))
 
 
-KINDS = ("wrong", "error")
-
-
-def _lost(task: dict[str, Any], what: str) -> dict[str, Any]:
-    """The answer where the worker died or was too slow."""
-    return {"layouts": 0, "wrong": [], "error": [what]}
-
-
-def main(args: argparse.Namespace) -> int:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
-    if args.worker:
-        start()
-        workers.serve(_answer)
-        return 0
-    names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
-    if not names:
-        parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
-    tasks = [
-        {"call": name, "size": size, "mesh": mesh, "limit": args.limit}
+def _tasks(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"call": name, "mesh": mesh, "sizes": size, "limit": args.limit}
         for name, mesh, size in itertools.product(names, args.mesh or MESHES, SIZES)
     ]
-    journal = args.out / "partitioner_jax.journal"
-    answers = workers.run(
-        tasks,
-        [sys.executable, "-m", "benchmarks.partitioner.jax_functions", "--worker"],
-        lost=_lost,
-        jobs=args.jobs,
-        timeout_s=args.timeout,
-        journal=journal,
-        resume=args.resume,
-        what="functions x meshes x sizes",
-    )
-    journal.unlink()
-    rows, notes, data = [], [], []
-    for task, answer in zip(tasks, answers):
-        where = f"{task['call']}, mesh {task['mesh']}, {task['size']} sizes"
-        counts = [str(answer["layouts"]), *(str(len(answer[kind])) for kind in KINDS)]
-        rows.append([task["call"], task["mesh"], task["size"], *counts])
-        notes += [f"**{kind}**: {where}, {line}" for kind in KINDS for line in answer[kind]]
-        data.append({**task, **answer})
-    total = sum(answer["layouts"] for answer in answers)
-    title = f"{total:,} layouts of jax functions called by call_jax, against jax on one device"
-    table = Table(title, ["function", "mesh", "sizes", "layouts", "wrong", "error"], rows, notes)
-    if args.show:
-        table.show()
-    else:
-        publish("partitioner_jax", table, {"calls": data}, folder=args.out)
-    return 1 if notes else 0
 
+
+SWEEP = Sweep(
+    "benchmarks.partitioner.jax_functions",
+    "partitioner_jax",
+    [*CALLS],
+    ("call",),
+    _tasks,
+    _answer,
+    lambda total, args: (
+        f"{total:,} layouts of jax functions called by call_jax, against jax on one device"
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(args))
+    sys.exit(SWEEP.main(args, parser))

@@ -12,21 +12,18 @@ Run: python -m benchmarks.partitioner.layouts
 """
 
 import argparse
-import fnmatch
 import itertools
 import math
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from benchmarks.report import Table, argument_parser, publish
+from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    parser = argument_parser(__doc__)
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
+    parser = sweep_options.parser_of(__doc__, "benchmarks.partitioner.layouts")
     parser.add_argument(
         "--limit", type=int, default=128, help="layouts of a call; 0: every one (default 128)"
     )
@@ -34,15 +31,14 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument(
         "--nonfinite", action="store_true", help="the first tensor has a NaN and both infinities"
     )
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
     args = parser.parse_args()
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 import spmd_core as spmd
-from benchmarks.partitioner.programs import start
+from benchmarks.partitioner import sweeps
+from benchmarks.partitioner.sweeps import Failure, Sweep
 
 Spec: TypeAlias = tuple[Any, ...]
 AXES = ("x", "y")
@@ -303,46 +299,56 @@ def failures(
     tried: Sequence[tuple[Spec, ...]],
     *,
     has_nonfinite: bool = False,
-) -> Iterator[str]:
-    """A line for each layout under which a value is not that of eager torch."""
+) -> Iterator[Failure]:
+    """The layouts that raise, or under which a value is not that of eager torch."""
     operands = call.operands(size, has_nonfinite=has_nonfinite)
     expected = evaluate(call, [x.clone() for x in operands], "cpu")
-    for first in range(0, len(tried), AT_ONCE):
-        batch = tried[first : first + AT_ONCE]
+
+    def run(batch: Sequence[tuple[Spec, ...]]) -> list[list[torch.Tensor]]:
         found = [evaluate(call, operands, "xla", mesh, layout) for layout in batch]
         spmd.sync()
-        for layout, values in zip(batch, found):
-            errors = [_error(got.cpu(), right) for got, right in zip(values, expected, strict=True)]
-            if not all(error <= TOLERANCE for error in errors):  # false for NaN too
-                yield f"{layout}: errors {', '.join(f'{error:.1e}' for error in errors)}"
+        return [[x.cpu() for x in tensors] for tensors in found]
+
+    def difference(layout: tuple[Spec, ...], values: Sequence[torch.Tensor]) -> str:
+        errors = [_error(got, right) for got, right in zip(values, expected, strict=True)]
+        is_right = all(error <= TOLERANCE for error in errors)  # false for NaN too
+        return "" if is_right else f"errors {', '.join(f'{error:.1e}' for error in errors)}"
+
+    for first in range(0, len(tried), AT_ONCE):
+        yield from sweeps.failures(tried[first : first + AT_ONCE], run, difference)
 
 
-def main(args: argparse.Namespace) -> int:
-    names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
-    if not names:
-        parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
-    start()
-    shape = tuple(map(int, args.mesh.split(",")))
-    mesh = spmd.Mesh(range(shape[0] * shape[1]), shape, AXES)
-    rows, notes, data = [], [], []
-    for name, size in tqdm(list(itertools.product(names, SIZES)), unit="call", disable=None):
-        call = CALLS[name]
-        operands = call.operands(size)
-        tried = layouts([*(x.dim() for x in operands), call.function(*operands).dim()], args.limit)
-        wrong = list(failures(call, size, mesh, tried, has_nonfinite=args.nonfinite))
-        rows.append([name, size, str(len(tried)), str(len(wrong))])
-        notes += [f"**wrong**: {name}, {size} sizes, {line}" for line in wrong]
-        data.append({"call": name, "sizes": size, "layouts": len(tried), "wrong": wrong})
-    total = sum(int(row[2]) for row in rows)
-    title = f"{total:,} layouts of common calls on a mesh of {args.mesh}, against eager torch"
-    table = Table(title, ["call", "sizes", "layouts", "wrong"], rows, notes)
-    if args.show:
-        table.show()
-    else:
-        publish("partitioner_layouts", table, {"calls": data}, folder=args.out)
-    return 1 if notes else 0
+def mesh_of(sizes: str) -> spmd.Mesh:
+    """The mesh of one or two axes of these sizes, joined by a comma."""
+    shape = tuple(map(int, sizes.split(",")))
+    return spmd.Mesh(range(math.prod(shape)), shape, AXES[: len(shape)])
 
+
+def _answer(task: dict[str, Any]) -> dict[str, Any]:
+    call, mesh = CALLS[task["call"]], mesh_of(task["mesh"])
+    operands = call.operands(task["sizes"])
+    ndims = [*(x.dim() for x in operands), call.function(*operands).dim()]
+    tried = layouts(ndims, task["limit"])
+    found = failures(call, task["sizes"], mesh, tried, has_nonfinite=task["nonfinite"])
+    return sweeps.answer_of(len(tried), found)
+
+
+def _tasks(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    more = {name: getattr(args, name) for name in ("mesh", "limit", "nonfinite")}
+    return [{"call": name, "sizes": size, **more} for name, size in itertools.product(names, SIZES)]
+
+
+SWEEP = Sweep(
+    "benchmarks.partitioner.layouts",
+    "partitioner_layouts",
+    [*CALLS],
+    ("call", "sizes"),
+    _tasks,
+    _answer,
+    lambda total, args: (
+        f"{total:,} layouts of common calls on a mesh of {args.mesh}, against eager torch"
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(args))
+    sys.exit(SWEEP.main(args, parser))

@@ -11,43 +11,39 @@ are reduced. A program is drawn from the numbers that its failure names.
 
 Run: python -m benchmarks.partitioner.pairs
          every call on every mesh (about half an hour)
-     python -m benchmarks.partitioner.pairs --calls 'embedding*,tied' --groups 20 --show
-         more programs of some calls
+     python -m benchmarks.partitioner.pairs --calls 'embedding*,tied' --first 4 --groups 20 --show
+         other and more programs of some calls
 """
 
 import argparse
-import fnmatch
 import itertools
-import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from benchmarks.report import Table, argument_parser, publish
+from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    parser = argument_parser(__doc__)
-    parser.prog = "python -m benchmarks.partitioner.pairs"
-    parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument("--meshes", help="names, joined by commas, such as 4x2,8 (default all)")
+    parser = sweep_options.parser_of(__doc__, "benchmarks.partitioner.pairs")
+    parser.add_argument(
+        "--mesh", action="append", help="name of a mesh, such as 4x2 (default: every one)"
+    )
     parser.add_argument(
         "--groups", type=int, default=4, help="groups of a call on a mesh (default 4)"
     )
     parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
-    parser.add_argument("--show", action="store_true", help="print the table, write no files")
     args = parser.parse_args()
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 import spmd_core as spmd
+from benchmarks.partitioner import sweeps
 from benchmarks.partitioner.layouts import Call, Spec, specs
-from benchmarks.partitioner.programs import start
+from benchmarks.partitioner.sweeps import Failure, Sweep
 
 MESHES = {"4x2": (4, 2), "2x4": (2, 4), "2x2x2": (2, 2, 2), "8": (8,)}
 AXES = ("x", "y", "z")
@@ -326,7 +322,9 @@ def evaluate(
 
 def _difference(got: torch.Tensor, right: torch.Tensor, variant: Variant) -> str:
     """How a tensor differs from eager torch's; empty if it does not."""
-    if got.shape != right.shape or got.dtype != right.dtype:
+    # Which operations autocast keeps in float32 depends on the type of the device.
+    has_dtype = got.dtype == right.dtype or variant is Variant.AUTOCAST
+    if got.shape != right.shape or not has_dtype:
         return f"{got.dtype}{[*got.shape]} instead of {right.dtype}{[*right.shape]}"
     if not right.numel():
         return ""
@@ -336,8 +334,8 @@ def _difference(got: torch.Tensor, right: torch.Tensor, variant: Variant) -> str
     return "" if error <= tolerance * max(largest, 1) else f"an error of {error:.1e}"
 
 
-def failures(call: Call, programs: Sequence[Program], mesh: spmd.Mesh) -> Iterator[str]:
-    """A line for each program that raises, or whose values are not those of eager torch."""
+def failures(call: Call, programs: Sequence[Program], mesh: spmd.Mesh) -> Iterator[Failure]:
+    """The programs that raise, or whose values are not those of eager torch."""
     right = {p: evaluate(call, p, "cpu") for p in programs}
 
     def run(some: Sequence[Program]) -> list[list[torch.Tensor]]:
@@ -345,30 +343,12 @@ def failures(call: Call, programs: Sequence[Program], mesh: spmd.Mesh) -> Iterat
         spmd.sync()
         return [[x.cpu() for x in tensors] for tensors in found]
 
-    try:
-        found = run(programs)
-    except Exception:
-        spmd.roll_back()
-        for program in programs:
-            try:
-                found = run([program])
-            except Exception as error:
-                spmd.roll_back()
-                text = str(error).splitlines()[0] if str(error) else ""
-                yield f"{program}: {type(error).__name__}: {text[:200]}"
-            else:
-                yield from _wrong(program, found[0], right[program])
-        return
-    for program, tensors in zip(programs, found):
-        yield from _wrong(program, tensors, right[program])
+    def difference(program: Program, found: Sequence[torch.Tensor]) -> str:
+        pairs = zip(found, right[program], strict=True)
+        texts = [_difference(x, y, program.variant) for x, y in pairs]
+        return "; ".join(text or "right" for text in texts) if any(texts) else ""
 
-
-def _wrong(
-    program: Program, found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
-) -> Iterator[str]:
-    texts = [_difference(x, y, program.variant) for x, y in zip(found, right, strict=True)]
-    if any(texts):
-        yield f"{program}: {'; '.join(text or 'right' for text in texts)}"
+    yield from sweeps.failures(programs, run, difference)
 
 
 def mesh_of(name: str) -> spmd.Mesh:
@@ -376,45 +356,35 @@ def mesh_of(name: str) -> spmd.Mesh:
     return spmd.Mesh(range(8), MESHES[name], AXES[: len(MESHES[name])])
 
 
-def main(args: argparse.Namespace) -> int:
-    names = [
-        name
-        for name in CALLS
-        if any(fnmatch.fnmatch(name, pattern) for pattern in args.calls.split(","))
-    ]
-    if not names:
-        parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
-    meshes = args.meshes.split(",") if args.meshes else list(MESHES)
-    unknown = {*meshes} - {*MESHES}
-    if unknown:
-        parser.error(f"--meshes are among {', '.join(MESHES)}; got {', '.join(sorted(unknown))}")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # the partitioner warns of slow layouts
-    start()
-    warnings.simplefilter("ignore")
-    counts = dict.fromkeys(names, 0)
-    wrong: dict[str, list[str]] = {name: [] for name in names}
-    for name, mesh in tqdm(list(itertools.product(names, meshes)), unit="call", disable=None):
-        for number in range(args.first, args.first + args.groups):
-            programs = draw(name, mesh, number)
-            counts[name] += len(programs)
-            for line in failures(CALLS[name], programs, mesh_of(mesh)):
-                wrong[name].append(f"mesh {mesh}, group {number}, {line}")
-    table = Table(
-        f"{sum(counts.values()):,} programs with tensors marked over different axes, forward and "
-        "backward, against eager torch",
-        ["call", "programs", "wrong"],
-        [[name, str(counts[name]), str(len(wrong[name]))] for name in names],
-        [f"**wrong**: {name}, {line}" for name in names for line in wrong[name]],
-    )
-    data: list[dict[str, Any]] = [
-        {"call": name, "programs": counts[name], "wrong": wrong[name]} for name in names
-    ]
-    if args.show:
-        table.show()
-    else:
-        publish("partitioner_pairs", table, {"calls": data}, folder=args.out)
-    return 1 if table.notes else 0
+def _answer(task: dict[str, Any]) -> dict[str, Any]:
+    name, mesh = task["call"], task["mesh"]
+    programs = draw(name, mesh, task["group"])
+    return sweeps.answer_of(len(programs), failures(CALLS[name], programs, mesh_of(mesh)))
 
+
+def _tasks(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    unknown = {*(args.mesh or ())} - {*MESHES}
+    if unknown:
+        parser.error(f"--mesh is one of {', '.join(MESHES)}; got {', '.join(sorted(unknown))}")
+    groups = range(args.first, args.first + args.groups)
+    return [
+        {"call": name, "mesh": mesh, "group": group}
+        for group, name, mesh in itertools.product(groups, names, args.mesh or MESHES)
+    ]
+
+
+SWEEP = Sweep(
+    "benchmarks.partitioner.pairs",
+    "partitioner_pairs",
+    [*CALLS],
+    ("call",),
+    _tasks,
+    _answer,
+    lambda total, args: (
+        f"{total:,} programs with tensors marked over different axes, forward and backward, "
+        "against eager torch"
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main(args))
+    sys.exit(SWEEP.main(args, parser))

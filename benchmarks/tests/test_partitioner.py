@@ -9,10 +9,12 @@ from tiers import exhaustive
 
 import spmd_core as spmd
 from benchmarks.opinfo import samples
-from benchmarks.partitioner import programs
+from benchmarks.partitioner import examination, programs
 from benchmarks.partitioner.chain_steps import MAKERS, Step
 from benchmarks.partitioner.chains import Chain, Chains
-from benchmarks.partitioner.programs import MESHES, Entry, examine
+from benchmarks.partitioner.examination import examine
+from benchmarks.partitioner.programs import MESHES, Entry
+from benchmarks.partitioner.table_steps import PARTS, TableSteps
 
 pytestmark = pytest.mark.skipif(
     spmd.global_runtime_device_count() < 8, reason="the meshes are over 8 devices"
@@ -58,7 +60,7 @@ def test_the_values_are_eager_torchs(name: str, mesh: int, seed: int) -> None:
 def test_what_was_once_wrong_is_still_drawn() -> None:
     for name, mesh, seed in ONCE_WRONG:
         entry = Entry(ENTRIES[name])
-        assert programs._expected(entry, entry.draw(mesh, seed)) is not None, name
+        assert examination._expected(entry, entry.draw(mesh, seed)) is not None, name
 
 
 def test_a_wrong_value_is_found_and_reduced() -> None:
@@ -130,3 +132,31 @@ def test_chains_without_gradients_are_read_as_they_are() -> None:
     chain = Chain(0, ((4, 3),), (step,), (), (1,))
     with pytest.raises(programs.Skip):
         Chains().run(chain, None)
+
+
+@pytest.mark.parametrize("mesh", [1, 2, 5])
+def test_the_values_of_steps_around_tables_are_eager_torchs(mesh: int) -> None:
+    answer = examine(TableSteps(), mesh, [*range(4)])
+    assert answer.num_programs == 4 and answer.failures == []
+
+
+def test_steps_around_tables_have_every_part_and_pairs_with_an_uneven_table() -> None:
+    steps = [TableSteps().draw(1, seed) for seed in range(60)]
+    assert {part for step in steps for part in step.parts} == {*PARTS}
+    pairs = [step for step in steps if {"table", "ids"} <= {*dict(step.marks)} and step.rows % 4]
+    assert len(pairs) > 20
+
+
+class _WrongBias(TableSteps):
+    """What it computes with a bias is wrong on the device."""
+
+    def run(self, step: Any, mesh: spmd.Mesh | None) -> list[Any]:
+        wrong = mesh is not None and "bias" in step.parts
+        return [2 * x if wrong else x for x in super().run(step, mesh)]
+
+
+def test_a_wrong_step_around_a_table_is_found_and_reduced() -> None:
+    steps = _WrongBias()
+    seed = next(s for s in range(99) if "bias" in steps.draw(1, s).parts)
+    (found,) = examine(steps, 1, [seed]).failures
+    assert found.kind == "wrong" and found.layout.endswith("with bias; marked: nothing")

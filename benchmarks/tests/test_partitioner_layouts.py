@@ -5,6 +5,7 @@ import torch
 
 import spmd_core as spmd
 from benchmarks.partitioner.layouts import CALLS, SIZES, Call, failures, layouts, specs
+from benchmarks.partitioner.sweeps import Kind
 
 pytestmark = pytest.mark.skipif(
     spmd.global_runtime_device_count() < 8, reason="the mesh is over 4 of 8 devices"
@@ -33,8 +34,9 @@ def test_a_part_of_the_layouts(name: str, size: str, mesh: spmd.Mesh) -> None:
 
 def test_a_wrong_value_is_found(mesh: spmd.Mesh) -> None:
     wrong = Call(lambda a: a * (2 if a.device.type == "xla" else 1), lambda b, t, d: [(b, d)])
-    lines = list(failures(wrong, "even", mesh, layouts([2, 2], 3)))
-    assert len(lines) == 3 and all("errors" in line for line in lines)
+    found = list(failures(wrong, "even", mesh, layouts([2, 2], 3)))
+    assert [failure.kind for failure in found] == [Kind.WRONG] * 3
+    assert all("errors" in failure.text for failure in found)
 
 
 def test_the_same_operands_at_each_call() -> None:

@@ -5,6 +5,7 @@ import pytest
 import spmd_core as spmd
 from benchmarks.partitioner import pairs
 from benchmarks.partitioner.layouts import Call
+from benchmarks.partitioner.sweeps import Kind
 
 pytestmark = pytest.mark.skipif(
     spmd.global_runtime_device_count() < 8, reason="the meshes are over 8 devices"
@@ -33,8 +34,8 @@ def test_a_wrong_value_is_found() -> None:
         lambda b, t, d: [(d, (b,)), (d, t)],
     )
     program = pairs.Program("even", (("x",), ("y", None), None), pairs.Variant.ONCE)
-    (line,) = pairs.failures(wrong, [program], pairs.mesh_of("4x2"))
-    assert "an error of" in line
+    (found,) = pairs.failures(wrong, [program], pairs.mesh_of("4x2"))
+    assert found.kind is Kind.WRONG and "an error of" in found.text
 
 
 def test_columns_over_two_axes_and_a_bias_over_one_of_them() -> None:

@@ -649,6 +649,38 @@ def test_a_product_that_is_split_over_the_contracted_axis_and_two_others(sizes):
             torch.testing.assert_close(mine.cpu(), right_one)
 
 
+# What a weight of (24, 8) is used as, and the marks of the weight, the data and the result. The
+# products that are wrong without the rule have other shapes than the weight, and other sizes.
+USES_OF_A_JOINED_WEIGHT: dict[str, tuple[Any, ...]] = {
+    "joined": (lambda w: torch.cat([w, w * 2]), (("z", "x"), "y"), ("z", None), ("y",)),
+    "columns": (lambda w: w[:, :8] * 2, ("x", ("z", "y")), (None, "x"), ("z", ("y", "x"))),
+    "sliced": (lambda w: w[:12], ("y", ("z", "x")), ("z", None), ("y",)),
+    "data's gradient": (lambda w: w, ("z", ("y", "x")), ("z", None), None),
+    "result": (lambda w: w, (("y", "x"), "z"), (("x", "z"), None), ("z", ("y", "x"))),
+}
+
+
+def test_products_with_parts_of_a_tensor_that_is_split_over_three_axes():
+    two_axes()
+    mesh = spmd.Mesh(range(8), (2, 2, 2), ("x", "y", "z"))
+    data, weight = torch.randn(16, 8).double(), torch.randn(24, 8).double()
+
+    def results(use, device, *marks):
+        leaves = [x.to(device).clone().requires_grad_() for x in (weight, data)]
+        for x, spec in zip(leaves, marks):
+            spmd.mark_sharding(x, mesh, spec)
+        rows = leaves[1].view(4, 4, 8)
+        result = F.linear(rows, use(leaves[0]))
+        if marks and marks[2]:
+            spmd.mark_sharding(result, mesh, (*marks[2], *(None,) * (3 - len(marks[2]))))
+        return [result.detach(), *torch.autograd.grad(result.sin().sum(), leaves)]
+
+    found = [results(use, "xla", *marks) for use, *marks in USES_OF_A_JOINED_WEIGHT.values()]
+    for (use, *_), tensors in zip(USES_OF_A_JOINED_WEIGHT.values(), found):
+        for mine, right_one in zip(tensors, results(use, "cpu")):
+            torch.testing.assert_close(mine.cpu(), right_one)
+
+
 def test_products_are_as_they_are_where_no_tensor_is_split_over_three_axes():
     arrays = jnp.ones((8, 4)), jnp.ones((8, 4))
 
@@ -846,3 +878,42 @@ def test_users_jax_functions_on_split_dims(name, marks):
     if results[0].requires_grad:
         sum(y.sin().sum() for y in results if y.is_floating_point()).backward()
         np.testing.assert_allclose(leaf.grad.cpu().numpy(), gradient, rtol=1e-9, atol=1e-9)
+
+
+# jax sorts with indices of uint32, whose padding XLA takes for int32. Windows over several tensors
+# were split in different ways.
+@pytest.mark.parametrize(
+    ("function", "marks", "of_result"),
+    [
+        (lambda x: lax.sort(x, dimension=1), (None, None), ("a",)),
+        (lambda x: jnp.median(x, axis=0), (None, "a"), (None,)),
+        (lambda x: x.at[jnp.arange(3, dtype=jnp.uint8)].add(x[1:4]), ("a",), (None, "a")),
+        (
+            lambda x: lax.reduce_window(
+                (lax.stop_gradient(x), lax.stop_gradient(-x)),
+                (np.float64(0), np.float64(-np.inf)),
+                lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])),
+                (1, 2),
+                (1, 1),
+                "SAME",
+            )[0],
+            (None, "a"),
+            ("a",),
+        ),
+    ],
+)
+def test_users_jax_functions_on_dims_that_are_split_unevenly(function, marks, of_result):
+    mesh, x = axis(4), torch.linspace(-3, 3, 35, dtype=torch.float64).view(5, 7).roll(2, 1)
+
+    def total(x: jax.Array) -> Any:
+        result = function(x)
+        return jnp.sin(result).sum(), result
+
+    with jax.enable_x64(True):
+        gradient, expected = jax.jit(jax.grad(total, has_aux=True))(x.numpy())
+    leaf = x.to("xla").requires_grad_()
+    result = spmd.call_jax(function, spmd.mark_sharding(leaf * 1, mesh, marks)) * 1
+    spmd.mark_sharding(result, mesh, of_result)
+    np.testing.assert_allclose(result.detach().cpu().numpy(), expected, rtol=1e-9, atol=1e-9)
+    result.sin().sum().backward()
+    np.testing.assert_allclose(leaf.grad.cpu().numpy(), gradient, rtol=1e-9, atol=1e-9)

@@ -239,9 +239,9 @@ def _scatter(
     is_split_otherwise = bool(
         batching or splits.uneven or _has_part_windows(operand, updates, dims)
     )
-    if is_split_otherwise and indices.dtype.itemsize == 8 and max(operand.shape) < 2**31:
-        # The partitioner pads indices that it splits unevenly as if they had 32 bits, and ends the
-        # process.
+    if is_split_otherwise and indices.dtype != np.int32 and max(operand.shape) < 2**31:
+        # The partitioner pads indices that it splits unevenly as if they were of int32, and ends
+        # the process.
         bounds = (-1 if jnp.issubdtype(indices.dtype, np.signedinteger) else 0, max(operand.shape))
         indices = jnp.clip(indices, *bounds).astype(np.int32)
     if not free:
@@ -544,22 +544,24 @@ _NAMES = {
 def _windows(
     splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]
 ) -> Sequence[jax.Array] | None:
-    """No two kinds of windows read the same tensor.
+    """No two kinds of windows read the same tensor; windows of several tensors are whole.
 
     The partitioner keeps a tensor's blocks with what their windows read of the neighbors, and takes
     them again for other windows of the same shape, whatever value fills the borders: a running
-    product of a tensor that also has a running sum begins with 0.
+    product of a tensor that also has a running sum begins with 0. And it may split tensors that are
+    reduced together in different ways.
     """
     times = _NAMES[eqn.primitive]
     renamed = [
         reduce(lambda y, _: splits.keep_whole(y, 0), range(times), x) if np.ndim(x) else x
         for x in inputs
     ]
-    return (
-        eqn.primitive.bind(*renamed, **eqn.params)
-        if eqn.primitive.multiple_results
-        else [eqn.primitive.bind(*renamed, **eqn.params)]
-    )
+    is_joint = eqn.primitive is primitives.select_and_gather_add_p or len(eqn.outvars) > 1
+    if is_joint:
+        renamed = [splits.keep_whole(x, x.ndim) if np.ndim(x) else x for x in renamed]
+    made = eqn.primitive.bind(*renamed, **eqn.params)
+    results = made if eqn.primitive.multiple_results else [made]
+    return [splits.keep_whole(x, x.ndim) for x in results] if is_joint else results
 
 
 def _reverse(
