@@ -1,6 +1,8 @@
 """Host data on its way to devices and back: padding, blocks, and programs in flight."""
 
+import jax
 import numpy as np
+import pytest
 import torch
 
 import spmd_core as spmd
@@ -45,6 +47,31 @@ def test_too_many_programs_wait_for_the_oldest():
     assert waited == [0, 1] and in_flight.has_started
     in_flight.wait_all()
     assert waited == [0, 1, 2, 3]
+
+
+def test_an_interrupted_wait_forgets_no_program():
+    waited = []
+
+    class Token:
+        def __init__(self, number):
+            self.number, self.is_interrupted = number, number == 1
+
+        def block_until_ready(self):
+            waited.append(self.number)
+            if self.is_interrupted:
+                self.is_interrupted = False
+                raise KeyboardInterrupt
+            if self.number == 2:
+                raise jax.errors.JaxRuntimeError("it failed")
+
+    in_flight = buffers.InFlight()
+    for number in range(3):
+        in_flight.add(Token(number), lambda error: spmd.ProgramError(f"explained: {error}"))
+    with pytest.raises(KeyboardInterrupt):
+        in_flight.wait_all()
+    with pytest.raises(spmd.ProgramError, match="explained: it failed"):
+        in_flight.wait_all()
+    assert waited == [0, 1, 1, 2]
 
 
 def test_reading_a_large_array_leaves_no_copy_on_the_host(mesh_1d, monkeypatch):

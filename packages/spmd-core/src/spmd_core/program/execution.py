@@ -239,20 +239,20 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     else:
         program = compile_cache.find(planned.key)
     key, bounded = planned.key, None
-    if program is None:
-        bounded = _bounded(planned)
-        if bounded is not None:
-            key, targets = bounded.key, bounded.targets
-            ints.append(bounded.number)
-            program = compile_cache.find(key)
-    if abstract.run() is None and config.compare_processes_every_s is not None:
-        path.note(key, program, (floats, ints, complexes))
-    if program is None:
-        try:
+    try:
+        if program is None:
+            bounded = _bounded(planned)
+            if bounded is not None:
+                key, targets = bounded.key, bounded.targets
+                ints.append(bounded.number)
+                program = compile_cache.find(key)
+        if abstract.run() is None and config.compare_processes_every_s is not None:
+            path.note(key, program, (floats, ints, complexes))
+        if program is None:
             program = planned.program() if bounded is None else _for_many_sizes(planned, bounded)
-        except BaseException:
-            growing_sizes.forget(planned.key)
-            raise
+    except BaseException:
+        growing_sizes.forget(planned.key)
+        raise
     if cut_guard is not None:
         cut_guard.after_program(planned.key)
     arrays = [

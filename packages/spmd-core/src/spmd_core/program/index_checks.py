@@ -203,13 +203,18 @@ def raise_if_found(number: int | None = None) -> None:
         ):
             ended.append(_unread.popleft())
     try:
-        # All transfers start before the first one is awaited.
-        tokens = jax.device_get([program.token for program in ended])
-    except jax.errors.JaxRuntimeError:
-        # A program failed. Whoever reads its results is told; the others are read one by one.
-        tokens = [program.token for program in ended]
-    for i, (program, token) in enumerate(zip(ended, tokens, strict=True)):
-        check = _failed(token)
+        try:
+            # All transfers start before the first one is awaited.
+            tokens = jax.device_get([program.token for program in ended])
+        except jax.errors.JaxRuntimeError:
+            # A program failed. Whoever reads its results is told; the others are read one by one.
+            tokens = [program.token for program in ended]
+        checks = [_failed(token) for token in tokens]
+    except BaseException:  # an interruption, which loses no check
+        with _lock:
+            _unread.extendleft(reversed(ended))
+        raise
+    for i, (program, check) in enumerate(zip(ended, checks, strict=True)):
         if check is not None:
             with _lock:
                 _unread.extendleft(reversed(ended[i + 1 :]))

@@ -384,6 +384,9 @@ class InFlight:
                 token.block_until_ready()
         except FAILURES as error:
             raise watch.failure_of_others(error) or self._explained_by(explain, error) from error
+        except BaseException:  # an interruption: the next wait is for this program, too
+            self._queue.appendleft((token, explain))
+            raise
 
     def explained(self, error: Exception) -> Exception:
         """The error of an array, as the first program that fails explains its own."""
@@ -416,16 +419,19 @@ class InFlight:
         Those behind it are taken for what depends on it. Waits for all programs.
         """
         first, others = None, []
-        while self._queue:
-            token, explain = self._queue.popleft()
-            try:
-                token.block_until_ready()
-            except FAILURES as error:
-                if _cause(error) != cause:
-                    others.append((token, explain))
-                elif first is None:
-                    first = error, explain
-        self._queue.extend(others)
+        try:
+            while self._queue:
+                token, explain = self._queue[0]
+                try:
+                    token.block_until_ready()
+                except FAILURES as error:
+                    if _cause(error) != cause:
+                        others.append((token, explain))
+                    elif first is None:
+                        first = error, explain
+                self._queue.popleft()
+        finally:  # of an interruption, too
+            self._queue.extendleft(reversed(others))
         return first
 
     def _explained_by(self, explain: Explain, error: Exception) -> Exception:
