@@ -1,5 +1,6 @@
 """All tests: emulated devices, how XLA compiles, the tiers, and a clean state around each test."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ if TIER != "all":
         # newer one, and ends the process for an option that it does not know.
         cheap += " --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {cheap}".strip()
+# Torch's threads wait for each other in a loop, and each worker has them: they cost four fifths of
+# the time of small models on the CPU. Processes that tests start have it from here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Workers, passes and runs compile many of the same programs: the first keeps it for the others.
 # Its key is the program after lowering, with jaxlib's version and the flags. The tier `all`
 # compiles everything anew.
@@ -66,6 +70,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def devices() -> None:
     """As many devices as asked for, whatever started them."""
     assert spmd.global_runtime_device_count() == NUM_DEVICES
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_frozen() -> None:
+    """Keeps what is alive out of collections, which otherwise take seconds each in a long run.
+
+    Plans and training loops collect, and a worker has millions of objects after a while.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

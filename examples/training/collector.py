@@ -14,7 +14,8 @@ from contextlib import contextmanager
 def long_lived() -> Iterator[None]:
     """Inside, the garbage collector does not examine what was alive before.
 
-    Entering collects: what is garbage must not keep tensors, which hold memory of devices.
+    Entering collects: what is garbage must not keep tensors, which hold memory of devices. What was
+    exempt before stays so, and with it what the loop exempted: Python only ends it for all.
 
     Example:
         >>> with long_lived():
@@ -22,11 +23,13 @@ def long_lived() -> Iterator[None]:
         True
     """
     gc.collect()
+    had_exempt = bool(gc.get_freeze_count())
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not had_exempt:
+            gc.unfreeze()
 
 
 def exempt_new() -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,36 +165,22 @@ def test_the_model_reads_nothing_on_the_host() -> None:
     )
 
 
-def run_apart(cache_dir: str, tmp_path: Path, knobs: dict[str, Any], *flags: str) -> dict[str, Any]:
-    """The report of a run in a process of its own, which emulates devices."""
-    results = tmp_path / "results.json"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
-    done = subprocess.run(
-        command(cache_dir, *options, *flags, "--results", str(results)),
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Involuntary full rematerialization" not in done.stderr
-    report: dict[str, Any] = json.loads(results.read_text())
-    return report
-
-
-def check_equal(report: dict[str, Any], expected: Any) -> None:
+def check_equal(report: Any, expected: Any) -> None:
     """The figures of eager torch; through four updates, sums in another order deviate."""
-    assert report["losses"] == pytest.approx(expected.losses, rel=2e-4)
-    assert report["grad_norms"] == pytest.approx(expected.grad_norms, rel=2e-3)
-    assert report["evals"][-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
+    assert report.losses == pytest.approx(expected.losses, rel=2e-4)
+    assert report.grad_norms == pytest.approx(expected.grad_norms, rel=2e-3)
+    assert report.evals[-1]["loss"] == pytest.approx(expected.evals[-1]["loss"], rel=2e-4)
 
 
 SHORT = {"steps": 4, "eval_every": 0, "eval_batches": 1}
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def expected(cache_dir: str) -> Any:
+    """A short run in eager torch."""
+    return run(smoke(cache_dir, **SHORT))
+
+
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
@@ -208,18 +195,25 @@ SHORT = {"steps": 4, "eval_every": 0, "eval_batches": 1}
     ],
 )
 def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
-    strategy: str, mesh: str, cache_dir: str, tmp_path: Path
+    strategy: str,
+    mesh: str,
+    cache_dir: str,
+    expected: Any,
+    on_devices: Callable[..., Any],
+    num_devices: int,
 ) -> None:
-    expected = run(smoke(cache_dir, **SHORT))
-    devices = math.prod(int(axis.partition("=")[2]) for axis in mesh.split(",") if axis)
-    knobs = {**SHORT, "devices": devices, "mesh": mesh, "strategy": strategy}
-    report = run_apart(cache_dir, tmp_path, knobs)
+    if num_devices != 8:
+        pytest.skip("the meshes are of eight devices")
+    taken = math.prod(int(axis.partition("=")[2]) for axis in mesh.split(",") if axis)
+    part = {"mesh_devices": taken} if mesh and taken < 8 else {}
+    knobs = {**SHORT, **part, "device": "xla", "mesh": mesh, "strategy": strategy}
+    report = on_devices(run, smoke(cache_dir, **knobs))
     check_equal(report, expected)
-    assert report["num_devices"] == devices
+    assert report.num_devices == taken
     # The first step, which makes the optimizer's state; the other steps; the evaluation.
-    assert report["compiles"] == 3
-    assert report["peak_bytes"] > report["argument_bytes"] > 0
-    kinds = {c["kind"] for c in report["collectives"]}
+    assert report.compiles == 3
+    assert report.peak_bytes > report.argument_bytes > 0
+    kinds = {c["kind"] for c in report.collectives}
     expected_kinds = {
         "": set(),
         "data=2": {"all-reduce"},
@@ -229,21 +223,20 @@ def test_every_strategy_and_mesh_has_the_losses_of_eager_torch(
         "pipeline": {"reduce-scatter", "collective-permute"},
     }.get(strategy, set())
     if strategy == "pipeline":
-        assert report["bubble"] == {
+        assert report.bubble == {
             "measured": pytest.approx(1 / 3),
             "formula": pytest.approx(1 / 3),
         }
     assert kinds >= expected_kinds and bool(kinds) == bool(mesh)
-    assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report["collectives"])
+    assert all(c["moved_bytes"] > 0 and c["number"] > 0 for c in report.collectives)
 
 
 # Three of eight devices; a vocabulary, a sequence and parts of a batch that nothing divides.
 ODD = {"vocab": 509, "pad_vocab": 1, "seq": 63, "batch": 12, "accumulate": 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "mesh", "num_devices"),
+    ("strategy", "mesh", "taken"),
     [
         ("spmd", "fsdp=3", 3),
         exhaustive("fsdp", "fsdp=3", 3),
@@ -252,17 +245,23 @@ ODD = {"vocab": 509, "pad_vocab": 1, "seq": 63, "batch": 12, "accumulate": 2}
     ],
 )
 def test_odd_sizes_have_the_losses_of_eager_torch(
-    strategy: str, mesh: str, num_devices: int, cache_dir: str, tmp_path: Path
+    strategy: str,
+    mesh: str,
+    taken: int,
+    cache_dir: str,
+    on_devices: Callable[..., Any],
+    num_devices: int,
 ) -> None:
+    if num_devices != 8:
+        pytest.skip("the meshes are parts of eight devices")
     knobs = {**SHORT, **ODD}
-    expected = run(smoke(cache_dir, **knobs))
-    where = {"devices": 8, "mesh_devices": num_devices, "mesh": mesh, "strategy": strategy}
-    report = run_apart(cache_dir, tmp_path, {**knobs, **where})
-    check_equal(report, expected)
-    assert report["num_devices"] == num_devices
+    right = run(smoke(cache_dir, **knobs))
+    where = {"device": "xla", "mesh_devices": taken, "mesh": mesh, "strategy": strategy}
+    report = on_devices(run, smoke(cache_dir, **knobs, **where))
+    check_equal(report, right)
+    assert report.num_devices == taken
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
@@ -272,20 +271,21 @@ def test_odd_sizes_have_the_losses_of_eager_torch(
     ],
 )
 def test_accumulated_gradients_are_reduced_once(
-    strategy: str, mesh: str, cache_dir: str, tmp_path: Path
+    strategy: str, mesh: str, cache_dir: str, on_devices: Callable[..., Any], num_devices: int
 ) -> None:
-    knobs = {"steps": 3, "eval_batches": 0, "batch": 32, "dtype": "bf16"}
-    where = {"devices": 8, "mesh": mesh, "strategy": strategy}
+    if num_devices != 8:
+        pytest.skip("the meshes are of eight devices")
+    knobs = {"steps": 3, "eval_batches": 0, "batch": 32, "dtype": "bf16", "device": "xla"}
     whole, parts = (
-        run_apart(cache_dir, tmp_path, {**knobs, **where, "accumulate": number})
+        on_devices(run, smoke(cache_dir, **knobs, mesh=mesh, strategy=strategy, accumulate=number))
         for number in (1, 4)
     )
-    assert parts["losses"] == pytest.approx(whole["losses"], rel=2e-3)
-    assert parts["compiles"] == whole["compiles"] == 2
+    assert parts.losses == pytest.approx(whole.losses, rel=2e-3)
+    assert parts.compiles == whole.compiles == 2
 
-    def reduced(report: dict[str, Any]) -> float:
+    def reduced(report: Any) -> float:
         reductions = ("reduce-scatter", "all-reduce")
-        return sum(c["moved_bytes"] for c in report["collectives"] if c["kind"] in reductions)
+        return sum(c["moved_bytes"] for c in report.collectives if c["kind"] in reductions)
 
     # Forward looks the positions up in a table that marks split: an all-reduce for each part.
     assert reduced(parts) <= reduced(whole) * (1.2 if strategy == "spmd" else 1.01)
@@ -313,7 +313,7 @@ def test_the_sample_of_the_readme() -> None:
     assert min(tokens_per_s, share, peak_bytes) > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
 def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
     number: signal.Signals, cache_dir: str, tmp_path: Path
 ) -> None:

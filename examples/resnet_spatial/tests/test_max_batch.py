@@ -45,7 +45,7 @@ print(compiled_peak(TrainConfig(batch=%d, mesh="%s")))
     assert figures(script % (4, 231, "height=2,width=2")) <= figures(script % (1, 64, ""))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of any model: `planner/test_plan.py`
 def test_a_planned_step_takes_what_a_compiled_one_takes() -> None:
     script = """
 from examples.resnet_spatial.config import TrainConfig

@@ -23,17 +23,8 @@ from examples.resnet_spatial.train import main, run
 from examples.training.knobs import KnobError
 from examples.training.log import Report
 from examples.training.resume import ResumeError
-from spmd_core.metrics import Peak
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(autouse=True)
-def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring it takes longer than a smoke run; the runs in processes of their own measure it."""
-    monkeypatch.setattr(
-        "spmd_core.metrics.utilisation.measured_peak", lambda *_: Peak(1e10, "measured before")
-    )
 
 
 def smoke(**knobs: Any) -> TrainConfig:
@@ -59,27 +50,29 @@ def report_of(path: Path, *arguments: str, devices: int, mesh: str) -> dict[str,
     return found
 
 
-# A run has 1, 2 or 8 devices of its own; 56 pixels end in 7 rows.
-@pytest.mark.slow
+# 56 pixels end in 7 rows.
 @pytest.mark.parametrize(
     ("devices", "mesh"),
-    [(1, ""), (2, "height=2"), (8, "data=2,height=2,width=2"), exhaustive(8, "height=4,width=2")],
+    [(1, ""), (8, "height=8"), (8, "data=2,height=2,width=2"), exhaustive(8, "height=4,width=2")],
 )
-def test_every_mesh_has_the_losses_of_eager_torch(devices: int, mesh: str, tmp_path: Path) -> None:
+def test_every_mesh_has_the_losses_of_eager_torch(
+    devices: int, mesh: str, on_devices: Callable[..., Any], num_devices: int
+) -> None:
+    if num_devices != 8:
+        pytest.skip("the meshes are of eight devices")
     options = {"steps": 3, "image_size": 56, "batch": 4, "eval_batches": 1, "ema": 0.9}
     expected = run(smoke(**options))
-    arguments = [f"--{k.replace('_', '-')}={v}" for k, v in options.items()]
-    report = report_of(tmp_path / "r.json", *arguments, devices=devices, mesh=mesh)
-    assert report["losses"] == pytest.approx(expected.losses, rel=1e-4)
-    assert report["grad_norms"] == pytest.approx(expected.grad_norms, rel=1e-3)
+    report = on_devices(run, smoke(**options, device="xla", mesh=mesh))
+    assert report.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert report.grad_norms == pytest.approx(expected.grad_norms, rel=1e-3)
     for name in ("loss", "ema_loss"):
-        assert report["evals"][-1][name] == pytest.approx(expected.evals[-1][name], rel=1e-3)
-    assert report["num_devices"] == devices
-    kinds = {c["kind"] for c in report["collectives"]}
+        assert report.evals[-1][name] == pytest.approx(expected.evals[-1][name], rel=1e-3)
+    assert report.num_devices == devices
+    kinds = {c["kind"] for c in report.collectives}
     assert kinds == ({"collective-permute", "all-reduce"} if mesh else set())
-    assert report["peak_bytes"] > 0 and report["program_flops"] > 0
+    assert report.peak_bytes > 0 and report.program_flops > 0
     # The first step, which makes the optimizer's state; the other steps; the two evaluations.
-    assert report["compiles"] == 4
+    assert report.compiles == 4
 
 
 def test_a_run_in_eager_torch_learns_and_reports(
@@ -148,12 +141,16 @@ def test_a_run_resumes_exactly(tmp_path: Path, folder: Callable[..., Path]) -> N
         assert second.evals[-1] == whole.evals[-1]
 
 
-@pytest.mark.slow
-def test_a_run_resumes_on_another_mesh(tmp_path: Path) -> None:
-    whole, _, _ = resumed(tmp_path / "{step}.pt")
-    arguments = ["--steps=4", "--ema=0.5", f"--resume={tmp_path / '2.pt'}"]
-    report = report_of(tmp_path / "r.json", *arguments, devices=8, mesh="data=2,height=2,width=2")
-    assert report["losses"] == pytest.approx(whole.losses[2:], rel=1e-4)
+def test_a_run_resumes_on_another_mesh(
+    tmp_path: Path, on_devices: Callable[..., Any], num_devices: int
+) -> None:
+    if num_devices != 8:
+        pytest.skip("the mesh is of eight devices")
+    options = {"steps": 4, "ema": 0.5, "eval_every": 0}
+    whole = run(smoke(**options, checkpoint=str(tmp_path / "{step}.pt"), save_every=2))
+    there = {"device": "xla", "mesh": "data=2,height=2,width=2"}
+    report = on_devices(run, smoke(**options, **there, resume=str(tmp_path / "2.pt")))
+    assert report.losses == pytest.approx(whole.losses[2:], rel=1e-4)
 
 
 def test_a_saved_run_of_other_options(tmp_path: Path) -> None:

@@ -8,6 +8,12 @@ import pytest
 from examples.training.collector import exempt_new, long_lived
 
 
+@pytest.fixture(autouse=True)
+def nothing_exempt() -> None:
+    """As in a program that has exempted nothing itself."""
+    gc.unfreeze()
+
+
 class Node:
     """Refers to itself, so only the collector frees it."""
 
@@ -43,3 +49,11 @@ def test_an_error_ends_it() -> None:
     with pytest.raises(ZeroDivisionError), long_lived():
         1 / 0  # noqa: B018
     assert gc.get_freeze_count() == 0
+
+
+def test_what_was_exempt_before_stays_so() -> None:
+    before = Node()
+    gc.freeze()
+    with long_lived():
+        pass
+    assert not is_examined(before)

@@ -1,7 +1,6 @@
 """Meshes for any number of devices; tests whose programs hold nothing of earlier tests."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -35,17 +34,8 @@ def hybrid(num_devices: int) -> spmd.Mesh:
     return spmd.Mesh(range(num_devices), (2, num_devices // 2), ("replicate", "fsdp"))
 
 
-@pytest.fixture(scope="module")
-def old_objects_frozen() -> Iterator[None]:
-    """Keeps what is alive out of collections, which then take no seconds in a long run."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
-def nothing_pending(old_objects_frozen: None) -> None:
+def nothing_pending() -> None:
     """Frees what earlier tests left in reference cycles, which a test's programs would compute."""
     gc.collect()
     spmd.sync()

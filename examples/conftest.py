@@ -1,0 +1,35 @@
+"""What all recipes' tests share: a known peak, and runs on the devices of this process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import spmd_core as spmd
+from spmd_core.metrics import Peak
+from spmd_core.program import compile_cache
+
+
+@pytest.fixture(autouse=True)
+def known_peak_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring it takes longer than a smoke run; runs in processes of their own measure it."""
+    monkeypatch.setattr(
+        "spmd_core.metrics.utilisation.measured_peak", lambda *_: Peak(1e10, "measured before")
+    )
+
+
+@pytest.fixture
+def on_devices(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """`on_devices(run, config)`: the report of a run in which nothing falls back to the host.
+
+    It compiles all its programs, as a new process does.
+    """
+
+    def of_run(run: Callable[[Any], Any], config: Any) -> Any:
+        compile_cache.clear()
+        with spmd.strict():
+            report = run(config)
+        assert "Involuntary full rematerialization" not in capfd.readouterr().err
+        return report
+
+    return of_run
