@@ -1,10 +1,11 @@
 """How fast does the Llama server answer many clients, and is its memory flat over many requests?
 
-The server is `python -m examples.llama_tp.serve`, in a process of its own, with a random model and
-a tokenizer of one character for each token. Clients stream over HTTP: each asks for a text again
-and again until its share of the requests is done. Time to the first token and from a token to the
-next one are seen by the clients; the host's and the device's part of a decode step are the server's
-own figures, at /metrics. Then thousands of tiny requests, while the server's memory is read.
+The server is `python -m examples.llama_serving.serve`, in a process of its own, with a random model
+and a tokenizer of one character for each token. Clients stream over HTTP: each asks for a text
+again and again until its share of the requests is done. Time to the first token and from a token to
+the next one are seen by the clients; the host's and the device's part of a decode step are the
+server's own figures, at /metrics. Then thousands of tiny requests, while the server's memory is
+read.
 
 Run: python -m benchmarks.serving --devices 8
 """
@@ -127,7 +128,15 @@ def save_model(folder: Path, *, width: int, layers: int) -> None:
 @contextmanager
 def server(folder: str, devices: int) -> Any:
     """A running server: its address and its process."""
-    command = [sys.executable, "-m", "examples.llama_tp.serve", "--model", folder, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.llama_serving.serve",
+        "--model",
+        folder,
+        "--port",
+        "0",
+    ]
     command += ["--slots", str(SLOTS), "--devices", str(devices)]
     command += ["--mesh", f"tensor={devices}"] if devices > 1 else []
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -16,17 +16,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import (
     HTMLResponse,
     JSONResponse,
-    PlainTextResponse,
     Response,
     StreamingResponse,
 )
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from examples.llama_tp.serving import engine as serving
-from examples.llama_tp.serving.engine import Engine, Event, Failed, Finished, Generation, Piece
-from examples.llama_tp.serving.guard import Access, Guard, page_policy
-from examples.llama_tp.serving.interface import (
+from examples.llama_serving import engine as serving
+from examples.llama_serving.engine import Engine, Event, Failed, Finished, Generation, Piece
+from examples.llama_serving.guard import Access, Guard, page_policy
+from examples.llama_serving.interface import (
     Answer,
     ChatRequest,
     CompletionRequest,
@@ -34,8 +33,8 @@ from examples.llama_tp.serving.interface import (
     error_body,
     parsed,
 )
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.text import PromptEncoder, PromptError
+from examples.llama_serving.measures import CONTENT_TYPE, Measures
+from examples.llama_serving.text import PromptEncoder, PromptError
 
 MAX_BODY_BYTES = 1 << 20
 MAX_DRAINED_BYTES = 64 << 20
@@ -113,8 +112,7 @@ class _Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        media_type = "text/plain; version=0.0.4; charset=utf-8"
-        return PlainTextResponse(self._served.measures.text(), media_type=media_type)
+        return Response(self._served.measures.text(), media_type=CONTENT_TYPE)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -167,7 +165,7 @@ class _Endpoints:
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusedError)
-        self._served.measures.count_request("refused")
+        self._served.measures.requests.labels("refused").inc()
         body = error_body(
             str(error), kind="invalid_request_error", param=error.param, code=error.code
         )
@@ -175,7 +173,7 @@ class _Endpoints:
 
     async def engine_error(self, request: Request, error: Exception) -> Response:
         if isinstance(error, serving.QueueFullError):
-            self._served.measures.count_request("refused")
+            self._served.measures.requests.labels("refused").inc()
             body = error_body(str(error), kind="rate_limit_error", code="queue_full")
             return JSONResponse(body, status_code=429, headers={"Retry-After": str(RETRY_AFTER_S)})
         is_stopping = isinstance(error, serving.EngineStoppedError)

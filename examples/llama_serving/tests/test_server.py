@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from examples.llama_tp.serving.app import Served, make_app
-from examples.llama_tp.serving.engine import Engine
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.server import Ending, Server, listening_socket
-from examples.llama_tp.serving.tests.tiny import make_engine
-from examples.llama_tp.serving.text import PromptEncoder
+from examples.llama_serving.app import Served, make_app
+from examples.llama_serving.engine import Engine
+from examples.llama_serving.measures import Measures
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.server import Ending, Server, listening_socket
+from examples.llama_serving.tests.tiny import make_engine
+from examples.llama_serving.text import PromptEncoder
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from examples.llama_tp.serving.connections import Limits, possible_connections
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.tests.test_app import TEXT, Running, in_engine, start, until
-from examples.llama_tp.serving.tests.tiny import wait_idle
+from examples.llama_serving.connections import Limits, possible_connections
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.tests.test_app import TEXT, Running, in_engine, start, until
+from examples.llama_serving.tests.tiny import wait_idle
 
 LIMITS = Limits(connections=6, head_s=0.6, write_s=0.6)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

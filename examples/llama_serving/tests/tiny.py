@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import spmd_core as spmd
-from examples.llama_tp.serving.engine import Engine, Event, Failed, Finished, Piece, Request
-from examples.llama_tp.serving.loading import load_model, read_config
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.programs import Programs
+from examples.llama_serving.engine import Engine, Event, Failed, Finished, Piece, Request
+from examples.llama_serving.loading import load_model, read_config
+from examples.llama_serving.measures import Measures
+from examples.llama_serving.programs import Programs
 
 LENGTH, SLOTS, QUEUE, END = 96, 4, 100, 1
 TEXT = "the cat sat on the mat. the dog ate the hat, and the cat ran off with 3 rats; über Öl. "

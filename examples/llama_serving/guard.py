@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from examples.llama_tp.serving.interface import RefusedError, error_body
+from examples.llama_serving.interface import RefusedError, error_body
 
 OPEN_PATHS = ("/", "/health")  # which need no key: the page has a field for it
 # For all answers but the page, which has its own policy.

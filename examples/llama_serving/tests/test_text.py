@@ -10,8 +10,8 @@ from tiers import examples
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from examples.llama_tp.serving.tests.tiny import tiny_tokenizer
-from examples.llama_tp.serving.text import (
+from examples.llama_serving.tests.tiny import tiny_tokenizer
+from examples.llama_serving.text import (
     MAX_HELD_TOKENS,
     UNDECODABLE,
     Detokenizer,

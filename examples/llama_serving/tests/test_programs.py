@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.sampling import NOT_FINITE, SamplingOptions
-from examples.llama_tp.serving.tests.tiny import LENGTH, SLOTS, make_programs, save_tiny_model
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
+from examples.llama_serving.tests.tiny import LENGTH, SLOTS, make_programs, save_tiny_model
 
 pytestmark = pytest.mark.one_device
 GREEDY = SamplingOptions()

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from examples.llama_tp.serving.sampling import SamplingOptions
+from examples.llama_serving.sampling import SamplingOptions
 
 MAX_CHOICES = 16
 MAX_STOPS = 16

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import spmd_core as spmd
-from examples.llama_tp.serving.app import MAX_BODY_BYTES, Served, make_app
-from examples.llama_tp.serving.connections import Limits
-from examples.llama_tp.serving.engine import Engine, EngineFailedError
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.server import Server, address, listening_socket
-from examples.llama_tp.serving.tests.test_interface import JSON, NAMES
-from examples.llama_tp.serving.tests.tiny import LENGTH, QUEUE, make_engine, wait_idle
-from examples.llama_tp.serving.text import PromptEncoder
+from examples.llama_serving.app import MAX_BODY_BYTES, Served, make_app
+from examples.llama_serving.connections import Limits
+from examples.llama_serving.engine import Engine, EngineFailedError
+from examples.llama_serving.measures import Measures
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.server import Server, address, listening_socket
+from examples.llama_serving.tests.test_interface import JSON, NAMES
+from examples.llama_serving.tests.tiny import LENGTH, QUEUE, make_engine, wait_idle
+from examples.llama_serving.text import PromptEncoder
 
 TEXT = {"prompt": "the cat sat", "max_tokens": 12, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 8, "temperature": 0}
@@ -271,7 +271,7 @@ def test_64_clients_at_once(running: Running, client: httpx2.Client) -> None:
 
 
 def test_a_client_that_hangs_up_frees_its_slot(running: Running, client: httpx2.Client) -> None:
-    before = running.measures.num_requests("cancelled")
+    before = running.measures.value("llama_requests_total", outcome="cancelled")
     release = threading.Event()
     decode = running.engine._programs.decode
     running.engine._programs.decode = lambda: (release.wait(60), decode())[1]  # type: ignore
@@ -290,7 +290,7 @@ def test_a_client_that_hangs_up_frees_its_slot(running: Running, client: httpx2.
     finally:
         release.set()
         del running.engine._programs.decode
-    assert running.measures.num_requests("cancelled") == before + 2
+    assert running.measures.value("llama_requests_total", outcome="cancelled") == before + 2
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -513,8 +513,9 @@ def test_a_failed_engine_says_so(programs: Programs, tokenizer: Any) -> None:
         server.end()
 
 
-def in_engine(running: Running) -> int:
-    return running.measures.queue_length() + running.measures.active_slots()
+def in_engine(running: Running) -> float:
+    names = ("llama_queue_length", "llama_active_slots")
+    return sum(running.measures.value(name) or 0 for name in names)
 
 
 def streamed_lines(client: httpx2.Client) -> list[str]:
@@ -527,7 +528,7 @@ def test_a_shutdown_lets_requests_end(programs: Programs, tokenizer: Any) -> Non
     asked = TEXT | {"prompt": [5], "max_tokens": 60}
     with server.client() as client, ThreadPoolExecutor() as threads:
         found = threads.submit(streamed, client, "/v1/completions", asked)
-        until(lambda: server.measures.active_slots() > 0)
+        until(lambda: server.measures.value("llama_active_slots") > 0)
         server.end()
         assert found.result()[-1] == "[DONE]"
     with pytest.raises(httpx2.ConnectError):

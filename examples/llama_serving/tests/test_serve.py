@@ -13,10 +13,10 @@ import pytest
 from tiers import exhaustive
 from transformers import LlamaConfig
 
-from examples.llama_tp.serve import access_of, check_public, main, parsed_mesh, slot_length
-from examples.llama_tp.serving.config import KEY_VARIABLE, ServeConfig, checked, config_from
-from examples.llama_tp.serving.server import listening_socket
-from examples.llama_tp.serving.tests.tiny import save_tiny_model
+from examples.llama_serving.config import KEY_VARIABLE, ServeConfig, checked, config_from
+from examples.llama_serving.serve import access_of, check_public, main, parsed_mesh, slot_length
+from examples.llama_serving.server import listening_socket
+from examples.llama_serving.tests.tiny import save_tiny_model
 from examples.training.knobs import KnobError
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +138,15 @@ def test_an_origin_is_a_scheme_and_a_host() -> None:
 def test_a_server_runs_until_it_is_told_to_end(
     number: signal.Signals, moment: str, folder: str
 ) -> None:
-    command = [sys.executable, "-m", "examples.llama_tp.serve", "--model", folder, "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.llama_serving.serve",
+        "--model",
+        folder,
+        "--port",
+        "0",
+    ]
     command += ["--devices", "2", "--mesh", "tensor=2", "--max-length", "64", "--name", "little"]
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from examples.llama_tp.serving.engine import Engine
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.tests.tiny import (
+from examples.llama_serving.engine import Engine
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.tests.tiny import (
     make_engine,
     make_programs,
     save_tiny_model,

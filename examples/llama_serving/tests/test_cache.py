@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 import spmd_core as spmd
-from examples.llama_tp.serving.cache import SlotCache
-from examples.llama_tp.serving.tests.tiny import tensor_mesh
+from examples.llama_serving.cache import SlotCache
+from examples.llama_serving.tests.tiny import tensor_mesh
 
 
 def make(num_devices: int) -> SlotCache:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from examples.llama_tp.serving.interface import (
+from examples.llama_serving.interface import (
     ChatRequest,
     CompletionRequest,
     RefusedError,

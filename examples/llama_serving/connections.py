@@ -15,8 +15,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from examples.llama_tp.serving.guard import NO_CONTENT_POLICY
-from examples.llama_tp.serving.interface import error_body
+from examples.llama_serving.guard import NO_CONTENT_POLICY
+from examples.llama_serving.interface import error_body
 
 BACKLOG = 64  # connections that are accepted at once, at most
 _OTHER_FILES = 32  # files that the server may open beside connections

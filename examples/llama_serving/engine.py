@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.sampling import NOT_FINITE, SamplingOptions
-from examples.llama_tp.serving.text import Detokenizer, StopStrings
+from examples.llama_serving.measures import Measures
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
+from examples.llama_serving.text import Detokenizer, StopStrings
 
 _log = logging.getLogger(__name__)
 
@@ -156,8 +156,8 @@ class Engine:
         self._stop_at: float | None = None  # on the clock of `time.perf_counter`
         self._last_end_s = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        measures.queue_length = lambda: len(self._queue)
-        measures.active_slots = lambda: sum(slot is not None for slot in self._slots)
+        measures.queue_length.set_function(lambda: len(self._queue))
+        measures.active_slots.set_function(lambda: sum(slot is not None for slot in self._slots))
 
     @property
     def max_length(self) -> int:
@@ -225,8 +225,7 @@ class Engine:
                 )
             self._queue.extend(generations)
             self._changed.notify()
-        for request, _ in requests:
-            self._measures.count_tokens("prompt", len(request.prompt))
+        self._measures.prompt_tokens.inc(sum(len(request.prompt) for request, _ in requests))
         return generations
 
     # --- The thread -------------------------------------------------------------------------------
@@ -241,7 +240,7 @@ class Engine:
                 self._read([*unread, *prompts])
                 unread = steps
                 if steps and not prompts:
-                    self._measures.decode_host_s.add(time.thread_time() - start_s)
+                    self._measures.decode_host_s.observe(time.thread_time() - start_s)
         except Exception as error:
             _log.exception("a step on the device failed")
             with self._changed:
@@ -327,7 +326,7 @@ class Engine:
             now_s = time.perf_counter()
             if sent.is_decode:
                 began_s = max(sent.start_s, self._last_end_s)
-                self._measures.decode_device_s.add(now_s - began_s)
+                self._measures.decode_device_s.observe(now_s - began_s)
             self._last_end_s = now_s
             for index, generation in sent.holders.items():
                 if not generation.has_ended and not generation.is_cancelled:
@@ -335,10 +334,10 @@ class Engine:
 
     def _hand_out(self, generation: Generation, token: int, now_s: float) -> None:
         measure = self._measures.token_s if generation.num_read else self._measures.first_token_s
-        measure.add(now_s - generation.last_s)
+        measure.observe(now_s - generation.last_s)
         generation.last_s = now_s
         generation.num_read += 1
-        self._measures.count_tokens("generated", 1)
+        self._measures.generated_tokens.inc()
         if token == NOT_FINITE:
             message = (
                 "the model's logits must be finite; got a NaN or an infinity at token "
@@ -360,7 +359,7 @@ class Engine:
         generation.has_ended = True
         self._in_flight.pop(generation, None)
         self._slots = [None if held is generation else held for held in self._slots]
-        self._measures.count_request(outcome)
+        self._measures.requests.labels(outcome).inc()
         if event is None:
             return
         try:

@@ -10,8 +10,8 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from examples.llama_tp.serving.connections import BACKLOG, LimitedConfig, Limits
-from examples.llama_tp.serving.engine import Engine
+from examples.llama_serving.connections import BACKLOG, LimitedConfig, Limits
+from examples.llama_serving.engine import Engine
 
 _EXTRA_S = 5.0  # for the last answers, after the engine's grace period
 

@@ -9,7 +9,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import spmd_core as spmd
-from examples.llama_tp.serving.sampling import NOT_FINITE, SamplingOptions, kept_logits, next_tokens
+from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions, kept_logits, next_tokens
 
 OPTIONS = [
     SamplingOptions(1.0),

@@ -11,10 +11,10 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from examples.llama_tp.serving.guard import Access
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.tests.test_app import start
-from examples.llama_tp.serving.tests.tiny import LENGTH, wait_idle
+from examples.llama_serving.guard import Access
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.tests.test_app import start
+from examples.llama_serving.tests.tiny import LENGTH, wait_idle
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), shutil.which("chromedriver")
 FLAGS = (
@@ -114,7 +114,7 @@ def test_a_prompt_is_continued_and_stopped(
         until(lambda: element("status").text == "Stopped")
         del server.engine._programs.decode
         wait_idle(server.engine)
-        assert server.measures.num_requests("cancelled") == 1
+        assert server.measures.value("llama_requests_total", outcome="cancelled") == 1
         severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
         assert ["401" in one["message"] for one in severe] == [True, False]  # the key was missing
         assert "400" in severe[1]["message"]  # the refusal

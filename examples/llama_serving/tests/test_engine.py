@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from examples.llama_tp.serving.engine import (
+from examples.llama_serving.engine import (
     Engine,
     EngineFailedError,
     EngineStoppedError,
@@ -25,9 +25,9 @@ from examples.llama_tp.serving.engine import (
     Request,
     RequestFailedError,
 )
-from examples.llama_tp.serving.measures import Measures
-from examples.llama_tp.serving.sampling import NOT_FINITE, SamplingOptions
-from examples.llama_tp.serving.tests.tiny import (
+from examples.llama_serving.measures import OUTCOMES, Measures
+from examples.llama_serving.sampling import NOT_FINITE, SamplingOptions
+from examples.llama_serving.tests.tiny import (
     END,
     LENGTH,
     QUEUE,
@@ -241,7 +241,7 @@ def test_a_cancelled_request_frees_its_slot(counting: CountingPrograms, counter:
         assert client.end() == Finished(FinishReason.LENGTH, 80)
     wait_until(lambda: counter.is_idle)
     assert not clients[5].events and not clients[0].ended.is_set()
-    assert counter._measures.num_requests("cancelled") == 2
+    assert counter._measures.value("llama_requests_total", outcome="cancelled") == 2
     assert not any(counter._slots)
 
 
@@ -346,15 +346,24 @@ def test_everything_is_counted(tokenizer: Any, counting: CountingPrograms) -> No
     for client in ask(engine, [Request([39, 40], 5) for _ in range(3)]):
         client.end()
     engine.stop(grace_s=0)
-    lines = measures.text().splitlines()
-    assert 'llama_requests_total{outcome="finished"} 3' in lines
-    assert "llama_prompt_tokens_total 6" in lines and "llama_generated_tokens_total 15" in lines
-    assert "llama_time_to_first_token_seconds_count 3" in lines
-    assert "llama_time_per_token_seconds_count 12" in lines
-    assert "llama_queue_length 0" in lines and "llama_active_slots 0" in lines
-    counts = [line for line in lines if line.startswith("llama_decode_device_seconds_count")]
-    assert int(counts[0].split()[1]) == counting.calls.count("decode") >= 4
-    assert measures.decode_device_s.mean() >= 0 <= measures.decode_host_s.mean()
+    lines = measures.text().decode().splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    outcomes = [f'llama_requests_total{{outcome="{outcome}"}}' for outcome in OUTCOMES]
+    assert [float(samples[name]) for name in outcomes] == [3, 0, 0, 0]
+    expected = {
+        "llama_prompt_tokens_total": 6,
+        "llama_generated_tokens_total": 15,
+        "llama_time_to_first_token_seconds_count": 3,
+        "llama_time_per_token_seconds_count": 12,
+        "llama_queue_length": 0,
+        "llama_active_slots": 0,
+        "llama_decode_device_seconds_count": counting.calls.count("decode"),
+    }
+    assert {name: float(samples[name]) for name in expected} == expected
+    assert expected["llama_decode_device_seconds_count"] >= 4
+    for name in ("host", "device"):
+        assert float(samples[f"llama_decode_{name}_seconds_sum"]) >= 0
+    assert not any("_created" in name for name in samples)
 
 
 def test_the_queue_holds_what_is_allowed(engine: Engine) -> None:

@@ -106,5 +106,5 @@ def config_from(argv: Sequence[str] | None, *, usage: str | None = None) -> Serv
         argv: without the program; None: this process's.
         usage: stands on top of --help.
     """
-    parser = parser_of(ServeConfig, module="examples.llama_tp.serve", usage=usage)
+    parser = parser_of(ServeConfig, module="examples.llama_serving.serve", usage=usage)
     return ServeConfig(**vars(parser.parse_args(argv)))

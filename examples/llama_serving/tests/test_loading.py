@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from examples.llama_tp.serving.loading import (
+from examples.llama_serving.loading import (
     ModelFolderError,
     end_tokens,
     load_model,
     read_config,
     read_tokenizer,
 )
-from examples.llama_tp.serving.tests.tiny import END, tensor_mesh
+from examples.llama_serving.tests.tiny import END, tensor_mesh
 
 
 def write(folder: Path, config: Any) -> Path:

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
-from examples.llama_tp.serving.cache import SlotCache
-from examples.llama_tp.serving.sampling import SamplingOptions, next_tokens
+from examples.llama_serving.cache import SlotCache
+from examples.llama_serving.sampling import SamplingOptions, next_tokens
 
 SMALLEST_BUCKET = 32
 

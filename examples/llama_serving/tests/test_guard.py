@@ -7,11 +7,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from examples.llama_tp.serving.app import PAGE
-from examples.llama_tp.serving.guard import Access, is_local
-from examples.llama_tp.serving.programs import Programs
-from examples.llama_tp.serving.server import listening_socket
-from examples.llama_tp.serving.tests.test_app import TEXT, Running, error_of, start
+from examples.llama_serving.app import PAGE
+from examples.llama_serving.guard import Access, is_local
+from examples.llama_serving.programs import Programs
+from examples.llama_serving.server import listening_socket
+from examples.llama_serving.tests.test_app import TEXT, Running, error_of, start
 
 KEY, SITE = "a-secret-key", "https://chat.example"
 
