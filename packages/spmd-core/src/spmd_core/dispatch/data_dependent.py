@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spmd_core import counters, releases
-from spmd_core.dispatch import masked_writes
+from spmd_core.dispatch import masked_writes, selections
 from spmd_core.dispatch.transfer import to_host
 from spmd_core.graph.storage import Storage
 from spmd_core.ops import registry
@@ -22,6 +22,7 @@ from spmd_core.recording import cpu_kernels, inference, schema
 from spmd_core.recording.calls import Handler, from_host, functional_handler
 from spmd_core.recording.in_place import in_place_handler
 from spmd_core.source_lines import user_frame
+from spmd_core.tensor.selected_tensor import Count
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
 aten = torch.ops.aten
@@ -101,6 +102,11 @@ def indexing(func: torch._ops.OpOverload) -> Handler:
         x, indices = args[0], list(args[1])
         if any(i is not None and i.dtype in _MASKS for i in indices):
             _check_masks(x, indices)
+            place = masked_writes.mask_of(indices) if reads else None
+            if place is not None and indices[place].dim() and indices[place].numel():
+                mask = indices[place]
+                on_device = mask if mask.__class__ is XLAShardedTensor else from_host(mask)
+                return selections.select(x, on_device, place)
             if not reads and not masked_writes.writes_same_values(x, indices, args[2]):
                 accumulate = bool(args[3]) if len(args) > 3 else kwargs.get("accumulate", False)
                 written = masked_writes.by_rank(x, indices, args[2], accumulate=accumulate)
@@ -165,6 +171,18 @@ def _check_masks(x: torch.Tensor, indices: list[Any]) -> None:
                 "Give a mask of the shape of the dims that it selects from."
             )
         dim += i.dim()
+
+
+def _read_mask(mask: torch.Tensor) -> torch.Tensor:
+    return _read(
+        mask,
+        "x[mask]",
+        "torch.where(mask, x, y), masked_fill, x[mask] = one value, and elementwise operations "
+        "between x[mask] and x[mask] = values stay on the device.",
+    )
+
+
+Count.read_mask = staticmethod(_read_mask)
 
 
 def _without_masks(indices: list[Any], what: str) -> list[Any]:

@@ -17,7 +17,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 def writes_same_values(x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor) -> bool:
     """Whether `x[mask] = values` writes the same at each True, so that no count is needed."""
-    place = _mask_of(indices)
+    place = mask_of(indices)
     if place is None:
         return False
     region = _region(x, place, indices[place], 1)
@@ -40,7 +40,7 @@ def by_rank(
         values: a value for each True, in their order.
         accumulate: whether they are added to what is there.
     """
-    place = _mask_of(indices)
+    place = mask_of(indices)
     if place is None or not config.check_indices or values.dtype is not x.dtype:
         return None
     mask = indices[place]
@@ -65,7 +65,7 @@ def by_rank(
     return torch.where(selected, new.expand(x.shape), x)
 
 
-def _mask_of(indices: Sequence[Any]) -> int | None:
+def mask_of(indices: Sequence[Any]) -> int | None:
     """Where the one index stands, which is a boolean mask; None if there are others."""
     given = [i for i, index in enumerate(indices) if index is not None]
     is_mask = len(given) == 1 and indices[given[0]].dtype is torch.bool

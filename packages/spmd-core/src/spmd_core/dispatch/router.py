@@ -26,6 +26,7 @@ from spmd_core.dispatch import (
     layouts,
     linalg_checks,
     process_groups,
+    selections,
     set_resize,
     special,
 )
@@ -101,6 +102,8 @@ def wrap(func: torch._ops.OpOverload, wrapper: Callable[[Handler], Handler]) -> 
 
 def _make_handler(func: torch._ops.OpOverload) -> Handler:
     handler = _SPECIAL.get(func) or _ordinary_handler(func)
+    if selections.on_first is None and selections.takes_sizes(func):
+        handler = selections.with_sizes(func, handler)
     wrapper = _wrappers.get(func)
     return handler if wrapper is None else wrapper(handler)
 
@@ -291,6 +294,8 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
     return handler
 
 
+# Handlers made so far do not expect a SymInt; no operation gets one before.
+selections.on_first = _handlers.clear
 _HANDLERS: dict[str, Handler] = {
     "aten.detach.default": alias,
     "aten.alias.default": alias,

@@ -14,11 +14,12 @@ from torch.fx.experimental import proxy_tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from spmd_core.dispatch import automatic_cut, composite, router, transfer
+from spmd_core.dispatch import automatic_cut, composite, router, selections, transfer
 from spmd_core.graph.storage import Storage, lock
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices, interrupts
 from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
+from spmd_core.tensor.selected_tensor import SelectedTensor
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import (
     conversions,
@@ -136,6 +137,7 @@ def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., t
 
 def _install() -> torch.library.Library:
     XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
+    SelectedTensor.__torch_dispatch__ = classmethod(selections.route)  # type: ignore[assignment, method-assign]
     automatic_cut.install()
     interrupts.protect()
     device_guard.install()
@@ -147,8 +149,8 @@ def _install() -> torch.library.Library:
     # `make_fx` leaves operations on other classes out of the graph that it traces.
     proxy_tensor.HANDLED_TYPES += (XLAShardedTensor,)  # type: ignore[assignment]
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", transfer.empty, "XLA")
-    library.impl("empty_strided", transfer.empty_strided, "XLA")
+    library.impl("empty.memory_format", selections.factory(transfer.empty), "XLA")
+    library.impl("empty_strided", selections.factory(transfer.empty_strided), "XLA")
     forward_mode.install()
     library.impl("_copy_from", transfer.copy_from, "XLA")
     # Autograd asks for known zeros only to save work, which the compiler saves for any zeros.

@@ -16,6 +16,7 @@ from spmd_core.dispatch import router
 from spmd_core.errors import UnsupportedOpError
 from spmd_core.graph.storage import Handle
 from spmd_core.recording.inference import map_tensors
+from spmd_core.tensor.selected_tensor import SelectedTensor
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, replace_handle, wrap_alias
 
 aten = torch.ops.aten
@@ -134,6 +135,8 @@ def _make_subclass(*args: Any, **kwargs: Any) -> Any:
     if not isinstance(data, XLAShardedTensor):
         return _make_on_host(user_class(cls), *args[1:], **kwargs)
     require_grad = args[2] if len(args) > 2 else kwargs.get("require_grad", False)
+    if isinstance(data, SelectedTensor):
+        data = data.plain()
     with torch._C.DisableTorchFunctionSubclass():
         plain = aten.detach.default(data)
         plain.requires_grad_(require_grad)

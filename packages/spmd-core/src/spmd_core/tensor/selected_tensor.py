@@ -1,0 +1,379 @@
+"""`SelectedTensor`: what a boolean mask selects, as a tensor whose size nobody has looked at yet.
+
+How many elements a mask selects is known to the data alone. Until the number is asked for, the
+selected elements stand where they stood: in a tensor with all elements, of which those at True
+count. torch's C++ has the number as a `SymInt`, which is read from the device when C++ compares it
+with another one, or needs its value.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spmd_core.graph.storage import Handle, read
+from spmd_core.graph.values import Value
+from spmd_core.tensor.logical_device import XLA_DEVICE
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap, wrap_alias
+
+_new = torch.Tensor._make_wrapper_subclass
+# So many pairs of pending operations are compared before two masks count as different.
+_MOST_COMPARED = 64
+
+
+class Number:
+    """An integer or a bool as a node of torch's `SymInt` and `SymBool`.
+
+    torch's C++ calls these methods by name.
+    """
+
+    def __init__(self, number: int | bool) -> None:
+        self._number = number
+
+    def value(self) -> Any:
+        """The number; waits for the device if it is not known yet."""
+        return self._number
+
+    def bounds(self) -> tuple[Any, Any]:
+        """The least and the greatest value that it may have. Does not wait."""
+        return self._number, self._number
+
+    def is_int(self) -> bool:
+        return not self.is_bool()
+
+    def is_bool(self) -> bool:
+        return isinstance(self._number, bool)
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def nested_int(self) -> None:
+        return None
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        """False: C++ then leaves out what it would only do to save work, such as this comparison:
+        `x[mask] = values` drops leading dims of one element from the values.
+        """
+        return False
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    def maybe_as_bool(self) -> None:
+        return None
+
+    def wrap_int(self, number: int) -> "Number":
+        return Number(number)
+
+    def wrap_bool(self, number: bool) -> "Number":
+        return Number(number)
+
+    def clone(self) -> "Number":
+        return self
+
+    def _guard(self, file: str = "", line: int = 0) -> Any:
+        return self.value()
+
+    guard_int = guard_bool = guard_size_oblivious = guard_or_false = guard_or_true = _guard
+    expect_true = expect_size = _guard
+
+    def int_(self) -> int:
+        return int(self.value())
+
+    def bool_(self) -> bool:
+        return bool(self.value())
+
+    @property
+    def hint(self) -> Any:
+        return self.value()
+
+    def str(self) -> str:
+        return str(self.value())
+
+    _graph_repr = str
+
+    def is_same(self, other: "Number") -> bool:
+        """Whether the two are one number, by what they are of. Does not wait."""
+        return self is other
+
+    def eq(self, other: "Number") -> "Number":
+        if self.is_same(other):
+            return Number(True)
+        (low, high), (least, most) = self.bounds(), other.bounds()
+        if high < least or most < low:
+            return Number(False)
+        return Unknown(lambda: self.value() == other.value())
+
+    def ne(self, other: "Number") -> "Number":
+        return self.eq(other).sym_not()
+
+    def lt(self, other: "Number") -> "Number":
+        if self.is_same(other):
+            return Number(False)
+        (low, high), (least, most) = self.bounds(), other.bounds()
+        if high < least or low >= most:
+            return Number(high < least)
+        return Unknown(lambda: self.value() < other.value())
+
+    def gt(self, other: "Number") -> "Number":
+        return other.lt(self)
+
+    def le(self, other: "Number") -> "Number":
+        return other.lt(self).sym_not()
+
+    def ge(self, other: "Number") -> "Number":
+        return self.lt(other).sym_not()
+
+
+    def sym_not(self) -> "Number":
+        return Number(not self._number)
+
+
+class Unknown(Number):
+    """A bool that a mask decides. Where C++ has a way for both cases, it need not be known."""
+
+    def __init__(self, compute: Callable[[], bool]) -> None:
+        self._compute = compute
+
+    def value(self) -> bool:
+        return self._compute()
+
+    def is_bool(self) -> bool:
+        return True
+
+    def sym_not(self) -> Number:
+        return Unknown(lambda: not self._compute())
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        return False
+
+    def guard_or_true(self, file: str, line: int) -> bool:
+        return True
+
+
+def _computed(function: Callable[..., Any]) -> Any:
+    def method(self: Number, *others: Number) -> Number:
+        return Number(function(self.value(), *(other.value() for other in others)))
+
+    return method
+
+
+for _name, _function in {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "mod": operator.mod,
+    "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv,
+    "pow_by_natural": operator.pow,
+    "neg": operator.neg,
+    "and_": lambda a, b: a and b,
+    "or_": lambda a, b: a or b,
+    "sym_min": min,
+    "sym_max": max,
+}.items():
+    setattr(Number, _name, _computed(_function))
+
+
+class Count(Number):
+    """How many elements a mask selects.
+
+    Attributes:
+        mask: a copy of the mask as it was, on the device.
+        read_mask: returns the mask on the host, and waits for it. Set by `dispatch.selections`.
+    """
+
+    read_mask: Callable[[XLAShardedTensor], torch.Tensor]
+
+    def __init__(self, mask: XLAShardedTensor) -> None:
+        self._given = read(mask._handle)
+        self.mask: XLAShardedTensor = torch.ops.aten.clone.default(mask)
+        self._on_host: torch.Tensor | None = None
+
+    @property
+    def on_host(self) -> torch.Tensor:
+        """The mask on the host; waits for it at the first call."""
+        if self._on_host is None:
+            self._on_host = Count.read_mask(self.mask)
+        return self._on_host
+
+    def value(self) -> int:
+        return int(self.on_host.sum())
+
+    def is_bool(self) -> bool:
+        return False
+
+    def bounds(self) -> tuple[int, int]:
+        return (0, self.mask.numel()) if self._on_host is None else (self.value(), self.value())
+
+    def is_same(self, other: Number) -> bool:
+        return isinstance(other, Count) and self.is_of(other._given)
+
+    def is_of(self, mask: Value) -> bool:
+        """Whether this is the number of elements that a mask of this value selects, by its name.
+
+        It is where the mask is the same one, or was computed by the same operations.
+        """
+        return _are_same(self._given, mask)
+
+
+def _are_same(a: Value, b: Value) -> bool:
+    """Whether two values are one, or computed from one by the same operations."""
+    pairs, num_compared = [(a, b)], 0
+    while pairs:
+        a, b = pairs.pop()
+        num_compared += 1
+        if a is b or _are_equal_on_host(a.data, b.data):
+            continue
+        if (
+            num_compared > _MOST_COMPARED
+            or not a.__class__ is b.__class__ is Value
+            or a.data is not None
+            or b.data is not None
+            or a.entry is not b.entry
+            or a.entry.random
+            or len(a.inputs) != len(b.inputs)
+            or repr(a.numbers) != repr(b.numbers)
+        ):
+            return False
+        pairs.extend(zip(a.inputs, b.inputs))
+    return True
+
+
+def _are_equal_on_host(a: Any, b: Any) -> bool:
+    """Whether both are data that is not uploaded yet, and equal: a CPU mask that is used twice."""
+    return a.__class__ is b.__class__ is torch.Tensor and a.dtype is b.dtype and torch.equal(a, b)
+
+
+class Selection:
+    """Which elements of a tensor a mask selects; what they are.
+
+    Attributes:
+        full: all elements, of which those at True count: (dims before the mask, dims of the mask,
+            dims behind it). Another tensor after a write. None once the size was looked at.
+        count: how many elements the mask selects.
+        place: how many dims are before the mask.
+        dense: the selected elements alone: (dims before, count, dims behind). None until the size
+            is looked at.
+        select: makes `dense` from the others. Set by `dispatch.selections`.
+    """
+
+    __slots__ = ("count", "dense", "full", "place")
+    select: Callable[["Selection"], XLAShardedTensor]
+
+    def __init__(self, full: XLAShardedTensor, count: Count, place: int) -> None:
+        self.full: XLAShardedTensor | None = full
+        self.count, self.place = count, place
+        self.dense: XLAShardedTensor | None = None
+
+    @property
+    def num_behind(self) -> int:
+        """How many dims are behind the mask."""
+        assert self.full is not None
+        return self.full.dim() - self.place - self.count.mask.dim()
+
+    def like(self, full: XLAShardedTensor) -> "Selection":
+        """What the same mask selects of another tensor."""
+        return Selection(full, self.count, self.place)
+
+    def look(self) -> XLAShardedTensor:
+        """The selected elements alone. Waits for the mask at the first call."""
+        if self.dense is None:
+            self.dense = Selection.select(self)
+            self.full = None
+        return self.dense
+
+
+class SelectedTensor(XLAShardedTensor):
+    """What a boolean mask selects of a tensor, as `x[mask]` returns it.
+
+    Elementwise operations, and writes at the same mask, need no size. Whatever else is done with it
+    reads the mask, and waits.
+    """
+
+    _selection: Selection
+
+    @staticmethod
+    def over(selection: Selection) -> "SelectedTensor":
+        """A new tensor; those over one selection share its elements."""
+        full = selection.full
+        assert full is not None
+        place, behind = selection.place, full.dim() - selection.num_behind
+        size: list[Any] = [*full.shape]
+        size[place:behind] = [torch.SymInt(selection.count)]  # type: ignore[arg-type]
+        # By position: class, size, strides, offset, memory format, dtype, layout, device,
+        # pin_memory, requires_grad, who tells sizes and strides, who tells device and layout, keys,
+        # bytes of the storage.
+        tensor: SelectedTensor = _new(
+            SelectedTensor,
+            size,
+            [1] * len(size),
+            0,
+            None,
+            full.dtype,
+            torch.strided,
+            XLA_DEVICE,
+            False,
+            False,
+            "sizes",
+            False,
+            False,
+            None,
+            0,
+        )
+        tensor._selection = selection
+        return tensor
+
+    @property  # type: ignore[override]
+    def _handle(self) -> Handle:
+        return self._selection.look()._handle
+
+    @_handle.setter
+    def _handle(self, handle: Handle) -> None:
+        dense = wrap(handle)
+        self._selection = Selection(dense, self._selection.count, 0)
+        self._selection.dense, self._selection.full = dense, None
+
+    def plain(self) -> XLAShardedTensor:
+        """A tensor of known size over the same elements. Waits for the mask at the first call."""
+        return wrap_alias(self._handle)
+
+    # torch's own would hand out the SymInt.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The size. Waits for the mask at the first call."""
+        return self._handle.spec.size
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """The size, or that of one dim. Waits for the mask at the first call."""
+        return self.shape if dim is None else self.plain().size(dim)
+
+
+def concrete(tree: Any) -> Any:
+    """An argument with numbers in place of SymInts. Waits for the masks that they are of."""
+    if isinstance(tree, torch.SymInt):
+        return int(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(concrete, tree))
+    return tree
+
+
+def counted(sizes: Sequence[Any]) -> tuple[int, Count] | None:
+    """The dim whose size is the count of a mask, and the count; None unless it is one dim."""
+    found = [
+        (dim, size.node)
+        for dim, size in enumerate(sizes)
+        if isinstance(size, torch.SymInt) and isinstance(size.node, Count)
+    ]
+    return found[0] if len(found) == 1 else None
