@@ -218,7 +218,7 @@ def test_it_is_said_once_with_the_alternative_and_allowed_in_strict_mode(monkeyp
         assert found[0].filename == __file__
         x.nonzero()  # no second warning: pytest makes warnings errors
         with pytest.warns(UserWarning, match=SAYS.format(r"x\[mask\]") + r".*torch\.where"):
-            x[x > 0]
+            x[x > 0].cpu()
     before = reads()
     x.nonzero()
     assert reads() == before + 1

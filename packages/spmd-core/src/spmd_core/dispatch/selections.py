@@ -33,7 +33,7 @@ _PRESERVED = (None, torch.contiguous_format, torch.preserve_format)
 on_first: Callable[[], None] | None = None
 
 
-def select(x: torch.Tensor, mask: torch.Tensor, place: int) -> SelectedTensor:
+def select(x: torch.Tensor, mask: XLAShardedTensor, place: int) -> SelectedTensor:
     """`x[mask]`, whose size is not read yet.
 
     Args:
@@ -151,9 +151,10 @@ def _placed(t: torch.Tensor, selection: Selection) -> torch.Tensor | None:
     behind, num_dims = selection.num_behind, selection.count.mask.dim()
     if isinstance(t, SelectedTensor):
         other = t._selection
-        agrees = (
-            other.count is selection.count or other.count.is_of(selection.count._given)
-        ) and (other.place, other.num_behind) == (selection.place, behind)
+        agrees = (other.count is selection.count or other.count.is_of(selection.count._given)) and (
+            other.place,
+            other.num_behind,
+        ) == (selection.place, behind)
         return other.full if agrees else None
     if t.dim() <= behind:
         return t
@@ -199,7 +200,11 @@ def _write(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
     place = masked_writes.mask_of(indices)
     if place is None or isinstance(indices[place], SelectedTensor):
         return None
-    mask = indices[place] if isinstance(indices[place], XLAShardedTensor) else from_host(indices[place])
+    mask = (
+        indices[place]
+        if isinstance(indices[place], XLAShardedTensor)
+        else from_host(indices[place])
+    )
     full = selection.full
     assert full is not None
     if (
@@ -210,8 +215,8 @@ def _write(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
         or not _broadcast([x.shape, full.shape], x.shape)
     ):
         return None
-    full = full.expand(x.shape)
-    return torch.where(_at_true(selection), x + full if accumulate else full, x)
+    values = full.expand(x.shape)
+    return torch.where(_at_true(selection), x + values if accumulate else values, x)
 
 
 def _put(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,22 +229,24 @@ def _put_in_place(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _sum(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A sum over dims of the selected elements, or over all."""
+    """`t.sum(dims)`: over all elements, with zeros in place of those that are not selected."""
     t, given = args[0], args[1] if len(args) > 1 else None
     keepdim = bool(args[2]) if len(args) > 2 else kwargs.get("keepdim", False)
     selection = t._selection
     full, place, behind = selection.full, selection.place, selection.num_behind
     num_dims, num_before = selection.count.mask.dim(), full.dim() - behind
     ndim = place + 1 + behind
-    dims = range(ndim) if not given and given != 0 else (given if given.__class__ is list else [given])
+    dims = (
+        range(ndim) if not given and given != 0 else (given if given.__class__ is list else [given])
+    )
     if not all(-ndim <= d < ndim for d in dims):
         return None
     chosen = {d % ndim for d in dims}
     if len(chosen) != len(dims):
         return None
-    spread = [
-        d if d < place else d + num_dims - 1 for d in chosen if d != place
-    ] + ([*range(place, num_before)] if place in chosen else [])
+    spread = [d if d < place else d + num_dims - 1 for d in chosen if d != place] + (
+        [*range(place, num_before)] if place in chosen else []
+    )
     options = {"dtype": kwargs["dtype"]} if kwargs.get("dtype") is not None else {}
     if place not in chosen:
         result = full.sum(spread, keepdim=keepdim, **options)
@@ -248,9 +255,7 @@ def _sum(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     zero = torch.zeros((), dtype=full.dtype, device=full.device)
     result = torch.where(_at_true(selection), full, zero).sum(spread, keepdim=keepdim, **options)
     if keepdim:
-        result = result.reshape(
-            *result.shape[:place], 1, *result.shape[num_before:]
-        )
+        result = result.reshape(*result.shape[:place], 1, *result.shape[num_before:])
     return result
 
 

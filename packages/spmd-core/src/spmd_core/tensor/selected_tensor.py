@@ -23,12 +23,12 @@ _MOST_COMPARED = 64
 
 
 class Number:
-    """An integer or a bool as a node of torch's `SymInt` and `SymBool`.
+    """A number as a node of torch's `SymInt`, `SymFloat` and `SymBool`.
 
     torch's C++ calls these methods by name.
     """
 
-    def __init__(self, number: int | bool) -> None:
+    def __init__(self, number: int | float | bool) -> None:
         self._number = number
 
     def value(self) -> Any:
@@ -40,13 +40,13 @@ class Number:
         return self._number, self._number
 
     def is_int(self) -> bool:
-        return not self.is_bool()
+        return not self.is_bool() and not self.is_float()
 
     def is_bool(self) -> bool:
         return isinstance(self._number, bool)
 
     def is_float(self) -> bool:
-        return False
+        return isinstance(self._number, float)
 
     def is_nested_int(self) -> bool:
         return False
@@ -75,6 +75,9 @@ class Number:
     def wrap_int(self, number: int) -> "Number":
         return Number(number)
 
+    def wrap_float(self, number: float) -> "Number":
+        return Number(number)
+
     def wrap_bool(self, number: bool) -> "Number":
         return Number(number)
 
@@ -85,7 +88,7 @@ class Number:
         return self.value()
 
     guard_int = guard_bool = guard_size_oblivious = guard_or_false = guard_or_true = _guard
-    expect_true = expect_size = _guard
+    guard_float = statically_known_true = expect_true = expect_size = _guard
 
     def int_(self) -> int:
         return int(self.value())
@@ -134,7 +137,6 @@ class Number:
     def ge(self, other: "Number") -> "Number":
         return self.lt(other).sym_not()
 
-
     def sym_not(self) -> "Number":
         return Number(not self._number)
 
@@ -151,13 +153,19 @@ class Unknown(Number):
     def is_bool(self) -> bool:
         return True
 
+    def is_float(self) -> bool:
+        return False
+
+    def statically_known_true(self, file: str = "", line: int = 0) -> bool:
+        return False
+
     def sym_not(self) -> Number:
         return Unknown(lambda: not self._compute())
 
-    def guard_or_false(self, file: str, line: int) -> bool:
+    def guard_or_false(self, file: str = "", line: int = 0) -> bool:
         return False
 
-    def guard_or_true(self, file: str, line: int) -> bool:
+    def guard_or_true(self, file: str = "", line: int = 0) -> bool:
         return True
 
 
@@ -177,12 +185,15 @@ for _name, _function in {
     "int_floordiv": operator.floordiv,
     "pow_by_natural": operator.pow,
     "neg": operator.neg,
-    "and_": lambda a, b: a and b,
-    "or_": lambda a, b: a or b,
+    "sym_and": lambda a, b: a and b,
+    "sym_or": lambda a, b: a or b,
+    "truediv": operator.truediv,
+    "int_truediv": operator.truediv,
+    "sym_float": float,
     "sym_min": min,
     "sym_max": max,
 }.items():
-    setattr(Number, _name, _computed(_function))
+    setattr(Number, _name, _computed(_function))  # type: ignore[arg-type]
 
 
 class Count(Number):
@@ -211,6 +222,9 @@ class Count(Number):
         return int(self.on_host.sum())
 
     def is_bool(self) -> bool:
+        return False
+
+    def is_float(self) -> bool:
         return False
 
     def bounds(self) -> tuple[int, int]:
@@ -310,7 +324,7 @@ class SelectedTensor(XLAShardedTensor):
         assert full is not None
         place, behind = selection.place, full.dim() - selection.num_behind
         size: list[Any] = [*full.shape]
-        size[place:behind] = [torch.SymInt(selection.count)]  # type: ignore[arg-type]
+        size[place:behind] = [torch.SymInt(selection.count)]
         # By position: class, size, strides, offset, memory format, dtype, layout, device,
         # pin_memory, requires_grad, who tells sizes and strides, who tells device and layout, keys,
         # bytes of the storage.
@@ -334,7 +348,7 @@ class SelectedTensor(XLAShardedTensor):
         tensor._selection = selection
         return tensor
 
-    @property  # type: ignore[override]
+    @property
     def _handle(self) -> Handle:
         return self._selection.look()._handle
 
@@ -355,7 +369,7 @@ class SelectedTensor(XLAShardedTensor):
         """The size. Waits for the mask at the first call."""
         return self._handle.spec.size
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """The size, or that of one dim. Waits for the mask at the first call."""
         return self.shape if dim is None else self.plain().size(dim)
 
