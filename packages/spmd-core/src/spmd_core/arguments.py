@@ -1,6 +1,14 @@
-"""Checks of arguments that are whole numbers: an int, or what Python takes for an index."""
+"""Checks of arguments that are numbers or switches, by hand or by a function's annotations."""
 
+import functools
+import inspect
+import math
 import operator
+from collections.abc import Callable
+from types import UnionType
+from typing import Any, TypeVar, get_args
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def require_int(name: str, value: object, *, least: int | None = None) -> int:
@@ -25,3 +33,103 @@ def require_int(name: str, value: object, *, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ValueError(f"{rule}; got {value!r}. Write {least} or more.")
     return number
+
+
+def require_number(name: str, value: object, *, least: float | None = None) -> float:
+    """The argument as a float.
+
+    Raises:
+        TypeError: it is no real number; a bool is none.
+        ValueError: it is not a number (NaN), or less than `least`.
+
+    Example:
+        >>> require_number("scale", 2)
+        2.0
+    """
+    rule = f"{name} is a number" + ("" if least is None else f" of at least {least:g}")
+    is_number = not isinstance(value, (bool, str, bytes)) and hasattr(type(value), "__float__")
+    if not is_number:
+        raise TypeError(
+            f"{rule}; got {value!r}, of type {type(value).__name__}. Write for instance {name}=1.5."
+        )
+    number = float(value)  # type: ignore[arg-type]
+    if math.isnan(number) or (least is not None and number < least):
+        raise ValueError(f"{rule}; got {value!r}. Write another number.")
+    return number
+
+
+def require_bool(name: str, value: object) -> bool:
+    """The argument as a bool; 1 and 0 are taken for True and False.
+
+    Raises:
+        TypeError: it is something else, whose truth would say nothing of what was meant.
+
+    Example:
+        >>> require_bool("wait", 1)
+        True
+    """
+    is_switch = type(value).__name__ in ("bool", "bool_")  # numpy's, too
+    if not is_switch and not (isinstance(value, int) and value in (0, 1)):
+        raise TypeError(
+            f"{name} is True or False; got {value!r}, of type {type(value).__name__}. "
+            f"Write {name}=True or {name}=False."
+        )
+    return bool(value)
+
+
+def checked(**least: float) -> Callable[[Function], Function]:
+    """A decorator: the arguments that are annotated as `int`, `float` or `bool` are such.
+
+    None is taken where the annotation or the default says so. Other annotations are not looked at.
+
+    Args:
+        least: the least value of some of these arguments.
+
+    Example:
+        >>> @checked(times=1)
+        ... def repeated(text: str, times: int = 2) -> str:
+        ...     return text * times
+        >>> repeated("ab")
+        'abab'
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        checks = {
+            name: check
+            for name, parameter in signature.parameters.items()
+            if (check := _check_of(name, parameter.annotation, least.get(name))) is not None
+        }
+        unknown = least.keys() - checks
+        assert not unknown, f"no argument of {function} is a number named {unknown}"
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name, value in signature.bind(*args, **kwargs).arguments.items():
+                if name in checks:
+                    checks[name](value)
+            return function(*args, **kwargs)
+
+        call.checks = checks  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _check_of(name: str, annotation: Any, least: float | None) -> Callable[[object], None] | None:
+    """The check of an argument of this annotation; None if it has none."""
+    kinds = set(get_args(annotation)) if isinstance(annotation, UnionType) else {annotation}
+    takes_none = type(None) in kinds
+    kinds.discard(type(None))
+
+    def check(value: object) -> None:
+        if value is None and takes_none:
+            return
+        if kinds == {bool}:
+            require_bool(name, value)
+        elif kinds == {int}:
+            require_int(name, value, least=None if least is None else int(least))
+        else:
+            require_number(name, value, least=least)
+
+    return check if kinds in ({bool}, {int}, {float}) else None

@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 import spmd_core as spmd
 from spmd_core import DataError
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_data.sampler import ShardedSampler, Tail
 
 
+@checked(batch_size=1, num_workers=0)
 def sharded_dataloader(
     dataset: Any,
     mesh: spmd.Mesh | None,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spmd_core import DataError
+from spmd_core.arguments import checked
 
 
 class TransformedSamples(torch.utils.data.Dataset[Any]):
@@ -38,6 +39,7 @@ class TransformedSamples(torch.utils.data.Dataset[Any]):
         (True, False)
     """
 
+    @checked()
     def __init__(self, dataset: Any, transform: Callable[[Any], Any], *, seed: int = 0) -> None:
         self._dataset, self._transform, self._seed = dataset, transform, seed
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.program import execution
 from spmd_core.runtime import buffers, devices, processes
@@ -22,6 +23,7 @@ _logdir: str | None = None
 _is_step_marked = False
 
 
+@checked(port=0)
 def start_server(port: int, *, only_on_master: bool = True) -> None:
     """Starts the server from which tools such as TensorBoard profile this running process.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.runtime import devices
 from spmd_core.sharding import xla_text
@@ -19,6 +20,7 @@ _COLOURS = ("dark_blue", "dark_green", "dark_red", "purple4")
 _MAX_DIMS = 3
 
 
+@checked(min_width=0, max_width=1)
 def visualize_sharding(
     sharding: str,
     *,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.dispatch import router
 from spmd_core.program import execution
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -50,6 +51,7 @@ def is_eager_mode() -> bool:
     return _replaced_dispatch is not None
 
 
+@checked()
 def eager_mode(enable: bool) -> None:
     """Turns eager mode on or off, for all threads. Turning it on computes what is pending.
 
@@ -66,6 +68,7 @@ def eager_mode(enable: bool) -> None:
         XLAShardedTensor.__torch_dispatch__, _replaced_dispatch = _replaced_dispatch, None  # type: ignore[method-assign]
 
 
+@checked()
 @contextmanager
 def eager_mode_context(enable: bool) -> Iterator[None]:
     """Inside, eager mode is on or off; afterwards it is as before."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.manual.region import Axes, axes_of, current_region, inside
 from spmd_core.ops import registry
@@ -123,6 +124,7 @@ def all_reduce(x: torch.Tensor, axes: Axes, op: str = "sum") -> torch.Tensor:
     return result
 
 
+@checked()
 def all_gather(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
     """The blocks of all devices along mesh axes, concatenated along `dim`; the same on each device.
 
@@ -133,6 +135,7 @@ def all_gather(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
     return _apply(x, ("all_gather", args), ("reduce_scatter", args))
 
 
+@checked()
 def reduce_scatter(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
     """The sum of `x` over the devices along mesh axes, of which each keeps its part of `dim`.
 
@@ -144,6 +147,7 @@ def reduce_scatter(x: torch.Tensor, axes: Axes, dim: int = 0) -> torch.Tensor:
     return _apply(x, ("reduce_scatter", args), ("all_gather", args))
 
 
+@checked()
 def all_to_all(x: torch.Tensor, axes: Axes, split_dim: int, concat_dim: int) -> torch.Tensor:
     """Sends a part of `x` to each device along mesh axes, and concatenates the parts received.
 
@@ -180,7 +184,10 @@ def collective_permute(
         ValueError: a position is outside of the axis, or occurs twice as source or as target.
     """
     group = axis_group(axis, "collective_permute")
-    given = [(int(source), int(target)) for source, target in pairs]
+    given = [
+        (require_int("a pair's source", source), require_int("a pair's target", target))
+        for source, target in pairs
+    ]
     sources, targets = [source for source, _ in given], [target for _, target in given]
     for positions in (sources, targets):
         if len(set(positions)) != len(positions) or any(

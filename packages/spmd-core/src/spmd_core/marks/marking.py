@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError
 from spmd_core.graph.storage import Handle, Storage, lock, read
@@ -223,6 +224,7 @@ def start_upload(t: torch.Tensor) -> XLAShardedTensor:
     return tensor
 
 
+@checked()
 def sync(*, wait: bool = False) -> None:
     """Ends a step: computes everything pending and held in one program, then runs the closures.
 

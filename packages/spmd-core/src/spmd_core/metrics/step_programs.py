@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from spmd_core import counters
+from spmd_core.arguments import checked
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.debugging.programs import kept
@@ -11,6 +12,7 @@ from spmd_core.errors import SpmdError
 from spmd_core.runtime.devices import memory_stats
 
 
+@checked(since=0)
 def step_program(*, since: int = 0) -> ProgramRecord | None:
     """The program of a training step: of the large programs, the one that ran most often.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.chips import chip_of
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.runtime import agreement
@@ -63,6 +64,7 @@ def flops_per_token(size: ModelSize) -> dict[str, int]:
     return {"6N": matrices, "6N+12LdS": matrices + square, "6N+6LdS": matrices + square // 2}
 
 
+@checked()
 def mfu(
     flops_per_item: Mapping[str, float],
     *,

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from spmd_core.arguments import checked
 from spmd_core.modules.barrier import optimization_barrier
 from spmd_core.modules.offloading import save_on_host
 from spmd_core.recording import split_sequences
@@ -161,6 +162,7 @@ def inner_forward(module: nn.Module, inner: Callable[..., Any] | None) -> Callab
     return method
 
 
+@checked()
 def checkpoint_module(
     module: nn.Module,
     *,

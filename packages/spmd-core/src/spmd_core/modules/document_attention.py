@@ -3,12 +3,14 @@
 import torch
 import torch.nn.functional as F
 
+from spmd_core.arguments import checked
 from spmd_core.dispatch.composite import explicit_mask, may_record_attention, recorded_attention
 from spmd_core.errors import SpmdError
 from spmd_core.ops.attention import is_documents
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
+@checked(dropout_p=0)
 def document_attention(
     query: torch.Tensor,
     key: torch.Tensor,

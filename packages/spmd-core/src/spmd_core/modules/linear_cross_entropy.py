@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch.composite import recorder
 from spmd_core.marks.along import Layout, Redistribute
 from spmd_core.recording.calls import NO_KWARGS
@@ -50,6 +50,7 @@ class _ClassSums(torch.autograd.Function):
         return (*_class_sums_backward((*arguments, mask), NO_KWARGS), None, None)
 
 
+@checked(label_smoothing=0)
 def linear_cross_entropy(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -96,6 +97,11 @@ def linear_cross_entropy(
         2.3026
     """
     _check(input, linear_weight, target, linear_bias, weight, reduction, num_chunks)
+    if label_smoothing > 1:
+        raise ValueError(
+            f"label_smoothing is a share from 0 to 1; got {label_smoothing!r}. "
+            "Write for instance 0.1."
+        )
     rows, labels = input.flatten(0, -2), target.flatten()
     if not isinstance(input, XLAShardedTensor):
         losses = F.cross_entropy(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
@@ -107,6 +107,7 @@ class _Recorder:
             raise _CompleteError
 
 
+@checked(num_slices=1, quiet_steps=1)
 def plan(
     function: Callable[[], Any],
     *,

@@ -13,6 +13,7 @@ import jax
 import torch
 
 from spmd_core import releases
+from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
 from spmd_core.runtime import buffers, devices, disk_cache, presence, watch
@@ -292,6 +293,7 @@ def coordinator_address() -> str | None:
     return _coordinator
 
 
+@checked()
 def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> None:
     """Stores compiled programs in the folder `path`, in place of `config.cache_dir`.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.program import execution
@@ -33,6 +34,7 @@ class _StepClosure:
 _waiting: deque[_StepClosure] = deque()
 
 
+@checked()
 def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Runs `closure(*args)` at the end of the step: for logging without a cut inside the step.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution
 from spmd_core.runtime import buffers
@@ -13,6 +14,7 @@ from spmd_core.steps.structures import map_tensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
+@checked()
 def optimizer_step(
     optimizer: torch.optim.Optimizer,
     *,
@@ -76,6 +78,7 @@ class RateTracker:
         ValueError: the factor is out of range.
     """
 
+    @checked(smooth_factor=0)
     def __init__(self, smooth_factor: float | None = None) -> None:
         factor = (
             float(os.environ.get("RATE_TRACKER_SMOOTHING", 0.4))
@@ -91,6 +94,7 @@ class RateTracker:
         self._count = self._last_count = 0.0
         self._rate: float | None = None
 
+    @checked(count=0)
     def add(self, count: float) -> None:
         """Adds `count` items."""
         self._count += count

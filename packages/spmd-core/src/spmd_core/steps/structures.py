@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from spmd_core import files, releases, source_lines
+from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError
 from spmd_core.marks import process_data
 from spmd_core.marks.marking import apply_sharding, start_upload
@@ -142,6 +143,7 @@ def _fitted(spec: ShardingSpec, t: torch.Tensor) -> ShardingSpec:
     return dataclasses.replace(spec, partition_spec=tuple(spec.partition_spec)[: t.dim()])
 
 
+@checked()
 def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bool = True) -> None:
     """`torch.save` of the structure with every device tensor on the CPU.
 

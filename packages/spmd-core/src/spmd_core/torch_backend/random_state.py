@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from spmd_core.arguments import checked
+
 
 def manual_seed(seed: int) -> None:
     """Seeds torch's CPU generator, from which all random operations on the device draw.
@@ -50,6 +52,7 @@ def as_seed() -> int:
     return seed
 
 
+@checked()
 @contextmanager
 def fork_rng(*, enabled: bool = True) -> Iterator[None]:
     """Restores the random state at the end of the block. `enabled=False` does nothing."""
