@@ -83,6 +83,15 @@ class Call:
         return found
 
 
+def _write_masked(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    result = x.clone()
+    mask = x[:, 0] > 0
+    result[mask] += row
+    result[~mask] = result[~mask] * row.tanh() + 1
+    result[result > 1] *= 2
+    return result
+
+
 def _write_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     result = x.clone()
     result[1:3] = rows
@@ -174,6 +183,7 @@ CALLS: dict[str, Call] = {
     ),
     "cat": Call(lambda a, b: torch.cat([a, b], 1), lambda b, t, d: [(b, d), (b, 6)]),
     "stack": Call(lambda a, b: torch.stack([a, b], 1), lambda b, t, d: [(b, d), (b, d)]),
+    "masked writes": Call(_write_masked, lambda b, t, d: [(b * t, d), (d,)]),
     "where": Call(lambda a, b: torch.where(a > b, a, b * 2), lambda b, t, d: [(b, t, d), (t, d)]),
     "broadcast": Call(lambda a, b: a * b, lambda b, t, d: [(b, t, d), (t, 1)]),
     "split": Call(lambda a: a.split(3, -1)[0] * a.split(3, -1)[1], _one),
