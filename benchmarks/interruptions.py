@@ -41,7 +41,7 @@ from torch.utils import checkpoint
 import spmd_core as spmd
 import spmd_data
 from spmd_core.dispatch import fallback
-from spmd_core.graph import storage
+from spmd_core.graph import recorders
 
 # Reads a delay in seconds, waits, sends the signal, and says so.
 _SENDER = """
@@ -150,8 +150,8 @@ def state() -> dict[str, Any]:
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "x64": jax.config.values["jax_enable_x64"],
-        "graph lock": storage.lock._is_owned(),  # type: ignore[attr-defined]
-        "nesting": +fallback._nesting,
+        "graph lock": recorders.lock._is_owned(),  # type: ignore[attr-defined]
+        "nesting": +fallback._thread.nesting,
         "trace": sys.gettrace(),
     }
 

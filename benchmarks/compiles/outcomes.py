@@ -19,7 +19,8 @@ from benchmarks.opinfo import cases
 from benchmarks.opinfo.samples import DTYPES_BY_NAME, applies, excluded, moved, samples
 from spmd_core.errors import PlanReadError, SpmdError
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.storage import lock, take_pending
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import take_pending
 from spmd_core.program import planning
 from spmd_core.program.program_graph import Graph, Leaf, Node, Output
 from spmd_core.runtime.jax_sharding import replicated

@@ -28,7 +28,7 @@ def reset() -> None:
         setattr(spmd.config, name, copy.copy(value))
     spmd.set_global_mesh(None)
     spmd.eager_mode(False)
-    execution.cut_guard = None
+    execution.this_thread.cut_guard = None
     automatic_cut.reset()
     growing_sizes.clear()
     recompile_warnings.clear()

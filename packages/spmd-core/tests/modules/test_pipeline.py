@@ -150,7 +150,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(num_devices):
     x = torch.ones(2 * num_devices, LENGTH, WIDTH).to("xla")
 
     def num_pending():
-        return sum(ref() is not None for ref in storage._pending)
+        return len(storage.pending())
 
     gc.collect()
     before = num_pending()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.graph import storage
+from spmd_core.graph import recorders, storage
 from spmd_core.program import compile_cache, execution, planning
 from spmd_core.runtime import devices
 
@@ -248,10 +248,7 @@ def test_a_buffer_goes_to_what_replaces_it(mesh_1d):
         nn.Sequential(*layers)(torch.ones(8, 64, device="xla")).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        pending = storage.take_pending()
-        planned = planning.plan(pending)
-        for s in pending:
-            s.request()
+        planned = planning.plan(storage.pending())
         replaced = [s.committed for s in planned.live]
         spmd.sync()
     donated = planned.key.donated
@@ -341,7 +338,7 @@ def test_pending_values_die_with_their_tensors():
     for _ in range(3 * 0x4000):
         x + 1
     gc.collect()
-    assert len(storage._pending) < 0x4001
+    assert len(recorders.current().storages) < 0x4001
 
 
 def test_memory_of_a_long_chain_without_a_cut_is_one_program():

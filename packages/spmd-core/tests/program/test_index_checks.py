@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -367,3 +368,26 @@ def test_the_end_of_the_process_tells_what_no_read_has_told() -> None:
         index_checks._warn_at_exit()
     index_checks._warn_at_exit()
     assert kept.shape == (2,)
+
+
+def test_an_index_is_told_in_the_thread_whose_program_has_it():
+    """And in those that have read its results."""
+    x = torch.arange(4.0).to("xla")
+
+    def wrong():
+        y = x[torch.tensor([8]).to("xla") + 1]
+        spmd.sync()
+        return y
+
+    with ThreadPoolExecutor(1) as pool:
+        y = pool.submit(wrong).result()
+        spmd.sync(wait=True)
+        assert (x + 1).tolist() == [1.0, 2.0, 3.0, 4.0]
+        with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+            pool.submit((x + 1).tolist).result()
+        y = pool.submit(wrong).result()
+        with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+            (y + 1).tolist()
+        pool.submit(wrong).result()
+    with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+        spmd.sync(wait=True)  # of a thread that has ended

@@ -146,7 +146,7 @@ def test_the_layout(num_devices):
     ids = spmd.mark_sharding(ids_of(8, 2, rows=96).to("xla"), mesh, ("fsdp",))
     spmd.sync()
     found = nn.functional.embedding(ids, table)
-    with spmd.graph.storage.lock:
+    with spmd.graph.recorders.lock:
         graph = plan([found._handle]).graph()
     (layout,) = lookups.find(graph, lambda number: False).values()
     assert (layout.rows, layout.shared, layout.gathers) == (("tensor", "fsdp"), "fsdp", False)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.graph.storage import lock, pending
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import pending
 from spmd_core.program import memory_table, tensor_names
 from spmd_core.program.planning import plan
 from spmd_core.runtime import buffers

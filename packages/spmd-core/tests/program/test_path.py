@@ -6,7 +6,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.graph import storage
-from spmd_core.graph.storage import lock
+from spmd_core.graph.recorders import lock
 from spmd_core.program import path
 from spmd_core.program.planning import plan
 

@@ -1,5 +1,7 @@
 """Host data on its way to devices and back: padding, blocks, and programs in flight."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
@@ -82,3 +84,25 @@ def test_reading_a_large_array_leaves_no_copy_on_the_host(mesh_1d, monkeypatch):
     assert array._npy_value is None  # where jax keeps it
     read.add_(1)
     assert buffers.download(array, (16,)).tolist() == list(range(16))
+
+
+def test_a_failure_is_raised_in_the_thread_that_started_the_program():
+    class Broken:
+        def block_until_ready(self) -> None:
+            raise ValueError("INTERNAL: it failed")
+
+    in_flight = buffers.InFlight()
+    with ThreadPoolExecutor(1) as pool:
+
+        def explain(error: Exception) -> Exception:
+            return spmd.ProgramError(f"theirs: {error}")
+
+        pool.submit(in_flight.add, Broken(), explain).result()
+        in_flight.wait_all()  # by a thread that has started nothing
+        with pytest.raises(spmd.ProgramError, match="theirs: INTERNAL: it failed"):
+            pool.submit(in_flight.wait_all).result()
+        pool.submit(in_flight.wait_all).result()  # says it once
+        pool.submit(in_flight.add, Broken(), explain).result()
+        in_flight.wait_all()
+    with pytest.raises(spmd.ProgramError, match="theirs: INTERNAL: it failed"):
+        in_flight.wait_all()  # of a thread that has ended

@@ -250,3 +250,19 @@ def test_a_store_that_does_not_answer_is_process_0(pair, monkeypatch, capsys):
     late[0] = 3
     thread.join()
     assert capsys.readouterr().out.startswith("process 0, which keeps the common store of all")
+
+
+def test_a_difference_names_processes_with_several_threads(pair):
+    starts(pair[0], "a")
+    thread = threading.Thread(target=starts, args=(pair[0], "b"))
+    thread.start()
+    thread.join()
+    starts(pair[1], *"xb")
+    look(*pair)
+    for each in pair:
+        with pytest.raises(
+            spmd.ProcessError,
+            match=r"number 1 differs.*tell its line\)\. 2 threads of process 0 start programs, in "
+            r"an order that no other process has: let one thread record and end the steps\.",
+        ):
+            starts(each, "z")

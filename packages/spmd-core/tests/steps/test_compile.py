@@ -47,7 +47,7 @@ def test_a_decorated_function():
     )
     assert halved(x).tolist() == [0.5, 0.5]
     assert spmd.metrics.programs()[-1].name.startswith("halve_it_1ops")
-    assert execution.cut_guard is None
+    assert execution.this_thread.cut_guard is None
 
 
 def test_full_graph_names_the_line_and_loses_nothing():
@@ -99,7 +99,7 @@ def test_a_nested_region_keeps_the_promise_of_the_outer_one():
     kept = []
     with pytest.raises(spmd.ProgramError, match="nothing is executed inside the region 'outer'"):
         outer()
-    assert kept[0].tolist() == [2, 2, 2] and execution.cut_guard is None
+    assert kept[0].tolist() == [2, 2, 2] and execution.this_thread.cut_guard is None
 
 
 def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monkeypatch):
@@ -173,7 +173,7 @@ def test_an_exception_passes_and_computes_nothing():
     with suppress(KeyError), compile.compile():
         kept.append(x + 1)
         raise KeyError("passes")
-    assert executions() == before and execution.cut_guard is None
+    assert executions() == before and execution.this_thread.cut_guard is None
     assert kept[0].tolist() == [2, 2, 2]
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_a_region():
         region.__enter__()
     with region:
         y = torch.ones(1).to("xla") + 1
-    assert execution.cut_guard is None and y.tolist() == [2]
+    assert execution.this_thread.cut_guard is None and y.tolist() == [2]
 
 
 def test_a_function_that_calls_itself():
@@ -224,7 +224,10 @@ def test_a_function_that_calls_itself():
     def descend(x, depth):
         return descend(x + 1, depth - 1) if depth else x
 
-    assert descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4] and execution.cut_guard is None
+    assert (
+        descend(torch.ones(2).to("xla"), 3).tolist() == [4, 4]
+        and execution.this_thread.cut_guard is None
+    )
 
 
 def test_execution_can_be_forbidden():

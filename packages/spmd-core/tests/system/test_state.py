@@ -67,9 +67,9 @@ def test_reset_takes_back_what_a_test_set():
     spmd.eager_mode(True)
     spmd.add_step_closure(lambda: None)
     (torch.ones(2, device="xla") * 3).cpu()
-    execution.cut_guard = object()
+    execution.this_thread.cut_guard = object()
     reset()
     assert spmd.config.max_programs == before and spmd.config.compiler_options == {}
     assert spmd.get_global_mesh() is None and not spmd.is_eager_mode()
-    assert not closures._waiting and execution.cut_guard is None
+    assert not closures._waiting and execution.this_thread.cut_guard is None
     assert spmd.metrics.counter("cuts") == 0

@@ -13,7 +13,8 @@ from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.debugging.communication import Collectives as Collectives
 from spmd_core.errors import SpmdError
-from spmd_core.graph.storage import Storage, lock, read, take_pending
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, pending, read
 from spmd_core.graph.values import Spec
 from spmd_core.program import compile_cache, planning
 from spmd_core.program.lowering import Traced
@@ -202,9 +203,7 @@ def _planned(tensors: Sequence[torch.Tensor], what: str) -> planning.Plan:
     """The program that a `sync()` of these tensors would run."""
     if tensors:
         return planning.plan([_pending(t, what) for t in tensors])
-    live = take_pending()
-    for storage in live:
-        storage.request()
+    live = pending()
     if not live:
         raise SpmdError(
             f"{what} shows the program of what is pending; nothing is. "

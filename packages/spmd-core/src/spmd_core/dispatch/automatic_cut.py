@@ -4,6 +4,7 @@ One program of all its steps would take minutes to compile. So where much is pen
 graph is looked at. If its operations repeat themselves and update a state, it is a loop, and each
 of its steps so far becomes a run of one small program. From then on another `__torch_dispatch__`
 counts the recorded operations and cuts after each period. Any other cut brings the router back.
+Each thread's loop is its own.
 """
 
 import sys
@@ -17,7 +18,8 @@ import torch
 
 from spmd_core import counters
 from spmd_core.dispatch import router
-from spmd_core.graph import repetition, storage
+from spmd_core.graph import recorders, repetition, storage
+from spmd_core.graph.recorders import Recorder
 from spmd_core.graph.values import Entry, Value, take_serial
 from spmd_core.program import execution, planning
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -33,35 +35,40 @@ MAX_OPERATIONS = 64 * MIN_OPERATIONS
 
 @dataclass
 class _Watch:
-    """What is known of the loop.
+    """What is known of a thread's loop.
 
     Attributes:
-        cuts: the counter of cuts at the last look; another value means that the program cut.
+        is_on: whether this thread's calls are watched.
+        cuts: how often the thread had cut at the last look; another number means that the program
+            cut.
         blocks: how often `storage.PENDING_BLOCK` new storages were pending since that cut.
         usual_blocks: how many of them a step has that the program ends itself.
         due: the serial after which the next cut comes; None before a loop is found.
         period: how many serials lie between two cuts.
         calls: calls of `_watch_and_cut`, each of which takes a serial.
         entries: the operations of the last period; None before the first one ended.
-        has_warned: whether the user knows.
+        piece: how many operations the last program of `cut_pieces` had, where another look follows
+            it; else 0.
     """
 
-    cuts: float = 0.0
+    is_on: bool = False
+    cuts: int = 0
     blocks: int = 0
     usual_blocks: int = 0
     due: int | None = None
     period: int = 0
     calls: int = 0
     entries: list[Entry] | None = field(default=None, repr=False)
-    has_warned: bool = False
+    piece: int = 0
 
 
 class _ThreadState(threading.local):
     inside = False
 
 
-_watch = _Watch()
 _thread = _ThreadState()
+# Whether the user knows.
+_has_warned = False
 
 
 def install() -> None:
@@ -70,27 +77,34 @@ def install() -> None:
 
 
 def reset() -> None:
-    """Forgets the loop that is watched, and that the warning was given."""
-    global _watch
-    _stop()
-    _watch = _Watch()
+    """Forgets the loop of this thread that is watched, and that the warning was given."""
+    global _has_warned
+    recorder = recorders.current()
+    if recorder.watch is not None:
+        _stop(recorder.watch)
+    recorder.watch = None
+    _has_warned = False
 
 
-def _on_pending_block() -> None:
+def _on_pending_block(recorder: Recorder) -> None:
     """Has the pending operations looked at by the next call, at doubling distances."""
-    cuts = counters.counter("cuts")
-    if cuts != _watch.cuts:
-        _watch.usual_blocks = max(_watch.usual_blocks, _watch.blocks)
-        _watch.cuts, _watch.blocks = cuts, 0
-    _watch.blocks += 1
-    is_power_of_two = not _watch.blocks & (_watch.blocks - 1)
+    if recorder.watch is None:
+        recorder.watch = _Watch()
+    watch: _Watch = recorder.watch
+    if recorder.num_cuts != watch.cuts:
+        watch.usual_blocks = max(watch.usual_blocks, watch.blocks)
+        watch.cuts, watch.blocks, watch.piece = recorder.num_cuts, 0, 0
+    watch.blocks += 1
+    is_power_of_two = not watch.blocks & (watch.blocks - 1)
     if (
         is_power_of_two
-        and _watch.blocks > _watch.usual_blocks
-        and _installed() is router.route
-        and execution.cut_guard is None
+        and watch.blocks > watch.usual_blocks
+        and not watch.is_on
+        and _installed() in (router.route, _watch_and_cut)
+        and execution.this_thread.cut_guard is None
     ):
         # In the middle of an operation nothing may be cut: some of its values have no tensor yet.
+        watch.is_on = True
         XLAShardedTensor.__torch_dispatch__ = classmethod(_watch_and_cut)  # type: ignore[assignment, method-assign]
 
 
@@ -98,11 +112,14 @@ def _installed() -> Any:
     return XLAShardedTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
 
-def _stop() -> None:
-    """Brings the router back."""
-    if _installed() is _watch_and_cut:
+def _stop(watch: _Watch) -> None:
+    """Watches this loop no more; brings the router back if no other one is watched."""
+    watch.is_on = False
+    if _installed() is _watch_and_cut and not any(
+        recorder.watch is not None and recorder.watch.is_on for recorder in recorders.elsewhere()
+    ):
         XLAShardedTensor.__torch_dispatch__ = classmethod(router.route)  # type: ignore[assignment, method-assign]
-    _watch.due, _watch.entries, _watch.calls, _watch.blocks = None, None, 0, 0
+    watch.due, watch.entries, watch.calls, watch.blocks = None, None, 0, 0
 
 
 def _watch_and_cut(
@@ -113,10 +130,11 @@ def _watch_and_cut(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Calls the router; cuts before an operation that no other one is part of, where one is due."""
-    if _thread.inside:
+    recorder = recorders.current()
+    if _thread.inside or recorder.watch is None or not recorder.watch.is_on:
         return router.route(cls, func, types, args, kwargs)
-    with storage.lock:
-        _cut_if_due()
+    with recorders.lock:
+        _cut_if_due(recorder, recorder.watch)
     _thread.inside = True
     try:
         return router.route(cls, func, types, args, kwargs)
@@ -124,20 +142,20 @@ def _watch_and_cut(
         _thread.inside = False
 
 
-def _cut_if_due() -> None:
-    if counters.counter("cuts") != _watch.cuts or execution.cut_guard is not None:
-        _stop()
+def _cut_if_due(recorder: Recorder, watch: _Watch) -> None:
+    if recorder.num_cuts != watch.cuts or execution.this_thread.cut_guard is not None:
+        _stop(watch)
         return
-    _watch.calls += 1
-    recorded = take_serial() - _watch.calls
-    if (_watch.due is not None and recorded < _watch.due) or _is_inside_an_operation():
+    watch.calls += 1
+    recorded = take_serial() - watch.calls
+    if (watch.due is not None and recorded < watch.due) or _is_inside_an_operation():
         return
     live = storage.pending()
     nodes, _ = planning.collect(live)
-    if _watch.due is None:
-        _look(live, nodes)
+    if watch.due is None:
+        _look(recorder, watch, live, nodes)
     else:
-        _cut_period(nodes)
+        _cut_period(recorder, watch, nodes)
 
 
 def _is_inside_an_operation() -> bool:
@@ -150,51 +168,65 @@ def _is_inside_an_operation() -> bool:
     return False
 
 
-def _look(live: list[storage.Storage], nodes: list[Value]) -> None:
+def _look(
+    recorder: Recorder, watch: _Watch, live: list[storage.Storage], nodes: list[Value]
+) -> None:
     """Cuts what is pending if it is a loop, and plans the next cut; else stops watching."""
-    blocks = _watch.blocks
+    blocks = watch.blocks
     found = repetition.find(nodes) if len(nodes) >= MIN_OPERATIONS else None
     states = [s.value for s in live if s.committed is not None]
     if found is not None and (
         len(nodes) >= MIN_STATELESS or repetition.has_steps(nodes, found, states)
     ):
         _warn(len(nodes), "as one program for each step")
-        positions = repetition.boundaries(nodes, found)
+        piece = repetition.piece_length(found)
+        # After the pieces of the last look, further ones share their program if they begin alike.
+        positions = (
+            list(range(piece, found.end - found.period + 1, piece))
+            if watch.piece == piece and found.start == 0
+            else repetition.boundaries(nodes, found)
+        )
         end = nodes[positions[-1] - 1].serial
         period = repetition.serials_between(nodes, found)
         try:
             execution.cut_pieces(live, nodes, positions, found.period)
         except BaseException:
-            _stop()
+            _stop(watch)
             raise
-        _watch.period, _watch.cuts, _watch.blocks = period, counters.counter("cuts"), 0
+        watch.period, watch.cuts, watch.blocks = period, recorder.num_cuts, 0
+        if storage.pending_elsewhere():
+            # What other threads record takes serials, too: the end of a period is not known.
+            _stop(watch)
+            watch.piece = piece
+            return
         # The calls since the last piece have taken serials, too.
-        _watch.due, _watch.calls = end + period + _watch.calls, 0
+        watch.due, watch.calls = end + period + watch.calls, 0
         return
-    _stop()
-    _watch.blocks = blocks
+    _stop(watch)
+    watch.blocks = blocks
     if len(nodes) >= MAX_OPERATIONS:
         _warn(len(nodes), "here")
         execution.cut()
 
 
-def _cut_period(nodes: list[Value]) -> None:
+def _cut_period(recorder: Recorder, watch: _Watch, nodes: list[Value]) -> None:
     """Cuts at the end of a period, unless the program does something else by now."""
     entries = [node.entry for node in nodes]
-    if _watch.entries is not None and entries != _watch.entries:
-        _stop()
+    if watch.entries is not None and entries != watch.entries:
+        _stop(watch)
         return
     counters.count("automatic_cuts")
     execution.cut()
-    assert _watch.due is not None
-    _watch.due += _watch.period
-    _watch.entries, _watch.cuts = entries, counters.counter("cuts")
+    assert watch.due is not None
+    watch.due += watch.period
+    watch.entries, watch.cuts = entries, recorder.num_cuts
 
 
 def _warn(number: int, how: str) -> None:
-    if _watch.has_warned:
+    global _has_warned
+    if _has_warned:
         return
-    _watch.has_warned = True
+    _has_warned = True
     warnings.warn(
         f"a step ends with spmd.sync() or a read; {number:,} operations were pending without one, "
         f"and run {how} now, with the same values. Call spmd.sync() at the end of each step.",

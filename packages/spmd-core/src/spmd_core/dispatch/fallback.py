@@ -1,5 +1,6 @@
 """Handlers of overloads without a lowering: torch's compositions, decompositions, then the CPU."""
 
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,14 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 # Deeper nesting than this runs on the host.
 _MAX_NESTING = 4
 _NO_LOWERING = "has neither a lowering for device 'xla' nor a decomposition"
-_nesting: Counter[torch._ops.OpOverload] = Counter()
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.nesting: Counter[torch._ops.OpOverload] = Counter()
+
+
+_thread = _ThreadState()
 
 
 def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
@@ -30,13 +38,14 @@ def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Hand
     fall_back = on_host(func)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if _nesting[func] >= _MAX_NESTING:
+        nesting = _thread.nesting
+        if nesting[func] >= _MAX_NESTING:
             return fall_back(args, kwargs)
-        _nesting[func] += 1
+        nesting[func] += 1
         try:
             result = function(*args, **kwargs)
         finally:
-            _nesting[func] -= 1
+            nesting[func] -= 1
         return fall_back(args, kwargs) if result is NotImplemented else result
 
     return handler

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import torch
 
 from spmd_core import dtypes
-from spmd_core.graph.storage import Handle, Storage, View, lock
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Handle, Storage, View
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.ops import registry

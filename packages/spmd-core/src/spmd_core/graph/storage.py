@@ -6,11 +6,11 @@ A storage holds one value. A view is a chain of view operations over a storage. 
 - A view caches its last derived value together with the storage's version at that time. If the
   versions differ (in a new view, or after a write through another alias), the value is derived from
   the storage again.
-- Every live storage whose value is pending is in `_pending`, by weak reference: a value that no
-  tensor holds any more is never computed. Where the value's program failed, it is in `_failed`.
+- Every live storage whose value is pending is in the list of one thread, the one that recorded the
+  value (`graph.recorders`), by weak reference: a value that no tensor holds any more is never
+  computed. Where the value's program failed, it is in that thread's `failed` instead.
 """
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,22 +19,21 @@ import torch
 
 from spmd_core import source_lines
 from spmd_core.config import config
+from spmd_core.graph import recorders
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.recorders import Recorder, lock
 from spmd_core.graph.values import Entry, Spec, Value
 from spmd_core.sharding.sharding import Sharding
 
-# Recording and cutting exclude each other: a cut must not see half of an operation. Reentrant, as a
-# host read inside an operation cuts.
-lock = threading.RLock()
-_pending: list["weakref.ref[Storage]"] = []
-_failed: "weakref.WeakSet[Storage]" = weakref.WeakSet()
 _weak = weakref.ref
+_this_thread = recorders.this_thread
 _is_inference_mode = torch.is_inference_mode_enabled
 _next_address = 1 << 40
-# How many new pending storages are looked through at a time.
+# How many new pending storages of a thread are looked through at a time.
 PENDING_BLOCK = 1024
-# Called after so many: a loop that never cuts is noticed. Set by `dispatch.automatic_cut`.
-on_pending_block: Callable[[], None] | None = None
+# Called by the thread after so many: a loop that never cuts is noticed. Set by
+# `dispatch.automatic_cut`.
+on_pending_block: Callable[[Recorder], None] | None = None
 
 
 class Storage:
@@ -46,8 +45,9 @@ class Storage:
         version: number of writes so far.
         sharding: the user's mark, or an inherited one; None where the partitioner may choose.
         committed: the value of the last successful cut.
-        failed: whether the program of the pending value failed; then a cut leaves it out until it
-            is written or read.
+        recorder: the thread that recorded the pending value, whose cuts compute it. None for a
+            computed value; and where the program of the pending value failed, so that cuts leave it
+            out until it is written or read.
         inference: whether its tensors are inference tensors, as those made in inference mode are.
     """
 
@@ -55,56 +55,69 @@ class Storage:
         "__weakref__",
         "_address",
         "committed",
-        "failed",
         "inference",
+        "recorder",
         "sharding",
         "spec",
         "value",
         "version",
     )
 
+    committed: Value | None
+    recorder: Recorder | None
+    sharding: Sharding | None
     _address: int  # set by the first call of `address`
     offset = 0  # in elements; a view of the storage may begin elsewhere
 
     def __init__(self, value: Value, spec: Spec) -> None:
         self.value, self.spec = value, spec
         self.version = 0
-        self.failed = False
-        self.sharding: Sharding | None = None
-        self.committed: Value | None = None
+        self.sharding = self.committed = None
         self.inference = _is_inference_mode()
-        _pending.append(_weak(self))
-        if not len(_pending) % PENDING_BLOCK:
-            _prune()
+        # As `recorders.current`, but inline: this is the hot path.
+        try:
+            recorder = _this_thread.recorder
+        except AttributeError:
+            recorder = recorders.current()
+        self.recorder = recorder
+        storages = recorder.storages
+        storages.append(_weak(self))
+        if not len(storages) % PENDING_BLOCK:
+            _prune(recorder)
 
     def write(self, value: Value) -> None:
         """Replaces the value; every view derives its own again when it is next read."""
         if value.data is not None:
             self.committed = value
-            self.failed = False
+            self.recorder = None
             value.owner = _weak(self)
-        elif self.value.data is not None or self.failed:
-            self.failed = False
-            _pending.append(_weak(self))
+        else:
+            try:
+                recorder = _this_thread.recorder
+            except AttributeError:
+                recorder = recorders.current()
+            if self.recorder is not recorder or self.value.data is not None:
+                self.recorder = recorder
+                recorder.storages.append(_weak(self))
         self.value = value
         self.version += 1
 
     def request(self) -> None:
-        """Adds a pending storage to `_pending` again, after the program of its value failed."""
-        self.failed = False
-        _pending.append(_weak(self))
+        """Has this thread's next cut compute a pending storage, also after its program failed."""
+        self.recorder = recorders.current()
+        self.recorder.storages.append(_weak(self))
 
     def fail(self) -> None:
         """Leaves the pending value to whoever reads it, as its program failed."""
-        self.failed = True
-        _failed.add(self)
+        self.recorder = None
+        recorders.current().failed.add(self)
 
     @staticmethod
     def of_leaf(spec: Spec, data: Any, placement: Placement) -> "Storage":
         """A storage over existing data; see `Value` for `data` and `placement`."""
         storage: Storage = Storage.__new__(Storage)
         storage.value = storage.committed = Value.leaf(spec, data, placement, _weak(storage))
-        storage.spec, storage.version, storage.sharding, storage.failed = spec, 0, None, False
+        storage.spec, storage.version, storage.sharding, storage.recorder = spec, 0, None, None
         storage.inference = _is_inference_mode()
         return storage
 
@@ -114,34 +127,66 @@ class Storage:
 
 
 def take_pending() -> list[Storage]:
-    """Empties `_pending` and returns the live storages in it, in the order of their addition."""
-    live = pending()
-    _pending.clear()
+    """The storages of `pending`, which are now in no thread's list."""
+    mine = recorders.cut_here()
+    live = _live(mine)
+    for recorder in mine:
+        recorder.storages.clear()
+    for storage in live:
+        storage.recorder = mine[0]
     return live
 
 
 def pending() -> list[Storage]:
-    """The live storages with a pending value, which stay pending; not those that failed."""
-    return list(dict.fromkeys(s for ref in _pending if (s := ref()) and s.value.data is None))
+    """The live storages that this thread's next cut computes, in the order of their addition.
+
+    They stay pending. Those whose program failed are not among them.
+    """
+    return _live(recorders.cut_here())
+
+
+def pending_elsewhere() -> list[Storage]:
+    """The live storages with a pending value that other threads' cuts compute."""
+    return _live(recorders.elsewhere())
+
+
+def _live(of: list[Recorder]) -> list[Storage]:
+    return list(
+        dict.fromkeys(
+            s
+            for recorder in of
+            for ref in recorder.storages
+            if (s := ref()) is not None and s.recorder is recorder and s.value.data is None
+        )
+    )
 
 
 def failed() -> list[Storage]:
-    """The live storages whose pending value's program failed, which stay so."""
-    return [storage for storage in _failed if storage.failed]
+    """The live storages of all threads whose pending value's program failed, which stay so."""
+    return _failed([*recorders.cut_here(), *recorders.elsewhere()])
 
 
 def take_failed() -> list[Storage]:
-    """Empties `_failed` and returns the live storages whose pending value's program failed."""
-    found = failed()
-    _failed.clear()
+    """Forgets the live storages whose program failed in this thread, and returns them.
+
+    Those of threads that have ended are among them.
+    """
+    mine = recorders.cut_here()
+    found = _failed(mine)
+    for recorder in mine:
+        recorder.failed.clear()
     return found
 
 
-def _prune() -> None:
+def _failed(of: list[Recorder]) -> list[Storage]:
+    return [s for r in of for s in r.failed if s.recorder is None and s.value.data is None]
+
+
+def _prune(recorder: Recorder) -> None:
     """Forgets dead storages, so that a long loop without a cut does not grow the list."""
-    _pending[:] = [ref for ref in _pending if ref() is not None]
+    recorder.storages[:] = [ref for ref in recorder.storages if ref() is not None]
     if on_pending_block is not None:
-        on_pending_block()
+        on_pending_block(recorder)
 
 
 class Link:
@@ -260,7 +305,8 @@ def address(handle: Handle) -> int:
     """
     global _next_address
     storage = handle.storage
-    if not hasattr(storage, "_address"):
-        storage._address = _next_address
-        _next_address += -(-max(storage.spec.num_bytes, 1) // 512) * 512
+    with lock:
+        if not hasattr(storage, "_address"):
+            storage._address = _next_address
+            _next_address += -(-max(storage.spec.num_bytes, 1) // 512) * 512
     return storage._address + handle.offset * handle.spec.dtype.itemsize

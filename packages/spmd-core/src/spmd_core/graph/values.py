@@ -18,13 +18,14 @@ import torch
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.recorders import Recorder
 from spmd_core.sharding.sharding import Border, Sharding
 
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
 _serial = itertools.count()
 
-# While a forward runs again in backward: (node, operands) -> the operands that the node gets.
-# Set by `recording.second_runs`.
+# While a forward runs again in a backward of any thread: (node, operands) -> the operands that the
+# node gets, the same object for a node of another thread. Set by `recording.second_runs`.
 second_run: "Callable[[Value, Sequence[Value]], Sequence[Value]] | None" = None
 
 
@@ -223,7 +224,8 @@ class Value:
         line: the same as `file:line`; only there if the operation reads or writes at indices that
             programs check, so read it with `line_of`.
         checked: of a computed value, how many programs with such checks were started before it was
-            complete (`program.index_checks`); only there if any were.
+            complete, and the thread that started its own (`program.index_checks`); only there if
+            any were.
     """
 
     __slots__ = (
@@ -241,7 +243,7 @@ class Value:
     )
     parent: "Value | None" = None
     line: str
-    checked: int
+    checked: tuple[int, Recorder]
     inputs: "Sequence[Value]"
     numbers: Sequence[Any]
     placement: Placement
@@ -256,7 +258,7 @@ class Value:
         self.serial = next(_serial)
         if config.record_source_lines:
             origin = source_lines.origin()
-            if origin is not None and second_run is not None:
+            if origin is not None and self.inputs is not inputs:
                 origin = origin._replace(phase=source_lines.Phase.SECOND_RUN)
             self.origin = origin
         if entry.indices and config.check_indices:

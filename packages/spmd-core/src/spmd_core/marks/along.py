@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, read
 from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.program.gradient_plans import MARK_ALONG, MARK_SUM
 from spmd_core.sharding.mesh import Mesh

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError
-from spmd_core.graph.storage import Handle, Storage, lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Handle, Storage, read
 from spmd_core.marks import process_data
 from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.ops.kernels.shard_alike import shard_alike
@@ -231,9 +232,14 @@ def sync(*, wait: bool = False) -> None:
     Closures are those of `add_step_closure`. Returns when the program was started, so that Python
     records the next step meanwhile; `wait=True` blocks until the devices are done.
 
-    All threads record into one graph. A call in one thread, or a read, also computes what others
-    have recorded of their steps, at whatever place they are. Values are right, but such a program
-    is a new one nearly every time, and compiles. Let one thread record and end the steps.
+    Each thread has a pending graph of its own: a call, or a read, computes what this thread has
+    recorded, what threads that have ended left, and what these values depend on, whichever thread
+    recorded it. So threads that train models of their own do not cut each other's steps. A value
+    that another thread has recorded is right wherever it is read; but a read in the middle of the
+    other's step cuts that step, whose programs are then new ones and compile. While one thread's
+    program is compiled, the others wait. Random numbers come from torch's one generator, as on the
+    CPU, so they depend on the order in which threads draw. Under several processes one thread
+    records and ends the steps, as all processes must start the same programs in the same order.
     """
     execution.end_step(wait=wait)
 

@@ -5,7 +5,8 @@ from typing import TypeAlias
 
 import torch
 
-from spmd_core.graph.storage import lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import read
 from spmd_core.ops import registry
 from spmd_core.recording.calls import NO_KWARGS, functional_handler
 from spmd_core.recording.writes import write

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.modules.checkpointing import barrier, in_backward
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap

@@ -16,7 +16,8 @@ from spmd_core.arguments import checked, require_int
 from spmd_core.config import config
 from spmd_core.debugging import communication
 from spmd_core.errors import DeviceMemoryError, PlanError, PlanReadError
-from spmd_core.graph.storage import lock, take_pending
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import take_pending
 from spmd_core.planner import buffer_text, parts
 from spmd_core.planner.costs import costs_of
 from spmd_core.planner.memory_program import MemoryProgram

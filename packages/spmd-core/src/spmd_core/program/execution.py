@@ -1,5 +1,6 @@
 """The cut: computes everything that is pending and still held, in one program."""
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,9 +13,11 @@ import torch
 from spmd_core import counters
 from spmd_core.config import config
 from spmd_core.errors import ProcessError, ProgramError
+from spmd_core.graph import recorders
 from spmd_core.graph.placement import Placement
+from spmd_core.graph.recorders import lock
 from spmd_core.graph.repetition import result_of
-from spmd_core.graph.storage import Storage, lock, take_failed, take_pending
+from spmd_core.graph.storage import Storage, take_failed, take_pending
 from spmd_core.graph.values import Value, line_of
 from spmd_core.program import (
     compile_cache,
@@ -62,17 +65,27 @@ class CutGuard:
     after_program: Callable[[compile_cache.Key], None]
 
 
-# Set and reset by the region (`steps.compile`); None outside of any region.
-cut_guard: CutGuard | None = None
+class _ThreadState(threading.local):
+    """What a thread's cuts depend on.
+
+    Attributes:
+        cut_guard: set and reset by the region (`steps.compile`); None outside of any region.
+    """
+
+    cut_guard: CutGuard | None = None
+
+
+this_thread = _ThreadState()
 
 
 def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
-    """Computes every pending tensor that is still held, in one program.
+    """Computes every tensor that this thread has left pending and that is held, in one program.
 
-    Does not wait for the devices unless `wait` is true. Where the program fails, the tensors that
-    have no pending operation in common run as programs of their own, so that a failure stays with
-    the tensors that it is about. These stay pending, with every write that was made to them: a
-    later cut leaves them out, and reading one tries again.
+    So it does with what threads that have ended left pending, and with what the values depend on,
+    whichever thread recorded it. Does not wait for the devices unless `wait` is true. Where the
+    program fails, the tensors that have no pending operation in common run as programs of their
+    own, so that a failure stays with the tensors that it is about. These stay pending, with every
+    write that was made to them: a later cut leaves them out, and reading one tries again.
 
     Args:
         wait: whether to wait until the devices are done.
@@ -88,13 +101,13 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
     with lock, counters.timed(counters.Part.PLANNING):
         live = take_pending()
         try:
-            if live and cut_guard is not None:
-                cut_guard.before_cut()
+            if live and this_thread.cut_guard is not None:
+                this_thread.cut_guard.before_cut()
         except BaseException:
             _request(live)
             raise
         if live:
-            counters.count("cuts")
+            _count_cut()
             try:
                 _execute(live)
             except ProcessError:  # nothing was started, and smaller programs would not help
@@ -153,7 +166,7 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
             passing[piece].append(state)
     for storages in passing:
         if storages:
-            counters.count("cuts")
+            _count_cut()
             counters.count("automatic_cuts")
             with counters.timed(counters.Part.PLANNING):
                 # A later piece may read the same leaves.
@@ -165,7 +178,9 @@ def cut_pieces(live: list[Storage], nodes: list[Value], positions: list[int], pe
 
 
 def roll_back() -> int:
-    """Gives up the pending writes whose programs failed: the tensors are as after the last cut.
+    """Gives up pending writes whose programs failed in this thread: the tensors are as before.
+
+    That is, as after the last cut.
 
     For a program that catches an error and goes on, such as one that runs out of memory and then
     takes a smaller batch. Without this call nothing is lost, and whatever uses these writes fails
@@ -184,6 +199,11 @@ def roll_back() -> int:
                 storage.write(before)
                 count += 1
         return count
+
+
+def _count_cut() -> None:
+    counters.count("cuts")
+    recorders.current().num_cuts += 1
 
 
 def _request(live: list[Storage]) -> None:
@@ -228,8 +248,8 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
                 " and what is computed from it is lost. Load these tensors anew, or from a "
                 "checkpoint."
             )
-    if cut_guard is not None:
-        cut_guard.before_program(planned.key)
+    if this_thread.cut_guard is not None:
+        this_thread.cut_guard.before_program(planned.key)
     floats = [x for x in numbers if x.__class__ is float]
     ints = [int(x) for x in numbers if x.__class__ is int or x.__class__ is bool]
     complexes = [x for x in numbers if x.__class__ is complex]
@@ -253,16 +273,17 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
     except BaseException:
         growing_sizes.forget(planned.key)
         raise
-    if cut_guard is not None:
-        cut_guard.after_program(planned.key)
+    if this_thread.cut_guard is not None:
+        this_thread.cut_guard.after_program(planned.key)
     arrays = [
         leaf.data if leaf.placement is target else convert(leaf, target)
         for leaf, target in zip(leaves, targets)
     ]
+    index_checks.note_reads(leaves)
     interrupts.raise_deferred()  # not below: what the program took over would be lost
     lines = [line_of(planned.nodes[check.position]) for check in program.index_checks]
     results = program.run(floats, ints, complexes, arrays, lines)
-    checked = index_checks.num_started()
+    checked = index_checks.stamp()
     counters.count("executions")
     if config.verify_programs and len(planned.key.device_ids) > 1 and _has_run(program):
         verification.verify(program, (floats, ints, complexes), arrays, results)
@@ -270,7 +291,7 @@ def _execute(live: list[Storage], *, donates: bool = True) -> None:
         counters.count("donated_bytes", sum(leaves[i].spec.num_bytes for i in donated))
     for storage, array, placement in zip(live, results, program.out_placements):
         _commit(storage, array, placement)
-        if checked:
+        if checked is not None:
             storage.value.checked = checked
 
 
@@ -285,12 +306,16 @@ def _has_run(program: Program | PlannedProgram) -> TypeGuard[Program]:
 
 def _program_label() -> str:
     """The beginning of the names of programs."""
-    return "spmd" if cut_guard is None else cut_guard.label
+    return "spmd" if this_thread.cut_guard is None else this_thread.cut_guard.label
 
 
 def _bounded(planned: Plan) -> growing_sizes.Bounded | None:
     """The program for many sizes that computes a cut; None if it needs one of its own."""
-    if cut_guard is not None or not config.bound_growing_sizes or config.verify_programs:
+    if (
+        this_thread.cut_guard is not None
+        or not config.bound_growing_sizes
+        or config.verify_programs
+    ):
         return None
     return growing_sizes.find(planned.key, planned.graph)
 
@@ -317,7 +342,7 @@ def _execute_apart(live: list[Storage], error: Exception, wanted: Storage | None
     """
     groups = _groups(live)
     # A region of `compile` is about one program.
-    if len(groups) == 1 or cut_guard is not None:
+    if len(groups) == 1 or this_thread.cut_guard is not None:
         for storage in live:
             storage.fail()
         raise error
@@ -397,7 +422,7 @@ def raise_if_wrong(value: Value) -> None:
     Raises:
         IndexRangeError: a program under `config.check_indices` found one.
     """
-    index_checks.raise_if_found(getattr(value, "checked", 0))
+    index_checks.raise_if_found(*getattr(value, "checked", (0, None)))
 
 
 def upload(storage: Storage) -> None:

@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.errors import IndexRangeError
-from spmd_core.graph.values import Indices
+from spmd_core.graph import recorders
+from spmd_core.graph.recorders import Recorder
+from spmd_core.graph.values import Indices, Value
 from spmd_core.program.index_layouts import Split
 from spmd_core.program.index_ranges import Check
 from spmd_core.program.program_graph import Graph
@@ -144,6 +146,7 @@ class _Started:
         graph: what it computes.
         checks: its checks.
         lines: the user's line of each, `file:line`.
+        recorder: the thread that started it.
     """
 
     number: int
@@ -152,6 +155,7 @@ class _Started:
     graph: Graph
     checks: Sequence[Check]
     lines: Sequence[str]
+    recorder: Recorder
 
 
 # The programs whose tokens no read has checked yet, and the number of all with checks.
@@ -169,16 +173,35 @@ def add(
     global _num_started
     with _lock:
         _num_started += 1
-        _unread.append(_Started(_num_started, token, name, graph, checks, lines))
+        recorder = recorders.current()
+        _unread.append(_Started(_num_started, token, name, graph, checks, lines, recorder))
         oldest = _unread[0] if len(_unread) > _MAX_UNREAD else None
         if oldest is not None:
             # A cut must not raise for another program, so the earliest that found something stays.
             del _unread[int(_failed(oldest.token) is not None)]
 
 
-def num_started() -> int:
-    """How many programs with checks were started: what is computed now is complete after these."""
-    return _num_started
+def stamp() -> tuple[int, Recorder] | None:
+    """What `Value.checked` is of the results of the program that this thread has just started.
+
+    That is how many programs with checks were started so far, and by which thread; None if none.
+    """
+    return (_num_started, recorders.current()) if _num_started else None
+
+
+def note_reads(leaves: Sequence[Value]) -> None:
+    """Notes that this thread's programs read these values, maybe of other threads' programs.
+
+    A read in this thread then raises what was found in theirs.
+    """
+    if not _num_started or recorders.is_alone():
+        return
+    own = recorders.current()
+    for leaf in leaves:
+        _, maker = getattr(leaf, "checked", (0, own))
+        if maker is not own and maker not in own.sources:
+            own.sources.update(maker.sources)
+            own.sources.add(maker)
 
 
 def forget() -> None:
@@ -186,22 +209,40 @@ def forget() -> None:
     _unread.clear()
 
 
-def raise_if_found(number: int | None = None) -> None:
+def raise_if_found(
+    number: int | None = None, maker: Recorder | None = None, *, of_all_threads: bool = False
+) -> None:
     """Raises for the first operation of the earliest program with an index outside its dim.
+
+    Programs of other threads are left to these, unless this thread has read their results.
 
     Args:
         number: how many programs with checks must have ended, for which this waits. Of later ones,
-            those that have ended are checked too. None waits for all.
+            those that have ended are checked too. None waits for all, also for those of threads
+            that have ended.
+        maker: the thread whose program made what is read.
+        of_all_threads: whether to look at the programs of all threads.
 
     Raises:
         IndexRangeError: there is one. Later programs are checked by the next call.
     """
+    threads = {t for r in (recorders.current(), maker) if r is not None for t in (r, *r.sources)}
     ended: list[_Started] = []
+    left: list[_Started] = []
     with _lock:
-        while _unread and (
-            number is None or _unread[0].number <= number or _unread[0].token.is_ready()
-        ):
-            ended.append(_unread.popleft())
+        while _unread:
+            program = _unread.popleft()
+            recorder = program.recorder
+            is_told_here = of_all_threads or recorder in threads
+            if not (is_told_here or (number is None and recorder.has_ended)):
+                left.append(program)
+                continue
+            if number is None or program.number <= number or program.token.is_ready():
+                ended.append(program)
+            else:
+                left.append(program)
+                break
+        _unread.extendleft(reversed(left))
     try:
         try:
             # All transfers start before the first one is awaited.
@@ -217,7 +258,9 @@ def raise_if_found(number: int | None = None) -> None:
     for i, (program, check) in enumerate(zip(ended, checks, strict=True)):
         if check is not None:
             with _lock:
-                _unread.extendleft(reversed(ended[i + 1 :]))
+                later = sorted([*ended[i + 1 :], *_unread], key=lambda started: started.number)
+                _unread.clear()
+                _unread.extend(later)
             raise IndexRangeError(_describe(program, check))
 
 
@@ -254,7 +297,7 @@ def _warn_at_exit() -> None:
     Several processes do not wait for their devices then, as one of them may have failed.
     """
     try:
-        raise_if_found(None if num_processes() == 1 else 0)
+        raise_if_found(None if num_processes() == 1 else 0, of_all_threads=True)
     except IndexRangeError as error:
         warnings.warn(
             f"the process ends unaware of an error: {error}", RuntimeWarning, stacklevel=1

@@ -9,7 +9,7 @@ from typing import Any
 from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
-from spmd_core.graph.storage import Storage, failed
+from spmd_core.graph.storage import Storage, failed, pending_elsewhere
 from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache
 from spmd_core.program.leaves import marked_placement, target_placement
@@ -28,7 +28,8 @@ class Plan:
 
     Attributes:
         key: the program's key.
-        live: the storages that receive the results, in the order of the results.
+        live: the storages that receive the results, in the order of the results. Among them are
+            those of other threads whose values these results depend on.
         nodes: the recorded operations, in the order of recording.
         node_inputs: for each node, the value numbers of its inputs (see `program_graph.Node`).
         leaves: the program's inputs.
@@ -89,6 +90,12 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> P
             take over their buffers.
     """
     nodes, leaves = collect(live)
+    elsewhere = pending_elsewhere()
+    if elsewhere:
+        given, needed = set(live), set(nodes)
+        elsewhere = [s for s in elsewhere if s not in given]
+        live = [*live, *(s for s in elsewhere if (s.value.parent or s.value) in needed)]
+        elsewhere = [s for s in elsewhere if (s.value.parent or s.value) not in needed]
     number_of = {leaf: -i - 1 for i, leaf in enumerate(leaves)}
     structure: list[Any] = []
     node_inputs: list[list[int]] = []
@@ -116,7 +123,7 @@ def plan(live: list[Storage], *, label: str = "spmd", donates: bool = True) -> P
     out_placements = [_output_placement(s, device_ids) for s in live]
     # What is verified runs twice from the same leaves.
     donated = (
-        _donated(live, leaves, targets, out_placements)
+        _donated(live, leaves, targets, out_placements, elsewhere)
         if donates and not config.verify_programs
         else {}
     )
@@ -219,11 +226,19 @@ def _donated(
     leaves: list[Value],
     targets: tuple[Placement, ...],
     out_placements: list[Placement | None],
+    elsewhere: list[Storage],
 ) -> dict[int, int]:
     """The leaves whose last reader is this program, each with the result that gets its buffer.
 
     That result is the one that replaces the leaf's value, else another one of the same shape, dtype
     and placement.
+
+    Args:
+        live: the storages that the program computes.
+        leaves: what it reads.
+        targets: how each leaf lies.
+        out_placements: how each result lies; None if the partitioner chooses.
+        elsewhere: the storages that other threads' cuts compute, which may read the same leaves.
 
     Returns:
         The position of the result by the position of the leaf.
@@ -235,8 +250,8 @@ def _donated(
     }
     number = {s: i for i, s in enumerate(live)}
     # A tensor whose program failed tries again when it is read.
-    failing = failed()
-    kept = set(collect(failing)[1]) if failing else ()
+    readers = [*failed(), *elsewhere]
+    kept = set(collect(readers)[1]) if readers else ()
     donated: dict[int, int] = {}
     others: list[tuple[int, Any]] = []
     for position, (leaf, target) in enumerate(zip(leaves, targets)):

@@ -16,7 +16,8 @@ import torch
 from spmd_core import counters, dtypes
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError
-from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Indices, Part, Spec, Value
 from spmd_core.ops import registry

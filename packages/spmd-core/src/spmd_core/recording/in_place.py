@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from spmd_core.errors import DeviceMismatchError
-from spmd_core.graph.storage import Storage, View, lock
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, View
 from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema

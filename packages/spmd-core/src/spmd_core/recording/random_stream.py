@@ -2,14 +2,19 @@
 
 Therefore `torch.manual_seed`, `get_rng_state`, `fork_rng`, `torch.Generator` and the replay of
 `torch.utils.checkpoint` work as on the CPU. The seed is an input of the program, so a new seed
-compiles nothing. The values do not depend on the mesh, as the device's generator (threefry, counter
-based) computes each element from the seed and the element's global position.
+compiles nothing. Threads share torch's generator, as on the CPU: which of them draws which seed is
+up to their order, unless each passes a generator of its own. The values do not depend on the mesh,
+as the device's generator (threefry, counter based) computes each element from the seed and the
+element's global position.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from spmd_core.graph.recorders import lock
 
 _cell = torch.empty((), dtype=torch.int64)
 _MAX = 2**63 - 1
@@ -18,11 +23,12 @@ _MAX = 2**63 - 1
 def draw(generator: torch.Generator | None = None) -> int:
     """A seed in [0, 2**63 - 1) from `generator`, or from torch's default generator."""
     # In place, on an existing tensor: `with torch.device(...)` and other modes do not affect it.
-    return int(_cell.random_(0, _MAX, generator=generator))
+    with lock:
+        return int(_cell.random_(0, _MAX, generator=generator))
 
 
-class _Position:
-    """What random operations mix into their keys beside the seed.
+class _Position(threading.local):
+    """What random operations of a thread mix into their keys beside the seed.
 
     Attributes:
         tensor: a 0-dim integer tensor that is local to a manual region; None outside of `mixing`.
@@ -36,7 +42,7 @@ position = _Position()
 
 @contextmanager
 def mixing(tensor: torch.Tensor) -> Iterator[None]:
-    """Inside, random operations mix the value of a tensor into their keys, in all threads.
+    """Inside, random operations of this thread mix the value of a tensor into their keys.
 
     Equal seeds then give other numbers for each value, which may differ from device to device.
 

@@ -15,7 +15,8 @@ import torch
 from jax import lax
 
 from spmd_core.graph import values
-from spmd_core.graph.storage import Storage, lock, read
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import Entry, Part, Value
 from spmd_core.recording.calls import known
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -29,21 +30,13 @@ class _SecondRun:
     """
 
     def __init__(self, arguments: Sequence[Value], after: Value | None) -> None:
-        self._thread = threading.get_ident()
         self._arguments, self._after = arguments, after
         self._apart: dict[Value, Value] = {}
         self._own: set[Value] = set()
 
     def __call__(self, node: Value, operands: Sequence[Value]) -> Sequence[Value]:
-        if not self.is_here:
-            return operands
         self._own.add(node)
         return tuple(self._own_or_apart(value) for value in operands)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this thread records the run."""
-        return threading.get_ident() == self._thread
 
     @property
     def after(self) -> Value | None:
@@ -71,7 +64,7 @@ class _SecondRun:
                 "spmd::optimization_barrier", _barrier, specs, structure=tuple(range(len(specs)))
             ),
         )
-        with _unchanged():
+        with _running(None):
             return Part(Value(entry, operands, ()), 0)
 
 
@@ -79,13 +72,33 @@ def _barrier(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
     return list(lax.optimization_barrier(tuple(inputs)))
 
 
+# The innermost run of each thread.
+_runs: dict[int, _SecondRun] = {}
+
+
+def _operands(node: Value, operands: Sequence[Value]) -> Sequence[Value]:
+    run = _runs.get(threading.get_ident())
+    return operands if run is None else run(node, operands)
+
+
 @contextmanager
-def _unchanged() -> Iterator[None]:
-    around, values.second_run = values.second_run, None
+def _running(run: _SecondRun | None) -> Iterator[None]:
+    """Inside, this run is the one of this thread."""
+    around = _set(run)
     try:
         yield
     finally:
-        values.second_run = around
+        _set(around)
+
+
+def _set(run: _SecondRun | None) -> _SecondRun | None:
+    """Makes this run the one of this thread; returns the one before."""
+    with lock:
+        around = _runs.pop(threading.get_ident(), None)
+        if run is not None:
+            _runs[threading.get_ident()] = run
+        values.second_run = _operands if _runs else None
+        return around
 
 
 @contextmanager
@@ -100,16 +113,13 @@ def second_run(arguments: Sequence[Any], after: torch.Tensor | None) -> Iterator
     with lock:
         given = [read(t._handle) for t in arguments if isinstance(t, XLAShardedTensor)]
         last = read(after._handle) if isinstance(after, XLAShardedTensor) else None
-    around, values.second_run = values.second_run, _SecondRun(given, last)
-    try:
+    with _running(_SecondRun(given, last)):
         yield
-    finally:
-        values.second_run = around
 
 
 def awaited() -> list[XLAShardedTensor]:
     """The tensor that this thread's second run waits for, in a list that is else empty."""
-    running = values.second_run
-    if not isinstance(running, _SecondRun) or not running.is_here or running.after is None:
+    running = _runs.get(threading.get_ident())
+    if running is None or running.after is None:
         return []
     return [wrap(Storage(running.after, running.after.spec))]

@@ -2,8 +2,10 @@
 
 import functools
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -327,6 +329,11 @@ def _cause(error: Exception) -> str:
     return _PREFIXES.sub("", str(error)).rstrip(". ")
 
 
+def _cause_of(failure: Exception) -> str | None:
+    """The cause of an error that explains jax's."""
+    return _cause(failure.__cause__) if isinstance(failure.__cause__, Exception) else None
+
+
 def of_unknown_program(error: Exception) -> ProgramError:
     """The error of a program that has failed and is no longer known."""
     return ProgramError(
@@ -335,8 +342,30 @@ def of_unknown_program(error: Exception) -> ProgramError:
     )
 
 
+@dataclass(eq=False)
+class _Started:
+    """A program in flight.
+
+    Attributes:
+        token: its token.
+        explain: jax's error, if the program fails -> the error to raise.
+        thread: the one that started it.
+    """
+
+    token: jax.Array
+    explain: Explain
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+
+    @property
+    def is_told_here(self) -> bool:
+        """Whether this thread is told of a failure."""
+        return self.thread is threading.current_thread() or not self.thread.is_alive()
+
+
 class InFlight:
     """Limits the number of programs in flight, by waiting for the oldest one.
+
+    A failure that one thread meets while it waits is raised in the thread that started the program.
 
     Each program has an additional result, its token, which is never donated: the program has ended
     when its token is computed.
@@ -346,7 +375,9 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[jax.Array, Explain]] = deque()
+        self._queue: deque[_Started] = deque()
+        # Failures that other threads have met.
+        self._untold: list[tuple[_Started, Exception]] = []
         # The newest failures, with what they were explained by.
         self._failures: deque[tuple[str, Explain]] = deque(maxlen=8)
         self.has_started = False
@@ -363,9 +394,10 @@ class InFlight:
         """
         self.has_started = True
         limit = config.max_in_flight_cpu if platform() == "cpu" else config.max_in_flight
-        self._queue.append((token, explain))
+        self._queue.append(_Started(token, explain))
         while len(self._queue) > limit:
             self._wait_for_oldest()
+        self._raise_untold()
 
     @interrupts.waits
     def wait_all(self) -> None:
@@ -376,17 +408,44 @@ class InFlight:
         """
         while self._queue:
             self._wait_for_oldest()
+        self._raise_untold()
 
     def _wait_for_oldest(self) -> None:
-        token, explain = self._queue.popleft()
+        started = self._oldest()
+        if started is None:
+            return
         try:
             with counters.timed(counters.Part.WAITING):
-                token.block_until_ready()
+                started.token.block_until_ready()
         except FAILURES as error:
-            raise watch.failure_of_others(error) or self._explained_by(explain, error) from error
-        except BaseException:  # an interruption: the next wait is for this program, too
-            self._queue.appendleft((token, explain))
-            raise
+            is_first = self._remove(started)
+            failure = watch.failure_of_others(error) or self._explained_by(started.explain, error)
+            failure.__cause__ = error
+            if is_first:
+                self._untold.append((started, failure))
+            self._raise_untold()
+        self._remove(started)
+
+    def _oldest(self) -> _Started | None:
+        """The oldest program, which stays, as other threads may wait for it, too."""
+        try:
+            return self._queue[0]
+        except IndexError:  # another thread took the last one
+            return None
+
+    def _remove(self, started: _Started) -> bool:
+        """Takes a program out of the queue; returns False if another thread did."""
+        try:
+            self._queue.remove(started)
+        except ValueError:
+            return False
+        return True
+
+    def _raise_untold(self) -> None:
+        for told in [*self._untold]:
+            if told[0].is_told_here:
+                self._untold.remove(told)
+                raise told[1]
 
     def explained(self, error: Exception) -> Exception:
         """The error of an array, as the first program that fails explains its own."""
@@ -405,6 +464,7 @@ class InFlight:
     def _explained_by_another(self, error: Exception) -> Exception | None:
         """The error as the first failed program of the same cause explains it; None without one."""
         cause = _cause(error)
+        self._untold[:] = [u for u in self._untold if _cause_of(u[1]) != cause]
         found = self._take_failed(cause)
         known = next((x for other, x in reversed(self._failures) if other == cause), None)
         # What is passed on twice comes from a program that has failed before.
@@ -420,16 +480,15 @@ class InFlight:
         """
         first, others = None, []
         try:
-            while self._queue:
-                token, explain = self._queue[0]
+            while (started := self._oldest()) is not None:
                 try:
-                    token.block_until_ready()
+                    started.token.block_until_ready()
                 except FAILURES as error:
                     if _cause(error) != cause:
-                        others.append((token, explain))
+                        others.append(started)
                     elif first is None:
-                        first = error, explain
-                self._queue.popleft()
+                        first = error, started.explain
+                self._remove(started)
         finally:  # of an interruption, too
             self._queue.extendleft(reversed(others))
         return first

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jaxlib
-import torch
 
 from spmd_core.config import config
 from spmd_core.errors import NotInSpmdModeError, PlanError, SpmdError
@@ -291,13 +290,9 @@ def position_of_device(device: jax.Device) -> int:
 def use_spmd() -> None:
     """Turns on SPMD mode: one program over all devices, partitioned as the marks say.
 
-    Tensors that exist already stay valid. From here on, autograd runs a backward pass in the thread
-    that calls it (if that thread also called this function), as it does for CPU tensors. Autograd's
-    own device thread would hold the results of `torch.autograd.grad` for some milliseconds longer
-    than the caller: a cut in that time would compute all of them, in a program of its own.
+    Tensors that exist already stay valid.
     """
     _state.spmd = True
-    torch.autograd.set_multithreading_enabled(False)
 
 
 def is_spmd() -> bool:

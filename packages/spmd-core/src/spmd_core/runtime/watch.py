@@ -145,6 +145,7 @@ class Watch:
         self._still = presence.Stillness(client, process)
         self._num_pings = 0
         self._told: set[str] = set()
+        self._starters: set[int] = set()  # the threads that start programs
         self._is_raised = threading.Event()
         self._is_over = threading.Event()
         self._has_failed = False
@@ -195,6 +196,7 @@ class Watch:
         """
         self._raise_if_over()
         with self._lock:
+            self._starters.add(threading.get_ident())
             log = self._logs.get(group)
             if log is None:
                 log = self._logs[group] = _Log(group, self._process)
@@ -383,17 +385,24 @@ class Watch:
             theirs = json.loads(said)
         except Exception:
             theirs = {"line": "an unknown line", "lines": []}
-        ours = {"line": start.line, "lines": start.describe()[:_MAX_LINES]}
+        ours = self._said(start)
         self._stop(
             _difference(
                 start.number, (self._process, ours), (log.neighbour, theirs), len(log.group)
             )
         )
 
+    def _said(self, start: Start) -> dict[str, Any]:
+        return {
+            "line": start.line,
+            "lines": start.describe()[:_MAX_LINES],
+            "threads": len(self._starters),
+        }
+
     def _describe(self, log: _Log, number: int) -> None:
         found = next((s for s in log.starts if s.number == number), None)
         if found is not None:
-            said = {"line": found.line, "lines": found.describe()[:_MAX_LINES]}
+            said = self._said(found)
             self._client.key_value_set(
                 f"spmd/said/{log.key}/{number}/{self._process}",
                 json.dumps(said),
@@ -471,7 +480,7 @@ def _difference(
     num_processes: int,
 ) -> str:
     """What two processes did at the first start at which they differ, the lower process first."""
-    said = []
+    said, threads = [], ""
     pair = sorted((ours, theirs), key=lambda one: one[0])
     mine, other = pair[0][1]["lines"], pair[1][1]["lines"]
     at = next(
@@ -481,11 +490,16 @@ def _difference(
         lines = what["lines"]
         operation = lines[at] if at < len(lines) else "nothing more"
         said.append(f"process {process} at {what['line']} has {operation}")
+        if what.get("threads", 1) > 1:
+            threads += (
+                f" {what['threads']} threads of process {process} start programs, in an order that "
+                "no other process has: let one thread record and end the steps."
+            )
     return (
         f"all {num_processes} processes start the same programs with the same numbers; number "
         f"{number} differs from line {at + 1} of its description on: {'; '.join(said)}. Do not let "
         "what is recorded, read or synced, a seed or a learning rate depend on the process "
-        "(spmd.debugging.source_lines() has each operation tell its line)."
+        f"(spmd.debugging.source_lines() has each operation tell its line).{threads}"
     )
 
 

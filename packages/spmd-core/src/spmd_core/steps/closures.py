@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from spmd_core.arguments import checked
 from spmd_core.config import config
+from spmd_core.graph.recorders import lock
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.program import execution
 from spmd_core.runtime import devices, interrupts
@@ -24,11 +25,12 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 Closure = Callable[..., Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class _StepClosure:
     closure: Closure
     args: tuple[Any, ...]
     is_async: bool
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
 _waiting: deque[_StepClosure] = deque()
@@ -38,11 +40,11 @@ _waiting: deque[_StepClosure] = deque()
 def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool = False) -> None:
     """Runs `closure(*args)` at the end of the step: for logging without a cut inside the step.
 
-    The next `sync()` runs the closures, in the order in which they were added, after it has started
-    the step's program. By default they run in `sync()` itself and get the tensors in `args` as they
-    are. With `run_async` they run in one background thread and get copies in host memory of the
-    values at the end of this step, as operations recorded in that thread would cut a later step in
-    its middle. `sync()` waits while `config.max_async_closures` of them are waiting.
+    This thread's next `sync()` runs the closures, in the order in which they were added, after it
+    has started the step's program. By default they run in `sync()` itself and get the tensors in
+    `args` as they are. With `run_async` they run in one background thread and get copies in host
+    memory of the values at the end of this step, as reading the tensors themselves would cut a
+    later step in its middle. `sync()` waits while `config.max_async_closures` of them are waiting.
 
     An exception in a closure is raised by `sync()` after the other closures ran; several exceptions
     are raised as an ExceptionGroup. An exception in an asynchronous closure is the cause of a
@@ -77,8 +79,7 @@ def wait_for_closures() -> None:
 def _closures_of_step() -> Iterator[None]:
     """Around the cut that ends a step: prepares the step's closures before it, runs them after."""
     _background.raise_error()
-    closures = list(_waiting)
-    _waiting.clear()
+    closures = _take_own()
     try:
         for added in closures:
             if added.is_async:
@@ -93,6 +94,21 @@ def _closures_of_step() -> Iterator[None]:
         _waiting.extendleft(reversed(closures))  # interrupted: everything stays as it was
         raise
     _run(closures)
+
+
+def _take_own() -> list[_StepClosure]:
+    """Takes the closures of this thread's step, and those whose thread ends no step any more."""
+    with lock:
+        taken = [
+            added
+            for added in _waiting
+            if added.thread is threading.current_thread()
+            or not added.thread.is_alive()
+            or added.thread.ident == _background.thread_id
+        ]
+        for added in taken:
+            _waiting.remove(added)
+        return taken
 
 
 def _snapshot(t: torch.Tensor) -> torch.Tensor:
@@ -144,7 +160,7 @@ class _Background:
         self._executor: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._num_waiting = 0
-        self._thread_id: int | None = None
+        self.thread_id: int | None = None
         self._error: tuple[Closure, BaseException] | None = None
 
     def submit(self, added: _StepClosure) -> None:
@@ -153,7 +169,7 @@ class _Background:
         In the background thread, a closure that adds others would wait for itself, so it does not.
         """
         with self._changed:
-            if threading.get_ident() != self._thread_id:
+            if threading.get_ident() != self.thread_id:
                 self._wait_for_room()
             self._num_waiting += 1
             if self._executor is None:
@@ -165,7 +181,7 @@ class _Background:
         self._changed.wait_for(lambda: self._num_waiting < max(config.max_async_closures, 1))
 
     def _run(self, added: _StepClosure) -> None:
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         error: BaseException | None = None
         try:
             added.closure(*to_cpu(added.args))

@@ -133,9 +133,9 @@ class StepProgram(ContextDecorator):
         self._was_eager = eager.is_eager_mode()
         execution.end_step()
         eager.eager_mode(False)
-        self._outer_guard, self._is_inside = execution.cut_guard, True
+        self._outer_guard, self._is_inside = execution.this_thread.cut_guard, True
         label = re.sub(r"\W+", "_", self._name or "spmd").strip("_")
-        execution.cut_guard = CutGuard(
+        execution.this_thread.cut_guard = CutGuard(
             label or "spmd", self._check_cut, self._check_program, self._count_program
         )
 
@@ -150,7 +150,7 @@ class StepProgram(ContextDecorator):
             if kind is None:
                 execution.end_step()
         finally:
-            execution.cut_guard = self._outer_guard
+            execution.this_thread.cut_guard = self._outer_guard
             eager.eager_mode(self._was_eager)
 
     def _check_cut(self) -> None:
@@ -205,7 +205,7 @@ def _differences(new: Key, old: Key) -> str:
 
 
 def allow_execution(allow: bool) -> None:
-    """With False, every execution of a program raises, until this is called with True.
+    """With False, every execution of a program in this thread raises, until a call with True.
 
     Helps to find hidden reads of values.
 
@@ -213,12 +213,12 @@ def allow_execution(allow: bool) -> None:
         SpmdError: called inside a region of `compile`, which has its own `full_graph`.
         ProgramError: later, at the line that needs a value.
     """
-    if execution.cut_guard not in (None, _NO_EXECUTION):
+    if execution.this_thread.cut_guard not in (None, _NO_EXECUTION):
         raise SpmdError(
             "a region says itself whether it may execute; got allow_execution inside one. "
             "Use compile(full_graph=True)."
         )
-    execution.cut_guard = None if allow else _NO_EXECUTION
+    execution.this_thread.cut_guard = None if allow else _NO_EXECUTION
 
 
 def _refuse_execution() -> None:

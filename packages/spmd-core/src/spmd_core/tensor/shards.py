@@ -9,7 +9,8 @@ import torch
 
 from spmd_core import dtypes
 from spmd_core.errors import ShardError
-from spmd_core.graph.storage import Handle, Storage, lock
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Handle, Storage
 from spmd_core.program import execution, leaves
 from spmd_core.program.program_graph import padded_shape
 from spmd_core.runtime import buffers, devices

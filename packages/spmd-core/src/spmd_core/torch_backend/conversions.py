@@ -16,7 +16,8 @@ from torch.nn.modules import module
 from torch.utils.weak import WeakIdKeyDictionary
 
 from spmd_core.errors import SpmdError
-from spmd_core.graph.storage import Storage, lock
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage
 from spmd_core.program import leaves
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, attributes_of

@@ -15,7 +15,8 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from spmd_core.dispatch import automatic_cut, composite, router, selections, transfer
-from spmd_core.graph.storage import Storage, lock
+from spmd_core.graph.recorders import lock
+from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
 from spmd_core.runtime import devices, interrupts
 from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical

@@ -1,0 +1,107 @@
+"""A pending graph for each thread, and the lock under which all threads record.
+
+What a thread records is computed by its own cuts, so that the step of one thread does not cut that
+of another one. What a thread that has ended left pending is computed by the next cut of any thread.
+So is what autograd's own threads record; but a thread that records has autograd run its backward
+passes in itself.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+# Recording and cutting exclude each other: a cut must not see half of an operation. Reentrant, as a
+# host read inside an operation cuts.
+lock = threading.RLock()
+
+
+class Recorder:
+    """The pending graph of one thread.
+
+    Attributes:
+        storages: those whose pending value this thread recorded, by weak reference. Some of them
+            may be computed by now, or have been written by another thread.
+        failed: those that were left pending as their program failed, by weak reference.
+        has_ended: whether the thread has ended, or is one of autograd's own: then any thread's
+            cut computes what it left.
+        num_cuts: how often the thread has cut.
+        watch: what `dispatch.automatic_cut` knows of a loop that does not cut; else None.
+        sources: the threads whose programs this thread's have read results of.
+    """
+
+    __slots__ = ("__weakref__", "failed", "has_ended", "num_cuts", "sources", "storages", "watch")
+
+    def __init__(self) -> None:
+        self.storages: list[weakref.ref[Any]] = []
+        self.failed: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_ended = False
+        self.num_cuts = 0
+        self.watch: Any = None
+        self.sources: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+class _UntilEnd:
+    """Says at the end of the thread that holds it that the thread has ended."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __del__(self) -> None:
+        self.recorder.has_ended = True
+
+
+this_thread = threading.local()
+# Of autograd's own threads, of which torch does not tell whose backward they run.
+_unowned = Recorder()
+_unowned.has_ended = True
+_recorders = [_unowned]
+_num_made = 0
+
+
+def current() -> Recorder:
+    """The pending graph that this thread records into."""
+    try:
+        found: Recorder = this_thread.recorder
+    except AttributeError:
+        return _new()
+    return found
+
+
+def _new() -> Recorder:
+    global _num_made
+    if torch._C._current_graph_task_id() != -1 and torch._C._is_multithreading_enabled():
+        return _unowned
+    # Backward passes run in this thread. Autograd's own would record into another graph, and would
+    # hold the results of `torch.autograd.grad` for some milliseconds longer than the caller: a cut
+    # in that time would compute all of them, in a program of its own.
+    torch.autograd.set_multithreading_enabled(False)
+    with lock:
+        _recorders[:] = [
+            r for r in _recorders if not r.has_ended or r.storages or r.failed or r is _unowned
+        ]
+        recorder = Recorder()
+        _recorders.append(recorder)
+        _num_made += 1
+    this_thread.recorder, this_thread.until_end = recorder, _UntilEnd(recorder)
+    return recorder
+
+
+def is_alone() -> bool:
+    """Whether no other thread than this one has recorded so far."""
+    return _num_made < 2
+
+
+def cut_here() -> list[Recorder]:
+    """The pending graphs that this thread's cuts compute, its own first; call it under `lock`."""
+    own = current()
+    return [own, *(r for r in _recorders if r.has_ended and r is not own)]
+
+
+def elsewhere() -> list[Recorder]:
+    """The pending graphs that other threads' cuts compute; call it under `lock`."""
+    own = current()
+    return [r for r in _recorders if not r.has_ended and r is not own]
