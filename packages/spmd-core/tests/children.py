@@ -1,4 +1,4 @@
-"""Runs a script in a process of its own, compiled as users' programs are: tests compile cheaply."""
+"""Runs a script in a process of its own, whose programs take the memory of users' programs."""
 
 import json
 import os
@@ -9,9 +9,14 @@ from typing import Any
 
 import spmd_core as spmd
 
+_FLAGS = "--xla_backend_optimization_level=0"
+
 
 def figures(script: str, *, warns: bool = True) -> Any:
     """What the script prints, as JSON. It starts with a `spmd` that has no compile cache.
+
+    XLA's passes are those of users, other than in the tests' own process. LLVM's are left out: they
+    come when memory is known.
 
     Args:
         script: Python.
@@ -21,7 +26,7 @@ def figures(script: str, *, warns: bool = True) -> Any:
     paths = [here, here / "modules", Path(spmd.__file__).parent.parent]
     done = subprocess.run(
         [sys.executable, "-c", f"import spmd_core as spmd\nspmd.config.cache_dir = None\n{script}"],
-        env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env={**os.environ, "XLA_FLAGS": _FLAGS, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=300,
