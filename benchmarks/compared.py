@@ -95,6 +95,7 @@ BENCHMARKS = {
     "opinfo_8_devices": Benchmark((), (Amount("not_passed"),)),
     "partitioner": Benchmark((), (Amount("failures"),)),
     "partitioner_layouts": Benchmark((), (Amount("calls[call,sizes].wrong"),)),
+    "partitioner_pairs": Benchmark((), (Amount("calls[call].wrong"), Amount("calls[call].error"))),
     "peers": Benchmark(
         (),
         (

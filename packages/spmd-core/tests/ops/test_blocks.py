@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from jax import lax
 
 import spmd_core as spmd
 
@@ -95,3 +96,12 @@ def test_compiler_options_of_the_user_stay(monkeypatch):
     shifted_diagonally(x)
     x[0] = 0
     assert x.cpu()[1].tolist() == [4, 0, 1, 2] and x.cpu()[3].tolist() == [12, 8, 9, 10]
+
+
+# XLA would write a loop of less than a kilobyte as one function, without code for barriers.
+@pytest.mark.parametrize("size", [2, 300])
+def test_a_barrier_in_a_loop_of_a_users_jax_function(size):
+    def doubled(x):
+        return lax.fori_loop(0, 3, lambda i, y: lax.optimization_barrier(y) * 2, x)
+
+    assert spmd.call_jax(doubled, torch.ones(size).to("xla")).cpu().tolist() == [8.0] * size

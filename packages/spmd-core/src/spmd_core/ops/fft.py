@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from spmd_core import releases
+from spmd_core.ops.kernels.transforms import transform
 from spmd_core.ops.registry import Context, lowering
-
-_layout = releases.jax_module("jax.experimental.layout", "Layout", "with_layout_constraint")
 
 _DOUBLE = (torch.float64, torch.complex128)
 # torch's `fft_norm_mode`, as the integer that its kernels receive.
@@ -26,17 +24,6 @@ def _normalised(x: jax.Array, normalization: int, num_points: int) -> jax.Array:
     return x * (1 / (math.sqrt(num_points) if normalization == _BY_ROOT_N else num_points))
 
 
-def _row_major(ctx: Context, x: jax.Array) -> jax.Array:
-    """`x` in row-major layout on a CPU, whose transforms need it; elsewhere unchanged.
-
-    After a collective XLA's CPU backend does not convert the layout itself; this workaround ends
-    when it does.
-    """
-    if ctx.platform != "cpu":
-        return x
-    return _layout.with_layout_constraint(x, _layout.Layout(tuple(range(x.ndim))))
-
-
 def _transform_dim(
     ctx: Context, x: jax.Array, dim: int, kind: lax.FftType, length: int
 ) -> jax.Array:
@@ -45,11 +32,7 @@ def _transform_dim(
     XLA transforms the last dims only, and divides inverse transforms by their length.
     """
     x = jnp.moveaxis(x, dim, -1)
-    # XLA's partitioner aborts the process on transforms over some dims that are split unevenly;
-    # `keep_whole` can go when the partitioner is correct there.
-    y = ctx.keep_whole(
-        _row_major(ctx, lax.fft(_row_major(ctx, ctx.keep_whole(x, 1)), kind, (length,))), 1
-    )
+    y = transform(x, kind, (length,), keep_whole=ctx.keep_whole, platform=ctx.platform)
     return jnp.moveaxis(y, -1, dim) * (1 if kind in (lax.FftType.FFT, lax.FftType.RFFT) else length)
 
 

@@ -23,6 +23,8 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxp
 
 from spmd_core.ops.kernels.blocks import apart
 from spmd_core.ops.kernels.extremes import with_nan
+from spmd_core.ops.kernels.transforms import transform
+from spmd_core.runtime import devices
 
 Rule = Callable[["Splits", JaxprEqn, Sequence[jax.Array]], Sequence[jax.Array] | None]
 
@@ -671,8 +673,23 @@ def _whole_reduced(
     return made if eqn.primitive.multiple_results else [made]
 
 
+def _fft(splits: Splits, eqn: JaxprEqn, inputs: Sequence[jax.Array]) -> Sequence[jax.Array] | None:
+    """Whole transformed dims, in the layout that CPUs need: as torch's transforms."""
+    kind, lengths = eqn.params["fft_type"], eqn.params["fft_lengths"]
+    return [
+        transform(
+            inputs[0],
+            kind,
+            lengths,
+            keep_whole=splits.keep_whole,
+            platform=devices.platform(),
+        )
+    ]
+
+
 _RULES_OF_USERS: dict[Any, Rule] = {
     primitives.conv_general_dilated_p: _conv,
+    primitives.fft_p: _fft,
     primitives.reduce_p: _whole_reduced,
     primitives.reduce_and_p: _whole_reduced,
     primitives.reduce_or_p: _whole_reduced,

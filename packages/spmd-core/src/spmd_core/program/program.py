@@ -25,6 +25,7 @@ from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
 
 _SKIPPED_PASSES = "xla_disable_hlo_passes"
+_PASSES_WITHOUT_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
 _COSTS = {
     Whole.INDICES: "may move more bytes. Give a table and what is looked up in it marks that split "
     "their last dim over the same axes.",
@@ -115,8 +116,9 @@ class Program(Traced):
         }
         if devices.platform() == "cpu":
             # The CPU's compiler would drop what keeps a block apart from the tensor that it is
-            # written into (ops/kernels/blocks.py).
-            passes = (options.get(_SKIPPED_PASSES), "cse_barrier_expander")
+            # written into (ops/kernels/blocks.py). It then has no code for barriers in loops of
+            # less than a kilobyte, which it would write as one function.
+            passes = (options.get(_SKIPPED_PASSES), *_PASSES_WITHOUT_BARRIERS)
             options[_SKIPPED_PASSES] = ",".join(str(name) for name in passes if name)
             # The CPU's default order starts operations early that later ones read, such as the
             # gathers of all parameters: for GPT-2 on 8 devices that takes a quarter more memory,

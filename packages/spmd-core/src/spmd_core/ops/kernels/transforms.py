@@ -1,0 +1,46 @@
+"""Discrete Fourier transforms of split arrays, in the form that XLA gets right.
+
+XLA's partitioner aborts the process on transforms over some dims that are split unevenly, and its
+CPU backend refuses one whose operand a collective has left in another layout than row-major.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+
+from spmd_core import releases
+
+_layout = releases.jax_module("jax.experimental.layout", "Layout", "with_layout_constraint")
+
+
+def _row_major(x: jax.Array, platform: str) -> jax.Array:
+    """`x` in row-major layout on a CPU, whose transforms need it; elsewhere unchanged.
+
+    This workaround ends when XLA's CPU backend converts the layout itself.
+    """
+    if platform != "cpu":
+        return x
+    return _layout.with_layout_constraint(x, _layout.Layout(tuple(range(x.ndim))))
+
+
+def transform(
+    x: jax.Array,
+    kind: lax.FftType,
+    lengths: Sequence[int],
+    *,
+    keep_whole: Callable[[jax.Array, int], jax.Array],
+    platform: str,
+) -> jax.Array:
+    """The transform of the last dims, which are whole on each device; inverse ones are divided.
+
+    Args:
+        x: the operand.
+        kind: of the transform.
+        lengths: of the transformed dims.
+        keep_whole: as in `registry.Context`; can go when the partitioner is correct there.
+        platform: as in `registry.Context`.
+    """
+    num = len(lengths)
+    x = _row_major(keep_whole(x, num), platform)
+    return keep_whole(_row_major(lax.fft(x, kind, lengths), platform), num)
