@@ -94,6 +94,7 @@ BENCHMARKS = {
     "opinfo_1_devices": Benchmark((), (Amount("not_passed"),)),
     "opinfo_8_devices": Benchmark((), (Amount("not_passed"),)),
     "partitioner": Benchmark((), (Amount("failures"),)),
+    "partitioner_jax": Benchmark((), (Amount("calls[call].wrong"), Amount("calls[call].error"))),
     "partitioner_layouts": Benchmark((), (Amount("calls[call,sizes].wrong"),)),
     "partitioner_pairs": Benchmark((), (Amount("calls[call].wrong"), Amount("calls[call].error"))),
     "peers": Benchmark(
