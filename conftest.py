@@ -36,7 +36,9 @@ if "SPMD_CACHE_DIR" not in os.environ:
         COMPILED.mkdir(parents=True, exist_ok=True)
         COMPILED.chmod(0o700)
 
-# Below what they read: the environment is set before the packages are imported.
+# Below what they read: the environment is set before the packages are imported. hypothesis
+# registers the generators of its plugins, and finds what refers to one only before it is frozen.
+import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from state import reset  # noqa: E402
