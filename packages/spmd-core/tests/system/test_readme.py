@@ -1,4 +1,4 @@
-"""Every sample of the READMEs and of planning.md runs; ARCHITECTURE.md says what happens."""
+"""Every sample of the READMEs and of these pages runs; ARCHITECTURE.md says what happens."""
 
 import os
 import re
@@ -25,6 +25,10 @@ def samples():
     ):
         for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
             yield pytest.param(code, id=f"{page.parent.name}-{i}")
+    page = (ROOT / "docs/wrong_or_slow.md").read_text()  # each sample continues the one before
+    yield pytest.param(
+        "\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), id="wrong-or-slow"
+    )
 
 
 @pytest.mark.parametrize("code", list(samples()))
