@@ -1,6 +1,7 @@
 """All tests: emulated devices, how XLA compiles, the tiers, and a clean state around each test."""
 
 import gc
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -52,20 +53,34 @@ spmd.use_spmd()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests by id that took over 0.4 s; `scripts/slow_tests.py` writes the file from a run.
-SLOW = set((Path(__file__).parent / "slow_tests.txt").read_text().splitlines())
+# Functions by file, which the fast tier leaves out; `scripts/slow_tests.py` writes it from a run.
+SLOW = json.loads((Path(__file__).parent / "scripts" / "slow_tests.json").read_text())
+SLOW_S = 2.0  # the fast tier names what took longer
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what the tier leaves out; the closing line counts it as deselected."""
     for item in items:
-        if item.nodeid in SLOW:
+        file, _, name = item.nodeid.partition("::")
+        if name.partition("[")[0] in SLOW.get(file, ()):
             item.add_marker("slow")
     left_out = {"fast": {"slow", "exhaustive"}, "default": {"exhaustive"}, "all": set()}[TIER]
     dropped = [item for item in items if any(item.get_closest_marker(m) for m in left_out)]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+        kept = set(items) - set(dropped)
+        items[:] = [item for item in items if item in kept]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names what is too slow for the fast tier, so that a new test does not slow it unseen."""
+    passed = terminalreporter.stats.get("passed", [])
+    slow = [report for report in passed if report.when == "call" and report.duration > SLOW_S]
+    if TIER != "fast" or not slow:
+        return
+    terminalreporter.section(f"over {SLOW_S:.0f} s: mark them slow (pytest.mark.slow)")
+    for report in sorted(slow, key=lambda report: -report.duration):
+        terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
 
 
 @pytest.fixture(scope="session", autouse=True)
