@@ -14,6 +14,7 @@ COMMANDS = {
     "examples.gpt2.train": ["--steps", "0"],
     "examples.llama_tp.train": ["--adapters", "out"],
     "examples.resnet_spatial.train": ["--label-smoothing", "2"],
+    "examples.minimal": ["--steps", "many"],
     "examples.llama_serving.serve": ["--model", "llama", "--slots", "0"],
     "examples.llama_tp.serve": ["--model", "llama", "--slots", "0"],
     "spmd_core.plan": ["--topology", "v4-17", "--", "-m", "examples.gpt2.train"],
