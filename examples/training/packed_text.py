@@ -5,7 +5,7 @@ The documents' tokens lie in a file that all processes of a machine share.
 Legend: T tokens in a sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +14,12 @@ from examples.training.text import (
     VALIDATION_SHARE,
     GivenTokenizer,
     TextData,
-    TextError,
+    cached_documents,
     check_vocabulary,
-    encoded,
-    key_of,
-    source_of,
     vocabulary_of,
-    within,
 )
-from spmd_data import Documents, PackedSequences, cached_tokens
+from examples.training.text_sources import TextError, read_texts, source_of
+from spmd_data import Documents, PackedSequences
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,12 @@ def pack_text(
         TextError: there are fewer than two documents.
     """
     source, given = source_of(sources, max_mb), GivenTokenizer(text.tokenizer, text.separator)
-
-    def texts() -> Iterator[str]:  # read only where the cache lacks them
-        yield from within(source.read(), max_mb)
-
-    documents = cached_tokens(
-        texts(),
-        lambda some: encoded(some, given),
-        key=source.key() | key_of(given) | {"max_mb": max_mb},
-        cache_dir=f"{cache_dir}/documents",
+    documents = cached_documents(
+        lambda: read_texts(source, max_mb),
+        source,
+        given,
+        max_mb=max_mb,
+        cache_dir=cache_dir,
         progress=progress,
     )
     check_vocabulary(np.array(documents.bounds), vocabulary_of(given))

@@ -8,14 +8,9 @@ Legend: N blocks, T tokens in a sequence, A parts of a batch, B sequences in a p
 
 import contextlib
 import hashlib
-import json
-import os
-import random
-import sysconfig
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,22 +18,15 @@ import tokenizers
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from examples.training import text_cache
-from examples.training.choices import PYTHON_STDLIB, TEXT_CACHE_DIR
+import spmd_core as spmd
+from examples.training.choices import TEXT_CACHE_DIR
+from examples.training.text_sources import Source, TextError, read_texts, source_of
+from examples.training.tokenizer_cache import cached_tokenizer
+from spmd_data import TokenCache, cached_tokens
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")  # of the files that are read in a folder
 END_OF_TEXT = "<|endoftext|>"  # token 0; stands before every document
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end of text
 VALIDATION_SHARE = 0.05
-
-_CACHE_FORMAT = 2
-# Documents are shuffled before the split, so that the validation part resembles the training part.
-# The seed is fixed, so that the split does not depend on --seed.
-_SHUFFLE_SEED = 0
-
-
-class TextError(ValueError):
-    """The text cannot be read, or there is too little of it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ class TextData:
         validation_NT: validation blocks in the same form; no token position is in both parts.
         tokenizer: encodes and decodes text.
         separator: the id of the token before every document.
-        was_cached: whether the tokens were read from the cache.
+        was_cached: whether tokenizer and tokens were read from the cache.
         summary: source and number of tokens, in one line for the console.
         identity: a hash of the tokens and the length of a block.
     """
@@ -86,6 +74,7 @@ def load_text(
     max_mb: float = 0.0,
     cache_dir: str = TEXT_CACHE_DIR,
     given: GivenTokenizer | None = None,
+    progress: bool = True,
 ) -> TextData:
     """Reads the text or its cache, trains the tokenizer and cuts the tokens into blocks.
 
@@ -98,6 +87,7 @@ def load_text(
         max_mb: how much text to use, in millions of bytes; 0: all.
         cache_dir: folder for the cached tokenizers and tokens.
         given: a tokenizer; then none is trained, and `vocab_size` is not used.
+        progress: whether a bar shows the first run's writing of the tokens.
 
     Raises:
         TextError: a source cannot be read, or the text is too short for a training block and a
@@ -108,36 +98,26 @@ def load_text(
             f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; "
             f"got --vocab {vocab_size}. Pass --vocab 512 or more."
         )
-    documents = source_of(sources, max_mb)
-    key = documents.key() | {
-        "format": _CACHE_FORMAT,
-        **({"vocab_size": vocab_size} if given is None else key_of(given)),
-        "max_mb": max_mb,
-        "tokenizers": tokenizers.__version__,
-    }
-    folder = (
-        Path(cache_dir).expanduser()
-        / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-    )
+    source = source_of(sources, max_mb)
 
-    found = text_cache.read(folder)
-    was_cached = found is not None
-    if found is None:
-        texts = within(documents.read(), max_mb)
-        if given is None:
-            trained = _trained_tokenizer(texts, vocab_size)
-            given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
-        found = given.tokenizer, np.concatenate(encoded(texts, given))
-        try:
-            text_cache.write(folder, *found, key)
-        except OSError as error:
-            raise TextError(
-                f"--cache-dir must be a folder that can be written; got {cache_dir!r}: {error}. "
-                "Name another one."
-            ) from error
-    tokenizer, tokens = found
-    separator = given.separator if given else tokenizer.token_to_id(END_OF_TEXT)
-    check_vocabulary(tokens, vocabulary_of(GivenTokenizer(tokenizer, separator)))
+    @cache
+    def texts() -> list[str]:  # read only where the cache lacks something
+        return read_texts(source, max_mb)
+
+    if given is None:
+        with _written_to(cache_dir):
+            trained = cached_tokenizer(
+                lambda: _trained_tokenizer(texts(), vocab_size),
+                key=_key_of_texts(source, max_mb) | {"vocab_size": vocab_size},
+                cache_dir=f"{cache_dir}/tokenizers",
+            )
+        given = GivenTokenizer(trained, trained.token_to_id(END_OF_TEXT))
+    tokenizer, separator = given.tokenizer, given.separator
+    documents = cached_documents(
+        texts, source, given, max_mb=max_mb, cache_dir=cache_dir, progress=progress
+    )
+    tokens, was_cached = documents.all_tokens, texts.cache_info().misses == 0
+    check_vocabulary(tokens, vocabulary_of(given))
 
     num_validation = max(seq + 1, int(VALIDATION_SHARE * len(tokens)))
     num_train = len(tokens) - num_validation
@@ -153,7 +133,7 @@ def load_text(
         tokenizer=tokenizer,
         separator=separator,
         was_cached=was_cached,
-        summary=f"{documents.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
+        summary=f"{source.name()}: {len(tokens):,} tokens of {tokenizer.get_vocab_size():,}"
         + (", from the cache" if was_cached else ""),
         identity=f"{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]} in blocks of {seq}",
     )
@@ -244,209 +224,6 @@ class BlockBatches:
             yield block_ABT[..., :-1].contiguous(), block_ABT[..., 1:].contiguous()
 
 
-# --- Sources --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _LocalFiles:
-    """UTF-8 files on this machine, in their order of use; each file is one document."""
-
-    paths: tuple[Path, ...]
-
-    def key(self) -> dict[str, Any]:
-        return {
-            "files": [
-                [str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in self.paths
-            ]
-        }
-
-    def name(self) -> str:
-        return f"{len(self.paths):,} files"
-
-    def read(self) -> list[str]:
-        datasets = _datasets_library()
-        for path in self.paths:
-            _check_readable(path)
-        # The library caches the text in Arrow files. The tokens are cached here, so that copy is
-        # deleted.
-        with tempfile.TemporaryDirectory() as scratch, _without_bars(datasets):
-            files = [str(path) for path in self.paths]
-            rows = datasets.load_dataset(
-                "text",
-                data_files=files,
-                split="train",
-                sample_by="document",
-                cache_dir=scratch,
-                keep_in_memory=True,
-            )
-            return rows["text"][:]
-
-
-@dataclass(frozen=True)
-class _HubDataset:
-    """The training split of a dataset of the Hugging Face hub; each row is one document."""
-
-    source: str
-
-    def key(self) -> dict[str, Any]:
-        return {"hub": self.source}
-
-    def name(self) -> str:
-        return self.source
-
-    def read(self) -> Iterator[str]:
-        datasets = _datasets_library()
-        name, _, configuration = self.source.partition(":")
-        try:
-            rows = datasets.load_dataset(name, configuration or None, split="train")
-        # Without a network, and for an unknown name or configuration, the library raises another
-        # type each.
-        except Exception as error:
-            raise TextError(
-                f"--data must be files, folders, {PYTHON_STDLIB!r} or a dataset that the hub can "
-                f"give; got {self.source!r}, which is no file here, and the hub said: "
-                f"{type(error).__name__}: {error}. Check the name and the network, or pass a file."
-            ) from error
-        if "text" not in rows.column_names:
-            raise TextError(
-                f"a dataset must have a column called 'text'; got {self.source!r} with the columns "
-                f"{rows.column_names}. Pass another one."
-            )
-        for row in rows.shuffle(seed=_SHUFFLE_SEED):
-            yield row["text"]
-
-
-def source_of(sources: Sequence[str], max_mb: float) -> _LocalFiles | _HubDataset:
-    """Where the documents come from; raises TextError for a source that is not there."""
-    return _hub_source(sources) or _LocalFiles(_chosen_files(_listed_files(sources), max_mb))
-
-
-def _hub_source(sources: Sequence[str]) -> _HubDataset | None:
-    """The hub dataset that `sources` names, or None if the sources are local."""
-    only = sources[0] if len(sources) == 1 else ""
-    looks_local = (
-        only == PYTHON_STDLIB
-        or only.startswith((".", "/", "~"))
-        or only.endswith(TEXT_SUFFIXES)
-        or Path(only).exists()
-    )
-    return _HubDataset(only) if only and not looks_local else None
-
-
-def _listed_files(sources: Sequence[str]) -> list[Path]:
-    """All files of the local sources, in a fixed order."""
-    files: list[Path] = []
-    for source in sources:
-        path = Path(source).expanduser()
-        if source == PYTHON_STDLIB:
-            files += _stdlib_files()
-        elif path.is_dir():
-            files += sorted(
-                file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file()
-            )
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise TextError(
-                f"every source of --data must exist; got {source!r}, which is neither a file nor a "
-                "folder. Check the path."
-            )
-    if not files:
-        raise TextError(
-            f"--data must lead to text; got {', '.join(sources)}, with no "
-            f"{', '.join(TEXT_SUFFIXES)} file inside. Pass other folders or files."
-        )
-    return files
-
-
-def _stdlib_files() -> list[Path]:
-    """The standard library's files, without installed packages and without its tests.
-
-    Some of the tests are invalid text on purpose.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files: list[Path] = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in left_out]  # what stays is walked
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files)
-
-
-def _chosen_files(files: list[Path], max_mb: float) -> tuple[Path, ...]:
-    """The files, shuffled, up to the one that reaches `max_mb` (0: all).
-
-    The shuffle gives a small part varied text; a part is faster to read than all files.
-    """
-    random.Random(_SHUFFLE_SEED).shuffle(files)
-    chosen, num_bytes = [], 0
-    for path in files:
-        chosen.append(path)
-        num_bytes += path.stat().st_size
-        if max_mb and num_bytes >= max_mb * 1e6:
-            break
-    if num_bytes == 0:
-        raise TextError(f"--data must hold text; got {len(files)} empty files. Pass others.")
-    return tuple(chosen)
-
-
-def _check_readable(path: Path) -> None:
-    try:
-        path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TextError(
-            f"every file of --data must be readable UTF-8 text; got {str(path)!r}: {error}. "
-            "Convert it, or leave it out."
-        ) from error
-
-
-def within(texts: Iterable[str], max_mb: float) -> list[str]:
-    """The first texts, up to `max_mb` in total (0: all); the last one is cut at the limit."""
-    kept: list[str] = []
-    num_left = int(max_mb * 1e6) if max_mb else None
-    for text in texts:
-        data = text.encode() if num_left is not None else b""
-        kept.append(
-            text
-            if num_left is None or len(data) <= num_left
-            else data[:num_left].decode(errors="ignore")
-        )
-        if num_left is not None:
-            num_left -= len(data)
-            if num_left <= 0:
-                break
-    if not any(kept):
-        raise TextError(
-            f"--data must hold text; got {len(kept)} empty documents. Pass another source."
-        )
-    return kept
-
-
-def _datasets_library() -> Any:
-    try:
-        # Needed only without a cache: later runs, and machines with a copy of the cache, do not
-        # import it.
-        import datasets  # noqa: PLC0415
-    except ImportError as error:
-        raise TextError(
-            "reading text needs the datasets library; got no such package, and no cached tokens. "
-            "Run: pip install datasets"
-        ) from error
-    return datasets
-
-
-@contextlib.contextmanager
-def _without_bars(datasets: Any) -> Iterator[None]:
-    """Disables the library's progress bars within the block."""
-    had_bars = datasets.are_progress_bars_disabled() is False
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            datasets.enable_progress_bars()
-
-
 # --- Tokens ---------------------------------------------------------------------------------------
 
 
@@ -466,10 +243,61 @@ def _trained_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def key_of(given: GivenTokenizer) -> dict[str, Any]:
-    """What decides the tokens of a text, for the cache."""
+def cached_documents(
+    texts: Callable[[], list[str]],
+    source: Source,
+    given: GivenTokenizer,
+    *,
+    max_mb: float,
+    cache_dir: str,
+    progress: bool,
+) -> TokenCache:
+    """The tokens of each document, from the cache or written to it.
+
+    Args:
+        texts: reads the documents; called only where the cache lacks them.
+        source, max_mb: where they are from, and how much of it.
+        given: encodes them.
+        cache_dir: folder for cached tokenizers and tokens.
+        progress: whether a bar shows the writing.
+
+    Raises:
+        TextError: the texts cannot be read, or the cache not be written.
+    """
+
+    def lazily() -> Iterator[str]:
+        yield from texts()
+
     digest = hashlib.sha256(given.tokenizer.to_str().encode()).hexdigest()
-    return {"tokenizer": digest, "separator": given.separator}
+    encoder = {"tokenizer": digest, "separator": given.separator}
+    try:
+        with _written_to(cache_dir):
+            return cached_tokens(
+                lazily(),
+                lambda some: encoded(some, given),
+                key=_key_of_texts(source, max_mb) | encoder,
+                cache_dir=f"{cache_dir}/documents",
+                progress=progress,
+            )
+    except spmd.DataError as error:  # a package is missing
+        raise TextError(str(error)) from error
+
+
+def _key_of_texts(source: Source, max_mb: float) -> dict[str, Any]:
+    """What decides the texts and how the library splits them."""
+    return source.key() | {"max_mb": max_mb, "tokenizers": tokenizers.__version__}
+
+
+@contextlib.contextmanager
+def _written_to(cache_dir: str) -> Iterator[None]:
+    """Inside, an OSError means that the cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise TextError(
+            f"--cache-dir must be a folder that can be written; got {cache_dir!r}: {error}. "
+            "Name another one."
+        ) from error
 
 
 def encoded(texts: list[str], given: GivenTokenizer) -> list[np.ndarray]:

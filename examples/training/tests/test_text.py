@@ -1,27 +1,24 @@
 """Text to blocks: the tokenizer's round trip, the split, the order of batches, cache and errors."""
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 
-from examples.training import text_cache
+from examples.training import text_sources
 from examples.training.choices import PYTHON_STDLIB
+from examples.training.packed_text import pack_text
 from examples.training.text import (
     BlockBatches,
     TextData,
-    TextError,
     check_vocabulary,
     load_text,
     packed_blocks,
 )
+from examples.training.text_sources import TextError
 
 
 @pytest.fixture
@@ -94,46 +91,52 @@ def test_the_second_time_is_from_the_cache(
         load(corpus, tmp_path, vocab_size=301)
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(st.data())
-def test_a_damaged_cache_is_made_anew(tmp_path_factory: Any, data: st.DataObject) -> None:
-    folder = tmp_path_factory.mktemp("cache") / "text"
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tokens = np.arange(40, dtype=np.int32) % 2
-    text_cache.write(folder, tokenizer, tokens, {"of": "a test"})
-    path = folder / data.draw(st.sampled_from(["tokens.npy", "tokenizer.json", "key.json"]))
-    content = bytearray(path.read_bytes())
-    if data.draw(st.booleans(), label="truncated"):
-        del content[data.draw(st.integers(0, len(content) - 1)) :]
-    else:
-        bit = data.draw(st.integers(0, len(content) * 8 - 1))
-        content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = text_cache.read(folder)
-    if found is None:
-        assert len(caught) == 1 and not folder.exists() and not [*folder.parent.iterdir()]
-        assert f"tokens in {folder} are damaged, so they are made anew: " in str(caught[0].message)
-        text_cache.write(folder, tokenizer, tokens, {"of": "a test"})
-        found = text_cache.read(folder)
-    assert found is not None and np.array_equal(found[1], tokens)
-    assert found[0].to_str() == tokenizer.to_str()
-
-
-def test_a_run_goes_on_with_a_damaged_cache(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_damaged_tokens(corpus: Path, tmp_path: Path) -> None:
     first = load(corpus, tmp_path)
-    (tokens,) = (tmp_path / "cache").glob("*/tokens.npy")
-    content = tokens.read_bytes()
-    tokens.write_bytes(content[:-1] + b"\x7f")  # an id beyond the vocabulary
-    with pytest.warns(UserWarning, match=r"tokens.npy differs from its digest\. If it happens"):
+    (tokens,) = (tmp_path / "cache").glob("documents/*/tokens.arrow")
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\x7f")
+    with pytest.warns(UserWarning, match=r"tokens.arrow differs from its digest\. If it happens"):
         second = load(corpus, tmp_path)
     assert not second.was_cached and torch.equal(first.train_NT, second.train_NT)
     assert load(corpus, tmp_path).was_cached
+
+
+def test_a_run_goes_on_with_a_damaged_tokenizer(corpus: Path, tmp_path: Path) -> None:
+    first = load(corpus, tmp_path)
+    (path,) = (tmp_path / "cache" / "tokenizers").iterdir()
+    content = path.read_text()
+    path.write_text(content.replace("pre_tokenizer", "pre-tokenizer"))
+    with pytest.warns(UserWarning, match=r"trained again: it differs from its digest\. If it happ"):
+        second = load(corpus, tmp_path)
+    assert torch.equal(first.train_NT, second.train_NT) and path.read_text() == content
+    assert load(corpus, tmp_path).was_cached
+
+
+def test_packed_documents_are_the_blocks_tokens(corpus: Path, tmp_path: Path) -> None:
+    """There is one cache of tokens for both."""
+    blocks = load(corpus, tmp_path)
+    options: dict[str, Any] = {"max_mb": 0.0, "cache_dir": str(tmp_path / "cache"), "seq": 16}
+    packed = pack_text(blocks, [str(corpus)], **options, progress=False)
+    assert len([*(tmp_path / "cache" / "documents").glob("*/tokens.arrow")]) == 1
+    documents = [packed.train._documents, packed.validation._documents]
+    tokens = [part.tokens(i) for part in documents for i in range(len(part.lengths))]
+    stream = blocks.train_NT[:, :-1].flatten().numpy()
+    assert np.array_equal(np.concatenate(tokens)[: len(stream)], stream)
+
+
+def test_a_source_that_breaks_while_it_is_read(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not taken for a cache that cannot be written."""
+
+    def broken(self: object) -> list[str]:
+        raise OSError("the disk fails")
+
+    with monkeypatch.context() as broken_disk:
+        broken_disk.setattr(text_sources._LocalFiles, "read", broken)
+        with pytest.raises(TextError, match=r"must be readable; got 6 files: the disk fails"):
+            load(corpus, tmp_path)
+    assert len(load(corpus, tmp_path).train_NT)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
@@ -232,7 +235,7 @@ def test_a_vocabulary_has_room_for_every_byte(corpus: Path, tmp_path: Path) -> N
 
 
 class FakeHub:
-    """The part of the datasets library that data.py uses, for a hub with a single dataset."""
+    """A hub with a single dataset, as the datasets library gives it."""
 
     def __init__(self, column: str) -> None:
         self.column = column
@@ -254,7 +257,7 @@ class FakeHub:
 
 
 def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", FakeHub("text"))
+    monkeypatch.setattr("datasets.load_dataset", FakeHub("text").load_dataset)
     assert len(load("someone/novels:small", tmp_path).train_NT) > 50
     with pytest.raises(
         TextError,
@@ -262,7 +265,7 @@ def test_hub_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         r"FileNotFoundError: no someone/poems",
     ):
         load("someone/poems", tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", FakeHub("article"))
+    monkeypatch.setattr("datasets.load_dataset", FakeHub("article").load_dataset)
     with pytest.raises(
         TextError,
         match=r"a column called 'text'; got 'someone/novels:small' with the columns \['article'\]",

@@ -36,21 +36,25 @@ def test_the_tokens_come_back(tmp_path: Path) -> None:
     assert len(cache) == len(TEXTS)
     assert [bytes(cache.tokens(i).tolist()).decode() for i in range(len(TEXTS))] == TEXTS
     assert cache.lengths.tolist() == [len(text) for text in TEXTS]
-    assert cache.tokens(5).dtype == np.int32
+    assert cache.tokens(5).dtype == cache.all_tokens.dtype == np.int32
+    assert bytes(cache.all_tokens.tolist()).decode() == "".join(TEXTS)
     assert not cache.tokens(5).flags.owndata  # a view of the mapped file
     assert cache.dataset[7] == {"tokens": list(TEXTS[7].encode())}
     with pytest.raises(IndexError, match="document 2345 is out of range"):
         cache.tokens(2345)
 
 
-def test_it_is_written_once(tmp_path: Path) -> None:
+def test_it_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = written(tmp_path)
 
     def never(texts: list[str]) -> list[list[int]]:
         raise AssertionError("the tokens are there")
 
+    monkeypatch.setitem(sys.modules, "datasets", None)  # seconds, and only to write
     again = cached_tokens([], never, key={"texts": "of the tests"}, cache_dir=tmp_path)
+    assert again.lengths.tolist() == [len(text) for text in TEXTS]
     assert again.folder == first.folder
+    monkeypatch.undo()
     assert written(tmp_path, key={"texts": "others"}).folder != first.folder
 
 

@@ -7,6 +7,7 @@ digest, so one that was damaged later is written again.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import secrets
@@ -52,6 +53,11 @@ class TokenCache:
         return _library().Dataset.from_file(str(self.folder / _TOKENS))
 
     @cached_property
+    def all_tokens(self) -> np.ndarray:
+        """The tokens of all documents, one document after the other: int32 of shape (tokens,)."""
+        return np.concatenate([values for _, values in self._chunks])
+
+    @cached_property
     def lengths(self) -> np.ndarray:
         """The number of tokens of each document: int64 of shape (documents,)."""
         return np.concatenate([np.diff(offsets) for offsets, _ in self._chunks]).astype(np.int64)
@@ -84,7 +90,7 @@ class TokenCache:
         """For each record batch of the file, its documents' offsets and all their tokens."""
         return [
             (chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=True))
-            for chunk in self.dataset.data.column(_COLUMN).chunks
+            for chunk in _table(self.folder / _TOKENS).column(_COLUMN).chunks
         ]
 
     @cached_property
@@ -240,13 +246,18 @@ def _lock(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _library() -> Any:
+def _table(path: Path) -> Any:
+    """The Arrow file, mapped into memory, without the seconds that importing `datasets` takes."""
+    arrow = _library("pyarrow")
+    return arrow.ipc.open_stream(arrow.memory_map(str(path))).read_all()
+
+
+def _library(name: str = "datasets") -> Any:
+    """An optional package, which only text needs; `datasets` brings pyarrow."""
     try:
-        # Optional: only text needs it.
-        import datasets  # noqa: PLC0415
+        return importlib.import_module(name)
     except ImportError as error:
         raise DataError(
-            "a cache of tokens is an Arrow file of the package datasets; got no such package. "
+            f"a cache of tokens is an Arrow file of the package datasets; got no package {name}. "
             "Run: pip install 'spmd-data[text]'"
         ) from error
-    return datasets
