@@ -3,9 +3,8 @@
 Legend: A parts of a batch, B sequences in a part, T tokens in a sequence.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -15,12 +14,16 @@ import spmd_core as spmd
 from examples.gpt2 import shardings
 from examples.gpt2.config import TrainConfig
 from examples.training.packed_text import PackedText, pack_text
-from examples.training.text import BlockBatches, TextData, TextError, check_amount, load_text
+from examples.training.text import BlockBatches, TextData, check_amount, load_text
+from examples.training.text_sources import TextError
 from spmd_data import sharded_dataloader
 
 
-def load(config: TrainConfig) -> TextData:
+def load(config: TrainConfig) -> TextData | PackedText:
     """The text as token ids, from its source or the cache, after checking that there is enough.
+
+    Returns:
+        Blocks of tokens; with --pack, documents that are packed into sequences.
 
     Raises:
         TextError: a source cannot be read, or the text is too short.
@@ -31,36 +34,11 @@ def load(config: TrainConfig) -> TextData:
         seq=config.seq,
         max_mb=config.max_mb,
         cache_dir=config.cache_dir,
+        progress=config.progress,
     )
-    if not config.pack:  # `pack` counts its sequences
+    if not config.pack:
         check_amount(text, batch=config.batch, eval_batches=config.eval_batches)
-    return text
-
-
-def batches(
-    text: TextData, config: TrainConfig, *, first: int
-) -> tuple[BlockBatches, BlockBatches]:
-    """The batches of training, from the one after `first` on, and those of an evaluation."""
-    train = BlockBatches(
-        text.train_NT,
-        config.batch,
-        config.steps,
-        parts=config.accumulate,
-        seed=config.seed,
-        first=first,
-    )
-    return train, BlockBatches(text.validation_NT, config.batch, config.eval_batches)
-
-
-# --- Packed documents -----------------------------------------------------------------------------
-
-
-def pack(text: TextData, config: TrainConfig) -> PackedText:
-    """The documents of the text, packed, after checking that there are enough.
-
-    Raises:
-        TextError: there are too few.
-    """
+        return text
     packed = pack_text(
         text,
         config.data,
@@ -78,6 +56,30 @@ def pack(text: TextData, config: TrainConfig) -> PackedText:
             "text, or lower --batch, --seq or --eval-batches."
         )
     return packed
+
+
+def batches(
+    text: TextData | PackedText, config: TrainConfig, mesh: spmd.Mesh | None, *, first: int
+) -> tuple[Iterable[Any], Iterable[Any]]:
+    """The batches of training, and those of an evaluation.
+
+    Of blocks, all of a run from the one after `first` on. Of packed documents, those of an epoch
+    that belong to this process; their loader's state has the place in it.
+    """
+    if isinstance(text, PackedText):
+        return packed_batches(text, config, mesh)
+    train = BlockBatches(
+        text.train_NT,
+        config.batch,
+        config.steps,
+        parts=config.accumulate,
+        seed=config.seed,
+        first=first,
+    )
+    return train, BlockBatches(text.validation_NT, config.batch, config.eval_batches)
+
+
+# --- Packed documents -----------------------------------------------------------------------------
 
 
 def packed_batches(
@@ -109,8 +111,3 @@ def in_parts(sequences: list[dict[str, torch.Tensor]], *, num_parts: int) -> lis
         torch.stack([sequence[name] for sequence in sequences]).unflatten(0, (num_parts, -1))
         for name in names
     ]
-
-
-def steps(batches: Iterable[Any], num_steps: int) -> Iterator[Any]:
-    """`num_steps` batches, of as many epochs as that takes."""
-    return islice(chain.from_iterable(repeat(batches)), num_steps)

@@ -1,5 +1,7 @@
 """The mesh that the options of a GPT-2 run ask for, checked against devices and model."""
 
+from typing import Any
+
 import spmd_core as spmd
 from examples.gpt2 import shardings
 from examples.gpt2.config import TrainConfig
@@ -67,6 +69,15 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
 def num_microbatches(config: TrainConfig, mesh: spmd.Mesh) -> int:
     """Microbatches of a pipeline."""
     return config.microbatches or shardings.axis_size(mesh, "pipe")
+
+
+def pipeline_options(config: TrainConfig, mesh: spmd.Mesh) -> dict[str, Any]:
+    """What `shardings.pipeline` takes beside the model and the mesh."""
+    return {
+        "num_microbatches": num_microbatches(config, mesh),
+        "schedule": config.schedule,
+        "rounds": config.rounds if config.schedule == "circular" else 1,
+    }
 
 
 def _check_pipeline(config: TrainConfig, mesh: spmd.Mesh) -> None:

@@ -181,6 +181,15 @@ def pipeline(
     )
 
 
+def bubble(stages: spmd.Pipeline) -> dict[str, float]:
+    """The idle part of a stage's ticks: as the last step was recorded, and by the formula."""
+    p, m, v = stages.plan.num_stages, stages.plan.num_microbatches, stages.plan.rounds
+    return {
+        "measured": (stages.num_runs - stages.num_useful_runs) / stages.num_runs,
+        "formula": (p - 1) / (v * m + p - 1),
+    }
+
+
 def _mark_if_even(logits_BTV: torch.Tensor, mesh: spmd.Mesh, spec: Spec) -> None:
     """Marks the logits if the stages can share out the sequences."""
     if logits_BTV.shape[0] % (num_batch_shards(mesh) * axis_size(mesh, "pipe")) == 0:

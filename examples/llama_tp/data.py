@@ -18,6 +18,7 @@ def load(config: TrainConfig) -> TextData:
         seq=config.seq,
         max_mb=config.max_mb,
         cache_dir=config.cache_dir,
+        progress=config.progress,
         given=weights.tokenizer(config.weights) if config.weights else None,
     )
     check_amount(text, batch=config.batch, eval_batches=config.eval_batches)

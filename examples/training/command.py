@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 import spmd_core as spmd
 from examples.training.compare import CompareError
@@ -68,6 +71,14 @@ def start_devices(num_emulated: int | None) -> None:
     if num_processes > 1:
         spmd.initialize()
     spmd.use_spmd()
+
+
+def device_of(config: Any) -> torch.device:
+    """The device that a recipe's options name; for `xla`, after `start_devices`."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    start_devices(config.devices)
+    return spmd.device()
 
 
 def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:

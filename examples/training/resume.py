@@ -41,12 +41,13 @@ def check_writable(places: Mapping[str, str]) -> None:
 
     Args:
         places: a file for each option that names it or its folder; an empty one is left out. Their
-            folders are made.
+            folders are made. `{step}` stands for a number.
 
     Raises:
         SaveError: a file cannot be written.
     """
-    for name, path in places.items():
+    for name, place in places.items():
+        path = place.replace("{step}", "0")
         if path and not spmd.is_planning() and spmd.is_master():
             try:
                 files.check_writable(path)
@@ -117,12 +118,15 @@ def read(config: Any) -> dict[str, Any] | None:
             `RESUME_AUTO`.
 
     Returns:
-        The saved run; None for a new one, as `RESUME_AUTO` finds no file yet.
+        The saved run; None for a new one: nothing is to be resumed, or `RESUME_AUTO` finds no file
+        yet.
 
     Raises:
         ResumeError: the file is missing or is no saved run, an option differs that decides what is
             computed, or the run has done more steps than it is to have.
     """
+    if not config.resume:
+        return None
     path = Path(config.resume).expanduser()
     if config.resume == RESUME_AUTO:
         found_path = newest(config.checkpoint)

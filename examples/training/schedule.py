@@ -1,6 +1,37 @@
-"""The learning rate over a run: linear warm-up, then a cosine."""
+"""What an optimizer does over a run: which weights decay, and the learning rate of each step."""
 
 import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices and tables decay; biases and the weights of norms do not.
+
+    The dims are the model's own: a pipeline's parameters have a dim of stages in front.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        num_dims = parameter.ndim - getattr(parameter, "num_stacked_dims", 0)
+        (decayed if num_dims >= 2 else others).append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def warmup_and_cosine(
+    optimizer: Optimizer, *, steps: int, warmup: int, floor: float = 0.0
+) -> LambdaLR:
+    """A schedule of `lr_factor`, for every group of an optimizer."""
+    return LambdaLR(
+        optimizer, lambda step: lr_factor(step, steps=steps, warmup=warmup, floor=floor)
+    )
 
 
 def lr_factor(step: int, *, steps: int, warmup: int, floor: float) -> float:

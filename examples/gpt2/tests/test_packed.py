@@ -56,7 +56,7 @@ def test_parts_of_a_batch_have_the_losses_of_the_whole(cache_dir: str, texts: st
 
 def test_a_run_resumes_exactly_in_any_epoch(cache_dir: str, texts: str, tmp_path: Path) -> None:
     config = with_defaults(config_of(cache_dir, texts))
-    per_epoch = len(data.pack(data.load(config), config).train) // config.batch
+    per_epoch = len(data.load(config).train) // config.batch
     steps = per_epoch + 3
     knobs = {"steps": steps, "eval_every": 0, "checkpoint": str(tmp_path / "{step}")}
     whole = run(config_of(cache_dir, texts, save_every=1, **knobs))
@@ -136,22 +136,23 @@ if __name__ == "__main__":
 
     # Measuring it takes longer than the run.
     utilisation.measured_peak = lambda *_: Peak(1e10, "measured before")
-    from examples.gpt2 import data, train
+    from examples.gpt2 import train
+    from examples.training.journal import Journal
 
     path, kill_behind = sys.argv[1], int(sys.argv[2])
-    plain = data.steps
+    plain = Journal.steps
 
-    def recorded(batches, num_steps):
-        for number, batch in enumerate(plain(batches, num_steps), start=1):
+    def recorded(journal, batches):
+        for number, (step, batch) in enumerate(plain(journal, batches), start=1):
             rows = batch[0].cpu().flatten(0, 1).tolist()  # of all processes
             if os.environ.get("RANK", "0") == "0":
                 with open(path, "a") as file:
                     file.write(json.dumps(rows) + "\\n")
-            yield batch
+            yield step, batch
             if number == kill_behind:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    data.steps = recorded
+    Journal.steps = recorded
     sys.exit(train.main(sys.argv[3:]))
 """
 
@@ -181,7 +182,7 @@ def test_a_killed_run_sees_every_sequence_once_on_two_processes(
 ) -> None:
     knobs = {"eval_every": 0, "warmup": 1}
     config = with_defaults(config_of(cache_dir, texts, **knobs))
-    sequences = data.pack(data.load(config), config).train
+    sequences = data.load(config).train
     steps = len(sequences) // config.batch
     assert steps >= 8
     expected = run(config_of(cache_dir, texts, steps=steps, **knobs)).losses

@@ -26,9 +26,10 @@ from examples.gpt2.config import (
     with_defaults,
 )
 from examples.gpt2.resolve import parsed_mesh
-from examples.gpt2.train import lr_factor, main, run
+from examples.gpt2.train import main, run
 from examples.training import resume
 from examples.training.knobs import KnobError
+from examples.training.schedule import lr_factor
 
 ROOT = Path(__file__).parents[3]
 
@@ -530,7 +531,7 @@ def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.Mo
     def compared(module: str, variants: Any, *, common: Any, folder: Path) -> None:
         seen.update({v.name: v.options for v in variants}, common=common)
 
-    monkeypatch.setattr("examples.gpt2.train.compare", compared)
+    monkeypatch.setattr("examples.gpt2.comparison.compare", compared)
     assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
     assert seen.pop("common") == ["--smoke", "--devices", "8", "--cache-dir", cache_dir]
     assert seen["one device"] == ["--devices", "1"]

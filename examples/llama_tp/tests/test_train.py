@@ -200,7 +200,7 @@ def test_a_comparison_runs_every_plan(cache_dir: str, monkeypatch: pytest.Monkey
     def compared(module: str, variants: Any, *, common: Any, folder: Path) -> None:
         seen.update({v.name: v.options for v in variants})
 
-    monkeypatch.setattr("examples.llama_tp.train.compare", compared)
+    monkeypatch.setattr("examples.llama_tp.comparison.compare", compared)
     assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
     assert seen["one device"] == ["--devices", "1"]
     loss = ["--sequence-parallel", "--loss-parallel"]

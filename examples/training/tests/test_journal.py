@@ -1,0 +1,114 @@
+"""A run's record: when it evaluates, saves and ends, and what it leaves."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spmd_core as spmd
+from examples.training import resume
+from examples.training.journal import Journal
+from examples.training.resume import SaveError
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    device: str = "cpu"
+    dtype: str = "fp32"
+    steps: int = 5
+    eval_every: int = 2
+    eval_batches: int = 1
+    save_every: int = 0
+    checkpoint: str = ""
+    results: str = ""
+    log_every: int = 1
+    log_dir: str = ""
+    progress: bool = False
+
+
+def of_run(first: int = 0, **options: Any) -> Journal:
+    return Journal(
+        Config(**options),
+        device=torch.device("cpu"),
+        mesh=None,
+        num_params=1,
+        items_per_step=4,
+        unit="tokens",
+        flops_per_item={"6N": 6.0},
+        first=first,
+        data="text",
+        parts={"model": torch.nn.Linear(1, 1)},
+    )
+
+
+def followed(journal: Journal, batches: Iterable[str], *, stop_after: int = 0) -> Any:
+    """What a recipe's loop does; the loss of a step is its number."""
+    seen = []
+    with journal:
+        for step, batch in journal.steps(batches):
+            seen.append((step, batch))
+            journal.add(step, torch.tensor(float(step)), torch.tensor(0.5), 0.1)
+            if journal.evaluates_after(step):
+                journal.evaluated(step, loss=step / 2)
+            if step == stop_after:
+                spmd.request_stop()
+            journal.save_if_due(step)
+            if journal.ends_after(step):
+                break
+        return seen, journal.finish()
+
+
+def saved_step(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["step"])
+
+
+def test_a_run_evaluates_saves_and_reports(tmp_path: Path) -> None:
+    options = {"checkpoint": str(tmp_path / "{step}"), "save_every": 2, "steps": 5}
+    seen, report = followed(of_run(**options, results=str(tmp_path / "r.json")), "ab")
+    assert seen == [(1, "a"), (2, "b"), (3, "a"), (4, "b"), (5, "a")]  # epoch after epoch
+    assert report.losses == [1.0, 2.0, 3.0, 4.0, 5.0] and not report.interrupted
+    assert report.evals == [{"step": step, "loss": step / 2} for step in (2, 4, 5)]
+    assert {name: saved_step(tmp_path / name) for name in "245"} == {"2": 2, "4": 4, "5": 5}
+    assert json.loads((tmp_path / "r.json").read_text())["losses"] == report.losses
+
+
+def test_a_resumed_run_has_the_steps_that_are_left(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    seen, report = followed(of_run(first=3, checkpoint=str(path)), "ab")
+    assert [step for step, _ in seen] == [4, 5] and report.resumed_at == 3
+    assert saved_step(path) == 5
+    path.unlink()
+    seen, report = followed(of_run(first=5, checkpoint=str(path)), "ab")
+    assert (seen, report.losses) == ([], []) and not path.exists()
+
+
+def test_evaluations_may_be_left_out() -> None:
+    assert not of_run(eval_batches=0).evaluates_after(5)
+    at_end = of_run(eval_every=0)
+    assert [step for step in range(1, 6) if at_end.evaluates_after(step)] == [5]
+
+
+def test_a_stop_ends_the_run_with_a_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, report = followed(of_run(checkpoint=str(tmp_path / "run.pt")), "ab", stop_after=2)
+    assert len(seen) == 2 and report.interrupted and len(report.losses) == 2
+    assert saved_step(tmp_path / "run.pt") == 2
+    assert "interrupted: ending after step 2 of 5" in capsys.readouterr().out
+
+
+def test_a_save_that_fails_on_the_way_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: str, **state: Any) -> None:
+        raise SaveError("the disk is full.")
+
+    monkeypatch.setattr(resume, "save", full)
+    with pytest.raises(SaveError, match="the disk is full"):  # of the last step
+        followed(of_run(checkpoint="run.pt", save_every=2), "ab")
+    out = capsys.readouterr().out
+    assert out.count("error: the disk is full. The run goes on.") == 2 and "step     5" in out
