@@ -230,7 +230,7 @@ FAULTS = (
         "known.low <= wanted.low\n        and wanted.high <= known.high",
     ),
     Fault(
-        "spmd_core/program/lowering.py",
+        "spmd_core/program/lower.py",
         "nothing is donated: updates in place need twice the memory",
         "donate_argnums=tuple(i + 1 for i in graph.donated)",
         "donate_argnums=()",
@@ -242,13 +242,13 @@ FAULTS = (
         "return compile_cache.get(self.key._replace(donated=()), lambda",
     ),
     Fault(
-        "spmd_core/program/lowering.py",
+        "spmd_core/program/fold.py",
         "inputs keep the padding of their shards inside the program",
-        "        x = jax.lax.slice(x, (0,) * x.ndim, shape)\n        return self",
+        "        array = jax.lax.slice(array, (0,) * array.ndim, shape)\n        return self",
         "        return self",
     ),
     Fault(
-        "spmd_core/program/lowering.py",
+        "spmd_core/program/lower.py",
         "results lie where the partitioner likes, not as they are marked",
         "out_shardings=(out_shardings, self.index_flag.out_sharding)",
         "out_shardings=(None, self.index_flag.out_sharding)",
@@ -281,7 +281,7 @@ FAULTS = (
         "folded = list(keys)",
     ),
     Fault(
-        "spmd_core/program/batch_sums.py",
+        "spmd_core/program/passes/batch_sums.py",
         "gradients are summed over the batch, and not over split sequences",
         "return [((*given, *sequence), sequence)]",
         "return [(given, ())]",
@@ -440,16 +440,16 @@ FAULTS = (
     ),
     # ---- modules ---------------------------------------------------------------------------------
     Fault(
-        "spmd_core/program/partial_sums.py",
+        "spmd_core/program/reductions.py",
         "gradients are not summed over the other axes of the batch",
         "return lax.psum(total, over) if over else total",
         "return total",
     ),
     Fault(
-        "spmd_core/program/partial_sums.py",
+        "spmd_core/program/passes/batch_sums.py",
         "of gradients that are added up, only the last part is reduced",
-        "terms = [sums.pop(key) for key in [*sums] if set(key) <= set(marks)]",
-        "terms = [sums.pop(key) for key in [*sums] if set(key) <= set(marks)][-1:]",
+        "terms = [found.pop(key) for key in [*found] if set(key) <= set(marks)]",
+        "terms = [found.pop(key) for key in [*found] if set(key) <= set(marks)][-1:]",
     ),
     Fault(
         "spmd_core/program/partial_sums.py",
@@ -464,10 +464,10 @@ FAULTS = (
         "found = own < table.shape[0]",
     ),
     Fault(
-        "spmd_core/program/narrow_gathers.py",
+        "spmd_core/program/passes/narrow_gathers.py",
         "what a block uses in two dtypes is gathered in both",
-        "or len(uses[number]) > 1:",
-        "or False:",
+        "if len(uses) > 1 or",
+        "if",
     ),
     Fault(
         "spmd_core/modules/tensor_parallel.py",

@@ -12,7 +12,7 @@ import jax
 import spmd_core as spmd
 from spmd_core.graph.placement import Placement
 from spmd_core.planner import topology
-from spmd_core.program.lowering import Function, Traced
+from spmd_core.program.lower import Function, Traced
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import abstract, devices

@@ -108,6 +108,14 @@ class Config:
     # at each compile.
     explain_recompiles_after: int | None = None
 
+    # A folder that gets, for each program that is lowered, its operations as they were recorded and
+    # behind each pass that changes them. Also set by SPMD_DUMP_PASSES. Read when a program is
+    # lowered.
+    dump_passes: str | None = None
+    # Checks the operations of a program behind each pass over them. Also set by
+    # SPMD_CHECK_PASSES=1. Read when a program is lowered.
+    check_passes: bool = False
+
     def __setattr__(self, name: str, value: Any) -> None:
         kind = _KINDS.get(name)
         if kind is None:
@@ -188,6 +196,8 @@ config = Config(
     record_source_lines=_switch("SPMD_SOURCE_LINES"),
     verify_programs=_switch("SPMD_VERIFY"),
     explain_recompiles_after=_number_of_programs(),
+    dump_passes=os.environ.get("SPMD_DUMP_PASSES") or None,
+    check_passes=_switch("SPMD_CHECK_PASSES"),
 )
 
 

@@ -340,7 +340,7 @@ def text_for(
             (registry.Out((*q[:-1], kv[-1]), torch_dtype),),
             platform,
             num_devices=num_devices,
-            attention=layout,
+            hint=layout,
         )
         return attention._attention_lse(
             ctx, query, key, value, ids, None, 0.0, is_causal, None, gqa
@@ -349,7 +349,7 @@ def text_for(
     def both(query, key, value, ids=None):
         out, lse = forward(query, key, value, ids)
         ctx = registry.Context(
-            (registry.Out(q, torch_dtype),), platform, num_devices=num_devices, attention=layout
+            (registry.Out(q, torch_dtype),), platform, num_devices=num_devices, hint=layout
         )
         return attention._attention_backward(
             ctx,

@@ -3,31 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded_graphs import graph_of, rewritten
 
 import spmd_core as spmd
-from spmd_core.program import attention_layouts, lowering
-
-
-@pytest.fixture
-def found(monkeypatch):
-    """The layouts in programs that are lowered from now on: axes of batch, heads and rows."""
-    layouts = []
-
-    def find(*arguments):
-        made = attention_layouts.find(*arguments)
-        layouts.extend((x.batch, x.heads, x.rows) for x in made.values())
-        return made
-
-    class Module:
-        pass
-
-    Module.find = staticmethod(find)
-    monkeypatch.setattr(lowering, "attention_layouts", Module)
-    return layouts
+from spmd_core.program.passes.attention_layouts import attention_layouts
 
 
 def attend(mesh, ids_spec, query_spec, heads=4, kv_heads=4):
-    """Lowers attention after a lookup of marked token ids, whose query is marked or not."""
+    """The layout of attention after a lookup of marked token ids: axes of batch, heads, rows."""
     ids = spmd.mark_sharding(torch.zeros(8, 16, dtype=torch.int64).to("xla"), mesh, ids_spec)
     table = torch.ones(4, (heads + 2 * kv_heads) * 8, device="xla")
     x = F.embedding(ids, table).unflatten(-1, (-1, 8)).transpose(1, 2)
@@ -35,7 +18,9 @@ def attend(mesh, ids_spec, query_spec, heads=4, kv_heads=4):
     if query_spec is not None:
         query = spmd.mark_sharding(query.clone(), mesh, query_spec)
     out = F.scaled_dot_product_attention(query, key, value, enable_gqa=heads != kv_heads)
-    spmd.debugging.stablehlo(out)
+    hints = [op.hint for op in rewritten(attention_layouts, graph_of(out)).ops if op.hint]
+    (found,) = hints
+    return found.batch, found.heads, found.rows
 
 
 @pytest.fixture
@@ -57,14 +42,11 @@ def mesh(num_devices):
         (("data",), (None, None, "data"), ((), ("context", "tensor"), ("data",))),
     ],
 )
-def test_the_axes_of_each_dim(found, mesh, ids_spec, query_spec, layout):
-    attend(mesh, ids_spec, query_spec)
-    assert [tuple(map(tuple, x)) for x in found] == [layout]
+def test_the_axes_of_each_dim(mesh, ids_spec, query_spec, layout):
+    assert attend(mesh, ids_spec, query_spec) == layout
 
 
-def test_heads_of_keys_may_be_fewer(found, mesh):
-    attend(mesh, ("data",), None, heads=4, kv_heads=1)
-    attend(mesh, ("data",), None, heads=3, kv_heads=3)
-    attend(mesh, ("data",), None, heads=6, kv_heads=3)
-    heads = [layout[1] for layout in found]
+def test_heads_of_keys_may_be_fewer(mesh):
+    counts = ((4, 1), (3, 3), (6, 3))
+    heads = [attend(mesh, ("data",), None, heads=h, kv_heads=kv)[1] for h, kv in counts]
     assert heads == [("context", "tensor"), (), ("context",)]

@@ -2,14 +2,19 @@
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from recorded_graphs import graph_of, rewritten
 from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache
+from spmd_core.program.ir import Ref
+from spmd_core.program.mark_names import MARK
+from spmd_core.program.passes.batch_sums import batch_sums
 
 
 class Tied(nn.Module):
@@ -276,3 +281,40 @@ def test_sums_of_a_wrapped_module_are_reduced_over_the_replicated_axis_too(num_d
     assert reduced(compile_cache.newest().compiled.as_text(), "reduce-scatter")
     for got, expected in zip(unit.parameters(), eager.parameters()):
         torch.testing.assert_close(got.grad.cpu(), expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("spec", "is_found"), [(("x",), True), ((None, "x"), True), ((), False)])
+def test_the_graph_of_a_weights_gradient(spec, is_found, mesh_1d, num_devices):
+    """It reads what the product read, which is gone. A whole gradient is the partitioner's."""
+    layer = nn.Linear(8, 16, bias=False).to("xla")
+    spmd.mark_sharding(layer.weight, mesh_1d, spec)
+    x = spmd.mark_sharding(torch.randn(16, 3, 8).to("xla"), mesh_1d, ("x",))
+    layer(x).sin().sum().backward()
+    graph = graph_of(layer.weight.grad)
+    made = rewritten(batch_sums, graph)
+    if num_devices == 1 or not is_found:
+        assert made is graph
+        return
+    (product,) = (op for op in graph.ops if op.entry.name == "aten::linear_backward")
+    (part,) = (op for op in made.ops if op.is_inserted)
+    assert (part.operands, part.source) == (product.operands, product.source)
+    assert part.entry.spec.shape == (16, 8)
+    assert product not in made.ops
+    assert [op.entry.name for op in made.ops if Ref(part) in op.operands] == [MARK]
+
+
+def test_the_dump_that_the_documentation_shows(num_devices):
+    """ARCHITECTURE.md follows a gradient through the pass."""
+    if num_devices == 1:
+        pytest.skip("one device has no partial sums")
+    mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",))
+    layer = nn.Linear(8, 16, bias=False).to("xla")
+    spmd.mark_sharding(layer.weight, mesh, ("x", None))
+    x = spmd.mark_sharding(torch.randn(16, 3, 8).to("xla"), mesh, ("x",))
+    layer(x).sin().sum().backward()
+    graph = graph_of(layer.weight.grad)
+    pages = (Path(__file__).parents[4] / "ARCHITECTURE.md").read_text()
+    for each in (graph, rewritten(batch_sums, graph)):
+        lines = each.text().splitlines()
+        shown = "\n".join(lines[-3:-1])
+        assert f"```\n{shown}\n```" in pages, each.text()

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded_graphs import graph_of, rewritten
 
 import spmd_core as spmd
+from spmd_core.program.passes.exact_values import exact_values
 
 
 def _sources(x):
@@ -88,3 +90,17 @@ def test_only_such_values_are_stored(compute, num):
 def test_what_is_given_is_stored_already():
     x = torch.randn(4, 4).to("xla")
     assert _num_stored(x.amax() + x.T.median()) == 0
+
+
+def stored(*tensors):
+    """The operations whose results are stored."""
+    ops = rewritten(exact_values, graph_of(*tensors)).ops
+    return [op.source.name for op in ops if op.entry.name == "spmd::store"]
+
+
+def test_what_is_stored():
+    x = torch.randn(4, 6).to("xla")
+    assert stored((x * 2).t().amax(0)) == ["aten::mul.Tensor"]  # and not the view
+    assert stored((x * 2) == x.sin()) == ["aten::mul.Tensor", "aten::sin"]
+    assert stored((x * 2).norm(2), (x.cos()).norm(math.inf)) == ["aten::cos"]
+    assert stored(x.amax(0), (x * 2 > 1), (x > 1).amax(0)) == []

@@ -8,7 +8,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.program import growing_sizes
-from spmd_core.program.lowering import Function
+from spmd_core.program.lower import Function
 from spmd_core.program.program import Program
 
 counter = spmd.metrics.counter

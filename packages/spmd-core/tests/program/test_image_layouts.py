@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from recorded_graphs import graph_of, rewritten
 from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
+from spmd_core.program.passes.image_layouts import image_layouts
+from spmd_core.program.target import Whole
 
 
 @pytest.fixture
@@ -92,3 +95,13 @@ def test_the_gradient_of_a_split_weight_scatters_beside_split_labels(mesh):
     loss = F.cross_entropy(convolve(images, w).mean((2, 3)), targets)
     (gradient,) = torch.autograd.grad(loss, [w])
     assert "reduce-scatter" in {c.kind for c in spmd.debugging.collectives(gradient)}
+
+
+def test_windows_know_how_their_images_are_split(mesh_2d):
+    x = spmd.mark_sharding(torch.randn(8, 3, 16, 16).to("xla"), mesh_2d, (None, None, "a", "b"))
+    y = F.conv2d(x, torch.randn(4, 3, 3, 3).to("xla"), padding=1).relu()
+    graph = graph_of(F.max_pool2d(y, 2))
+    hints = [op.hint.axes for op in rewritten(image_layouts, graph).ops if op.hint]
+    is_split = len(mesh_2d.ids) > 1
+    assert hints == [((), (), ("a",), ("b",))] * 2 * is_split
+    assert rewritten(image_layouts, graph, whole=Whole.EVERYTHING) is graph

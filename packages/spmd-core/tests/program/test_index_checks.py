@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_graphs import graph_of, names, rewritten
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache, index_checks
+from spmd_core.program import compile_cache, index_checks, index_flag
+from spmd_core.program.passes.index_checks import index_checks as passes_index_checks
 
 
 @pytest.fixture(autouse=True)
@@ -308,7 +310,7 @@ def test_no_index_is_moved_to_check_it(num_devices: int) -> None:
 
 def test_processes_agree_by_one_reduction(num_devices: int, monkeypatch: Any) -> None:
     """As if the devices belonged to several processes."""
-    monkeypatch.setattr(index_checks, "_num_processes_of", lambda mesh: 2)
+    monkeypatch.setattr(index_flag, "_num_processes_of", lambda mesh: 2)
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("a",))
     table = torch.ones(9, 4, device="xla")
     rows = [spmd.mark_sharding((torch.arange(16) % 9).to("xla"), mesh, ("a",)) for _ in range(3)]
@@ -391,3 +393,15 @@ def test_an_index_is_told_in_the_thread_whose_program_has_it():
         pool.submit(wrong).result()
     with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
         spmd.sync(wait=True)  # of a thread that has ended
+
+
+def test_the_check_stands_before_the_operation(mesh_1d):
+    table = torch.randn(6, 4).to("xla")
+    ids = spmd.mark_sharding(torch.randint(6, (8,)).to("xla"), mesh_1d, ("x",)) * 1
+    graph = graph_of(F.embedding(ids, table), table[ids].sin())
+    made = rewritten(passes_index_checks, graph)
+    checked = [names(made)[i + 1] for i, name in enumerate(names(made)) if name == "check_indices"]
+    assert checked == ["embedding"]  # what is read again is known
+    (found,) = made.checked
+    assert found.spec.shape == ((len(mesh_1d.ids),) if len(mesh_1d.ids) > 1 else ())
+    assert [check.position for check in made.flag.checks] == [found.op.source.position]

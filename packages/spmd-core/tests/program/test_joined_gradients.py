@@ -5,12 +5,15 @@ import re
 
 import pytest
 import torch
+from recorded_graphs import graph_of, rewritten
 from tiers import exhaustive
 from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache
+from spmd_core.program.partial_sums import ADDITION, PARTIAL_SUM, REDUCTION
+from spmd_core.program.passes.batch_sums import batch_sums
 
 PARTS = 3
 
@@ -225,3 +228,23 @@ def test_a_convolution_whose_positions_are_split_too(spec, size, num_devices):
     for x in parts:
         backward(ours, spmd.mark_sharding(x.to("xla"), mesh, ("x", None, "y")))
     check(ours, model, parts)
+
+
+def gradient_of(mesh, parts):
+    """What the pass makes of the gradients of a weight that are added up."""
+    layer = nn.Linear(8, 16, bias=False).to("xla")
+    spmd.mark_sharding(layer.weight, mesh, ("x",))
+    for _ in range(parts):
+        x = spmd.mark_sharding(torch.randn(16, 3, 8).to("xla"), mesh, ("x",))
+        layer(x).sin().sum().backward()
+    graph = graph_of(layer.weight.grad)
+    return [op.entry.name for op in rewritten(batch_sums, graph).ops if op.is_inserted]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_partial_sums_are_added_before_one_reduction(parts, mesh_1d, num_devices):
+    found = gradient_of(mesh_1d, parts)
+    joined = [PARTIAL_SUM] * parts + [ADDITION] * (parts - 1) + [REDUCTION]
+    expected = [PARTIAL_SUM] if parts == 1 else joined
+    assert sorted(found) == sorted(expected if num_devices > 1 else [])
+    assert found[-1:] == expected[-1:] * (num_devices > 1)

@@ -6,11 +6,13 @@ import re
 
 import pytest
 import torch
+from recorded_graphs import graph_of, rewritten
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache, lookups
-from spmd_core.program.planning import plan
+from spmd_core.program import compile_cache
+from spmd_core.program.passes.lookups import lookups
+from spmd_core.program.target import Whole
 
 WIDTH = 6
 
@@ -146,8 +148,9 @@ def test_the_layout(num_devices):
     ids = spmd.mark_sharding(ids_of(8, 2, rows=96).to("xla"), mesh, ("fsdp",))
     spmd.sync()
     found = nn.functional.embedding(ids, table)
-    with spmd.graph.recorders.lock:
-        graph = plan([found._handle]).graph()
-    (layout,) = lookups.find(graph, lambda number: False).values()
+    graph = graph_of(found)
+    (layout,) = [
+        op.hint for op in rewritten(lookups, graph).ops if op.entry.name == "aten::embedding"
+    ]
     assert (layout.rows, layout.shared, layout.gathers) == (("tensor", "fsdp"), "fsdp", False)
-    assert lookups.find(graph, lambda number: True) == {}
+    assert rewritten(lookups, graph, whole=Whole.EVERYTHING) is graph

@@ -5,10 +5,12 @@ import re
 
 import pytest
 import torch
+from recorded_graphs import graph_of, names, rewritten
 from torch import nn
 
 import spmd_core as spmd
 from spmd_core import debugging
+from spmd_core.program.passes.narrow_gathers import narrow_gathers
 
 
 class Net(nn.Module):
@@ -61,3 +63,22 @@ def test_a_value_that_is_also_used_as_it_is_is_gathered_once(num_devices):
     text = debugging.stablehlo(both)
     assert gathered(text, "16x16") == {"f32"}
     torch.testing.assert_close(both.cpu(), w.cpu().bfloat16().float() + w.cpu().sin())
+
+
+def gather(mesh, *readers):
+    """What is read of a value that is split and then gathered."""
+    split = spmd.mark_sharding(torch.randn(16, 16).to("xla") * 2, mesh, ("x",))
+    whole = spmd.mark_sharding(split.clone(), mesh, ())
+    return names(rewritten(narrow_gathers, graph_of(*(read(whole) for read in readers))))
+
+
+def test_the_cast_moves_before_the_gather(mesh_1d):
+    moved = ["mul.Tensor", "mark_sharding", "clone", "_to_copy", *["mark_sharding"] * 2, "sin"]
+    assert gather(mesh_1d, lambda x: x.bfloat16().sin()) == moved
+    assert gather(mesh_1d, lambda x: x.double())[-2:] == ["mark_sharding", "_to_copy"]
+    assert gather(mesh_1d, lambda x: x.bfloat16(), torch.sin)[-2:] == ["_to_copy", "sin"]
+
+
+def test_what_is_cast_twice_is_gathered_once(mesh_1d):
+    twice = gather(mesh_1d, lambda x: x.bfloat16().sin(), lambda x: x.bfloat16().cos())
+    assert twice.count("_to_copy") == 1 and twice.count("mark_sharding") == 3

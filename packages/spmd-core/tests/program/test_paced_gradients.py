@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recorded_graphs import graph_of, rewritten
 from torch import nn
 from torch.nn import functional as F
 
 import spmd_core as spmd
 from spmd_core.ops.kernels import pieces
-from spmd_core.program import compile_cache, lowering
+from spmd_core.program import compile_cache, lower
+from spmd_core.program.ir import BarrierEntry
+from spmd_core.program.passes.paced_gradients import paced_gradients
 
 WIDTH = 8
 
@@ -36,7 +39,7 @@ class Tied(nn.Module):
 @pytest.fixture(autouse=True)
 def lowered_for_tpu(monkeypatch):
     """Programs are lowered as for a TPU, and run on the CPU."""
-    monkeypatch.setattr(lowering, "devices", SimpleNamespace(platform=lambda: "tpu"))
+    monkeypatch.setattr(lower, "devices", SimpleNamespace(platform=lambda: "tpu"))
     compile_cache.clear()
     yield
     compile_cache.clear()
@@ -194,3 +197,20 @@ def test_the_chosen_likelihood_is_a_sum(num_devices):
         on_xla = {k: v.to("xla") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         got = F.cross_entropy(x.to("xla"), target.to("xla"), **on_xla)
         torch.testing.assert_close(got.cpu(), F.cross_entropy(x, target, **options))
+
+
+def test_the_graph_of_a_second_run(mesh_1d):
+    """The second block's runs again, then the first one's: it waits for the second's gradients."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    blocks = blocks.to("xla")
+    for block in blocks:
+        spmd.checkpoint_module(block)
+    for parameter in blocks.parameters():
+        spmd.mark_sharding(parameter, mesh_1d, ())
+    blocks(torch.randn(8, 8).to("xla")).sum().backward()
+    graph = graph_of(*(p.grad for p in blocks.parameters()))
+    assert rewritten(paced_gradients, graph, "cpu") is graph
+    ops = rewritten(paced_gradients, graph, "tpu").ops
+    waits = [op for op in ops if isinstance(op.entry, BarrierEntry)]
+    # The second run's two operands, and half of the gradients of the weight and the bias.
+    assert [len(op.operands) for op in waits] == [2 + 1]

@@ -1,55 +1,62 @@
 """On a CPU, gradients of weights are computed in the order of recording, not at the end."""
 
 import torch
+from recorded_graphs import graph_of, names, rewritten
 from torch import nn
 
 import spmd_core as spmd
-from spmd_core.program import compile_cache
-from spmd_core.program.recorded_order import late_results
+from spmd_core.program.ir import BarrierEntry
+from spmd_core.program.passes.recorded_order import recorded_order
 
 
-def waits_of(function):
-    """The shapes of what the products of a function's program wait for."""
-    compile_cache.clear()
-    held = function()
-    spmd.sync()
-    del held
-    graph = compile_cache.newest().graph
-    shapes = [out.shape for node in graph.nodes for out in node.entry.outs]
-    return [shapes[number] for wait in late_results(graph).values() for number in wait.values]
+def waits_of(*held):
+    """For each product that waits, how many of its operands do, and what it waits for."""
+    ops = rewritten(recorded_order, graph_of(*held)).ops
+    found = []
+    for barrier in (op for op in ops if isinstance(op.entry, BarrierEntry)):
+        read = {x.result for op in ops for x in op.operands if x.op is barrier}
+        found.append((len(read), barrier.operands[len(read) :]))
+    return found
+
+
+def gradients_of(loss, *modules):
+    loss.backward()
+    return [p.grad for module in modules for p in module.parameters()]
 
 
 def test_products_wait_for_the_gradients_of_weights(mesh_1d):
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh()).to("xla")
     for parameter in model[2].parameters():
         spmd.mark_sharding(parameter, mesh_1d, ())
-    x = torch.randn(16, 8).to("xla").requires_grad_()
-    found = waits_of(lambda: nn.Linear(16, 4).to("xla")(model(x)).square().sum().backward())
+    last, x = nn.Linear(16, 4).to("xla"), torch.randn(16, 8).to("xla").requires_grad_()
+    waits = waits_of(*gradients_of(last(model(x)).square().sum(), model, last), x.grad)
+    shapes = [[value.spec.shape for value in waited] for _, waited in waits]
     # Each product of the backward waits for the gradients of the layer behind it.
-    assert found == [(4, 16), (4,), (16, 32), (16,)]
+    assert shapes == [[(4, 16), (4,)], [(16, 32), (16,)]]
 
 
 def test_products_wait_for_sums_of_gradients():
     """Of a layer that is used twice, as by two microbatches: the sum is due, not its terms."""
     first, second = nn.Linear(8, 32).to("xla"), nn.Linear(32, 16).to("xla")
     xs = [torch.randn(4, 8).to("xla") for _ in range(2)]
-
-    def backward():
-        return sum(torch.tanh(second(torch.tanh(first(x)))).sum() for x in xs).backward()
-
-    compile_cache.clear()
-    backward()
-    spmd.sync()
-    graph = compile_cache.newest().graph
-    made_by = [node.entry.name for node in graph.nodes for _ in node.entry.outs]
-    waited = [made_by[n] for wait in late_results(graph).values() for n in wait.values]
+    loss = sum(torch.tanh(second(torch.tanh(first(x)))).sum() for x in xs)
+    waits = waits_of(*gradients_of(loss, first, second))
+    waited = [value.op.entry.name for _, values in waits for value in values]
     assert waited.count("aten::add.Tensor") == 2  # of the weight and of the bias of `second`
 
 
 def test_programs_without_gradients_wait_for_nothing():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to("xla"), torch.randn(2, 8)
     with torch.no_grad():
-        assert waits_of(lambda: model(x.to("xla"))) == []
+        graph = graph_of(model(x.to("xla")))
+    assert rewritten(recorded_order, graph) is graph
+
+
+def test_only_programs_for_cpus_wait():
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to("xla")
+    graph = graph_of(*gradients_of(layer(torch.randn(2, 8).to("xla")).sum(), layer))
+    assert "optimization_barrier" in names(rewritten(recorded_order, graph))
+    assert rewritten(recorded_order, graph, "tpu") is graph
 
 
 def test_values_do_not_change(num_devices):

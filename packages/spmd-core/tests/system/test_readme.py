@@ -12,6 +12,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache
+from spmd_core.program.ir import Graph
 
 ROOT = Path(__file__).parents[4]
 
@@ -72,7 +73,8 @@ def test_the_first_sample_runs_as_a_program():
 def test_the_architecture_page_tells_the_truth():
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the page's program has eight devices")
-    code = re.search(r"```python\n(.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), re.S).group(1)
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S).group(1)
     scope = {}
     exec(code, scope)
     w, y = scope["w"], scope["y"]
@@ -82,6 +84,9 @@ def test_the_architecture_page_tells_the_truth():
     assert names == ["aten::mm", -1, -2, "aten::relu", 0, "aten::mul.Tensor", -2]
     assert key.donated == (1,) and key.device_ids == tuple(range(8)) and len(key.outputs) == 2
     program = compile_cache.newest()
+    assert f"```\n{Graph.of(program.graph).text()}```" in page
+    passes = spmd.debugging.passes(program=program)
+    assert passes == f"recorded:\n{Graph.of(program.graph).text()}"  # none changes it
     text = program.lowered_text()
     for fragment in (
         'sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>',

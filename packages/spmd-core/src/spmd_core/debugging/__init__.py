@@ -1,6 +1,7 @@
 """Inspection of programs: as text, what moves between devices, why a program was compiled.
 
     debugging.stablehlo(loss)          the recorded program, with shardings
+    debugging.passes(loss)             its operations behind each pass before it is lowered
     debugging.hlo(loss)                the program that each device runs
     debugging.collectives()            bytes between devices, by mesh axes, torch operation and line
     debugging.explain_recompile()      what changed since the most similar earlier program
@@ -18,6 +19,7 @@ from spmd_core.debugging.programs import collectives as collectives
 from spmd_core.debugging.programs import graph_hash as graph_hash
 from spmd_core.debugging.programs import hlo as hlo
 from spmd_core.debugging.programs import operations as operations
+from spmd_core.debugging.programs import passes as passes
 from spmd_core.debugging.programs import source_lines as source_lines
 from spmd_core.debugging.programs import stablehlo as stablehlo
 from spmd_core.debugging.recompiles import Recompile as Recompile

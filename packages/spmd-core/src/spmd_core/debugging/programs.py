@@ -16,9 +16,12 @@ from spmd_core.errors import SpmdError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, pending, read
 from spmd_core.graph.values import Spec
-from spmd_core.program import compile_cache, planning
-from spmd_core.program.lowering import Traced
+from spmd_core.program import compile_cache, pipeline, planning
+from spmd_core.program.ir import Graph
+from spmd_core.program.lower import Traced, out_placements
 from spmd_core.program.program import Program
+from spmd_core.program.target import Target
+from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import device_tensor
 
 
@@ -120,6 +123,43 @@ def collectives(
             "Call it after sync(), or with pending tensors: collectives(loss)."
         )
     return communication.of_program(found)
+
+
+def passes(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
+    """The operations of pending tensors as they are recorded, and behind each pass over them.
+
+    Only passes that change something are shown (`program/pipeline.py` lists all). Nothing is
+    compiled. The environment variable SPMD_DUMP_PASSES names a folder for the same of each program.
+
+    Args:
+        tensors: pending tensors on device `xla`; none: everything that is pending.
+        program: instead of tensors, a compiled program.
+
+    Raises:
+        SpmdError, DeviceMismatchError: as `stablehlo`.
+
+    Example:
+        >>> x = torch.ones(4, device="cpu").to("xla")
+        >>> print(passes((x * x).amax()))
+        recorded:
+        input 0: float32[4]
+        %0 = aten::mul.Tensor(input 0, input 0) -> float32[4]
+        %1 = aten::amax(%0) -> float32[]
+        return %1
+        <BLANKLINE>
+        exact_values:
+        input 0: float32[4]
+        %0 = aten::mul.Tensor(input 0, input 0) -> float32[4]
+        %1 = spmd::store(%0) -> float32[4] of aten::mul.Tensor
+        %2 = aten::amax(%1) -> float32[]
+        return %2
+        <BLANKLINE>
+    """
+    with lock:
+        found = _kept(program, "passes")
+        graph = Graph.of(found.graph if found else _planned(tensors, "passes").graph())
+    target = Target.of(graph, devices.platform(), out_placements(graph))
+    return "\n".join(f"{name}:\n{each.text()}" for name, each in pipeline.stages(graph, target))
 
 
 def operations(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:

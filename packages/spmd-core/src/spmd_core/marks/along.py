@@ -12,7 +12,7 @@ import torch
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
 from spmd_core.marks.constraints import constrained, constrained_copy
-from spmd_core.program.gradient_plans import MARK_ALONG, MARK_SUM
+from spmd_core.program.mark_names import MARK_ALONG, MARK_SUM
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap

@@ -5,7 +5,7 @@ from typing import Any
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
-from spmd_core.program.gradient_plans import MARK_SHARDING
+from spmd_core.program.mark_names import MARK_SHARDING
 from spmd_core.recording.calls import known
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor

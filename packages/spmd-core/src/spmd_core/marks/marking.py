@@ -16,7 +16,7 @@ from spmd_core.marks import process_data
 from spmd_core.marks.constraints import constrained, constrained_copy
 from spmd_core.ops.kernels.shard_alike import shard_alike
 from spmd_core.program import execution, leaves
-from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE, MARK_SHARDING
+from spmd_core.program.mark_names import MARK, MARK_AT_ONCE, MARK_SHARDING
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices

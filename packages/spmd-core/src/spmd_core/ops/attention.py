@@ -221,7 +221,7 @@ def _with_head_dim(key: jax.Array) -> jax.Array:
 
 def _repeats(ctx: Context, kv_heads: int) -> int:
     """How often each kv head occurs where axes split a group of query heads, else 1."""
-    layout = ctx.attention
+    layout = ctx.layout(AttentionLayout)
     if layout is None or not (layout.rows or ctx.platform == "tpu"):
         return 1  # the partitioner finds a way of its own
     return math.lcm(kv_heads, layout.count(layout.heads)) // kv_heads
@@ -245,7 +245,7 @@ def _ring_layout(ctx: Context, plan: flash.Plan, seed: Any) -> AttentionLayout |
 
     A mask that needs a gradient, dropout, and a causal mask of two lengths are the partitioner's.
     """
-    layout = ctx.attention
+    layout = ctx.layout(AttentionLayout)
     is_whole = layout is None or layout.count(layout.rows) == 1
     if is_whole or seed is not None or min(plan.num_queries, plan.num_keys) == 1:
         return None

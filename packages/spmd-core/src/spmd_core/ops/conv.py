@@ -17,7 +17,7 @@ from spmd_core.ops.kernels.convolutions import (
 )
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 # ---- over split images: every device convolves the rows that it has and fetches ------------------
 
@@ -29,7 +29,7 @@ def _split_images(
     if options.transposed or 0 in weight.shape:
         return None
     windows = (weight.shape[2:], options.stride, options.padding, options.dilation)
-    return Images.of(ctx.images, x.shape, sizes, *windows, has_whole_channels=True)
+    return Images.of(ctx.layout(ImageLayout), x.shape, sizes, *windows, has_whole_channels=True)
 
 
 def _convolve_images(

@@ -15,7 +15,7 @@ import numpy as np
 from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.lookups import look_up
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.registry import Context, Number, as_array, lowering
+from spmd_core.ops.registry import Context, Number, TableLayout, as_array, lowering
 
 
 def _axis(dim: int, ndim: int) -> int:
@@ -99,8 +99,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> jax.Array:
-    if ctx.table is not None:
-        return look_up(weight, indices, ctx.table, platform=ctx.platform)
+    table = ctx.layout(TableLayout)
+    if table is not None:
+        return look_up(weight, indices, table, platform=ctx.platform)
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 

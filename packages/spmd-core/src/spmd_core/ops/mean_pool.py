@@ -12,7 +12,7 @@ from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
 from spmd_core.ops.kernels.windows import adaptive_windows, per_dim
-from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 
 def _window_sums(
@@ -24,7 +24,8 @@ def _window_sums(
     sizes: Sequence[int],
 ) -> jax.Array:
     windows_of = (kernel, stride, padding, (1,) * len(kernel))
-    images = Images.of(ctx.images, x.shape, sizes, *windows_of, has_whole_channels=False)
+    layout = ctx.layout(ImageLayout)
+    images = Images.of(layout, x.shape, sizes, *windows_of, has_whole_channels=False)
     if images is not None:
         alone, inner = ctx.on_one_device(), images.padding(padding)
 

@@ -13,7 +13,7 @@ from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
 from spmd_core.ops.kernels.windows import adaptive_windows, crop_or_pad, per_dim
-from spmd_core.ops.registry import Context, lowering
+from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 _INT64 = np.dtype(np.int64)
 
@@ -276,7 +276,7 @@ def _register_max_pool(num_dims: int) -> None:
         kernel, strides, paddings, dilations = geometry(kernel_size, stride, padding, dilation)
         sizes = ctx.shape[len(ctx.shape) - num_dims :]
         images = Images.of(
-            ctx.images,
+            ctx.layout(ImageLayout),
             x.shape,
             sizes,
             kernel,
@@ -304,7 +304,8 @@ def _register_max_pool(num_dims: int) -> None:
         kernel, *rest = geometry(kernel_size, stride, padding, dilation)
         wide = grad.astype(opmath(grad.dtype))
         sizes = grad.shape[grad.ndim - num_dims :]
-        images = Images.of(ctx.images, x.shape, sizes, kernel, *rest, has_whole_channels=False)
+        layout = ctx.layout(ImageLayout)
+        images = Images.of(layout, x.shape, sizes, kernel, *rest, has_whole_channels=False)
         if np.prod(kernel) <= _LARGE_KERNEL and images is not None:
             return _max_gradient_of_images(
                 ctx, images, wide, indices, x.shape, kernel, *rest

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +116,10 @@ class TableLayout:
     scatter: Callable[[jax.Array], jax.Array]
 
 
+# What the kernel of an operation may need to know of the layout of its operands.
+Hint = ImageLayout | AttentionLayout | TableLayout
+
+
 @dataclass(frozen=True)
 class BatchSplit:
     """How mesh axes split the first dim of a program's data.
@@ -127,6 +131,9 @@ class BatchSplit:
 
     count: int = 1
     split: Callable[[jax.Array], jax.Array] = lambda x: x
+
+
+H = TypeVar("H", ImageLayout, AttentionLayout, TableLayout)
 
 
 @dataclass
@@ -141,18 +148,18 @@ class Context:
     split_dims: frozenset[int] = frozenset()
     # (x, n) -> x with its last n dims whole on each device; the partitioner chooses for the others
     keep_whole: Callable[[jax.Array, int], jax.Array] = lambda x, n: x
-    # how the images that the operation reads are split, if it is known
-    images: ImageLayout | None = None
-    # how an attention's dims may be split, if it is known
-    attention: AttentionLayout | None = None
-    # how a table that is looked up is split, if that is not left to the partitioner
-    table: TableLayout | None = None
+    # how the images, the attention or the table of the operation are split, if that is known
+    hint: Hint | None = None
     # how the program's data splits the batch, as far as it is known
     batch: BatchSplit = field(default_factory=BatchSplit)
 
     def on_one_device(self) -> "Context":
         """For what every device computes by itself, inside a manual region."""
         return Context(self.outs, self.platform)
+
+    def layout(self, kind: type[H]) -> H | None:
+        """The layout that was found for the operation, if it is of this kind."""
+        return self.hint if isinstance(self.hint, kind) else None
 
     @property
     def shape(self) -> tuple[int, ...]:

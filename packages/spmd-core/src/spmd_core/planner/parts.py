@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from spmd_core.debugging import hlo_text
 from spmd_core.planner.buffer_text import Buffers, Value
-from spmd_core.program.gradient_plans import UNCHANGED
+from spmd_core.program.mark_names import UNCHANGED
 from spmd_core.program.program_graph import Graph, Node
 from spmd_core.source_lines import Origin, Phase
 

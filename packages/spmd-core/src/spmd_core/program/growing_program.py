@@ -29,7 +29,7 @@ from spmd_core.program.affine_sizes import (
     shape_of,
 )
 from spmd_core.program.compile_cache import Key
-from spmd_core.program.lowering import Function
+from spmd_core.program.lower import Function
 from spmd_core.program.padded_arrays import Capacity
 from spmd_core.program.padded_evaluation import Evaluation
 from spmd_core.program.program_graph import Graph, KeepWhole, stored_shape

@@ -7,7 +7,6 @@ the programs up to the one that made what it reads, which have ended by then.
 """
 
 import atexit
-import math
 import threading
 import warnings
 from collections import deque
@@ -17,122 +16,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd_core.errors import IndexRangeError
 from spmd_core.graph import recorders
 from spmd_core.graph.recorders import Recorder
-from spmd_core.graph.values import Indices, Value
-from spmd_core.program.index_layouts import Split
-from spmd_core.program.index_ranges import Check
+from spmd_core.graph.values import Value
+from spmd_core.program.index_flag import NONE_FAILED, Check
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.devices import num_processes
-
-_NONE = np.iinfo(np.int32).max
-
-
-class Flag:
-    """The token of one program: on each device, the number of its first check that failed.
-
-    Attributes:
-        checks: the program's.
-        out_sharding: of the token.
-
-    Args:
-        checks: what to check.
-        splits: how each check's indices are split.
-        mesh: the program's.
-    """
-
-    def __init__(
-        self, checks: Sequence[Check], splits: Sequence[Split], mesh: jax.sharding.Mesh
-    ) -> None:
-        self.checks = checks
-        self._splits = splits
-        used = {axis for split in splits for axes in split for axis in axes}
-        self._mesh, self._axes = mesh, tuple(name for name in mesh.axis_names if name in used)
-        # All processes must see the same.
-        self._agrees = _num_processes_of(mesh) > 1
-        spec = PartitionSpec() if self._agrees else PartitionSpec(*self._axes)
-        self.out_sharding = NamedSharding(mesh, spec)
-        self._found: list[jax.Array]
-
-    def begin(self) -> None:
-        """Forgets what an earlier trace of the program has added."""
-        self._found = []
-
-    def add(self, number: int, indices: jax.Array) -> None:
-        """Adds the check of this number."""
-        check, split = self.checks[number], self._splits[number]
-        outside = self._on_each_device(_outside(indices, check.accepted), split)
-        self._found.append(
-            lax.select(
-                outside,
-                lax.full_like(outside, number, np.int32),
-                lax.full_like(outside, _NONE, np.int32),
-            )
-        )
-
-    def token(self) -> jax.Array:
-        """int32, one element for each part that the axes make; the largest int if none failed."""
-        shape = tuple(self._mesh.shape[axis] for axis in self._axes)
-        token = lax.full(shape, _NONE, np.int32)
-        for found in self._found:
-            token = lax.min(token, lax.broadcast_in_dim(found, shape, range(len(shape))))
-        return lax.reduce_min(token, range(token.ndim)) if self._agrees else token
-
-    def _on_each_device(self, outside: jax.Array, split: Split) -> jax.Array:
-        """Whether any element is true, for each part; of rank `len(self._axes)`."""
-        shape: list[int] = []
-        kept: dict[str, int] = {}  # where the parts of an axis stand in the shape
-        padding = []
-        for dim, n in enumerate(outside.shape):
-            axes = split[dim] if dim < len(split) else ()
-            sizes = [self._mesh.shape[axis] for axis in axes]
-            kept |= {axis: len(shape) + i for i, axis in enumerate(axes)}
-            each = -(-n // math.prod(sizes))
-            padding.append((0, each * math.prod(sizes) - n, 0))
-            shape += [*sizes, each]
-        if any(high for _, high, _ in padding):
-            outside = lax.pad(outside, np.False_, padding)
-        parts = lax.reduce_or(
-            lax.reshape(outside, shape),
-            [dim for dim in range(len(shape)) if dim not in kept.values()],
-        )
-        order = sorted(kept, key=kept.__getitem__)
-        own = [axis for axis in self._axes if axis in kept]
-        parts = lax.transpose(parts, [order.index(axis) for axis in own])
-        if own:
-            parts = lax.with_sharding_constraint(
-                parts, NamedSharding(self._mesh, PartitionSpec(*own))
-            )
-        return lax.expand_dims(parts, [i for i, axis in enumerate(self._axes) if axis not in kept])
-
-
-def _num_processes_of(mesh: jax.sharding.Mesh) -> int:
-    return len({device.process_index for device in mesh.devices.flat})
-
-
-def _outside(indices: jax.Array, accepted: Indices) -> jax.Array:
-    dtype = indices.dtype
-    limits = np.iinfo(dtype)
-
-    def bound(value: int) -> np.ndarray:
-        return np.asarray(min(max(value, limits.min), limits.max), dtype)
-
-    if accepted.high < accepted.low:
-        outside = lax.full_like(indices, True, np.bool_)
-    else:
-        outside = lax.lt(indices, lax.full_like(indices, bound(accepted.low)))
-        if accepted.high < limits.max:
-            outside |= lax.gt(indices, lax.full_like(indices, bound(accepted.high)))
-    if accepted.skip is not None and limits.min <= accepted.skip <= limits.max:
-        outside &= lax.ne(indices, lax.full_like(indices, bound(accepted.skip)))
-    return outside
-
-
-# The host's side: tokens of programs that were started.
 
 
 @dataclass(frozen=True)
@@ -273,7 +164,7 @@ def _failed(token: jax.Array) -> int | None:
         number = int(np.asarray(token).min())
     except jax.errors.JaxRuntimeError:
         return None
-    return None if number == _NONE else number
+    return None if number == NONE_FAILED else number
 
 
 def _describe(program: _Started, number: int) -> str:

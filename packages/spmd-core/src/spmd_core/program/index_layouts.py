@@ -9,85 +9,56 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import NamedSharding
 
-from spmd_core.graph.values import Entry, Spec
+from spmd_core.graph.values import Spec
 from spmd_core.program import regions
-from spmd_core.program.program_graph import Graph, Node
-from spmd_core.runtime.jax_sharding import CommonMesh
-from spmd_core.sharding.sharding import Manual
+from spmd_core.program.index_flag import Split
+from spmd_core.program.ir import Op, Ref
+from spmd_core.program.target import Target
 
-# For each dim the names of the axes that split it, the major one first; none if it is whole, or not
-# known.
-Split = tuple[tuple[str, ...], ...]
 # They have the shape of other operations, and another order of elements.
 _REORDERED = ("aten::permute", "aten::transpose", "aten::t", "aten::as_strided")
 _MAX_DEPTH = 64
 
 
 class IndexLayouts:
-    """The layouts of the values of one graph.
+    """The layouts of the values of one graph, as the program's function has them."""
 
-    Args:
-        graph: the recorded operations.
-        common_mesh: the program's.
-        to_named: the sharding of a mark.
-        manual_of: the manual region that the value of a number is local to, or None.
-    """
+    def __init__(self, target: Target) -> None:
+        self._target, self._mesh = target, target.mesh
 
-    def __init__(
-        self,
-        graph: Graph,
-        common_mesh: CommonMesh,
-        to_named: Callable[[Entry], NamedSharding],
-        manual_of: Callable[[int], Manual | None],
-    ) -> None:
-        self._graph, self._mesh = graph, common_mesh
-        self._to_named, self._manual_of = to_named, manual_of
-        self._made = [(node, i) for node in graph.nodes for i in range(len(node.entry.outs))]
-
-    def split(self, value: int) -> Split:
-        """How the array of a value's number is split, as the program's function has it."""
+    def split(self, value: Ref) -> Split:
+        """How the array of a value is split."""
         if not self._mesh.exists:
             return ()
-        manual = self._manual_of(value)
-        if manual is not None:
-            return self._named(regions.placement(manual).device_sharding)
+        if value.manual is not None:
+            return self._named(regions.placement(value.manual).device_sharding)
         return self._split(value, _MAX_DEPTH)
 
-    def _split(self, value: int, depth: int) -> Split:
-        if value < 0:
-            leaf = self._graph.leaves[-value - 1]
-            split = self._named(leaf.placement.device_sharding)
-            return self._of_shape(split, leaf.spec) if leaf.placement.manual is None else ()
-        node, index = self._made[value]
-        spec = node.entry.outs[index]
-        if node.entry.sharding is not None and node.entry.along is None:
-            return self._of_shape(self._named(self._to_named(node.entry)), spec)
-        if depth == 0 or self._manual_of(value) is not None:
+    def _split(self, value: Ref, depth: int) -> Split:
+        if not isinstance(op := value.producer, Op):
+            split = self._named(op.leaf.placement.device_sharding)
+            return self._of_shape(split, value.spec) if value.manual is None else ()
+        if op.entry.sharding is not None and op.entry.along is None:
+            return self._of_shape(self._named(self._target.named(op.entry.sharding)), value.spec)
+        if depth == 0 or value.manual is not None:
             return ()
-        return self._of_operation(node, spec, depth)
+        return self._of_operation(op, value.spec, depth)
 
-    def _of_operation(self, node: Node, spec: Spec, depth: int) -> Split:
+    def _of_operation(self, op: Op, spec: Spec, depth: int) -> Split:
         """The layout that an operation hands on from the first input whose shape tells it."""
-        if node.entry.name.startswith(_REORDERED):
+        if op.entry.name.startswith(_REORDERED):
             return ()
-        for number in node.inputs:
-            if self._manual_of(number) is not None:
-                continue
-            shape = self._shape(number)
+        operands = [x for x in op.operands if x.manual is None]
+        for x in operands:
+            shape = x.spec.shape
             if shape == spec.shape or math.prod(shape) == math.prod(spec.shape) > 1:
-                return reshaped(self._split(number, depth - 1), shape, spec.shape, self._size)
-        for number in node.inputs:
-            shape = self._shape(number)
-            if self._manual_of(number) is None and shape and len(shape) >= len(spec.shape):
-                split = self._split(number, depth - 1)
+                return reshaped(self._split(x, depth - 1), shape, spec.shape, self._size)
+        for x in operands:
+            shape = x.spec.shape
+            if shape and len(shape) >= len(spec.shape):
+                split = self._split(x, depth - 1)
                 return tuple(axes if m == n else () for axes, m, n in zip(split, shape, spec.shape))
         return ()
-
-    def _shape(self, number: int) -> tuple[int, ...]:
-        if number < 0:
-            return self._graph.leaves[-number - 1].spec.shape
-        node, index = self._made[number]
-        return node.entry.outs[index].shape
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._mesh.mesh.shape[axis] for axis in axes)

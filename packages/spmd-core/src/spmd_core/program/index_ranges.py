@@ -7,29 +7,13 @@ through.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from spmd_core.graph.values import Indices, Spec
-from spmd_core.program.program_graph import Graph, Node
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check of a program.
-
-    Attributes:
-        position: of the operation among the graph's nodes.
-        value: the number of the value with the indices, as in `Node.inputs`.
-        accepted: which of them the operation accepts.
-    """
-
-    position: int
-    value: int
-    accepted: Indices
-
+from spmd_core.graph.values import Entry, Indices, Spec
+from spmd_core.program.index_flag import Check
+from spmd_core.program.ir import Graph, Op, Ref
 
 # The result has the elements of the first input, each at least once. Its indices are checked in
 # that input, which may have fewer, and whose layout may be known.
@@ -69,75 +53,64 @@ _CASTS = {"aten::_to_copy": 0, "aten::copy": 1}
 _WIDE = (torch.int32, torch.int64)
 
 
-def needed(graph: Graph) -> tuple[Check, ...]:
-    """The checks that a program makes, in the order of its operations."""
-    if not any(node.entry.indices for node in graph.nodes):
-        return ()
-    return _Search(graph).checks()
+def needed(graph: Graph) -> list[tuple[Check, Op, Ref]]:
+    """The checks that a program makes, in the order of its operations.
+
+    Each comes with the operation, and with the value that has the indices.
+    """
+    if not any(op.entry.indices for op in graph.ops):
+        return []
+    known: dict[Ref, list[Indices]] = {}
+    found = []
+    for op in graph.ops:
+        for accepted in op.entry.indices:
+            value = _origin(op.operands[accepted.input])
+            if not _is_known(value, accepted, known):
+                found.append((Check(op.source.position, accepted), op, value))
+                known.setdefault(value, []).append(accepted)
+    return found
 
 
-class _Search:
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._made = [(node, i) for node in graph.nodes for i in range(len(node.entry.outs))]
-        self._accepted: dict[int, list[Indices]] = {}
+def _origin(value: Ref) -> Ref:
+    """The value that an index was rearranged from; a mark tells a layout, so it ends there."""
+    while isinstance(op := value.producer, Op):
+        if op.entry.name == _BARRIER:
+            value = op.operands[value.result]
+        elif op.entry.name.removesuffix(".moving") in _REARRANGED:
+            value = op.operands[0]
+        else:
+            break
+    return value
 
-    def checks(self) -> tuple[Check, ...]:
-        found = []
-        for position, node in enumerate(self._graph.nodes):
-            for accepted in node.entry.indices:
-                value = self._origin(node.inputs[accepted.input])
-                if not self._is_known(value, accepted):
-                    found.append(Check(position, value, accepted))
-                    self._accepted.setdefault(value, []).append(accepted)
-        return tuple(found)
 
-    def _origin(self, value: int) -> int:
-        """The value that an index was rearranged from; a mark tells a layout, so it ends there."""
-        while value >= 0:
-            node, index = self._made[value]
-            if node.entry.name == _BARRIER:
-                value = node.inputs[index]
-            elif node.entry.name.removesuffix(".moving") in _REARRANGED:
-                value = node.inputs[0]
-            else:
-                break
-        return value
+def _is_known(value: Ref, accepted: Indices, known: Mapping[Ref, list[Indices]]) -> bool:
+    """Whether each element of a value is known to be accepted, or to have been reported."""
+    while True:
+        if any(_implies(other, accepted) for other in known.get(value, ())):
+            return True
+        if not isinstance(op := value.producer, Op):
+            return False
+        bounds = _bounds(op.entry, value.result)
+        if bounds is not None:
+            return accepted.low <= bounds[0] and bounds[1] <= accepted.high
+        source = _source(op, value.result)
+        if source is None:
+            return False
+        value = source
 
-    def _is_known(self, value: int, accepted: Indices) -> bool:
-        """Whether each element of a value is known to be accepted, or to have been reported."""
-        while True:
-            if any(_implies(known, accepted) for known in self._accepted.get(value, ())):
-                return True
-            if value < 0:
-                return False
-            node, index = self._made[value]
-            bounds = _bounds(node, index)
-            if bounds is not None:
-                return accepted.low <= bounds[0] and bounds[1] <= accepted.high
-            source = self._source(node, index)
-            if source is None:
-                return False
-            value = source
 
-    def _source(self, node: Node, index: int) -> int | None:
-        """The value among whose elements are all of a result; None if none is known."""
-        entry = node.entry
-        if entry.name == _BARRIER:
-            return node.inputs[index]
-        name = entry.name.removesuffix(".moving")
-        if name in _OF_FIRST_INPUT or entry.sharding is not None or entry.border is not None:
-            return node.inputs[0]
-        if name in _CASTS and entry.spec.dtype in _WIDE:
-            source = node.inputs[_CASTS[name]]
-            return source if self._dtype(source) in _WIDE else None
-        return None
-
-    def _dtype(self, value: int) -> torch.dtype:
-        if value < 0:
-            return self._graph.leaves[-value - 1].spec.dtype
-        node, index = self._made[value]
-        return node.entry.outs[index].dtype
+def _source(op: Op, result: int) -> Ref | None:
+    """The value among whose elements are all of a result; None if none is known."""
+    entry = op.entry
+    if entry.name == _BARRIER:
+        return op.operands[result]
+    name = entry.name.removesuffix(".moving")
+    if name in _OF_FIRST_INPUT or entry.sharding is not None or entry.border is not None:
+        return op.operands[0]
+    if name in _CASTS and entry.spec.dtype in _WIDE:
+        source = op.operands[_CASTS[name]]
+        return source if source.spec.dtype in _WIDE else None
+    return None
 
 
 def _implies(known: Indices, wanted: Indices) -> bool:
@@ -149,9 +122,8 @@ def _implies(known: Indices, wanted: Indices) -> bool:
     )
 
 
-def _bounds(node: Node, index: int) -> tuple[int, int] | None:
+def _bounds(entry: Entry, index: int) -> tuple[int, int] | None:
     """The lowest and the highest element that a result can have; None if that is not known."""
-    entry = node.entry
     arguments = entry.arguments
     if arguments is None or entry.outs[index].dtype not in _WIDE:
         return None

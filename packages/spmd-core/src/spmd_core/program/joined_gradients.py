@@ -1,68 +1,103 @@
-"""Finds the gradients that a program adds up, as it does to accumulate them, for one reduction."""
+"""Describes marked sums over devices, and which of them a program adds up, for one reduction."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from spmd_core.graph.values import Spec
-from spmd_core.program.gradient_plans import (
-    MARK,
-    MARK_SUM,
-    UNCHANGED,
-    Gradient,
-    is_plain_addition,
-    uses,
-)
-from spmd_core.program.program_graph import Graph, Node
+from spmd_core.program.ir import Graph, Op, Ref
+from spmd_core.program.mark_names import MARK, MARK_SUM, UNCHANGED, is_plain_addition
+from spmd_core.program.partial_sums import Sum
+from spmd_core.program.reductions import Reduction
+
+
+@dataclass(frozen=True, eq=False)
+class Total:
+    """A value that adds up others, at least one of which is a `Sum` or a `Total`.
+
+    Attributes:
+        op: the addition.
+        terms: its operands; a `Ref` is a value that is used as it is.
+    """
+
+    op: Op
+    terms: "tuple[Sum | Total | Ref, ...]"
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """A gradient that is reduced in a manual region.
+
+    Attributes:
+        found: what it adds up.
+        reduction: how it is reduced.
+    """
+
+    found: Sum | Total
+    reduction: Reduction
+
+
+def sums(found: Sum | Total | Ref) -> Iterator[Sum]:
+    """The sums that a gradient adds up."""
+    if isinstance(found, Sum):
+        yield found
+    elif isinstance(found, Total):
+        for term in found.terms:
+            yield from sums(term)
+
+
+def uses(graph: Graph) -> Counter[Ref]:
+    """How often each value of a graph is used, as an operand or a result."""
+    found = Counter(operand for op in graph.ops for operand in op.operands)
+    found.update(graph.outputs)
+    return found
 
 
 class Joins:
     """Finds the gradients that a program adds up, each used for nothing else.
 
     Attributes:
-        marks, ends: as `Plans.joined` and `Plans.ends`.
-        replaced: the numbers of the values before the ends.
+        marks: the marks whose gradients are added up before one reduction, by the addition, in the
+            order of recording. Additions that add up such sums with further ones have the marks of
+            all.
+        ends: the additions that end with the reduction.
     """
 
-    def __init__(self, graph: Graph, gradients: Mapping[int, Gradient]) -> None:
+    def __init__(self, graph: Graph, gradients: Mapping[Op, Gradient]) -> None:
         self._gradients = gradients
         self._uses = uses(graph)
-        # By the number of a value: the marks that it adds up, the values before it, and its spec.
-        self._values: dict[int, tuple[int, ...]] = {}
-        self._before: dict[int, tuple[int, ...]] = {}
-        self._specs: dict[int, Spec] = {}
-        self.marks: dict[int, tuple[int, ...]] = {}
-        ends: dict[int, int] = {}
-        number = 0
-        for position, node in enumerate(graph.nodes):
-            marks = self._marks_of(position, node)
+        # By a value: the marks that it adds up, and its spec.
+        self._values: dict[Ref, tuple[Op, ...]] = {}
+        self.marks: dict[Op, tuple[Op, ...]] = {}
+        self.ends: set[Op] = set()
+        for op in graph.ops:
+            marks = self._marks_of(op)
             if marks:
-                self._values[number], self._before[number] = marks, node.inputs
-                self._specs[number] = node.entry.spec
-                if len(node.inputs) > 1:
-                    self.marks[position], ends[number] = marks, position
-                    for before in self._all_before(number):
-                        ends.pop(before, None)
-            number += len(node.entry.outs)
-        self.ends = frozenset(ends.values())
-        self.replaced = {before for end in ends for before in self._all_before(end)}
+                self._values[Ref(op)] = marks
+                if len(op.operands) > 1:
+                    self.marks[op] = marks
+                    self.ends.add(op)
+                    self.ends -= {*self._before(op)}
 
-    def _marks_of(self, position: int, node: Node) -> tuple[int, ...]:
+    def _marks_of(self, op: Op) -> tuple[Op, ...]:
         """The marks whose gradients the operation's result adds up; empty for any other value."""
-        entry = node.entry
-        if position in self._gradients and entry.name in (MARK, MARK_SUM):
-            return (position,)
-        if not all(n in self._values and self._uses[n] == 1 for n in node.inputs):
+        entry = op.entry
+        if op in self._gradients and entry.name in (MARK, MARK_SUM):
+            return (op,)
+        if not all(x in self._values and self._uses[x] == 1 for x in op.operands):
             return ()
-        marks = tuple(mark for number in node.inputs for mark in self._values[number])
+        marks = tuple(mark for x in op.operands for mark in self._values[x])
         if not marks:
             return ()
         if is_plain_addition(entry):
             reductions = {self._gradients[mark].reduction for mark in marks}
             return marks if len(reductions) == 1 else ()
-        passes_on = entry.name in (*UNCHANGED, MARK) and entry.spec == self._specs[node.inputs[0]]
+        passes_on = entry.name in (*UNCHANGED, MARK) and entry.spec == op.operands[0].spec
         return marks if passes_on else ()
 
-    def _all_before(self, number: int) -> Iterator[int]:
-        for before in self._before[number]:
-            if before in self._values:
-                yield before
-                yield from self._all_before(before)
+    def _before(self, op: Op) -> Iterator[Op]:
+        """The last additions of what it adds up."""
+        for x in op.operands:
+            if x.op in self.marks:
+                yield x.op
+            elif x in self._values and x.op is not None:
+                yield from self._before(x.op)

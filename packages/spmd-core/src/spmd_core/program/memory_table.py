@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
-from spmd_core.program.gradient_plans import UNCHANGED
+from spmd_core.program.mark_names import UNCHANGED
 from spmd_core.program.program_graph import Graph, stored_shape
 from spmd_core.runtime.jax_sharding import jax_mesh, named_sharding, replicated
 from spmd_core.sharding.mesh import get_global_mesh

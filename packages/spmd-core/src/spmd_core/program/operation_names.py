@@ -9,24 +9,24 @@ from typing import Any
 import jax
 
 from spmd_core import releases
-from spmd_core.program.program_graph import Node
+from spmd_core.program.ir import Source
 
 _source_info = releases.jax_module("jax.extend.source_info_util", "current", "user_context")
 
 
 @contextmanager
-def named(node: Node, position: int) -> Iterator[None]:
-    """Names what is traced inside after the node's torch operation.
+def named(source: Source) -> Iterator[None]:
+    """Names what is traced inside after a recorded operation.
 
-    A node with an origin is also named after its module, its position and the user's line.
+    One with an origin is also named after its module, its position and the user's line.
     """
-    origin = node.origin
+    origin = source.origin
     if origin is None:
-        with jax.named_scope(node.entry.name):
+        with jax.named_scope(source.name):
             yield
         return
     line = f"{Path(origin.file).name}:{origin.line}"
-    scope = f"{origin.module}/{node.entry.name}#{position}/{line}".lstrip("/")
+    scope = f"{origin.module}/{source.name}#{source.position}/{line}".lstrip("/")
     with (
         _source_info.user_context(_traceback(origin.file, origin.line, origin.function)),
         jax.named_scope(scope),

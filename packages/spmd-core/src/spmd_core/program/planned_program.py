@@ -7,7 +7,7 @@ import jax
 
 from spmd_core import counters, dtypes, source_lines
 from spmd_core.graph.placement import Placement
-from spmd_core.program.index_ranges import Check
+from spmd_core.program.index_flag import Check
 from spmd_core.program.program import Program, refuse_mixed
 from spmd_core.program.program_graph import Graph, Output, stored_shape
 from spmd_core.program.tensor_names import names

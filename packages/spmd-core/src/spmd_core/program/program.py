@@ -17,9 +17,10 @@ from spmd_core.errors import DeviceMemoryError, PlanError, ProgramError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.program import index_checks, memory_table, tensor_names
-from spmd_core.program.index_ranges import Check
-from spmd_core.program.lowering import Traced, Whole
+from spmd_core.program.index_flag import Check
+from spmd_core.program.lower import Traced
 from spmd_core.program.program_graph import Graph
+from spmd_core.program.target import Whole
 from spmd_core.runtime import abstract, buffers, devices, interrupts, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
@@ -172,7 +173,7 @@ class Program(Traced):
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         """jax's devices, in the order of the graph's `device_ids`."""
-        return tuple(self._mesh.devices.flat)
+        return tuple(self.target.jax_mesh.devices.flat)
 
     def compiled_text(self) -> str:
         """The optimised HLO module that each device runs, as text."""

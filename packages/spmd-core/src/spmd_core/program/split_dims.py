@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmd_core.graph.values import Spec
+from spmd_core.program.ir import Graph
 from spmd_core.program.partitioner_rules import Splits
-from spmd_core.program.program_graph import Graph
 from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -22,14 +22,14 @@ Placed: TypeAlias = tuple[Spec, NamedSharding]
 def shardings(graph: Graph) -> list[Placed]:
     """The sharding of each leaf, mark and result."""
     marked = [
-        (node.entry.outs[0], named_sharding(node.entry.sharding, graph.device_ids))
-        for node in graph.nodes
-        if node.entry.sharding
+        (op.entry.outs[0], named_sharding(op.entry.sharding, graph.device_ids))
+        for op in graph.ops
+        if op.entry.sharding
     ]
-    placed = [(leaf.spec, leaf.placement.device_sharding) for leaf in graph.leaves]
+    placed = [(x.leaf.spec, x.leaf.placement.device_sharding) for x in graph.inputs]
     results = [
         (output.spec, output.placement.device_sharding)
-        for output in graph.outputs
+        for output in graph.recorded.outputs
         if output.placement is not None
     ]
     return [*marked, *placed, *results]
@@ -115,8 +115,8 @@ def data_splits(graph: Graph) -> list[DataSplit]:
     parts of a batch before its dim, one of which is computed after the other. Those of most axes
     come first.
     """
-    placed = [(leaf.spec, leaf.placement.sharding) for leaf in graph.leaves]
-    marks = [(node.entry.spec, node.entry.sharding) for node in graph.nodes]
+    placed = [(x.leaf.spec, x.leaf.placement.sharding) for x in graph.inputs]
+    marks = [(op.entry.spec, op.entry.sharding) for op in graph.ops]
     found: dict[DataSplit, None] = {}
     for spec, sharding in (*placed, *marks):
         if sharding is None or not sharding.dims:
@@ -130,11 +130,13 @@ def data_splits(graph: Graph) -> list[DataSplit]:
     return sorted(found, key=lambda split: -len(split.batch) - len(split.sequence))
 
 
-def batch_axes(graph: Graph, common_mesh: CommonMesh) -> tuple[str, ...]:
+def batch_axes(
+    splits: Sequence[DataSplit], common_mesh: CommonMesh, device_ids: tuple[int, ...]
+) -> tuple[str, ...]:
     """The names of the axes that split the batch, over the program's mesh; empty if not known."""
-    for split in data_splits(graph):
+    for split in splits:
         sharding = Sharding.of(split.mesh, (split.batch,), 1)
-        if sharding.num_shards > 1 and split.mesh.ids == graph.device_ids:
-            (names,) = common_mesh(named_sharding(sharding, graph.device_ids)).spec
+        if sharding.num_shards > 1 and split.mesh.ids == device_ids:
+            (names,) = common_mesh(named_sharding(sharding, device_ids)).spec
             return (names,) if isinstance(names, str) else tuple(names or ())
     return ()

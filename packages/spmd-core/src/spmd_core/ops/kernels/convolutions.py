@@ -16,7 +16,7 @@ from jax import lax
 from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
 from spmd_core.ops.kernels.windows import per_dim
-from spmd_core.ops.registry import Context
+from spmd_core.ops.registry import Context, ImageLayout
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,8 @@ def _is_product_on_cpu(ctx: Context, x: jax.Array, weight: jax.Array, options: O
     is_plain = options.groups == 1 and math.prod(kernel) <= _LARGE_KERNEL
     if ctx.platform != "cpu" or not is_plain or min(*x.shape, *sizes) <= 0:
         return False
-    num_batches = 1 if ctx.images is None else ctx.images.num_parts(0)
+    images = ctx.layout(ImageLayout)
+    num_batches = 1 if images is None else images.num_parts(0)
     num_positions = -(-x.shape[0] // num_batches) * math.prod(sizes)
     is_small = any(k > min(n, num) for k, n, num in zip(kernel, x.shape[2:], sizes))
     return is_small or num_positions <= weight.shape[0]

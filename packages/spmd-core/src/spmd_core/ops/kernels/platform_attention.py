@@ -42,7 +42,7 @@ def takes(
         if mask is not None:  # cuDNN's kernel takes no ids
             return False
         return _cudnn_takes(plan, query, value, _cuda_capability())
-    is_split_known = ctx.num_devices == 1 or ctx.attention is not None
+    is_split_known = ctx.num_devices == 1 or ctx.layout(AttentionLayout) is not None
     return ctx.platform == "tpu" and is_split_known and _splash_takes(plan, query, value)
 
 
@@ -128,7 +128,8 @@ def _split(ctx: Context, kernel: Callable[..., Any], *args: jax.Array) -> Any:
             return kernel(*given)
 
     if ctx.platform == "tpu":
-        return call(*args) if ctx.attention is None else _per_block(ctx.attention, call, *args)
+        layout = ctx.layout(AttentionLayout)
+        return call(*args) if layout is None else _per_block(layout, call, *args)
     return _per_shard(call, *args)
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.registry import Context
+from spmd_core.ops.registry import Context, ImageLayout
 
 
 def per_dim(value: Sequence[int], num_dims: int, default: Sequence[int] = ()) -> tuple[int, ...]:
@@ -34,8 +34,9 @@ def last_dims_may_be_split(ctx: Context, num_dims: int) -> bool:
     Windows over those dims then need the forms of this module. They may be if the layout of its
     images says so, or, where no layout is known, any sharding in the program.
     """
-    if ctx.images is not None:
-        return any(ctx.images.axes[-num_dims:])
+    images = ctx.layout(ImageLayout)
+    if images is not None:
+        return any(images.axes[-num_dims:])
     return ctx.num_devices > 1 and any(dim >= -num_dims for dim in ctx.split_dims)
 
 

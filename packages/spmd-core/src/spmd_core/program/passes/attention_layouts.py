@@ -1,4 +1,4 @@
-"""Finds how mesh axes may split attentions, whose kernels the partitioner cannot split.
+"""Tells attentions how mesh axes may split them: the partitioner cannot split their kernels.
 
 The sequences are split where the query is marked so. The batch is split as the program's data is.
 The other axes split the heads, whatever they split before: else devices along them would compute
@@ -6,72 +6,52 @@ the same. As for images, a layout that was guessed wrong costs a resharding, and
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import jax
 
-from spmd_core.ops.registry import AttentionLayout
-from spmd_core.program import split_dims
-from spmd_core.program.program_graph import Graph
-from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding
+from spmd_core.ops.registry import AttentionLayout, Hint
+from spmd_core.program.ir import Graph, Op, Ref
+from spmd_core.program.target import Target
 
 # Attentions, with the position of the query among the tensors that they take; the key's is next.
 _QUERY = {"spmd::attention": 0, "spmd::attention.lse": 0, "spmd::attention_backward": 1}
 
 
-def find(
-    graph: Graph, common_mesh: CommonMesh, is_local: Callable[[int], bool]
-) -> Mapping[int, AttentionLayout]:
-    """The layout of each attention, by the node's position.
+def attention_layouts(graph: Graph, target: Target) -> Graph:
+    """The graph with the layout of each attention."""
+    found = [op for op in graph.ops if op.entry.name in _QUERY]
+    if not found or not target.is_split or not target.mesh.exists:
+        return graph
+    mesh = target.jax_mesh
 
-    Args:
-        graph: the recorded operations.
-        common_mesh: of the program.
-        is_local: whether the value of a number is local to a manual region.
-    """
-    found = [(i, node) for i, node in enumerate(graph.nodes) if node.entry.name in _QUERY]
-    if not found or graph.growth is not None or len(graph.device_ids) == 1:
-        return {}
-    if not common_mesh.exists:
-        return {}
-    mesh = common_mesh.mesh
-    assert isinstance(mesh, jax.sharding.Mesh)
-    of_batch = split_dims.batch_axes(graph, common_mesh)
-    made_by = [(node, result) for node in graph.nodes for result in range(len(node.entry.outs))]
-
-    def rows_of(number: int, shape: tuple[int, ...]) -> tuple[str, ...]:
-        if number < 0:
-            placed = graph.leaves[-number - 1].placement.device_sharding
+    def rows_of(value: Ref) -> tuple[str, ...]:
+        rank = len(value.spec.shape)
+        if not isinstance(op := value.producer, Op):
+            placed = op.leaf.placement.device_sharding
         else:
-            sharding = made_by[number][0].entry.sharding
+            sharding = op.entry.sharding
             if sharding is None or sharding.mesh.ids != graph.device_ids:
                 return ()
-            placed = named_sharding(sharding, graph.device_ids)
-        spec = [*common_mesh(placed).spec, *(None,) * len(shape)]
-        axes = spec[len(shape) - 2] or ()
+            placed = target.named(sharding)
+        spec = [*target.mesh(placed).spec, *(None,) * rank]
+        axes = spec[rank - 2] or ()
         return (axes,) if isinstance(axes, str) else axes
 
-    def shape_of(number: int) -> tuple[int, ...]:
-        if number < 0:
-            return graph.leaves[-number - 1].spec.shape
-        node, result = made_by[number]
-        return node.entry.outs[result].shape
-
-    layouts = {}
-    for position, node in found:
-        at = _QUERY[node.entry.name]
-        number, of_key = node.inputs[at : at + 2]
-        query, key = shape_of(number), shape_of(of_key)
-        if is_local(number) or 0 in (*query, *key):
+    hints: dict[Op, Hint] = {}
+    for op in found:
+        at = _QUERY[op.entry.name]
+        query, key = (x.spec.shape for x in op.operands[at : at + 2])
+        if op.operands[at].manual is not None or 0 in (*query, *key):
             continue
-        split = rows_of(number, query)
+        split = rows_of(op.operands[at])
         rows = tuple(a for a in mesh.axis_names if a in split)
         has_batch = len(query) > 3 and query[0] > 1
-        batch = tuple(a for a in of_batch if has_batch and a not in rows)
+        batch = tuple(a for a in target.batch_axes if has_batch and a not in rows)
         rest = [a for a in mesh.axis_names if a not in (*batch, *rows)]
         heads = (query[-3], key[-3]) if len(query) > 2 else (1, 1)
-        layouts[position] = AttentionLayout(mesh, batch, _splitting_heads(rest, mesh, *heads), rows)
-    return layouts
+        hints[op] = AttentionLayout(mesh, batch, _splitting_heads(rest, mesh, *heads), rows)
+    return graph.with_hints(hints)
 
 
 def _splitting_heads(

@@ -1,4 +1,4 @@
-"""Finds the values of a program that are compared exactly, which have to be computed once.
+"""Stores the values of a program that are compared exactly, which have to be computed once.
 
 XLA computes a value anew in each loop that reads it, and rounds it differently there: a multiply
 and an add may be one operation in one loop and two in another. So of a computed tensor no element
@@ -8,14 +8,16 @@ tensor. The values found here are stored too.
 
 import math
 
-from spmd_core.program.gradient_plans import (
+from spmd_core.ops.kernels.blocks import apart
+from spmd_core.program.ir import Graph, Op, Ref, Rewriter, behind_barriers, inserted
+from spmd_core.program.mark_names import (
     MARK,
     MARK_ALONG,
     MARK_AT_ONCE,
     MARK_SHARDING,
     MARK_SUM,
 )
-from spmd_core.program.program_graph import Graph, Node
+from spmd_core.program.target import Target
 
 # Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
 _CHOICES = frozenset(
@@ -51,37 +53,52 @@ _MOVES = frozenset(
 ) | {MARK_SHARDING, MARK_ALONG, MARK_SUM, MARK, MARK_AT_ONCE}
 
 
-def stored_values(graph: Graph) -> set[int]:
-    """The numbers of the graph's values that are to be stored.
+def exact_values(graph: Graph, target: Target) -> Graph:
+    """The graph in which such values are stored.
 
     They are floating-point or complex results of operations that choose among them or compare two
     tensors, also by way of views and copies.
     """
-    made_by = [node for node in graph.nodes for _ in node.entry.outs]
-    specs = [spec for node in graph.nodes for spec in node.entry.outs]
-    found, seen = set(), set()
-    pending = [value for node in graph.nodes if _is_exact(node) for value in node.inputs]
+    stored = _stored(graph)
+    if not stored:
+        return graph
+    rewriter = Rewriter(graph)
+    for op in graph.ops:
+        rewriter.keep(op)
+        for value in op.results:
+            if value in stored:
+                entry = inserted("spmd::store", lambda inputs: apart(inputs[0]), value.spec)
+                now = rewriter.now(value)
+                made = rewriter.add(entry, [now], op.source, manuals=(value.manual,))
+                rewriter.replace(value, Ref(made))
+    return rewriter.graph()
+
+
+def _stored(graph: Graph) -> set[Ref]:
+    found: set[Ref] = set()
+    seen: set[Ref] = set()
+    pending = [x for op in graph.ops if _is_exact(op) for x in op.operands]
     while pending:
-        value = pending.pop()
-        if value < 0 or value in seen:
+        value = behind_barriers(pending.pop())
+        if value.op is None or value in seen:
             continue
         seen.add(value)
-        node, dtype = made_by[value], specs[value].dtype
+        dtype = value.spec.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             continue
-        if _operation(node.entry.name) in _MOVES:
-            pending.extend(node.inputs)
+        if _operation(value.op.entry.name) in _MOVES:
+            pending.extend(value.op.operands)
         else:
             found.add(value)
     return found
 
 
-def _is_exact(node: Node) -> bool:
-    name = _operation(node.entry.name)
+def _is_exact(op: Op) -> bool:
+    name = _operation(op.entry.name)
     if name in _NORMS:
-        order = (node.entry.arguments or {}).get(_NORMS[name])
+        order = (op.entry.arguments or {}).get(_NORMS[name])
         return isinstance(order, float) and math.isinf(order)
-    return name in _CHOICES or (name in _COMPARISONS and len(node.inputs) > 1)
+    return name in _CHOICES or (name in _COMPARISONS and len(op.operands) > 1)
 
 
 def _operation(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Finds how the images that convolutions and poolings read are split, by following the operations.
+"""Tells convolutions and poolings how the images that they read are split.
 
 XLA's partitioner chooses the shardings of what nobody marked when it is too late for a lowering to
 choose its form. So the layouts are followed from leaves and marks through the operations of vision
@@ -7,17 +7,16 @@ it holds for tensors of any sharding. Where a layout is not known, windows take 
 (`ops.kernels.windows`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeAlias
 
-import jax
 from jax.sharding import NamedSharding
 
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.ops.registry import ImageLayout
-from spmd_core.program.program_graph import Graph
-from spmd_core.runtime.jax_sharding import CommonMesh
+from spmd_core.ops.registry import Hint, ImageLayout
+from spmd_core.program.ir import Graph, Op, Ref
+from spmd_core.program.target import Target
 
 # The axes that split each dim.
 _Axes: TypeAlias = tuple[tuple[str, ...], ...]
@@ -35,56 +34,39 @@ _GRADIENTS = (
 )
 
 
-def find(
-    graph: Graph,
-    common_mesh: CommonMesh,
-    to_named: Callable[[Entry], NamedSharding],
-    is_local: Callable[[int], bool],
-) -> dict[int, ImageLayout]:
-    """The layout of the images of each convolution and pooling.
-
-    Args:
-        graph: the recorded operations.
-        common_mesh: of the program.
-        to_named: the sharding that an entry marks its input with.
-        is_local: whether the value of a number is local to a manual region.
-
-    Returns:
-        The layouts by the node's position, where they are known.
-    """
-    names = {node.entry.name for node in graph.nodes}
-    if graph.growth is not None or len(graph.device_ids) == 1 or not common_mesh.exists:
-        return {}
-    if names.isdisjoint((*_WINDOWS, *_GRADIENTS)):
-        return {}
+def image_layouts(graph: Graph, target: Target) -> Graph:
+    """The graph with the layout of the images that windows read, where it is known."""
+    if not target.is_split or not target.mesh.exists:
+        return graph
+    if not any(op.entry.name in (*_WINDOWS, *_GRADIENTS) for op in graph.ops):
+        return graph
+    known: dict[Ref, _Axes] = {}
 
     def axes_of(sharding: NamedSharding, spec: Spec) -> _Axes:
-        entries = common_mesh(sharding).spec
+        entries = target.mesh(sharding).spec
         found = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]
         return tuple(axes or () for _, axes in zip_longest(spec.shape, found))
 
-    mesh = common_mesh.mesh
-    assert isinstance(mesh, jax.sharding.Mesh)
-    leaves = [
-        (leaf.spec, () if is_local(-i - 1) else axes_of(leaf.placement.device_sharding, leaf.spec))
-        for i, leaf in enumerate(graph.leaves)
-    ]
-    values: list[tuple[Spec, _Axes]] = []
-    layouts: dict[int, ImageLayout] = {}
-    for position, node in enumerate(graph.nodes):
-        inputs = [values[i] if i >= 0 else leaves[-i - 1] for i in node.inputs]
-        local = is_local(len(values))
-        if node.entry.sharding is not None and not local:
-            marked, is_whole = node.entry.spec, node.entry.along is None
-            values.append((marked, axes_of(to_named(node.entry), marked) if is_whole else ()))
+    for x in graph.inputs:
+        placement, value = x.leaf.placement, Ref(x)
+        known[value] = () if value.manual else axes_of(placement.device_sharding, value.spec)
+    hints: dict[Op, Hint] = {}
+    for op in graph.ops:
+        entry = op.entry
+        if op.manual is not None:
+            known.update((result, ()) for result in op.results)
             continue
-        images = () if local else _images(node.entry, inputs)
+        if entry.sharding is not None:
+            is_whole = entry.along is None
+            named = target.named(entry.sharding)
+            known[Ref(op)] = axes_of(named, entry.spec) if is_whole else ()
+            continue
+        inputs = [(x.spec, known[x]) for x in op.operands]
+        images = _images(entry, inputs)
         if any(images):
-            layouts[position] = ImageLayout(mesh, images)
-        values += [
-            (spec, () if local else _result(node.entry, spec, inputs)) for spec in node.entry.outs
-        ]
-    return layouts
+            hints[op] = ImageLayout(target.jax_mesh, images)
+        known.update((x, _result(entry, x.spec, inputs)) for x in op.results)
+    return graph.with_hints(hints)
 
 
 def _images(entry: Entry, inputs: Sequence[tuple[Spec, _Axes]]) -> _Axes:

@@ -1,17 +1,18 @@
-"""Finds lookups in tables whose rows are split by an axis that splits the indices, too.
+"""Tells lookups how their table lies whose rows an axis splits that splits the indices, too.
 
 As for images and attentions, a layout that was guessed wrong costs a resharding, and no value.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 from spmd_core.graph.values import Spec
-from spmd_core.ops.registry import TableLayout
-from spmd_core.program.program_graph import Graph
-from spmd_core.program.split_dims import DataSplit, data_splits
+from spmd_core.ops.registry import Hint, TableLayout
+from spmd_core.program.ir import Graph, Input, Op
+from spmd_core.program.split_dims import DataSplit
+from spmd_core.program.target import Target
 from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.sharding import Sharding
@@ -21,45 +22,40 @@ _LOOKUP = "aten::embedding"
 _PRODUCTS = frozenset(("aten::linear", "aten::mm", "aten::t", "aten::transpose.int"))
 
 
-def find(graph: Graph, is_local: Callable[[int], bool]) -> Mapping[int, TableLayout]:
-    """The layout of each lookup that is not left to the partitioner, by the node's position.
-
-    Args:
-        graph: the recorded operations.
-        is_local: whether the value of a number is local to a manual region.
-    """
-    found = [(i, node) for i, node in enumerate(graph.nodes) if node.entry.name == _LOOKUP]
-    if not found or graph.growth is not None or len(graph.device_ids) == 1:
-        return {}
+def lookups(graph: Graph, target: Target) -> Graph:
+    """The graph with the layout of each lookup that is not left to the partitioner."""
+    found = [op for op in graph.ops if op.entry.name == _LOOKUP]
+    if not found or not target.is_split:
+        return graph
     # The fewest axes first: a mark may split what is computed later by more than the data.
-    splits = data_splits(graph)[::-1]
-    gathered = {n for node in graph.nodes if node.entry.name in _PRODUCTS for n in node.inputs}
-    layouts = {}
-    for position, node in found:
-        table, indices = node.inputs[:2]
-        # A table that was gathered for its use has a mark, and is no leaf.
-        if table >= 0 or is_local(indices):
+    splits = target.data_splits[::-1]
+    gathered = {x for op in graph.ops if op.entry.name in _PRODUCTS for x in op.operands}
+    hints: dict[Op, Hint] = {}
+    for op in found:
+        table, indices = op.operands[:2]
+        # A table that was gathered for its use has a mark, and is no input.
+        if not isinstance(table.producer, Input) or indices.manual is not None:
             continue
-        leaf = graph.leaves[-table - 1]
-        if leaf.placement.sharding is None or leaf.placement.manual is not None:
+        placement = table.producer.leaf.placement
+        if placement.sharding is None or placement.manual is not None:
             continue
-        shape = node.entry.spec.shape[:-1]
-        layout = _layout(graph, leaf.spec, leaf.placement.sharding, shape, splits)
+        shape = op.entry.spec.shape[:-1]
+        layout = _layout(graph.device_ids, table.spec, placement.sharding, shape, splits)
         if layout is None:
             continue
         layout = replace(layout, gathers=layout.gathers or table in gathered)
         # Shards of a major axis do not lie together, so that no gather joins them.
         if not layout.gathers or layout.rows[-1] == layout.shared:
-            layouts[position] = layout
-    return layouts
+            hints[op] = layout
+    return graph.with_hints(hints)
 
 
 def _layout(
-    graph: Graph,
+    device_ids: tuple[int, ...],
     table: Spec,
     sharding: Sharding,
     shape: tuple[int, ...],
-    splits: list[DataSplit],
+    splits: Sequence[DataSplit],
 ) -> TableLayout | None:
     """For indices of this shape; None if no axis splits both, or a size is uneven."""
     mesh = sharding.mesh
@@ -68,7 +64,7 @@ def _layout(
         return math.prod(mesh.mesh_shape[axis] for axis in axes)
 
     # A manual region is over all devices of its program, in the program's order.
-    if mesh.ids != graph.device_ids or not table.dtype.is_floating_point or len(table.shape) != 2:
+    if mesh.ids != device_ids or not table.dtype.is_floating_point or len(table.shape) != 2:
         return None
     rows, columns = (tuple(a for a in axes if size((a,)) > 1) for axes in sharding.dims)
     if columns or not rows or table.shape[0] % size(rows) or not shape or 0 in shape:

@@ -1,75 +1,93 @@
-"""Finds what is gathered and then only cast to a smaller dtype, so that it is cast first.
+"""Moves a cast to a smaller dtype before the gather of what it casts.
 
 `fully_shard` gathers a parameter before a block uses it, sequence parallelism the input of a layer,
 and autocast casts them where they are used. The cast values are the same in either order, and the
-gather moves half the bytes.
+gather moves half the bytes. What is gathered and cast several times is gathered once.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from spmd_core.graph.values import Spec
-from spmd_core.program.gradient_plans import MARK_ALONG, MARK_SHARDING
-from spmd_core.program.program_graph import Graph
+from spmd_core.graph.values import Entry
+from spmd_core.program.ir import Graph, Op, Ref, Rewriter, mark
+from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
+from spmd_core.program.target import Target, Whole
 from spmd_core.sharding.sharding import Sharding
 
 _CAST, _GATHERS = "aten::_to_copy", (MARK_SHARDING, MARK_ALONG)
 _UNCHANGED = ("aten::clone", "aten::alias", "aten::detach")
 
 
-@dataclass(frozen=True)
-class NarrowGather:
-    """A cast that goes before a gather.
+class _Gather(NamedTuple):
+    """A gather that a cast goes before.
 
     Attributes:
-        source: the number of the value to cast.
+        source: the value to cast.
+        cast: the cast.
         before: how that value is sharded.
         after: the sharding of the gathered value.
         along: the axes that both speak of; None for all.
     """
 
-    source: int
+    source: Ref
+    cast: Entry
     before: Sharding
     after: Sharding
     along: tuple[int, ...] | None
 
 
-def find(graph: Graph) -> dict[int, NarrowGather]:
-    """The casts of a graph that go before a gather, by their positions."""
-    uses: dict[int, set[str]] = {}
-    for node in graph.nodes:
-        for number in node.inputs:
-            uses.setdefault(number, set()).add(f"{node.entry.name} {node.entry.spec.dtype}")
-    outputs = {output.value for output in graph.outputs}
-    made_by = [node for node in graph.nodes for _ in node.entry.outs]
+def narrow_gathers(graph: Graph, target: Target) -> Graph:
+    """The graph with such casts before their gathers."""
+    gathers = {} if target.whole is Whole.EVERYTHING else _gathers(graph)
+    if not gathers:
+        return graph
+    rewriter = Rewriter(graph)
+    gathered: dict[_Gather, Ref] = {}
+    for op in graph.ops:
+        gather = gathers.get(op)
+        if gather is None:
+            rewriter.keep(op)
+            continue
+        if gather not in gathered:
+            cast = rewriter.add(gather.cast, [rewriter.now(gather.source)], op.source)
+            for sharding in (gather.before, gather.after):
+                entry = mark(gather.cast.spec, sharding, gather.along)
+                cast = rewriter.add(entry, cast.results, op.source)
+            gathered[gather] = Ref(cast)
+        rewriter.replace(Ref(op), gathered[gather])
+    return rewriter.graph()
 
-    def spec(number: int) -> Spec:
-        return graph.leaves[-number - 1].spec if number < 0 else made_by[number].entry.spec
 
-    def layout(number: int) -> tuple[Sharding | None, tuple[int, ...] | None]:
-        while number >= 0 and made_by[number].entry.name in _UNCHANGED:
-            number = made_by[number].inputs[0]
-        if number < 0:
-            return graph.leaves[-number - 1].placement.sharding, None
-        return made_by[number].entry.sharding, made_by[number].entry.along
+def _gathers(graph: Graph) -> dict[Op, _Gather]:
+    """The gathers before casts, by the cast."""
+    casts = [op for op in graph.ops if op.entry.name == _CAST]
+    if not casts:
+        return {}
+    users, outputs = graph.users(), {*graph.outputs}
+    found: dict[Op, _Gather] = {}
+    for op in casts:
+        gather = op.operands[0].op
+        if gather is None or gather.entry.name not in _GATHERS or op.operands[0] in outputs:
+            continue
+        (before, along), after = _layout(gather.operands[0]), gather.entry.sharding
+        is_narrower = op.entry.spec.dtype.itemsize < gather.entry.spec.dtype.itemsize
+        if before is None or after is None or not is_narrower:
+            continue
+        # Another use would gather it in its own dtype as well.
+        uses = {(user.entry.name, user.entry.spec.dtype) for user in users[op.operands[0]]}
+        if len(uses) > 1 or along != gather.entry.along or before.mesh != after.mesh:
+            continue
+        if _num_split(before) > _num_split(after):
+            found[op] = _Gather(gather.operands[0], op.entry, before, after, along)
+    return found
 
-    def found() -> Iterator[tuple[int, NarrowGather]]:
-        for position, node in enumerate(graph.nodes):
-            number = node.inputs[0] if node.entry.name == _CAST else -1
-            if number < 0 or made_by[number].entry.name not in _GATHERS or number in outputs:
-                continue
-            gather = made_by[number]
-            (before, along), after = layout(gather.inputs[0]), gather.entry.sharding
-            is_narrower = node.entry.spec.dtype.itemsize < spec(number).dtype.itemsize
-            # Another use would gather it in its own dtype as well.
-            if before is None or after is None or not is_narrower or len(uses[number]) > 1:
-                continue
-            if along != gather.entry.along or before.mesh != after.mesh:
-                continue
-            if _num_split(before) > _num_split(after):
-                yield position, NarrowGather(gather.inputs[0], before, after, along)
 
-    return dict(found())
+def _layout(value: Ref) -> tuple[Sharding | None, tuple[int, ...] | None]:
+    """How a value is sharded, and the axes that its mark speaks of."""
+    while value.op is not None and value.op.entry.name in _UNCHANGED:
+        value = value.op.operands[0]
+    if isinstance(value.producer, Op):
+        return value.producer.entry.sharding, value.producer.entry.along
+    return value.producer.leaf.placement.sharding, None
 
 
 def _num_split(sharding: Sharding) -> int:

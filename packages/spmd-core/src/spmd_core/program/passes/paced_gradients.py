@@ -15,112 +15,162 @@ reads a gradient waits for all that no second run has waited for: the compiler m
 of some reduce-scatters, and would cut it where it is read, at the end.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
+import numpy as np
 
-from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
-from spmd_core.program.partial_sums import PartialSums
-from spmd_core.program.program_graph import Node
+from spmd_core import dtypes
+from spmd_core.program.ir import Graph, Op, Ref, Rewriter, inserted
+from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
+from spmd_core.program.partial_sums import PartialSumEntry, Sum
+from spmd_core.program.target import Target
 
 _BARRIER, _CAST = "spmd::optimization_barrier", "aten::_to_copy"
 
 
+def paced_gradients(graph: Graph, target: Target) -> Graph:
+    """The graph with such barriers, for a TPU."""
+    if target.platform != "tpu":
+        return graph
+    pace = _Pace(graph, is_summed=len(target.device_ids) > 1)
+    for op in graph.ops:
+        pace.add(op)
+    return pace.rewriter.graph()
+
+
 @dataclass
-class PacedGradients:
-    """What barriers of second runs wait for, while a program is lowered.
+class _Pace:
+    """What barriers wait for, while the graph is walked.
 
     Attributes:
-        values: of the program, by their numbers; what a barrier has waited for is read behind it.
-        sums: of the program.
+        graph: the graph; what a barrier has waited for is read behind it.
         is_summed: whether gradients are summed over devices.
+        rewriter: makes the new graph.
     """
 
-    values: list[jax.Array]
-    sums: PartialSums
+    graph: Graph
     is_summed: bool
-    _made: list[int] = field(default_factory=list)  # the numbers of gradients
-    _late: list[int] = field(default_factory=list)  # earlier ones, for which no barrier has waited
-    _waited: set[tuple[int, int]] = field(default_factory=set)  # of the sums
-    _casts: set[tuple[int, object]] = field(default_factory=set)  # of leaves
-    _copied: dict[int, int] = field(default_factory=dict)  # of casts and marks: what they copy
-    _start: jax.Array | None = None  # what the current second run waits for
+    rewriter: Rewriter = field(init=False)
+    _made: list[Ref] = field(default_factory=list)  # gradients
+    _late: list[Ref] = field(default_factory=list)  # earlier ones, for which no barrier has waited
+    _parts: list[Ref] = field(default_factory=list)  # partial sums that nothing has read yet
+    _waited: set[Ref] = field(default_factory=set)  # of these
+    _casts: set[tuple[Ref, object]] = field(default_factory=set)  # of inputs of the program
+    _copied: dict[Ref, Ref] = field(default_factory=dict)  # of casts and marks: what they copy
+    _start: Ref | None = None  # what the current second run waits for
+    # The first result of the recorded operation at hand, with its position, and the operands of
+    # partial sums that were made of the operation, behind that result.
+    _first: tuple[int, Ref] | None = None
+    _behind: dict[Ref, Ref] = field(default_factory=dict)
 
-    def add(self, node: Node, number: int) -> None:
-        """Notes an operation, of which this is the number of the first result."""
-        if node.entry.name in (MARK, MARK_AT_ONCE):
-            self._made.append(number)
-        if node.entry.name in (_CAST, MARK, MARK_AT_ONCE) and node.inputs[0] >= 0:
-            self._copied[number] = node.inputs[0]
+    def __post_init__(self) -> None:
+        self.rewriter = Rewriter(self.graph)
 
-    def before(self, node: Node, inputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The operands of an operation, behind a barrier where they have to wait."""
-        if node.entry.name == _BARRIER and len(inputs) == 2:
-            inputs = self._after_gradients(inputs)
-            self._start = inputs[1]
-        elif node.entry.name == _CAST and node.inputs[0] < 0:
-            cast = (node.inputs[0], node.entry)
-            if cast in self._casts and self._start is not None:
-                inputs = [jax.lax.optimization_barrier((inputs[0], self._start))[0]]
+    def add(self, op: Op) -> None:
+        """Adds an operation, whose operands are behind a barrier where they have to wait."""
+        operands = self._operands(op) if op.manual is None else None
+        self.rewriter.keep(op, operands)
+        name = op.entry.name
+        if name in (MARK, MARK_AT_ONCE):
+            self._made.append(Ref(op))
+        if name in (_CAST, MARK, MARK_AT_ONCE) and op.operands[0].op is not None:
+            self._copied[Ref(op)] = op.operands[0]
+        self._parts = [x for x in self._parts if x not in op.operands]
+        if op.is_inserted and not isinstance(op.entry, PartialSumEntry):
+            return
+        if self._first is None or self._first[0] != op.source.position:
+            self._first, self._behind = (op.source.position, Ref(op)), {}
+        if isinstance(op.entry, PartialSumEntry):
+            self._parts.append(Ref(op))
+
+    def _operands(self, op: Op) -> Sequence[Ref] | None:
+        name, operands = op.entry.name, [self.rewriter.now(x) for x in op.operands]
+        if name == _BARRIER and not op.is_inserted and len(operands) == 2:
+            operands = self._after_gradients(op, operands)
+            self._start = operands[1]
+            return operands
+        if name == _CAST and op.operands[0].op is None:
+            cast = (op.operands[0], op.entry)
+            is_again = cast in self._casts
             self._casts.add(cast)
-        elif not {*self._made, *self._late}.isdisjoint(node.inputs):
-            inputs = self._after_all_gradients(node, inputs)
-        return inputs
+            if is_again and self._start is not None:
+                return self.rewriter.wait([operands[0], self._start], op.source)[:1]
+        elif not {*self._made, *self._late}.isdisjoint(op.operands):
+            numbers = [*self._late, *self._made]
+            self._made, self._late = [], []
+            self._read_behind(numbers, self._wait([], numbers, op), op)
+            return None
+        elif isinstance(op.entry, PartialSumEntry):
+            return self._after_input_gradient(op, op.entry.part, operands)
+        return None
 
-    def _after_all_gradients(self, node: Node, inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        numbers = [*self._late, *self._made]
-        self._read_behind(numbers, jax.lax.optimization_barrier(self._stored(numbers)))
-        self._made, self._late = [], []
-        behind = {*numbers}
-        return [self.values[n] if n in behind else x for n, x in zip(node.inputs, inputs)]
-
-    def _source(self, number: int) -> int:
-        """What a gradient is a wider copy of, such as one that autocast computed; or itself.
-
-        A gradient that devices sum is summed in the dtype of the copy.
-        """
-        source = number
-        while not self.is_summed and source in self._copied:
-            inner = self._copied[source]
-            if self.values[inner].dtype.itemsize > self.values[source].dtype.itemsize:
-                break
-            source = inner
-        return source
-
-    def _stored(self, numbers: Sequence[int]) -> list[jax.Array]:
-        """What lies in memory of gradients: what is cast, and not the cast."""
-        return [self.values[self._source(number)] for number in numbers]
-
-    def _read_behind(self, numbers: Sequence[int], stored: Sequence[jax.Array]) -> None:
-        """Has all further operations read gradients from what came out of a barrier."""
-        for number, x in zip(numbers, stored):
-            self.values[number] = x.astype(self.values[number].dtype)
-
-    def after(
-        self, node: Node, inputs: list[jax.Array], results: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def _after_input_gradient(
+        self, op: Op, part: Sum, operands: Sequence[Ref]
+    ) -> Sequence[Ref] | None:
         """The operands for the gradient of a weight, which waits for the input's gradient.
 
         The weight, which was gathered for the latter, is then gone.
         """
-        structure = node.entry.structure
-        if node.entry.name != "aten::linear_backward" or not structure or structure[0] is None:
-            return inputs
-        own, _ = jax.lax.optimization_barrier((inputs, results[0]))
-        return own
+        structure = part.op.entry.structure
+        if part.op.entry.name != "aten::linear_backward" or not structure or structure[0] is None:
+            return None
+        if self._first is None or self._first[0] != op.source.position or part.result == 0:
+            return None
+        if not self._behind:
+            first = self.rewriter.now(self._first[1])
+            behind = self.rewriter.wait([*operands, first], op.source)
+            self._behind = dict(zip(operands, behind))
+        return [self._behind[x] for x in operands]
 
-    def _after_gradients(self, inputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def _after_gradients(self, op: Op, operands: Sequence[Ref]) -> list[Ref]:
         # Parts of a gradient that adds up several, such as that of a table which is read twice.
-        parts = [key for key in self.sums.parts if key not in self._waited]
+        parts = [x for x in self._parts if x not in self._waited]
         half = len(self._made) // 2
-        numbers = [*self._late, *self._made[:half]]
+        gradients = [*self._late, *self._made[:half]]
         self._made, self._late = [], self._made[half:]
-        if not numbers and not parts:
-            return inputs
-        made = (self._stored(numbers), [self.sums.parts[key] for key in parts])
-        inputs, (values, sums) = jax.lax.optimization_barrier(([*inputs], made))
-        self._read_behind(numbers, values)
-        self.sums.parts.update(zip(parts, sums))
+        if not gradients and not parts:
+            return [*operands]
+        found = self._wait([*operands, *map(self.rewriter.now, parts)], gradients, op)
+        num_first = len(operands) + len(parts)
+        for part, behind in zip(parts, found[len(operands) : num_first]):
+            self.rewriter.replace(part, behind)
         self._waited.update(parts)
-        return inputs
+        self._read_behind(gradients, found[num_first:], op)
+        return [*found[: len(operands)]]
+
+    def _wait(self, values: Sequence[Ref], gradients: Sequence[Ref], op: Op) -> tuple[Ref, ...]:
+        """Values behind a barrier, and for each gradient the array that is materialised."""
+        stored = [self.rewriter.now(self._source(x)) for x in gradients]
+        return self.rewriter.wait([*values, *stored], op.source)
+
+    def _source(self, gradient: Ref) -> Ref:
+        """What a gradient is a wider copy of, such as one that autocast computed; or itself.
+
+        A gradient that devices sum is summed in the dtype of the copy.
+        """
+        source = gradient
+        while not self.is_summed and source in self._copied:
+            inner = self._copied[source]
+            if inner.spec.dtype.itemsize > source.spec.dtype.itemsize:
+                break
+            source = inner
+        return source
+
+    def _read_behind(self, gradients: Sequence[Ref], stored: Sequence[Ref], op: Op) -> None:
+        """Has all further operations read gradients from what came out of a barrier."""
+        for gradient, behind in zip(gradients, stored):
+            dtype = gradient.spec.dtype
+            if behind.spec.dtype != dtype:
+                wide = dtypes.to_jax(dtype)
+                entry = inserted(_CAST, functools.partial(_cast, wide), gradient.spec)
+                behind = Ref(
+                    self.rewriter.add(entry, [behind], op.source, manuals=(gradient.manual,))
+                )
+            self.rewriter.replace(gradient, behind)
+
+
+def _cast(dtype: np.dtype, inputs: list[jax.Array]) -> jax.Array:
+    return inputs[0].astype(dtype)

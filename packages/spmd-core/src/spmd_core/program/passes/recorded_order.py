@@ -1,4 +1,4 @@
-"""Finds what a CPU's program computes in the order of recording, so that operands are soon freed.
+"""Has a CPU's program compute products in the order of recording, so that operands are soon freed.
 
 XLA's CPU compiler puts a value that only the end of the program reads, such as the gradient of a
 weight, at the end too. The operands of all these gradients, which are the activations and their
@@ -7,10 +7,14 @@ sums of such products, whose results are read late. On GPU and TPU the compiler 
 and for overlap with communication.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
 
-from spmd_core.program.gradient_plans import MARK, MARK_AT_ONCE
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.ir import Graph, Op, Ref, Rewriter
+from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
+from spmd_core.program.partial_sums import ADDITION, PARTIAL_SUM
+from spmd_core.program.target import Target
 
 # Operations that read whole arrays anyway, so that a barrier before them hinders no fusion.
 _PRODUCTS = frozenset(
@@ -23,6 +27,7 @@ _PRODUCTS = frozenset(
     )
 )
 
+_ADD = "aten::add.Tensor"
 
 # They give the values of one operand in another shape, order or dtype.
 _MOVES = frozenset(
@@ -33,54 +38,95 @@ _MOVES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Wait:
-    """What a product waits for.
-
-    Attributes:
-        operands: the positions of the operands that it reads after that.
-        values: the numbers of the values that are computed before.
-    """
-
-    operands: tuple[int, ...]
-    values: tuple[int, ...]
-
-
-def late_results(graph: Graph) -> dict[int, Wait]:
-    """The products that wait, by their positions. Empty for a program without gradients.
+def recorded_order(graph: Graph, target: Target) -> Graph:
+    """The graph with barriers before products. Nothing changes in a program without gradients.
 
     Data and what is marked is read at once: a gather of it may be shared with an earlier product.
     """
-    if not any("backward" in node.entry.name for node in graph.nodes):
-        return {}
-    first_use: dict[int, int] = {}
-    for position, node in enumerate(graph.nodes):
-        for number in node.inputs:
-            first_use.setdefault(number, position)
-    made_by = [node for node in graph.nodes for _ in node.entry.outs]
+    if target.platform != "cpu" or not any("backward" in op.source.name for op in graph.ops):
+        return graph
+    order = _Order(graph)
+    for _, made in groupby(graph.ops, lambda op: op.source.position):
+        order.add([*made])
+    return order.rewriter.graph()
 
-    def may_be_shared(number: int) -> bool:
-        while number >= 0 and made_by[number].entry.name in _MOVES:
-            number = made_by[number].inputs[0]
-        return number < 0 or made_by[number].entry.sharding is not None
 
-    waits: dict[int, Wait] = {}
-    made: list[int] = []  # by products, their sums and marks of gradients; not waited for yet
-    summable: set[int] = set()  # by products and their sums
-    total = 0
-    for position, node in enumerate(graph.nodes):
-        is_product = node.entry.name in _PRODUCTS
-        if is_product:
-            late = [n for n in made if first_use.get(n, len(graph.nodes)) > position]
-            operands = [i for i, number in enumerate(node.inputs) if not may_be_shared(number)]
-            if operands:
-                waits[position], made = Wait(tuple(operands), tuple(late)), []
-        results = range(total, total + len(node.entry.outs))
+@dataclass
+class _Order:
+    """What products wait for, while the graph is walked.
+
+    Attributes:
+        graph: the graph.
+        rewriter: makes the new one.
+    """
+
+    graph: Graph
+    rewriter: Rewriter = field(init=False)
+    _made: list[Ref] = field(default_factory=list)  # not waited for yet
+    _summable: set[Ref] = field(default_factory=set)  # by products and their sums
+    _first_use: dict[Ref, int] = field(default_factory=dict)  # by the position of recording
+
+    def __post_init__(self) -> None:
+        self.rewriter = Rewriter(self.graph)
+        for op in self.graph.ops:
+            for operand in op.operands:
+                self._first_use.setdefault(operand, op.source.position)
+        for value in self.graph.outputs:
+            self._first_use.setdefault(value, len(self.graph.recorded.nodes))
+
+    def add(self, ops: list[Op]) -> None:
+        """Adds what was made of one recorded operation."""
+        behind: dict[Ref, Ref] = {}
+        for op in ops:
+            if _is_product(op):
+                behind = behind or self._behind(op)
+            self.rewriter.keep(op, [behind.get(x) or self.rewriter.now(x) for x in op.operands])
+        for op in ops:
+            self._made += self._to_wait_for(op)
+
+    def _behind(self, op: Op) -> dict[Ref, Ref]:
+        """The operands of a product, behind a barrier for all that was made before."""
+        own = [x for x in dict.fromkeys(op.operands) if not _may_be_shared(x)]
+        if not own:
+            return {}
+        position = op.source.position
+        late = [
+            x for x in self._made if self._first_use.get(x, 0) > position or _is_partial_sum(x.op)
+        ]
+        self._made = []
+        if not late:
+            return {}
+        found = self.rewriter.wait([self.rewriter.now(x) for x in (*own, *late)], op.source)
+        # Of what is local to a region, others read what is behind the barrier, too: XLA drops what
+        # nobody reads there, if it has another reader inside of the program, as local sums have.
+        for value, result in zip(late, found[len(own) :]):
+            if value.manual is not None:
+                self.rewriter.replace(value, result)
+        return dict(zip(own, found))
+
+    def _to_wait_for(self, op: Op) -> Iterator[Ref]:
+        is_product = op.entry.name in _PRODUCTS
         # A weight's gradients of several microbatches, for instance, which are added up.
-        is_sum = node.entry.name == "aten::add.Tensor" and summable.issuperset(node.inputs)
+        is_sum = op.entry.name == _ADD and self._summable.issuperset(op.operands)
+        # Partial sums of several gradients; those of one are added where it is marked.
+        is_joined = op.entry.name == ADDITION and op.source.name == _ADD
         if is_product or is_sum:
-            summable.update(results)
-        if is_product or is_sum or node.entry.name in (MARK, MARK_AT_ONCE):
-            made += results
-        total += len(node.entry.outs)
-    return waits
+            self._summable.update(op.results)
+        others = (MARK, MARK_AT_ONCE, PARTIAL_SUM)
+        if is_product or is_sum or is_joined or op.entry.name in others:
+            yield from op.results
+
+
+def _is_product(op: Op) -> bool:
+    """Whether an operation is a product, or a part of one."""
+    return op.entry.name in _PRODUCTS or (_is_partial_sum(op) and op.source.name in _PRODUCTS)
+
+
+def _is_partial_sum(op: Op | None) -> bool:
+    return op is not None and op.entry.name == PARTIAL_SUM
+
+
+def _may_be_shared(value: Ref) -> bool:
+    while value.op is not None and value.op.entry.name in _MOVES:
+        value = value.op.operands[0]
+    return value.op is None or value.op.entry.sharding is not None

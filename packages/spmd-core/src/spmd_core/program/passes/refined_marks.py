@@ -1,38 +1,49 @@
-"""Finds marks that further marks refine, and that nothing else reads: they constrain nothing.
+"""Drops a mark that a later one refines, if nothing else reads the marked value.
 
 Parameters are often marked twice before anything reads them: split by a plan of tensor parallelism,
 and then by fsdp too. With both constraints, the partitioner would draw them in the first layout,
 and cut them afterwards.
 """
 
-from spmd_core.program.gradient_plans import MARK_SHARDING
-from spmd_core.program.program_graph import Graph, Node
+from spmd_core.program.ir import Graph, Op, Rewriter
+from spmd_core.program.mark_names import MARK_SHARDING
+from spmd_core.program.target import Target
 from spmd_core.sharding.sharding import Sharding
 
 
-def find(graph: Graph) -> frozenset[int]:
-    """The positions of such marks."""
-    kept = {output.value for output in graph.outputs}
-    position_of = [i for i, node in enumerate(graph.nodes) for _ in node.entry.outs]
-    candidates = {
-        number: graph.nodes[i]
-        for number, i in enumerate(position_of)
-        if _is_mark(graph.nodes[i]) and number not in kept
-    }
-    read = set()
-    for node in graph.nodes:
-        for number in node.inputs:
-            mark = candidates.get(number)
-            if mark is None:
+def refined_marks(graph: Graph, target: Target) -> Graph:
+    """The graph without such marks."""
+    dropped = _refined(graph)
+    if not dropped:
+        return graph
+    rewriter = Rewriter(graph)
+    for op in graph.ops:
+        if op in dropped:
+            (result,), (operand,) = op.results, op.operands
+            rewriter.replace(result, rewriter.now(operand))
+        else:
+            rewriter.keep(op)
+    return rewriter.graph()
+
+
+def _refined(graph: Graph) -> set[Op]:
+    """The marks whose readers all refine them."""
+    kept = {value.producer for value in graph.outputs}
+    candidates = {op for op in graph.ops if _is_mark(op) and op not in kept}
+    read: set[Op] = set()
+    for op in graph.ops:
+        for operand in op.operands:
+            mark = operand.op
+            if mark not in candidates or mark is None:
                 continue
-            read.add(number)
-            if not _is_mark(node) or not _refines(node.entry.sharding, mark.entry.sharding):
-                del candidates[number]
-    return frozenset(position_of[number] for number in read & candidates.keys())
+            read.add(mark)
+            if not _is_mark(op) or not _refines(op.entry.sharding, mark.entry.sharding):
+                candidates.remove(mark)
+    return read & candidates
 
 
-def _is_mark(node: Node) -> bool:
-    return node.entry.name == MARK_SHARDING and node.entry.along is None
+def _is_mark(op: Op) -> bool:
+    return op.entry.name == MARK_SHARDING and op.entry.along is None
 
 
 def _refines(fine: Sharding | None, coarse: Sharding | None) -> bool:

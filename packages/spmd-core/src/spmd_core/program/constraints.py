@@ -1,0 +1,58 @@
+"""Sharding constraints inside a program, also of dims whose shards are not all of one size."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import jax
+import jax.numpy as jnp
+
+from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
+from spmd_core.sharding.sharding import Sharding
+
+
+def constrain(x: jax.Array, sharding: Sharding, named: jax.sharding.NamedSharding) -> jax.Array:
+    """A sharding constraint that also holds for dims that their number of shards does not divide.
+
+    jax ignores the constraint on such dims without a message, so `x` is padded, constrained and cut
+    back to its shape. A dim of one element is left out: there is nothing to split, and the
+    partitioner crashes on some reshapes of such dims.
+    """
+    if 1 in x.shape:
+        axes = [None if n == 1 else axis for n, axis in zip_longest(x.shape, named.spec)]
+        named = jax.sharding.NamedSharding(named.mesh, jax.sharding.PartitionSpec(*axes))
+    padded = tuple(1 if n == 1 else p for n, p in zip(x.shape, sharding.padded_shape(x.shape)))
+    if padded == x.shape:
+        return jax.lax.with_sharding_constraint(x, named)
+    wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
+    wide = jax.lax.with_sharding_constraint(wide, named)
+    return jax.lax.slice(wide, (0,) * x.ndim, x.shape)
+
+
+def constrain_along(x: jax.Array, sharding: Sharding, along: Sequence[int]) -> jax.Array:
+    """A sharding constraint along some axes of a mesh; the partitioner chooses the others.
+
+    It is a manual region over these axes that does nothing: jax's constraints speak of all axes.
+    """
+    names = jax_axis_names(sharding.mesh)
+    dims = (() if n == 1 else axes for n, axes in zip(x.shape, sharding.dims))
+    spec = jax.sharding.PartitionSpec(*(tuple(names[a] for a in axes) or None for axes in dims))
+    mapped = jax.shard_map(
+        lambda block: block,
+        mesh=jax_mesh(sharding.mesh),
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={names[axis] for axis in along},
+        check_vma=False,
+    )
+    padded = tuple(1 if n == 1 else p for n, p in zip(x.shape, sharding.padded_shape(x.shape)))
+    if padded == x.shape:
+        return mapped(x)
+    wide = jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, padded)])
+    return jax.lax.slice(mapped(wide), (0,) * x.ndim, x.shape)
+
+
+def with_whole_block_dims(x: jax.Array, num: int) -> jax.Array:
+    """A block whose last `num` dims are whole, along the axes that are not a region's."""
+    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+    spec = jax.sharding.PartitionSpec(*([free] * (x.ndim - num)), *([None] * num))
+    return jax.lax.with_sharding_constraint(x, spec)

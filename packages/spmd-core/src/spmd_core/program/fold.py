@@ -1,0 +1,301 @@
+"""Folds a program's operations into jax's: each in turn, without knowledge of any pass."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmd_core import dtypes
+from spmd_core.graph.values import Entry
+from spmd_core.ops import registry
+from spmd_core.ops.host_memory import in_device_memory
+from spmd_core.program import regions, split_dims
+from spmd_core.program.constraints import constrain, constrain_along, with_whole_block_dims
+from spmd_core.program.index_flag import Flag
+from spmd_core.program.ir import Graph, Input, Op, Ref
+from spmd_core.program.operation_names import named
+from spmd_core.program.partitioner_rules import Splits, in_safe_forms
+from spmd_core.program.program_graph import padded_shape
+from spmd_core.program.target import Target, Whole
+from spmd_core.runtime import interrupts
+from spmd_core.runtime.jax_sharding import jax_partition_spec
+from spmd_core.sharding.sharding import Manual, Sharding
+
+# They subtract the largest operand before they take exponentials. A NaN among the operands makes
+# their results NaN, whatever that largest one is.
+_SUMS_OF_EXPONENTIALS = (
+    *("aten::_softmax", "aten::_log_softmax", "aten::softmax", "aten::log_softmax"),
+    *("aten::logsumexp", "spmd::attention"),
+)
+
+
+class Scalars:
+    """The scalar inputs of a program, by their positions.
+
+    Args:
+        kinds: their types, in the order of recording.
+        packed: the floats, the ints and bools, and the complex numbers, each as one array; those of
+            which there are none are left out.
+    """
+
+    def __init__(self, kinds: Sequence[type], packed: Sequence[jax.Array]) -> None:
+        arrays, present = iter(packed), {int if kind is bool else kind for kind in kinds}
+        self._kinds = kinds
+        self._sources: Mapping[type, Iterator[jax.Array]] = {
+            kind: iter(next(arrays) if kind in present else ()) for kind in (float, int, complex)
+        }
+        self._read: list[registry.Number] = []
+
+    def __getitem__(self, position: int) -> registry.Number:
+        # Each is taken from its array where the first operation reads it.
+        while len(self._read) <= position:
+            kind = self._kinds[len(self._read)]
+            value = next(self._sources[int if kind is bool else kind])
+            self._read.append(
+                registry.Number(value.astype(np.bool_) if kind is bool else value, kind)
+            )
+        return self._read[position]
+
+
+class Fold:
+    """The operations of a program as one function.
+
+    Args:
+        graph: behind all passes.
+        target: what it is lowered for.
+        flag: what the program checks of its indices.
+        is_for_partitioner: whether operations get the forms that the partitioner gets right.
+    """
+
+    def __init__(
+        self, graph: Graph, target: Target, flag: Flag, *, is_for_partitioner: bool
+    ) -> None:
+        self._graph, self._target, self._flag = graph, target, flag
+        self._mesh = target.jax_mesh
+        self._num_devices = len(target.device_ids)
+        self._is_for_partitioner = is_for_partitioner and self._num_devices > 1
+        self._without_rules: set[Entry] = set()
+        self.splits = split_dims.splits(
+            target.placed,
+            self._with_whole_last_dims,
+            self._num_devices,
+            has_whole_indices=target.whole is Whole.INDICES,
+        )
+        self._batch = registry.BatchSplit()
+        if target.is_split and target.mesh.exists:
+            count = math.prod(self._mesh.shape[axis] for axis in target.batch_axes)
+            self._batch = registry.BatchSplit(count, self._with_split_first_dim)
+
+    def __call__(
+        self, scalars: Scalars, leaves: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The results, with the padding of uneven shards, and the token."""
+        values = {
+            Ref(x): self._without_padding(x, array) for x, array in zip(self._graph.inputs, leaves)
+        }
+        for op in self._graph.ops:
+            interrupts.raise_deferred()
+            inputs = [values[operand] for operand in op.operands]
+            with named(op.source):
+                results = self._results(op, inputs, [scalars[i] for i in op.scalars])
+            _check(op, results)
+            values.update(zip(op.results, results))
+        token = self._flag.token([values[found] for found in self._graph.checked])
+        return self._outputs(values, leaves), token
+
+    def _results(
+        self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
+    ) -> Sequence[jax.Array]:
+        entry, target = op.entry, self._target
+        key = _prng_key(numbers.pop().value) if entry.random else None
+        context = registry.Context(
+            tuple(registry.Out(spec.shape, spec.dtype) for spec in entry.outs),
+            target.platform,
+            key,
+            self._num_devices,
+            target.split_dims,
+            self._with_whole_last_dims,
+            op.hint,
+            batch=self._batch,
+        )
+        if op.is_inserted:
+            return entry.kernel(context, inputs, numbers)
+        if entry.border is not None:
+            return [regions.cross(entry.border, inputs[0])]
+        if op.manual is not None:
+            return self._local_results(op.manual, op, context, inputs, numbers)
+        if entry.sharding is not None:
+            return [self._as_marked(inputs[0], entry.sharding, entry.along)]
+        if not self._is_for_partitioner:
+            return entry.kernel(context, inputs, numbers)
+        return self._in_safe_forms(entry, context, inputs, numbers, self.splits)
+
+    def _as_marked(
+        self, x: jax.Array, sharding: Sharding, along: tuple[int, ...] | None
+    ) -> jax.Array:
+        # A manual region is over all devices of its program, in the program's order.
+        if along is not None and sharding.mesh.ids == self._target.device_ids:
+            return constrain_along(x, *self._with_split_sequences(x, sharding, along))
+        return constrain(x, sharding, self._target.mesh(self._target.named(sharding)))
+
+    def _with_split_sequences(
+        self, x: jax.Array, sharding: Sharding, along: tuple[int, ...]
+    ) -> tuple[Sharding, tuple[int, ...]]:
+        """A mark that splits the sequence, the second dim, beside the axes that split the data's.
+
+        These come first. The partitioner would put them behind the mark's.
+        """
+        if x.ndim < 3 or not sharding.dims[1]:
+            return sharding, along
+        mesh, own = sharding.mesh, sharding.dims[1]
+        for data in self._target.data_splits:
+            if data.mesh != mesh or not data.sequence or not {*along}.isdisjoint(data.sequence):
+                continue
+            axes = (*data.sequence, *own)
+            wider = Sharding.of(mesh, (sharding.dims[0], axes, *sharding.dims[2:]), x.ndim)
+            if x.shape[1] % wider.tiles[1] == 0:
+                return wider, (*along, *data.sequence)
+        return sharding, along
+
+    def _in_safe_forms(
+        self,
+        entry: Entry,
+        context: registry.Context,
+        inputs: list[jax.Array],
+        numbers: list[registry.Number],
+        splits: Splits,
+    ) -> Sequence[jax.Array]:
+        """The results of an entry's kernel, with the partitioner's rules applied to it."""
+        kernel = entry.kernel
+        if entry in self._without_rules:
+            return kernel(context, inputs, numbers)
+        kinds = [number.kind for number in numbers]
+
+        def function(arguments: tuple[Any, Any, Any]) -> Sequence[jax.Array]:
+            arrays, values, key = arguments
+            typed = [registry.Number(x, kind) for x, kind in zip(values, kinds)]
+            inner = replace(context, key=key)
+            return kernel(inner, arrays, typed)
+
+        arguments = (inputs, [number.value for number in numbers], context.key)
+        keeps_nan = not entry.name.startswith(_SUMS_OF_EXPONENTIALS)
+        is_users = entry.name.startswith("jax::")
+        splits = replace(splits, keeps_nan=keeps_nan, is_users=is_users)
+        results = in_safe_forms(function, arguments, splits)
+        if results is None:
+            self._without_rules.add(entry)
+            return kernel(context, inputs, numbers)
+        return results
+
+    def _local_results(
+        self,
+        manual: Manual,
+        op: Op,
+        context: registry.Context,
+        inputs: list[jax.Array],
+        numbers: list[registry.Number],
+    ) -> list[jax.Array]:
+        """An operation's results on values that are local to a manual region."""
+        entry = op.entry
+
+        def kernel(
+            blocks: list[jax.Array], numbers: list[registry.Number], key: jax.Array | None
+        ) -> list[jax.Array]:
+            if entry.sharding is not None:
+                spec = jax_partition_spec(entry.sharding)
+                if entry.along is not None:
+                    free = jax.sharding.PartitionSpec.UNCONSTRAINED
+                    spec = jax.sharding.PartitionSpec(*(axes or free for axes in spec))
+                return [jax.lax.with_sharding_constraint(blocks[0], spec)]
+            # Every device runs the kernel by itself: the context has one device and no split dims.
+            inner = registry.Context(context.outs, context.platform, key)
+            if entry.name.startswith("spmd::attention"):  # its only number is the seed of dropout
+                numbers = [regions.own_seed(manual, seed) for seed in numbers]
+            if manual.size == self._num_devices or not self._is_for_partitioner:
+                return list(entry.kernel(inner, blocks, numbers))
+            # The partitioner splits blocks over the other axes.
+            splits = replace(self.splits, keep_whole=with_whole_block_dims)
+            return list(self._in_safe_forms(entry, inner, blocks, numbers, splits))
+
+        local = [operand.manual is not None for operand in op.operands]
+        if entry.name == "spmd::optimization_barrier":
+            # Outside of jax.shard_map, which would drop an operand whose result is not used.
+            stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
+            return list(jax.lax.optimization_barrier(tuple(stacks)))
+        return regions.run(manual, kernel, inputs, local, numbers, context.key)
+
+    def _without_padding(self, x: Input, array: jax.Array) -> jax.Array:
+        """An input as torch sees it; a value that is local to a manual region stays as it is."""
+        shape = x.leaf.spec.shape
+        if x.leaf.placement.manual is not None or array.shape == shape:
+            return array
+        # A dim of one element is whole.
+        single = [d for d, n in enumerate(shape) if n == 1 and array.shape[d] > 1]
+        array = jax.lax.slice(array, (0,) * array.ndim, shape)
+        return self.with_whole_dims(array, single) if single else array
+
+    def _with_padding(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A result with the padding of uneven shards; before, a dim of one element is whole."""
+        single = [d for d, n in enumerate(x.shape) if n == 1 and shape[d] > 1]
+        x = self.with_whole_dims(x, single) if single else x
+        return jnp.pad(x, [(0, p - n) for n, p in zip(x.shape, shape)])
+
+    def with_whole_dims(self, x: jax.Array, dims: Iterable[int]) -> jax.Array:
+        """`x` with those dims whole on each device; the partitioner chooses the others."""
+        if self._num_devices == 1:
+            return x
+        free, whole = jax.sharding.PartitionSpec.UNCONSTRAINED, {*dims}
+        spec = jax.sharding.PartitionSpec(*(None if d in whole else free for d in range(x.ndim)))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+
+    def _with_whole_last_dims(self, x: jax.Array, num: int) -> jax.Array:
+        return self.with_whole_dims(x, range(x.ndim - num, x.ndim))
+
+    def _with_split_first_dim(self, x: jax.Array) -> jax.Array:
+        """`x` with its first dim split as the batch; the partitioner chooses the others."""
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+        axes = self._target.batch_axes or None
+        spec = jax.sharding.PartitionSpec(axes, *(free for _ in x.shape[1:]))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(self._mesh, spec))
+
+    def _outputs(
+        self, values: Mapping[Ref, jax.Array], leaves: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The program's results, with the padding of uneven shards."""
+        returned = {id(x) for x in leaves}
+        outputs = []
+        for output, value in zip(self._graph.recorded.outputs, self._graph.outputs):
+            x = in_device_memory(values[value])
+            target = padded_shape(output.spec, output.sharding)
+            if target != x.shape and value.manual is None:
+                x = self._with_padding(x, target)
+            if id(x) in returned:
+                # jit would return one buffer twice; donating one result later would then destroy
+                # the other.
+                x = jnp.copy(x)
+            returned.add(id(x))
+            outputs.append(x)
+        return outputs
+
+
+def _prng_key(seed: jax.Array) -> jax.Array:
+    """The threefry key of a 64-bit seed."""
+    words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def _check(op: Op, results: Sequence[jax.Array]) -> None:
+    """Asserts that the results have the shapes and dtypes that torch gives them."""
+    entry = op.entry
+    assert len(results) == len(entry.outs), (
+        f"{entry.name} is lowered to {len(results)} results; torch has {len(entry.outs)}"
+    )
+    for x, spec, manual in zip(results, entry.outs, op.manuals):
+        shape = x.shape[manual is not None :]
+        assert shape == spec.shape and x.dtype == dtypes.to_jax(spec.dtype), (
+            f"{entry.name} is lowered to {x.dtype}{list(x.shape)}; torch says {spec!r}"
+        )

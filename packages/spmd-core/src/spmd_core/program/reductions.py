@@ -1,0 +1,127 @@
+"""How devices add up their parts of a sum: the axes, and the reduction inside a manual region."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from spmd_core.graph.values import Spec
+from spmd_core.runtime import torus
+from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
+from spmd_core.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a gradient is reduced over the batch; axes are numbers of axes of the mesh.
+
+    Attributes:
+        mesh: the mesh.
+        batch_axes: the axes that split the batch, the major one first, and behind them those of
+            `sequence_axes`.
+        axis: the one of them over which the gradient is scattered; None if each device gets all.
+        dim: the dim of the gradient that `axis` splits.
+        others: the dims that are split by other axes, with these, none of which splits the batch.
+            Of the axes that split a dim, `axis` is the minor one.
+        of_activation: whether the value is an activation or its gradient, a sum over features.
+        sequence_axes: those of the batch's axes that split the dim behind the first one.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[int, ...]
+    axis: int | None = None
+    dim: int | None = None
+    others: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    of_activation: bool = False
+    sequence_axes: tuple[int, ...] = ()
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.size(self.batch_axes)
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """All axes that split the batch or the gradient."""
+        return frozenset(self.batch_axes).union(*(axes for _, axes in self.others))
+
+    def size(self, axes: Sequence[int]) -> int:
+        """The number of positions along some axes."""
+        return math.prod(self.mesh.mesh_shape[axis] for axis in axes)
+
+    def spec(self, axes: Mapping[int, tuple[int, ...]]) -> PartitionSpec:
+        """The partition spec of an array whose dims are split by these axes."""
+        names = jax_axis_names(self.mesh)
+        split = {dim: tuple(names[axis] for axis in by) for dim, by in axes.items()}
+        return PartitionSpec(*(split.get(dim) for dim in range(max(split, default=-1) + 1)))
+
+
+def mapped(
+    function: Callable[..., Any], reduction: Reduction, in_specs: Any, out_specs: Any
+) -> Callable[..., jax.Array]:
+    """`function` of each device's blocks, in a manual region over the reduction's axes."""
+    names = jax_axis_names(reduction.mesh)
+    found: Callable[..., jax.Array] = jax.shard_map(
+        function,
+        mesh=jax_mesh(reduction.mesh),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={names[axis] for axis in reduction.axes},
+        check_vma=False,
+    )
+    return found
+
+
+def reduced_block(
+    total: jax.Array, reduction: Reduction, spec: Spec, *, is_scattered: bool = False
+) -> jax.Array:
+    """Inside the region: the sum of all devices' parts, or this device's shard of it.
+
+    With `is_scattered`, `total` is such a shard already, summed along the axis that scatters.
+    """
+    names = jax_axis_names(reduction.mesh)
+    if reduction.axis is not None and reduction.dim is not None and not is_scattered:
+        # Only a dim that no other axis splits may be uneven.
+        padding = [(0, 0)] * total.ndim
+        padding[reduction.dim] = (0, -spec.shape[reduction.dim] % reduction.size((reduction.axis,)))
+        total = torus.scatter(
+            jnp.pad(total, padding), reduction.mesh, reduction.axis, reduction.dim
+        )
+    rest = [axis for axis in reduction.batch_axes if axis != reduction.axis]
+    over = tuple(names[axis] for axis in rest if reduction.size((axis,)) > 1)
+    return lax.psum(total, over) if over else total
+
+
+def without_padding(total: jax.Array, spec: Spec) -> jax.Array:
+    """The reduced sum without the padding of its scattered dim, and of rows that devices cut."""
+    return lax.slice(total, (0,) * total.ndim, spec.shape)
+
+
+def reduced_spec(reduction: Reduction) -> PartitionSpec:
+    """The axes that split the reduced sum."""
+    split = dict(reduction.others)
+    if reduction.axis is not None and reduction.dim is not None:
+        split[reduction.dim] = (*split.get(reduction.dim, ()), reduction.axis)
+    return reduction.spec(split)
+
+
+def stack_spec(reduction: Reduction) -> PartitionSpec:
+    """The axes that split a stack: an array with a first dim for the parts of the batch."""
+    others = {dim + 1: axes for dim, axes in reduction.others}
+    return reduction.spec({0: reduction.batch_axes, **others})
+
+
+def reduced(stack: jax.Array, reduction: Reduction, spec: Spec) -> jax.Array:
+    """The gradient that a stack adds up to."""
+    function = mapped(
+        lambda block: reduced_block(block[0], reduction, spec),
+        reduction,
+        stack_spec(reduction),
+        reduced_spec(reduction),
+    )
+    return without_padding(function(stack), spec)

@@ -1,0 +1,104 @@
+"""What a program is lowered for: a platform and a mesh, and how its values are split over them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+import jax
+from jax.sharding import NamedSharding
+
+from spmd_core.graph.placement import Placement
+from spmd_core.program import split_dims
+from spmd_core.program.ir import Graph
+from spmd_core.program.split_dims import DataSplit, Placed
+from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding, replicated
+from spmd_core.sharding.sharding import Sharding
+
+
+class Whole(Enum):
+    """What is whole on each device in a program that the partitioner makes invalid otherwise."""
+
+    NOTHING = "nothing"
+    INDICES = "the indices of its gathers and scatters"
+    EVERYTHING = "all its tensors"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the passes may ask. It does not change while they rewrite the program.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu".
+        device_ids: the program's devices.
+        mesh: the common mesh of its inputs, marks and results.
+        whole: what is whole on each device, whatever the marks say.
+        placed: the shardings of its inputs, marks and results, as it was recorded.
+        data_splits: how its data is split, as `split_dims.data_splits` has it.
+        batch_axes: the names of the axes that split the batch, over the mesh.
+    """
+
+    platform: str
+    device_ids: tuple[int, ...]
+    mesh: CommonMesh
+    whole: Whole
+    placed: tuple[Placed, ...]
+    data_splits: tuple[DataSplit, ...]
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        platform: str,
+        out_placements: Sequence[Placement | None] = (),
+        whole: Whole = Whole.NOTHING,
+    ) -> "Target":
+        """For a recorded graph.
+
+        Args:
+            graph: before any pass.
+            platform: as of the attribute.
+            out_placements: where its results lie; None where the partitioner chooses.
+            whole: as of the attribute.
+        """
+        placements = [x.leaf.placement for x in graph.inputs]
+        placements += [placement for placement in out_placements if placement is not None]
+        marks = [
+            named_sharding(op.entry.sharding, graph.device_ids)
+            for op in graph.ops
+            if op.entry.sharding is not None
+        ]
+        placed = [placement.device_sharding for placement in placements]
+        mesh = CommonMesh([*placed, *marks], graph.device_ids)
+        return Target(
+            platform,
+            graph.device_ids,
+            mesh,
+            whole,
+            tuple(split_dims.shardings(graph)),
+            tuple(split_dims.data_splits(graph)),
+        )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the program's values may be split over devices."""
+        return len(self.device_ids) > 1 and self.whole is not Whole.EVERYTHING
+
+    @cached_property
+    def batch_axes(self) -> tuple[str, ...]:
+        return split_dims.batch_axes(self.data_splits, self.mesh, self.device_ids)
+
+    @cached_property
+    def split_dims(self) -> frozenset[int]:
+        """The dims that the program splits, as in `registry.Context`."""
+        return split_dims.split_dims(self.placed)
+
+    @property
+    def jax_mesh(self) -> jax.sharding.Mesh:
+        """A mesh of all devices: the common one, if there is one."""
+        mesh = self.mesh(replicated(self.device_ids)).mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        return mesh
+
+    def named(self, sharding: Sharding) -> NamedSharding:
+        """A mark's sharding, over the devices of the program."""
+        return named_sharding(sharding, self.device_ids)
