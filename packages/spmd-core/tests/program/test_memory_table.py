@@ -1,5 +1,6 @@
 """Errors where memory runs out: whose the largest tensors are, how they are split, how large."""
 
+import gc
 import re
 
 import pytest
@@ -79,6 +80,18 @@ def test_names_layouts_and_what_a_split_would_take(num_devices: int) -> None:
         spmd.mark_sharding(wide.weight, mesh, ("fsdp", None))
         assert entry(table(), "Linear.weight").startswith(f"{promised} Linear.weight")
     spmd.sync()
+
+
+def test_names_of_what_is_exempt_from_garbage_collection() -> None:
+    layer = nn.Linear(3, 5, bias=False).to("xla")
+    was_exempt = gc.get_freeze_count() > 0
+    gc.freeze()
+    try:
+        assert "Linear.weight" in tensor_names.names().values()
+        assert gc.get_freeze_count() > 0 and layer not in gc.get_objects()
+    finally:
+        if not was_exempt:
+            gc.unfreeze()
 
 
 def test_without_marks_and_lines() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -140,7 +141,8 @@ for tracer in (
     except spmd.UnsupportedOpError as error:
         frames = len(traceback.extract_tb(error.__traceback__))
         print("export", frames, error.__cause__, error.__suppress_context__, error)
-print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist())
+slope = torch.func.linearize(torch.sin, torch.zeros(2))[1]  # Dynamo knows make_fx by its identity
+print(torch.compile(lambda x: x + slope(x), backend="eager")(torch.ones(2)).tolist())
 """
 
 
@@ -174,7 +176,7 @@ def test_torch_compile_is_refused_in_one_sentence_without_its_own_frames():
         assert "TORCHDYNAMO_DISABLE=1" in text and "set_stance('force_eager')" in text
         assert "TORCHDYNAMO_VERBOSE" not in text, "what Dynamo adds"
     for line in exported:
-        assert line.startswith("export 3 None True operations on xla tensors"), line
+        assert re.match("export [34] None True operations on xla tensors", line), line
         assert "module.cpu()" in line
 
 

@@ -55,4 +55,18 @@ def _roots() -> list[nn.Module]:
 
 def _all(kind: type[Kind]) -> Iterator[Kind]:
     # By its type: a proxy's `__class__` may import a module, or raise.
-    return (x for x in gc.get_objects() if issubclass(type(x), kind))
+    return (x for x in _objects() if issubclass(type(x), kind))
+
+
+def _objects() -> list[Any]:
+    """What the garbage collector tracks, with what was exempted from it.
+
+    Training loops exempt what lives as long as they do, and its list leaves that out.
+    """
+    is_exempt = gc.get_freeze_count() > 0
+    if is_exempt:
+        gc.unfreeze()
+    objects = gc.get_objects()
+    if is_exempt:
+        gc.freeze()
+    return objects

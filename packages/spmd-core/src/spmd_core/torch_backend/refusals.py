@@ -182,6 +182,14 @@ def _shorten(*names: str) -> Callable[[ModuleType], None]:
     return change
 
 
+def _shorten_tracer(module: ModuleType) -> None:
+    """Refusals leave what `make_fx` returns without torch's frames.
+
+    `make_fx` itself stays: Dynamo knows it by its identity, which `torch.func.linearize` needs.
+    """
+    module._MakefxTracer.trace = tracing.shortened(module._MakefxTracer.trace)
+
+
 def _refuse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """The check of `flex_attention`, with advice for tensors of the device."""
     if query.device.type == "xla":
@@ -202,7 +210,7 @@ def install() -> torch.library.Library:
     after_import("torch._dynamo.trace_rules", _trace_nothing_of_ours)
     after_import("torch.export", _shorten("export", "draft_export"))
     after_import("torch._functorch.aot_autograd", _shorten("aot_function"))
-    after_import("torch.fx.experimental.proxy_tensor", _shorten("make_fx"))
+    after_import("torch.fx.experimental.proxy_tensor", _shorten_tracer)
     library = torch.library.Library("aten", "IMPL")
     for name, key, layout in _KERNELS:
         kernel = _unless_for_device(name, key, layout)
