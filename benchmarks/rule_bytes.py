@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import spmd_core as spmd
-from spmd_core.program import lowering
+from spmd_core.program import fold
 
 DEVICES = 8
 Tensors = list[torch.Tensor]
@@ -247,12 +247,12 @@ CASES: dict[str, Case] = {
 @contextmanager
 def _without_rules() -> Iterator[None]:
     """Programs that are lowered inside keep XLA's own forms."""
-    before = lowering.in_safe_forms
-    lowering.in_safe_forms = lambda *_: None
+    before = fold.in_safe_forms
+    fold.in_safe_forms = lambda *_: None
     try:
         yield
     finally:
-        lowering.in_safe_forms = before
+        fold.in_safe_forms = before
 
 
 def _inputs(case: Case) -> Tensors:

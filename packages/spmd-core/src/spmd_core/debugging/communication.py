@@ -15,7 +15,7 @@ from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.source_lines import Origin
 
-# The name that `program.lowering` gives an operation; with source lines on, with the node's number.
+# What `program.operation_names` calls an operation; with source lines on, with its position.
 _OPERATION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)(?:#(?P<node>\d+))?")
 
 
