@@ -103,7 +103,7 @@ def refusals(num_processes: int) -> list[str]:
             {"a": torch.ones(local), "b": torch.ones(local * (1 + (spmd.process_index() == 1)))},
             spec,
         ),
-        lambda: spmd.apply_sharding(torch.ones(local, device="xla") + 1, spec),
+        lambda: spmd.mark_sharding(torch.ones(local, device="xla") + 1, spec),
     ]
     if not spmd.is_master():
         own = spmd.Mesh(range(local), (local,), ("data",))  # all in process 0

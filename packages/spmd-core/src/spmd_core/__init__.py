@@ -9,7 +9,16 @@ if sys.argv[:1] == ["-m"]:  # while Python imports the package of the module tha
     _check_command_line()  # before the imports below, which take seconds
 
 # isort: split
-from spmd_core import debugging, metrics, releases
+from spmd_core import (
+    debugging,
+    distributed,
+    dtensor,
+    errors,
+    former_names,
+    manual,
+    metrics,
+    releases,
+)
 from spmd_core.config import config, strict
 from spmd_core.debugging import profiler
 from spmd_core.debugging.visualize import visualize_sharding, visualize_tensor_sharding
@@ -50,11 +59,9 @@ from spmd_core.marks import custom_ops
 from spmd_core.marks.device_mesh import from_device_mesh, init_device_mesh, to_device_mesh
 from spmd_core.marks.dtensor import auto_policy, distribute_module, distribute_tensor, from_local
 from spmd_core.marks.marking import (
-    annotate,
-    apply_sharding,
     clear_sharding,
+    constrain,
     mark_sharding,
-    mark_sharding_with_gradients,
     shard_as,
     start_upload,
     sync,
@@ -91,7 +98,6 @@ from spmd_core.runtime.devices import (
     device_attributes,
     global_runtime_device_count,
     is_spmd,
-    memory_stats,
     simulate,
     use_spmd,
 )
@@ -104,7 +110,6 @@ from spmd_core.runtime.processes import (
     is_bf16_supported,
     is_master,
     local_process_count,
-    memory_info,
     process_count,
     process_index,
     real_devices,
@@ -169,8 +174,6 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "addressable_runtime_device_count",
     "real_devices",
     "device_attributes",
-    "memory_info",
-    "memory_stats",
     "is_bf16_supported",
     # Meshes
     "Mesh",
@@ -181,11 +184,9 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "get_global_mesh",
     # Marks: where a tensor's blocks live
     "mark_sharding",
-    "mark_sharding_with_gradients",
-    "annotate",
+    "constrain",
     "shard_as",
     "clear_sharding",
-    "apply_sharding",
     "from_process_local",
     "start_upload",
     "shard_module",
@@ -288,6 +289,11 @@ __all__ = [  # noqa: RUF022 - not by alphabet
     "get_master_ip",
     "request_stop",
     "should_stop",
+    # Modules: each with its own names
+    "distributed",
+    "dtensor",
+    "errors",
+    "manual",
     # Looking inside
     "debugging",
     "metrics",
@@ -341,7 +347,7 @@ def __getattr__(name: str) -> typing.Any:
 
         return load_safetensors
     if name not in _FROM_TORCH:
-        raise AttributeError(f"module 'spmd_core' has no attribute {name!r}")
+        return former_names.look_up(name)
     from torch.distributed import tensor  # noqa: PLC0415
     from torch.distributed.tensor import parallel  # noqa: PLC0415
 

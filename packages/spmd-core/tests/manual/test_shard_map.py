@@ -238,6 +238,22 @@ def test_the_way_in_and_out_without_a_function(mesh_1d, num_devices):
         spmd.disable_manual_sharding(local, ("x", None), (24, 16), mesh=mesh_1d)
 
 
+def test_one_partition_spec_stands_for_all(mesh_2d):
+    a, b = mesh_2d.mesh_shape
+    spec = spmd.PartitionSpec("a", "b")
+    shapes = []
+
+    def function(x, y):
+        shapes.extend([tuple(x.shape), tuple(y.shape)])
+        return x * 2, x + y
+
+    x, y = spmd.shard_map(function, mesh_2d, spec, spec)(X.to("xla"), X.to("xla"))
+    assert shapes == [(16 // a, 24 // b)] * 2
+    assert_same(x, X * 2)
+    assert_same(y, X + X)
+    assert_same(spmd.shard_map(lambda x: -x, mesh_2d, spec, spec)(X.to("xla")), -X)
+
+
 def refused(
     mesh, function=lambda x: x, *, in_specs=(("x",),), out_specs=("x",), argument=None, **options
 ):

@@ -114,7 +114,7 @@ def test_an_upload_may_start_early(mesh_1d, monkeypatch):
         spmd.DeviceMismatchError,
         match=r"of shape \(1024,\) that a program has computed, or whose data is on the device",
     ):
-        spmd.apply_sharding(x, spmd.ShardingSpec(mesh_1d, ("x",), minibatch=True))
+        spmd.mark_sharding(x, spmd.ShardingSpec(mesh_1d, ("x",), minibatch=True))
 
 
 def test_in_place_updates_keep_the_sharding(mesh_1d):
@@ -336,21 +336,35 @@ def test_bad_input_is_refused_at_once(call, error, match, mesh_2d):
 def test_annotating_constrains_one_value_only(mesh_2d):
     x = torch.randn(8, 8)
     t = x.to("xla") * 2
-    assert spmd.annotate(t, mesh_2d, ("a", "b")) is t
+    assert spmd.constrain(t, mesh_2d, ("a", "b")) is t
     assert t.sharding is None
     u = t + 1
     spmd.sync()
     assert "devices=[" in t.sharding_spec or mesh_2d.size() == 1
     torch.testing.assert_close(u.cpu(), x * 2 + 1)
     row = t[1]
-    spmd.annotate(row, mesh_2d, ("a",))
+    spmd.constrain(row, mesh_2d, ("a",))
     torch.testing.assert_close(row.cpu(), x[1] * 2)
+
+
+def test_a_sharding_spec_is_a_mesh_and_its_spec(mesh_2d):
+    spec = spmd.ShardingSpec(mesh_2d, spmd.PartitionSpec("a", "b"))
+    t, u = torch.ones(8, 8, device="xla"), torch.ones(8, 8, device="xla")
+    assert spmd.mark_sharding(t, spec) is t and t.partition_spec == ("a", "b")
+    marked = spmd.mark_sharding(u, spec, inplace=False)
+    assert marked.sharding == t.sharding and u.sharding is None
+    with pytest.raises(
+        spmd.errors.PartitionSpecError,
+        match=r"its own partition spec; got \('a', 'b'\) and \('b',\) beside it.*Mesh",
+    ):
+        spmd.mark_sharding(t, spec, ("b",))
+    assert spmd.mark_sharding(t, mesh_2d, ("b",)).partition_spec == ("b", None)
 
 
 def test_marked_with_gradients(mesh_2d):
     x = torch.randn(8, 8)
     t, e = x.to("xla").requires_grad_(), x.clone().requires_grad_()
-    u = spmd.mark_sharding_with_gradients(t * t, mesh_2d, ("a", "b"))
+    u = spmd.mark_sharding(t * t, mesh_2d, ("a", "b"), inplace=False)
     assert u.partition_spec == ("a", "b") and t.sharding is None
     gradients = []
     u.register_hook(gradients.append)
@@ -358,7 +372,7 @@ def test_marked_with_gradients(mesh_2d):
     (e**4).sum().backward()
     torch.testing.assert_close(t.grad.cpu(), e.grad)
     (g,) = torch.autograd.grad(
-        spmd.mark_sharding_with_gradients(t, mesh_2d, ("a",)).pow(3).sum(), t, create_graph=True
+        spmd.mark_sharding(t, mesh_2d, ("a",), inplace=False).pow(3).sum(), t, create_graph=True
     )
     assert g.sharding == spmd.Sharding.of(mesh_2d, ("a",), 2)
     (h,) = torch.autograd.grad(g.sum(), t)
@@ -412,7 +426,7 @@ def test_shard_as_refuses_what_does_not_pair(mesh_2d):
             spmd.shard_as(a, b)
 
 
-@pytest.mark.parametrize("function", [spmd.annotate, spmd.mark_sharding_with_gradients])
+@pytest.mark.parametrize("function", [spmd.constrain, spmd.mark_sharding])
 def test_constraints_refuse_what_marks_refuse(function, mesh_1d):
     with pytest.raises(
         spmd.DeviceMismatchError,

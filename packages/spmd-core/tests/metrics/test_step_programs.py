@@ -55,7 +55,7 @@ def test_memory_is_also_the_devices_where_it_counts(
 ) -> None:
     program = trained(num_devices, features=6)
     rows = [{"peak_bytes_in_use": n << 20, "bytes_limit": 80 << 20} for n in (3, 5)]
-    monkeypatch.setattr("spmd_core.metrics.step_programs.memory_stats", lambda: rows)
+    monkeypatch.setattr("spmd_core.metrics.step_programs.allocator_stats", lambda: rows)
     found = memory_use(program)
     assert (found.device_peak_bytes, found.device_limit_bytes) == (5 << 20, 80 << 20)
     assert str(found).endswith("5.00 MiB of 80.00 MiB at peak since the start, measured")

@@ -37,11 +37,11 @@ def test_a_cpu_counts_no_memory(num_devices):
         with pytest.raises(
             spmd.UnsupportedOpError, match=r"the cpu platform counts nothing.*metrics.programs\(\)"
         ):
-            processes.memory_info(device)
+            processes.memory_stats(device)
     with pytest.raises(
         ValueError, match=r"this process's devices, which are CPU:0.*got 'TPU:0'. Pass one of these"
     ):
-        processes.memory_info("TPU:0")
+        processes.memory_stats("TPU:0")
 
 
 def test_memory_is_that_of_the_fullest_device(monkeypatch):
@@ -61,10 +61,8 @@ def test_memory_is_that_of_the_fullest_device(monkeypatch):
 
     monkeypatch.setattr(processes, "_local_devices", lambda: [Device(5), Device(8), Device(2)])
     monkeypatch.setattr(processes, "real_devices", lambda: ["TPU:4", "TPU:5", "TPU:6"])
-    assert processes.memory_info() == {"bytes_used": 8, "bytes_limit": 100, "peak_bytes_used": 9}
-    assert (
-        processes.memory_info(6)["bytes_used"] == processes.memory_info("tpu:6")["bytes_used"] == 2
-    )
+    assert processes.memory_stats() == Device(8).memory_stats()
+    assert processes.memory_stats(6) == processes.memory_stats("tpu:6") == Device(2).memory_stats()
 
 
 def test_bfloat16():

@@ -147,13 +147,13 @@ def test_sequence_parallel_blocks_gather_and_scatter_what_megatron_reduces():
     mesh = mark_tensor(model)
     for block in model:
         block.up.register_forward_hook(
-            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, None, "tensor"))
+            lambda _, __, out: spmd.mark_sharding(out, mesh, (None, None, "tensor"), inplace=False)
         )
         block.norm.register_forward_hook(
-            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor"))
+            lambda _, __, out: spmd.mark_sharding(out, mesh, (None, "tensor"), inplace=False)
         )
         block.down.register_forward_hook(
-            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (None, "tensor"))
+            lambda _, __, out: spmd.mark_sharding(out, mesh, (None, "tensor"), inplace=False)
         )
     found = step_of(model, batch(mesh, None, "tensor"))
     activations = FLOAT * BATCH * SEQUENCE * WIDTH

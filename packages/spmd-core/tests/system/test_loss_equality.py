@@ -221,7 +221,7 @@ def sequence(model: nn.Module, size: int) -> Plan:
         spmd.mark_sharding(p, mesh, ())
     for block in model.blocks:
         block.register_forward_hook(
-            lambda _, __, out: spmd.mark_sharding_with_gradients(out, mesh, (batch, "sequence"))
+            lambda _, __, out: spmd.mark_sharding(out, mesh, (batch, "sequence"), inplace=False)
         )
     return mesh, (batch, "sequence"), backward
 

@@ -1,6 +1,7 @@
 """Every public name of the three packages, listed in `data/public_names.txt`, can be imported."""
 
 import importlib
+import operator
 import pkgutil
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,15 @@ import torch_xla
 
 LISTED = (Path(__file__).parents[1] / "data" / "public_names.txt").read_text().split()
 # Modules that users reach as attributes of the package: `spmd.debugging.collectives`.
-MODULES = ("autocast", "custom_ops", "debugging", "metrics", "profiler")
+MODULES = [
+    "debugging",
+    "debugging.profiler",
+    "distributed",
+    "dtensor",
+    "errors",
+    "manual",
+    "metrics",
+]
 
 
 def public_names(module, name):
@@ -26,12 +35,13 @@ def public_names(module, name):
 def found():
     names = {f"spmd_core.{name}" for name in MODULES}
     for name in MODULES:
-        names |= public_names(getattr(spmd, name), f"spmd_core.{name}")
+        names |= public_names(operator.attrgetter(name)(spmd), f"spmd_core.{name}")
     for info in pkgutil.walk_packages(torch_xla.__path__, "torch_xla."):
         names |= {info.name, *public_names(importlib.import_module(info.name), info.name)}
     names |= public_names(torch_xla, "torch_xla")
     # Some names are torch's, and imported when they are asked for.
     names |= {f"spmd_core.{name}" for name in spmd.__all__ if hasattr(spmd, name)}
+    names |= {f"spmd_core.dtensor.{n}" for n in spmd.dtensor.__all__ if hasattr(spmd.dtensor, n)}
     return names | public_names(spmd, "spmd_core") | public_names(spmd_data, "spmd_data")
 
 

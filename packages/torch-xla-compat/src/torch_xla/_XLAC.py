@@ -15,6 +15,7 @@ from spmd_core import metrics as _metrics
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
+from spmd_core.runtime import processes
 from spmd_core.sharding import partition_spec, sharding, xla_text
 from spmd_core.sharding.sharding import ShardingType
 from spmd_core.tensor import shards
@@ -358,7 +359,7 @@ def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
             f"got data of shape {tuple(t.shape)}. Call enable_manual_sharding on it."
         )
     return spmd.enable_manual_sharding(
-        tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or spmd.get_1d_mesh()
+        tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or processes.get_1d_mesh()
     )
 
 
@@ -389,7 +390,7 @@ def _spmd_shard_to_full_shape(
     )
 
 
-def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> partition_spec.PartitionSpec:
+def _spec_over(mesh: spmd.Mesh, text: str, ndim: int) -> partition_spec.PartitionSpecLike:
     """The partition spec whose sharding over `mesh` has this text. RuntimeError without one."""
     axes = range(len(mesh.mesh_shape))
     entries = [order for n in range(len(axes) + 1) for order in itertools.permutations(axes, n)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
+from spmd_core.runtime import processes
 from spmd_core.torch_backend import random_state
 from torch_xla._upstream import refuse, refused, warn_of_one_replica
 
@@ -28,7 +29,7 @@ def devices() -> list[torch.device]:
 
 def real_devices() -> list[str]:
     """The physical devices, such as `CPU:0`."""
-    return spmd.real_devices()
+    return processes.real_devices()
 
 
 def device_count() -> int:

@@ -6,10 +6,15 @@
     debugging.collectives()            bytes between devices, by mesh axes, torch operation and line
     debugging.explain_recompile()      what changed since the most similar earlier program
     with debugging.source_lines():     operations keep the user's line and module
+    debugging.visualize_sharding(s)    a table of which device holds which block
+    with debugging.verify():           each program runs twice, partitioned and on one device
+    debugging.profiler                 traces for TensorBoard and Perfetto
+    debugging.versions()               the versions of torch, jax and libtpu, for a report
 
-Nothing here runs a program.
+Only `verify` runs a program.
 """
 
+from spmd_core.debugging import profiler as profiler
 from spmd_core.debugging import recompile_warnings as recompile_warnings
 from spmd_core.debugging.communication import Cause as Cause
 from spmd_core.debugging.communication import Collective as Collective
@@ -24,3 +29,8 @@ from spmd_core.debugging.programs import source_lines as source_lines
 from spmd_core.debugging.programs import stablehlo as stablehlo
 from spmd_core.debugging.recompiles import Recompile as Recompile
 from spmd_core.debugging.recompiles import explain_recompile as explain_recompile
+from spmd_core.debugging.visualize import visualize_sharding as visualize_sharding
+from spmd_core.debugging.visualize import visualize_tensor_sharding as visualize_tensor_sharding
+from spmd_core.program.execution import verify as verify
+from spmd_core.releases import Versions as Versions
+from spmd_core.releases import versions as versions

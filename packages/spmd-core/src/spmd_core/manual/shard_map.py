@@ -17,7 +17,7 @@ from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh, given_or_global
-from spmd_core.sharding.partition_spec import Axis, PartitionSpec
+from spmd_core.sharding.partition_spec import Axis, PartitionSpec, PartitionSpecLike
 from spmd_core.sharding.sharding import Border, Manual, Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor
 
@@ -101,7 +101,7 @@ def _replicated_axes(manual: Manual, sharding: Sharding) -> tuple[int, ...]:
     return tuple(axis for axis in manual.axes if axis not in used)
 
 
-def _sharding(manual: Manual, spec: PartitionSpec, ndim: int) -> Sharding:
+def _sharding(manual: Manual, spec: PartitionSpecLike, ndim: int) -> Sharding:
     """The spec as a sharding; raises PartitionSpecError if it names an axis that is not manual."""
     sharding = Sharding.of(manual.mesh, spec, ndim)
     others = [axis for axes in sharding.dims for axis in axes if axis not in manual.axes]
@@ -115,7 +115,7 @@ def _sharding(manual: Manual, spec: PartitionSpec, ndim: int) -> Sharding:
     return sharding
 
 
-def enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+def enter(x: Any, manual: Manual, spec: PartitionSpecLike) -> XLAShardedTensor:
     """A whole tensor as each device's block, over manual axes; what `shard_map` does to arguments.
 
     Raises:
@@ -136,7 +136,7 @@ def enter(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
     return result
 
 
-def leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
+def leave(x: Any, manual: Manual, spec: PartitionSpecLike) -> XLAShardedTensor:
     """The whole tensor that the devices' blocks make up; what `shard_map` does to results.
 
     Raises:
@@ -151,7 +151,7 @@ def leave(x: Any, manual: Manual, spec: PartitionSpec) -> XLAShardedTensor:
 def shard_map(
     function: Callable[..., Any],
     mesh: Mesh,
-    in_specs: Sequence[PartitionSpec | EllipsisType],
+    in_specs: PartitionSpec | Sequence[PartitionSpecLike | EllipsisType],
     out_specs: Any,
     *,
     axis_names: Iterable[Axis] | None = None,
@@ -196,23 +196,24 @@ def shard_map(
         )
 
     def mapped(*args: Any) -> Any:
-        if len(args) != len(in_specs):
+        specs = (in_specs,) * len(args) if isinstance(in_specs, PartitionSpec) else in_specs
+        if len(args) != len(specs):
             raise PartitionSpecError(
                 "in_specs has one partition spec for each argument; "
-                f"got {len(in_specs)} specs and {len(args)} arguments."
+                f"got {len(specs)} specs and {len(args)} arguments."
             )
         if current_region.get() is not None:
             raise SpmdError(
                 "manual regions do not nest; got a shard_map inside a shard_map. "
                 "Name the axes of both in the outer one."
             )
-        local = [
-            arg if spec is ... else enter(arg, manual, spec) for arg, spec in zip(args, in_specs)
-        ]
+        local = [arg if spec is ... else enter(arg, manual, spec) for arg, spec in zip(args, specs)]
         with inside(manual):
             results = function(*local)
         if not isinstance(results, (tuple, list)):
             return leave(results, manual, out_specs)
+        if isinstance(out_specs, PartitionSpec):
+            return type(results)(leave(result, manual, out_specs) for result in results)
         if not isinstance(out_specs, (tuple, list)) or len(out_specs) != len(results):
             raise PartitionSpecError(
                 "out_specs has one partition spec for each result; "
@@ -226,7 +227,7 @@ def shard_map(
 
 
 def enable_manual_sharding(
-    t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: Mesh | None = None
+    t: torch.Tensor, partition_spec: PartitionSpecLike, *, mesh: Mesh | None = None
 ) -> XLAShardedTensor:
     """The tensor as each device's block, over all axes of the mesh.
 
@@ -241,7 +242,7 @@ def enable_manual_sharding(
 
 def disable_manual_sharding(
     t: torch.Tensor,
-    partition_spec: PartitionSpec,
+    partition_spec: PartitionSpecLike,
     full_shape: Sequence[int],
     *,
     mesh: Mesh | None = None,

@@ -69,8 +69,8 @@ class Redistribute(torch.autograd.Function):
         return Redistribute.apply(grads[0], *ctx.layouts), None, None
 
 
-def annotate(x: XLAShardedTensor, layout: Layout) -> None:
-    """Constrains a tensor's present value, in place; as `marking.annotate`, along some axes."""
+def constrain(x: XLAShardedTensor, layout: Layout) -> None:
+    """Constrains a tensor's present value, in place; as `marking.constrain`, along some axes."""
     handle, sharding = x._handle, layout.sharding(x.dim())
     with lock:
         value = constrained(read(handle), sharding, MARK_ALONG, along=layout.axes)

@@ -13,7 +13,7 @@ import torch
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
@@ -25,7 +25,7 @@ _library.define("aot_mark_sharding(Tensor input, str mesh, str partition_spec) -
 _library.define("dynamo_set_buffer_donor_(Tensor(a) t, bool should_donate) -> Tensor(a)")
 
 
-def parse_partition_spec(text: str) -> PartitionSpec:
+def parse_partition_spec(text: str) -> PartitionSpecLike:
     """Parses the literal of a partition spec, such as `"('data', None)"`.
 
     Raises:

@@ -258,7 +258,7 @@ def _redistribute(
         else device_mesh
     )
     mesh, spec = partition_spec_of(target, placements, self.dim())
-    return marking.mark_sharding_with_gradients(self, mesh, spec)
+    return marking.mark_sharding(self, mesh, spec, inplace=False)
 
 
 def _full_tensor(
@@ -274,7 +274,7 @@ def _full_tensor(
         mesh = self.sharding.mesh
     else:
         mesh = get_global_mesh() or _all_devices()
-    return marking.mark_sharding_with_gradients(self, mesh, ())
+    return marking.mark_sharding(self, mesh, (), inplace=False)
 
 
 def _to_local(

@@ -20,12 +20,18 @@ from spmd_core.program.mark_names import MARK, MARK_AT_ONCE, MARK_SHARDING
 from spmd_core.recording.jax_calls import call_jax
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices
-from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, device_tensor, wrap
 
 
-def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+def mark_sharding(
+    t: torch.Tensor,
+    mesh: Mesh | ShardingSpec,
+    partition_spec: PartitionSpecLike | None = None,
+    *,
+    inplace: bool = True,
+) -> XLAShardedTensor:
     """Shards a tensor over a mesh, in place; returns the same tensor.
 
     The mark is visible at once. Data on the host is uploaded in shards when the first program needs
@@ -36,16 +42,24 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
 
     Args:
         t: a tensor on device `xla`, of any shape and dtype.
-        mesh: the devices and the axes.
+        mesh: the devices and the axes; or a `ShardingSpec`, which has a partition spec of its own.
+            With its `minibatch` under several processes, `t` is this process's part of a global
+            tensor, which the call makes and returns (`from_process_local`); `t` stays as it is, on
+            the CPU, or on device `xla` as long as no program has read it.
         partition_spec: for each dim of `t` the mesh axis (a name or an index) that shards it, a
             tuple of axes (major first), or None. A spec shorter than the rank replicates the
             remaining dims.
+        inplace: False for a new tensor of the same values, marked, whose gradient is constrained to
+            the same sharding; `t` and its gradient keep their own. Can be differentiated any number
+            of times. This is what jax calls `with_sharding_constraint`.
 
     Raises:
         NotInSpmdModeError: `use_spmd()` was not called.
-        DeviceMismatchError: the tensor is not on device `xla`.
+        DeviceMismatchError: the tensor is not on device `xla`; or, with `minibatch`, its data is
+            not on the host any more.
         MeshError: the mesh names a device that does not exist, or is not a Mesh.
-        PartitionSpecError: the spec does not fit the mesh or the tensor.
+        PartitionSpecError: the spec does not fit the mesh or the tensor; or a `ShardingSpec` came
+            with another partition spec.
 
     Example:
         >>> mesh = Mesh(range(8), (4, 2), ("data", "model"))
@@ -53,7 +67,19 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
         >>> w.sharding_spec
         '{devices=[4,2]0,1,2,3,4,5,6,7}'
     """
+    if isinstance(mesh, ShardingSpec):
+        if partition_spec is not None:
+            raise PartitionSpecError(
+                "a ShardingSpec has its own partition spec; got "
+                f"{mesh.partition_spec!r} and {partition_spec!r} beside it. "
+                "Write mark_sharding(tensor, sharding_spec), or pass a Mesh with the second."
+            )
+        if mesh.minibatch and devices.num_processes() > 1:
+            return process_data.from_process_local(_host_data(t), mesh)
+        mesh, partition_spec = mesh.mesh, mesh.partition_spec
     tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding")
+    if not inplace:
+        return MarkSharding.apply(tensor, sharding)
     with lock:
         _mark(tensor._handle, sharding)
     if tensor.requires_grad:
@@ -61,7 +87,7 @@ def mark_sharding(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) ->
     return tensor
 
 
-def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAShardedTensor:
+def constrain(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpecLike) -> XLAShardedTensor:
     """Constrains the sharding of a tensor's present value, in place; returns the same tensor.
 
     A hint to the partitioner at one place of the program. Unlike `mark_sharding` it does not stay
@@ -69,7 +95,7 @@ def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAS
     Data on the device moves when the next program that reads the tensor runs. Arguments and errors
     are those of `mark_sharding`.
     """
-    tensor, sharding = _check_arguments(t, mesh, partition_spec, "annotate")
+    tensor, sharding = _check_arguments(t, mesh, partition_spec, "constrain")
     handle = tensor._handle
     with lock:
         value = constrained(read(handle), sharding)
@@ -78,18 +104,6 @@ def annotate(t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec) -> XLAS
         else:
             handle.value = value
     return tensor
-
-
-def mark_sharding_with_gradients(
-    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec
-) -> XLAShardedTensor:
-    """A marked tensor of the same values, whose gradient is constrained to the same sharding.
-
-    Not in place: `t` and its gradient keep their own shardings. Can be differentiated any number of
-    times. Arguments and errors are those of `mark_sharding`.
-    """
-    tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding_with_gradients")
-    return MarkSharding.apply(tensor, sharding)
 
 
 class MarkSharding(torch.autograd.Function):
@@ -182,21 +196,6 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
     return tensor
 
 
-def apply_sharding(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
-    """`mark_sharding` with a `ShardingSpec`.
-
-    With `spec.minibatch` under several processes, `t` is this process's part of a global tensor,
-    which the call makes and returns (`from_process_local`); `t` stays as it is, on the CPU, or on
-    device `xla` as long as no program has read it.
-
-    Raises:
-        DeviceMismatchError: with `minibatch`, the data of `t` is not on the host any more.
-    """
-    if spec.minibatch and devices.num_processes() > 1:
-        return process_data.from_process_local(_host_data(t), spec)
-    return mark_sharding(t, spec.mesh, spec.partition_spec)
-
-
 def _host_data(t: torch.Tensor) -> torch.Tensor:
     """A tensor's data in host memory: a CPU tensor itself, or what `t.to("xla")` has copied."""
     if not isinstance(t, XLAShardedTensor):
@@ -245,7 +244,7 @@ def sync(*, wait: bool = False) -> None:
 
 
 def _check_arguments(
-    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpec, what: str
+    t: torch.Tensor, mesh: Mesh, partition_spec: PartitionSpecLike | None, what: str
 ) -> tuple[XLAShardedTensor, Sharding]:
     """Checks the arguments of a marking function; returns the tensor and the sharding."""
     devices.require_spmd(what)
@@ -256,7 +255,7 @@ def _check_arguments(
             f"Write {what}(tensor, Mesh(device_ids, shape, names), spec)."
         )
     check_devices(mesh, devices.global_runtime_device_count())
-    return tensor, Sharding.of(mesh, partition_spec, tensor.dim())
+    return tensor, Sharding.of(mesh, partition_spec, tensor.dim())  # type: ignore[arg-type]
 
 
 def marked_gradient(
@@ -331,7 +330,7 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
 
 
 def _mark_over(
-    tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpec
+    tensor: XLAShardedTensor, mesh_shape: Sequence[int], partition_spec: PartitionSpecLike
 ) -> None:
     mark_sharding(tensor, Mesh(range(math.prod(mesh_shape)), mesh_shape), partition_spec)
 

@@ -11,11 +11,11 @@ from torch import nn
 from spmd_core.errors import PartitionSpecError
 from spmd_core.marks import marking
 from spmd_core.sharding.mesh import Mesh, given_or_global
-from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import device_tensor
 
-Rule: TypeAlias = PartitionSpec | ShardingSpec | None
+Rule: TypeAlias = PartitionSpecLike | ShardingSpec | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ShardingReport:
 
     __module__ = "spmd_core"  # pickles name the public package, which does not move
 
-    marked: dict[str, PartitionSpec] = field(default_factory=dict)
+    marked: dict[str, PartitionSpecLike] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     unmatched_names: tuple[str, ...] = ()
     unmatched_rules: tuple[str, ...] = ()

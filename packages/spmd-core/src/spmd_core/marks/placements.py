@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from spmd_core.errors import PartitionSpecError, UnsupportedOpError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def placement_types() -> ModuleType:
 
 def partition_spec_of(
     device_mesh: AnyMesh, placements: Sequence["Placement"], ndim: int
-) -> tuple[Mesh, PartitionSpec]:
+) -> tuple[Mesh, PartitionSpecLike]:
     """The mesh and the partition spec of placements, for tensors of rank `ndim`.
 
     If several dimensions of the mesh shard one dim, they split it in their order; `_StridedShard`

@@ -14,7 +14,7 @@ from spmd_core.graph.values import Spec
 from spmd_core.program.leaves import marked_placement
 from spmd_core.runtime import agreement, buffers, devices, processes
 from spmd_core.sharding.mesh import Mesh, check_devices
-from spmd_core.sharding.partition_spec import PartitionSpec, ShardingSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.sharding.process_parts import ProcessPart, process_part
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
@@ -226,7 +226,7 @@ def _part(t: torch.Tensor, spec: ShardingSpec) -> tuple[ProcessPart, Sharding]:
     return _part_of(sharding), sharding
 
 
-def part_of(mesh: Mesh, partition_spec: PartitionSpec) -> ProcessPart:
+def part_of(mesh: Mesh, partition_spec: PartitionSpecLike) -> ProcessPart:
     """What this process holds of tensors with as many dims as the spec has entries.
 
     See `process_part` for its errors.

@@ -4,7 +4,7 @@ import torch
 
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
-from spmd_core.marks.marking import apply_sharding, start_upload
+from spmd_core.marks.marking import mark_sharding, start_upload
 from spmd_core.program import leaves
 from spmd_core.runtime import buffers, devices
 from spmd_core.sharding.mesh import check_devices
@@ -16,7 +16,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """A new tensor on the device with the values of one on the host.
 
-    `t.to("xla")`, `apply_sharding` and `start_upload` in one, without the copy in host memory
+    `t.to("xla")`, `mark_sharding` and `start_upload` in one, without the copy in host memory
     between them. Returns when the host's memory may be written to again, so it waits for the
     transfer. For a thread that loads data.
 
@@ -28,13 +28,13 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
         NotInSpmdModeError: `use_spmd()` was not called.
         MeshError: the mesh names a device that does not exist.
         PartitionSpecError: the spec does not fit the mesh or the tensor.
-        UnsupportedOpError: see `apply_sharding`.
+        UnsupportedOpError: see `mark_sharding`.
     """
     host = t.detach().resolve_conj().resolve_neg()
     if spec.minibatch and devices.num_processes() > 1:
-        return apply_sharding(host, spec)
+        return mark_sharding(host, spec)
     if host.device.type != "cpu":
-        return start_upload(apply_sharding(host.to("xla"), spec))
+        return start_upload(mark_sharding(host.to("xla"), spec))
     devices.require_spmd("upload_sharded")
     check_devices(spec.mesh, devices.global_runtime_device_count())
     sharding = Sharding.of(spec.mesh, spec.partition_spec, host.dim())

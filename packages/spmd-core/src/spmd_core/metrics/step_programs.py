@@ -9,7 +9,7 @@ from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
 from spmd_core.debugging.programs import kept
 from spmd_core.errors import SpmdError
-from spmd_core.runtime.devices import memory_stats
+from spmd_core.runtime.devices import allocator_stats
 
 
 @checked(since=0)
@@ -95,7 +95,7 @@ def memory_use(program: ProgramRecord | None = None) -> MemoryUse:
         SpmdError: nothing was compiled yet.
     """
     chosen = given(program, "memory_use")
-    stats = memory_stats()
+    stats = allocator_stats()
     peaks, limits = (
         [row[name] for row in stats if name in row] for name in ("peak_bytes_in_use", "bytes_limit")
     )

@@ -22,7 +22,7 @@ from spmd_core.modules.checkpointing import barrier, in_backward, inner_forward
 from spmd_core.modules.regather import Regather, outer_hooks
 from spmd_core.recording.second_runs import awaited
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -74,8 +74,8 @@ class _Plan:
     """
 
     mesh: Mesh
-    sharded: PartitionSpec
-    whole: PartitionSpec
+    sharded: PartitionSpecLike
+    whole: PartitionSpecLike
     dtype: torch.dtype | None
     sharding: Sharding
     batch_axes: tuple[int, ...]

@@ -398,7 +398,7 @@ def _shard_first(output: Any, mesh: Mesh, batch_axes: tuple[int, ...]) -> None:
         if others == 1:
             mark_sharding(first, mesh, (batch_axes,))
         else:  # they may split another dim, such as the sequence
-            along.annotate(first, along.Layout(mesh, batch_axes, 0))
+            along.constrain(first, along.Layout(mesh, batch_axes, 0))
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

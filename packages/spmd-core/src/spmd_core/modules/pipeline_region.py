@@ -19,7 +19,7 @@ from spmd_core.graph.values import Entry, Spec
 from spmd_core.manual.collectives import all_reduce, all_to_all, collective_permute
 from spmd_core.manual.region import inside, manual_axes
 from spmd_core.manual.shard_map import axis_index, enter, leave
-from spmd_core.marks.marking import annotate, mark_sharding_with_gradients
+from spmd_core.marks.marking import constrain, mark_sharding
 from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
@@ -192,7 +192,7 @@ class Region:
                     x = _Gathered.apply(x, gather, False)
             if any(others):
                 spec = tuple(axes or None for axes in others)
-                x = mark_sharding_with_gradients(x, self.mesh, spec)
+                x = mark_sharding(x, self.mesh, spec, inplace=False)
         return x
 
     def _splits(self, x: torch.Tensor) -> _Split:
@@ -218,7 +218,7 @@ class Region:
                 last = self.stage() == p - 1
                 x = all_reduce(torch.where(last, x, torch.zeros_like(x)), self.axis)
         whole: torch.Tensor = leave(x, self.manual, (axes or None,))
-        return annotate(whole, self.mesh, (axes or None,)) if axes else whole
+        return constrain(whole, self.mesh, (axes or None,)) if axes else whole
 
     def shared_out(self, x: torch.Tensor) -> torch.Tensor:
         """The stage's part of the rows of the last stage's `x`. In the region."""

@@ -17,7 +17,7 @@ from spmd_core.modules.checkpointing import CheckpointedForward
 from spmd_core.modules.fsdp_unit import unit_of
 from spmd_core.modules.pipeline_plan import Plan
 from spmd_core.modules.pipeline_region import Region
-from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -130,7 +130,7 @@ def _facts(tensor: torch.Tensor | None) -> str:
     return facts + (f", marked with {spec!r}" if spec else "")
 
 
-def _spec(tensor: torch.Tensor) -> PartitionSpec:
+def _spec(tensor: torch.Tensor) -> PartitionSpecLike:
     sharding = tensor.sharding if isinstance(tensor, XLAShardedTensor) else None
     return () if sharding is None else tuple(axes or None for axes in sharding.dims)
 

@@ -249,7 +249,7 @@ def device_attributes() -> list[dict[str, Any]]:
     return rows
 
 
-def memory_stats() -> list[dict[str, int]]:
+def allocator_stats() -> list[dict[str, int]]:
     """The allocator's statistics of each local device, in bytes.
 
     `bytes_in_use`, `peak_bytes_in_use` and `bytes_limit`; an empty dict where the platform keeps no

@@ -104,21 +104,21 @@ def _local_devices() -> list[jax.Device]:
     return [d for d in devices.all_devices() if devices.is_local(d)]
 
 
-def memory_info(device: int | str | torch.device | None = None) -> dict[str, int]:
-    """The memory statistics of one of this process's devices, in bytes.
+def memory_stats(device: int | str | torch.device | None = None) -> dict[str, int]:
+    """What the allocator of one of this process's devices counts, in bytes. Does not wait.
 
-    The keys are `bytes_used`, `bytes_limit` and `peak_bytes_used`.
+    Among the keys are `bytes_in_use`, `bytes_limit` and `peak_bytes_in_use`.
 
     Args:
-        device: a position among all devices, or a name from `real_devices()`. None and the logical
-            device (`"xla"`) stand for the device of this process with the most bytes used.
+        device: a position among all devices, or a name such as `"TPU:0"`. None and the logical
+            device (`"xla"`) stand for the device of this process with the most bytes in use.
 
     Raises:
         ValueError: this process has no such device.
         UnsupportedOpError: the platform keeps no statistics, such as emulated devices on a CPU.
     """
     stats = [_memory_of(d) for d in _chosen(device)]
-    return max(stats, key=lambda row: row["bytes_used"])
+    return max(stats, key=lambda row: row["bytes_in_use"])
 
 
 def _chosen(device: int | str | torch.device | None) -> list[jax.Device]:
@@ -145,11 +145,7 @@ def _memory_of(device: jax.Device) -> dict[str, int]:
             "Ask metrics.programs() what each program takes by the compiler's own analysis "
             "(peak_bytes)."
         )
-    return {
-        "bytes_used": found["bytes_in_use"],
-        "bytes_limit": found["bytes_limit"],
-        "peak_bytes_used": found["peak_bytes_in_use"],
-    }
+    return found
 
 
 def is_bf16_supported() -> bool:

@@ -1,7 +1,7 @@
 """Partition specs, as users write them, and their check against a mesh."""
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 
@@ -11,8 +11,43 @@ from spmd_core.sharding.mesh import Mesh
 Axis: TypeAlias = int | str
 """A mesh axis, by index (negative counts from the last) or by name."""
 
-PartitionSpec: TypeAlias = tuple[int | str | tuple[int | str, ...] | None, ...]
-"""One entry per tensor dim: None (not sharded), a mesh axis, or a tuple of axes, major first."""
+Entry: TypeAlias = int | str | tuple[int | str, ...] | None
+"""How one tensor dim is split: not (None), over a mesh axis, or over a tuple of axes, major first.
+"""
+
+PartitionSpecLike: TypeAlias = tuple[Entry, ...]
+"""What is accepted as a partition spec: a tuple, or a `PartitionSpec`, with an entry per dim."""
+
+
+class PartitionSpec(tuple[Entry, ...]):
+    """How each dim of a tensor is split over a mesh, written as in jax: one argument for each dim.
+
+    It equals the tuple of its arguments, and either is accepted wherever a partition spec is asked
+    for. Only `shard_map` tells them apart: one `PartitionSpec` there stands for every argument, or
+    every result.
+
+    Args:
+        entries: for each dim None (not split), a mesh axis by name or index, or a tuple of axes,
+            the major one first.
+
+    Example:
+        >>> PartitionSpec("fsdp", None)
+        PartitionSpec('fsdp', None)
+        >>> PartitionSpec("fsdp", None) == ("fsdp", None)
+        True
+    """
+
+    __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+    __slots__ = ()
+
+    def __new__(cls, *entries: Entry) -> Self:
+        return super().__new__(cls, entries)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return tuple(self)
+
+    def __repr__(self) -> str:
+        return f"PartitionSpec({', '.join(map(repr, self))})"
 
 
 @dataclass(frozen=True)
@@ -38,7 +73,7 @@ class ShardingSpec:
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
 
     mesh: Mesh
-    partition_spec: PartitionSpec
+    partition_spec: PartitionSpecLike
     minibatch: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +95,7 @@ class ShardingSpec:
         return len(self.partition_spec) == _rank_of(tensor)
 
 
-def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...]:
+def validate_spec(mesh: Mesh, spec: PartitionSpecLike) -> tuple[tuple[int, ...], ...]:
     """Checks a partition spec against a mesh; returns the mesh axis indices of each entry.
 
     Raises:
@@ -94,7 +129,7 @@ def validate_spec(mesh: Mesh, spec: PartitionSpec) -> tuple[tuple[int, ...], ...
 
 
 def _entry_axes(
-    mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpec
+    mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpecLike
 ) -> tuple[int, ...]:
     """The axis indices of one entry of `spec`; the whole spec is for error messages."""
     if entry is None:

@@ -13,7 +13,7 @@ import numpy as np
 from spmd_core.errors import PartitionSpecError
 from spmd_core.sharding import xla_text
 from spmd_core.sharding.mesh import Mesh
-from spmd_core.sharding.partition_spec import Axis, PartitionSpec, validate_spec
+from spmd_core.sharding.partition_spec import Axis, PartitionSpecLike, validate_spec
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -103,7 +103,7 @@ class Sharding:
         object.__setattr__(self, "_hash", hash((self.mesh, self.dims)))
 
     @classmethod
-    def of(cls, mesh: Mesh, partition_spec: PartitionSpec, ndim: int) -> "Sharding":
+    def of(cls, mesh: Mesh, partition_spec: PartitionSpecLike, ndim: int) -> "Sharding":
         """The sharding that `partition_spec` describes for tensors of rank `ndim`.
 
         A spec with fewer than `ndim` entries replicates the remaining dims.
@@ -148,7 +148,7 @@ class Sharding:
         return self.num_shards == 1
 
     @cached_property
-    def partition_spec(self) -> PartitionSpec:
+    def partition_spec(self) -> PartitionSpecLike:
         """The canonical partition spec, of length `ndim`.
 
         Each entry is None, one axis, or a tuple of two or more axes. Axes are given by name, or by
@@ -343,7 +343,7 @@ def from_text(text: str, ndim: int) -> Sharding:
     return Sharding.of(Mesh(ids, mesh_shape), tuple(range(ndim)), ndim)
 
 
-def op_sharding(mesh: Mesh, partition_spec: PartitionSpec) -> OpSharding:
+def op_sharding(mesh: Mesh, partition_spec: PartitionSpecLike) -> OpSharding:
     """XLA's description of `partition_spec` for a tensor of the spec's length.
 
     This is the method `Mesh.get_op_sharding`.

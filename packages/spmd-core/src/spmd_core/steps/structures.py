@@ -13,7 +13,7 @@ from spmd_core import files, releases, source_lines
 from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError
 from spmd_core.marks import process_data
-from spmd_core.marks.marking import apply_sharding, start_upload
+from spmd_core.marks.marking import mark_sharding, start_upload
 from spmd_core.runtime import processes, watch
 from spmd_core.sharding.partition_spec import ShardingSpec
 from spmd_core.tensor.logical_device import XLA_DEVICE
@@ -114,7 +114,7 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
         moved = t.to(XLA_DEVICE)
         if input_sharding is None or t.dim() == 0:
             return moved
-        return start_upload(apply_sharding(moved, _fitted(input_sharding, t)))
+        return start_upload(mark_sharding(moved, _fitted(input_sharding, t)))
 
     return map_tensors(data, up)
 

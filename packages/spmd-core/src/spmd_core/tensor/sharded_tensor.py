@@ -12,7 +12,7 @@ from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, Unsuppo
 from spmd_core.graph.storage import Handle, Storage, View, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
-from spmd_core.sharding.partition_spec import PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
 from spmd_core.tensor import shards, stored_bytes, tracing
@@ -88,7 +88,7 @@ class XLAShardedTensor(torch.Tensor):
     # Set by `marks.marking`: constrains the gradients of a marked leaf. None until it is imported.
     _on_requires_grad: Callable[["XLAShardedTensor"], None] | None = None
     # Set by `marks.marking`: marks a tensor over a mesh of the given shape.
-    _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpec], None]
+    _mark_over: Callable[["XLAShardedTensor", Sequence[int], PartitionSpecLike], None]
     # Shared with the hook that constrains this tensor's gradients; None without that hook.
     _gradient_sharding: "GradientSharding | None" = None
     # Set by `marks.dtensor`: torch's DTensor interface.
@@ -108,7 +108,7 @@ class XLAShardedTensor(torch.Tensor):
         cls,
         elem: torch.Tensor,
         mesh_shape: Sequence[int] | None = None,
-        partition_spec: PartitionSpec | None = None,
+        partition_spec: PartitionSpecLike | None = None,
         requires_grad: bool = False,
     ) -> "XLAShardedTensor":
         if not isinstance(elem, torch.Tensor):
@@ -177,7 +177,7 @@ class XLAShardedTensor(torch.Tensor):
         return from_text(text, self.dim()).type
 
     @property
-    def partition_spec(self) -> PartitionSpec | None:
+    def partition_spec(self) -> PartitionSpecLike | None:
         """The partition spec, one entry per dim; None without a sharding."""
         return None if self._handle.sharding is None else self._handle.sharding.partition_spec
 

@@ -18,7 +18,7 @@ from spmd_core.dispatch import automatic_cut, composite, router, selections, tra
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
-from spmd_core.runtime import devices, interrupts
+from spmd_core.runtime import interrupts, processes
 from spmd_core.tensor.logical_device import XLA_DEVICE, require_logical
 from spmd_core.tensor.selected_tensor import SelectedTensor
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -74,7 +74,7 @@ def _device_module() -> types.ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "synchronize": synchronize,
         "empty_cache": lambda: None,
-        "memory_stats": devices.memory_stats,
+        "memory_stats": processes.memory_stats,
         XLAShardedTensor.__name__: XLAShardedTensor,
     }
     for name, member in members.items():

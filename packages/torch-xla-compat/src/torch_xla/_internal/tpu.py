@@ -8,7 +8,7 @@ import os
 import re
 
 import spmd_core as spmd
-from spmd_core.runtime import devices
+from spmd_core.runtime import devices, processes
 
 
 def _is_tpu() -> bool:
@@ -19,7 +19,7 @@ def _is_tpu() -> bool:
 
 def num_available_devices() -> int:
     """Number of TPU devices of this host; 0 on other platforms."""
-    return spmd.addressable_runtime_device_count() if _is_tpu() else 0
+    return processes.addressable_runtime_device_count() if _is_tpu() else 0
 
 
 def num_available_chips() -> int:

@@ -10,6 +10,8 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import debugging, releases
+from spmd_core.marks import marking
+from spmd_core.modules import barrier
 from spmd_core.runtime import processes
 from spmd_core.steps import closures, loop, structures
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -65,7 +67,7 @@ def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
     Raises:
         RuntimeError: a device is neither the logical device nor a physical one.
     """
-    known = spmd.real_devices()
+    known = processes.real_devices()
     result = []
     for device in devices or [spmd.device()]:
         name = known[0] if str(device) in ("xla", str(spmd.device())) else str(device)
@@ -128,9 +130,14 @@ def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
     """`bytes_used`, `bytes_limit` and `peak_bytes_used` of a device, in bytes."""
-    return processes.memory_info(
+    found = processes.memory_stats(
         None if device is None or torch.device(device) == spmd.device() else device
     )
+    return {
+        "bytes_used": found["bytes_in_use"],
+        "bytes_limit": found["bytes_limit"],
+        "peak_bytes_used": found["peak_bytes_in_use"],
+    }
 
 
 # Steps.
@@ -187,8 +194,8 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
-    """`spmd_core.optimization_barrier_`."""
-    spmd.optimization_barrier_(tensors)
+    """What reads the tensors afterwards runs after all of them are computed."""
+    barrier.optimization_barrier_(tensors)
 
 
 # Data.
@@ -230,7 +237,7 @@ def _sent(t: torch.Tensor, input_sharding: Any) -> torch.Tensor:
     moved = t.to(spmd.device())
     if input_sharding is not None and input_sharding.can_apply(moved):
         # Under several processes, with `minibatch`, another tensor: the global one.
-        moved = spmd.start_upload(spmd.apply_sharding(moved, input_sharding))
+        moved = marking.start_upload(spmd.mark_sharding(moved, input_sharding))
     return _replicated(moved)
 
 
@@ -240,7 +247,7 @@ def _replicated(t: torch.Tensor) -> torch.Tensor:
     Its upload waits until the tensor is used, because the program may mark it before that.
     """
     if isinstance(t, XLAShardedTensor) and t.sharding is None and spmd.is_spmd():
-        spmd.mark_sharding(t, spmd.get_1d_mesh(), ())
+        spmd.mark_sharding(t, processes.get_1d_mesh(), ())
     return t
 
 

@@ -6,10 +6,11 @@ from typing import Any
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.modules import fully_shard
 
 
-class SpmdFullyShardedDataParallel(spmd.SpmdFullyShardedDataParallel):
-    """`spmd_core.SpmdFullyShardedDataParallel` with torch_xla's arguments.
+class SpmdFullyShardedDataParallel(fully_shard.SpmdFullyShardedDataParallel):
+    """FSDP by marks: a module whose parameters live in shards, with torch_xla's arguments.
 
     Submodules that the policy selects become units of this class.
     """

@@ -9,11 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import spmd_core as spmd
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
+from spmd_core.marks import dtensor
+from spmd_core.marks.device_mesh import from_device_mesh
+from spmd_core.marks.placements import partition_spec_of
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from torch_xla._upstream import raising
 from torch_xla.distributed.spmd.xla_sharding import Mesh
 
-auto_policy = spmd.auto_policy
+auto_policy = dtensor.auto_policy
 
 
 def convert_to_xla_mesh(dt_mesh: DeviceMesh) -> Mesh:
@@ -24,7 +27,7 @@ def convert_to_xla_mesh(dt_mesh: DeviceMesh) -> Mesh:
     """
     spmd.use_spmd()
     with raising(AssertionError, MeshError):
-        mesh = spmd.from_device_mesh(dt_mesh).mesh
+        mesh = from_device_mesh(dt_mesh).mesh
     return Mesh(mesh.device_ids, mesh.mesh_shape, mesh.axis_names)
 
 
@@ -39,7 +42,7 @@ def convert_to_xla_partition_spec(
     axes = spmd.Mesh(range(1), (1,) * len(placements)) if placements else spmd.Mesh([0], (1,))
     with raising(ValueError, UnsupportedOpError):
         try:
-            return tuple(spmd.partition_spec_of(axes, placements, tensor.dim())[1])
+            return tuple(partition_spec_of(axes, placements, tensor.dim())[1])
         except UnsupportedOpError as error:
             raise ValueError(f"Unsupported placement type: {error}") from error
 
@@ -69,7 +72,7 @@ def xla_distribute_tensor(
         raising(ValueError, TypeError, UnsupportedOpError),
         raising(AssertionError, MeshError, PartitionSpecError),
     ):
-        return spmd.distribute_tensor(tensor, device_mesh, placements)
+        return dtensor.distribute_tensor(tensor, device_mesh, placements)
 
 
 def xla_distribute_module(
@@ -79,6 +82,6 @@ def xla_distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """`spmd_core.distribute_module`; turns SPMD mode on."""
+    """`spmd_core.dtensor.distribute_module`; turns SPMD mode on."""
     spmd.use_spmd()
-    return spmd.distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)
+    return dtensor.distribute_module(module, device_mesh, partition_fn, input_fn, output_fn)

@@ -11,11 +11,11 @@ import torch
 import spmd_core as spmd
 from spmd_core import metrics
 from spmd_core.errors import MeshError, PartitionSpecError
-from spmd_core.manual import region
-from spmd_core.marks import custom_ops
+from spmd_core.manual import region, shard_map
+from spmd_core.marks import custom_ops, marking
 from spmd_core.modules import barrier, einsum_linear
 from spmd_core.sharding.mesh import check_devices
-from spmd_core.sharding.partition_spec import PartitionSpec as PartitionSpec
+from spmd_core.sharding.partition_spec import PartitionSpecLike as PartitionSpec
 from spmd_core.sharding.partition_spec import validate_spec
 from spmd_core.sharding.sharding import Sharding
 from spmd_core.sharding.sharding import ShardingType as ShardingType
@@ -288,27 +288,27 @@ def mark_sharding(
                 f"{t.sharding.text} and was to get {wanted.text}. "
                 "Call clear_sharding(t) before."
             )
-    return spmd.start_upload(spmd.mark_sharding(t, mesh, partition_spec))
+    return marking.start_upload(spmd.mark_sharding(t, mesh, partition_spec))
 
 
 def annotate_custom_sharding(
     t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
 ) -> XLAShardedTensor:
-    """`spmd_core.annotate`: constrains the current value, also of a tensor with a sharding."""
+    """`spmd_core.constrain`: constrains the current value, also of a tensor with a sharding."""
     _require_spmd()
     _check_rank(t, partition_spec)
     _describe(mesh, partition_spec)
-    return spmd.annotate(t, mesh, partition_spec)
+    return spmd.constrain(t, mesh, partition_spec)
 
 
 def mark_sharding_with_gradients(
     t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec
 ) -> torch.Tensor:
-    """`spmd_core.mark_sharding_with_gradients`."""
+    """`spmd_core.mark_sharding` with `inplace=False`: a new tensor, and its gradient likewise."""
     _require_spmd()
     _check_rank(t, partition_spec)
     _describe(mesh, partition_spec)
-    return spmd.mark_sharding_with_gradients(t, mesh, partition_spec)
+    return spmd.mark_sharding(t, mesh, partition_spec, inplace=False)
 
 
 class MarkShardingFunction:
@@ -320,7 +320,9 @@ class MarkShardingFunction:
     @staticmethod
     def apply(t: torch.Tensor, mesh: spmd.Mesh, partition_spec: PartitionSpec) -> torch.Tensor:
         """Returns a new tensor with the sharding; its gradient gets the same one."""
-        result: torch.Tensor = torch.ops.xla.aot_mark_sharding(t, str(mesh), str(partition_spec))
+        result: torch.Tensor = torch.ops.xla.aot_mark_sharding(
+            t, str(mesh), str(tuple(partition_spec))
+        )
         return result
 
 
@@ -342,8 +344,8 @@ def _region_mesh(mesh: spmd.Mesh | None) -> spmd.Mesh:
 def enable_manual_sharding(
     t: torch.Tensor, partition_spec: PartitionSpec, *, mesh: spmd.Mesh | None = None
 ) -> XLAShardedTensor:
-    """`spmd_core.enable_manual_sharding`, by default over the global mesh."""
-    return spmd.enable_manual_sharding(t, partition_spec, mesh=_region_mesh(mesh))
+    """Splits a tensor into the blocks of a manual region, by default over the global mesh."""
+    return shard_map.enable_manual_sharding(t, partition_spec, mesh=_region_mesh(mesh))
 
 
 def disable_manual_sharding(
@@ -353,7 +355,7 @@ def disable_manual_sharding(
     *,
     mesh: spmd.Mesh | None = None,
 ) -> XLAShardedTensor:
-    """`spmd_core.disable_manual_sharding`, by default over the global mesh.
+    """Joins the blocks of a manual region into a tensor, by default over the global mesh.
 
     Raises:
         RuntimeError: the tensor is not local to a manual region.
@@ -363,7 +365,7 @@ def disable_manual_sharding(
             "Input tensor is not manual sharded; only blocks make a whole. "
             "Call enable_manual_sharding first."
         )
-    return spmd.disable_manual_sharding(t, partition_spec, full_shape, mesh=_region_mesh(mesh))
+    return shard_map.disable_manual_sharding(t, partition_spec, full_shape, mesh=_region_mesh(mesh))
 
 
 _mark_manual_sharding = _XLAC._mark_manual_sharding
@@ -432,7 +434,7 @@ EinsumLinear = einsum_linear.EinsumLinear
 
 
 def apply_xla_patch_to_nn_linear(module: torch.nn.Module) -> torch.nn.Module:
-    """`spmd_core.apply_einsum_linear`: Linear layers contract their last dim.
+    """Makes each an `EinsumLinear`: Linear layers contract their last dim.
 
     torch's own Linear flattens the leading dims of its input instead.
     """
@@ -458,7 +460,7 @@ class XLAPatchedLinear:
 
 
 def apply_backward_optimization_barrier(m: torch.nn.Module) -> torch.nn.Module:
-    """`spmd_core.apply_backward_optimization_barrier`."""
+    """Puts a barrier behind the gradients of `m` in each backward pass; returns `m`."""
     return barrier.apply_backward_optimization_barrier(m)
 
 
