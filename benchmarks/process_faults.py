@@ -30,7 +30,7 @@ import spmd_core as spmd
 how, victim, rank, port, warn_s, timeout_s = sys.argv[1], *map(float, sys.argv[2:])
 spmd.config.warn_process_after_s, spmd.config.process_timeout_s = warn_s, timeout_s
 spmd.simulate(1)
-spmd.initialize(
+spmd.distributed.initialize(
     f"127.0.0.1:{int(port)}", 2, int(rank), timeout_s=int(timeout_s), heartbeat_timeout_s=30
 )
 spmd.use_spmd()
@@ -38,7 +38,7 @@ spmd.config.record_source_lines = how == "path"
 mesh = spmd.Mesh(range(2), (2,), ("x",))
 w = spmd.mark_sharding(torch.arange(12.0).reshape(4, 3).to("xla"), mesh, ("x",))
 if how == "stop" and rank == victim:
-    signal.signal(signal.SIGTERM, lambda number, frame: spmd.request_stop())
+    signal.signal(signal.SIGTERM, lambda number, frame: spmd.distributed.request_stop())
 
 
 def fault():
@@ -84,7 +84,7 @@ for step in range(40):
     loss.item()
     if how == "stop":
         time.sleep(0.1)  # or all steps would be over at once
-    if how == "stop" and spmd.should_stop():
+    if how == "stop" and spmd.distributed.should_stop():
         print(f"stopped after step {step}", file=sys.stderr)
         break
 """

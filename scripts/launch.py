@@ -3,9 +3,9 @@
     scripts/launch.sh --processes 2 --devices-per-process 4 -- python -m examples.gpt2.train --smoke
 
 Each process gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which `spmd_core.initialize()` reads. What it writes is shown with its number before
-each line. If one fails, the others are ended, and its exit code is that of this program; Ctrl-C
-ends all.
+MASTER_PORT), which `spmd_core.distributed.initialize()` reads. What it writes is shown with its
+number before each line. If one fails, the others are ended, and its exit code is that of this
+program; Ctrl-C ends all.
 """
 
 import argparse

@@ -110,7 +110,7 @@ def main(args: argparse.Namespace) -> int:
         parser.error(f"dtypes are {', '.join(DTYPES)}; got {', '.join(unknown)}")
     try:
         Target(args.target, num_devices=args.devices)
-    except (spmd.PlanError, ValueError) as error:
+    except (spmd.errors.PlanError, ValueError) as error:
         parser.error(str(error))
     chosen = samples.matching(args.ops)
     if not chosen:

@@ -16,7 +16,7 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
 
     Raises:
         KnobError: the shardings do not know an axis, or the batch does not divide by its shards.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     if not config.mesh:
         return None

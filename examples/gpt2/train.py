@@ -58,8 +58,8 @@ def run(config: TrainConfig) -> Report:
     """One training run, from text to report; one function, to read as the experiment.
 
     Raises:
-        KnobError, TextError, ResumeError, spmd.MeshError: the options, the text, the saved run or
-            the mesh cannot work; raised before the model is built.
+        KnobError, TextError, ResumeError, spmd.errors.MeshError: the options, the text, the saved
+            run or the mesh cannot work; raised before the model is built.
         SaveError: the run's state could not be written at its end.
     """
     config = with_defaults(config)

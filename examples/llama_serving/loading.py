@@ -118,7 +118,7 @@ def load_model(
         mesh: with the axis `tensor`; None for one device.
 
     Raises:
-        spmd.DataError: the files are damaged, or those of another model.
+        spmd.errors.DataError: the files are damaged, or those of another model.
     """
     with torch.device("xla"):
         model = LlamaForCausalLM._from_config(config, attn_implementation=CAUSAL_SDPA)

@@ -79,7 +79,7 @@ def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spm
 
     Raises:
         KnobError: it has another axis than `tensor`, or does not divide the model's heads.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     if not text:
         return None
@@ -123,8 +123,8 @@ def serve(config: ServeConfig) -> bool:
     """Loads, compiles and serves until Ctrl-C or SIGTERM; whether it was Ctrl-C.
 
     Raises:
-        KnobError, ModelFolderError, spmd.MeshError: the options, the folder or the mesh cannot
-            work; raised before the model is loaded.
+        KnobError, ModelFolderError, spmd.errors.MeshError: the options, the folder or the mesh
+            cannot work; raised before the model is loaded.
     """
     ending = Ending()
     with ending.caught():
@@ -202,7 +202,8 @@ def _say(text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
     return exit_code(
-        lambda: serve(config_from(argv, usage=__doc__)), usage=(ModelFolderError, spmd.DataError)
+        lambda: serve(config_from(argv, usage=__doc__)),
+        usage=(ModelFolderError, spmd.errors.DataError),
     )
 
 

@@ -77,7 +77,7 @@ def save(adapted: Any, folder: str) -> None:
 
     state = spmd.to_cpu(get_peft_model_state_dict(adapted))
     try:
-        if spmd.is_master():
+        if spmd.distributed.is_master():
             adapted.save_pretrained(Path(folder).expanduser(), state_dict=state)
     except OSError as error:
         raise SaveError(

@@ -58,7 +58,7 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     Raises:
         KnobError: the shardings do not know an axis, or sizes do not divide by the axes that split
             them.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     parallel = [
         name

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
-from spmd_core import (
+from spmd_core.dtensor import (
     ColwiseParallel,
     PrepareModuleInput,
     Replicate,
@@ -125,7 +125,7 @@ def parallelize(
         )
         if has_adapters:
             styles = with_adapters(styles, sequence_parallel=sequence_parallel)
-        spmd.parallelize_module(model, mesh, styles, axis="tensor")
+        spmd.dtensor.parallelize_module(model, mesh, styles, axis="tensor")
     if "context" in mesh.shape():
         for layer in model.model.layers:
             attention = layer.self_attn

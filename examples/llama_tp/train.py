@@ -61,9 +61,9 @@ def run(config: TrainConfig) -> Report:
     """One training run, from text to report; one function, to read as the experiment.
 
     Raises:
-        KnobError, TextError, ResumeError, spmd.MeshError: the options, the text, the saved run or
-            the mesh cannot work; raised before the model is built.
-        spmd.DataError: the files of --weights are damaged, or do not hold the model of their
+        KnobError, TextError, ResumeError, spmd.errors.MeshError: the options, the text, the saved
+            run or the mesh cannot work; raised before the model is built.
+        spmd.errors.DataError: the files of --weights are damaged, or do not hold the model of their
             config.json.
         SaveError: the run's state, the model or the adapters could not be written at its end.
     """
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return False
         return run(config).interrupted
 
-    return exit_code(command, usage=(TextError, spmd.DataError))
+    return exit_code(command, usage=(TextError, spmd.errors.DataError))
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def export(model: LlamaForCausalLM, text: TextData, folder: str, *, source: str)
     target = Path(folder).expanduser()
     try:
         spmd.save_safetensors(model, target)
-        if spmd.is_master():
+        if spmd.distributed.is_master():
             _write_config(model, target)
             if source:
                 for name in TOKENIZER_FILES:

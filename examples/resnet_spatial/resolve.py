@@ -15,7 +15,7 @@ def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
 
     Raises:
         KnobError: an axis has another name, or images do not fit the axes.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     if not config.mesh:
         return None

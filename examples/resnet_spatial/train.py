@@ -53,9 +53,9 @@ def run(config: TrainConfig) -> Report:
     """One training run, from images to report; one function, to read as the experiment.
 
     Raises:
-        KnobError, DataError, ResumeError, spmd.MeshError: the options, the images, the saved run or
-            the mesh cannot work. But for an image that cannot be read, raised before the model is
-            built.
+        KnobError, DataError, ResumeError, spmd.errors.MeshError: the options, the images, the saved
+            run or the mesh cannot work. But for an image that cannot be read, raised before the
+            model is built.
         SaveError: the run's state could not be written at its end.
     """
     config = with_defaults(config)

@@ -36,7 +36,7 @@ def exit_code(
     """
     try:
         interrupted = command()
-    except (KnobError, ResumeError, spmd.MeshError, *usage) as error:
+    except (KnobError, ResumeError, spmd.errors.MeshError, *usage) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except (CompareError, SaveError, *failed) as error:
@@ -69,7 +69,7 @@ def start_devices(num_emulated: int | None) -> None:
             )
         spmd.simulate(num_emulated // num_processes)
     if num_processes > 1:
-        spmd.initialize()
+        spmd.distributed.initialize()
     spmd.use_spmd()
 
 
@@ -91,11 +91,11 @@ def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:
 
     Raises:
         KnobError: it is a mesh for another number of devices, which the CPU can emulate.
-        spmd.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
     """
     try:
         return spmd.parse_mesh(text, num_devices)
-    except spmd.MeshError as error:
+    except spmd.errors.MeshError as error:
         sizes = [part.partition("=")[2].strip() for part in text.split(",")]
         needed = math.prod(int(size) for size in sizes if size.isdecimal())
         is_mesh = all(map(str.isdecimal, sizes)) and needed not in (0, num_devices)

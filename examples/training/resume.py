@@ -48,7 +48,7 @@ def check_writable(places: Mapping[str, str]) -> None:
     """
     for name, place in places.items():
         path = place.replace("{step}", "0")
-        if path and not spmd.is_planning() and spmd.is_master():
+        if path and not spmd.is_planning() and spmd.distributed.is_master():
             try:
                 files.check_writable(path)
             except OSError as error:

@@ -279,7 +279,7 @@ def cached_documents(
                 cache_dir=f"{cache_dir}/documents",
                 progress=progress,
             )
-    except spmd.DataError as error:  # a package is missing
+    except spmd.errors.DataError as error:  # a package is missing
         raise TextError(str(error)) from error
 
 

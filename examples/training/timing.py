@@ -42,10 +42,10 @@ class StopOnInterrupt:
 
         Where one was asked to end, all do so after the same step, within a few steps.
         """
-        self.has_ended_run = spmd.should_stop()
+        self.has_ended_run = spmd.distributed.should_stop()
         return self.has_ended_run
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        spmd.request_stop()
+        spmd.distributed.request_stop()
         for each, handler in self._previous.items():
             signal.signal(each, handler)

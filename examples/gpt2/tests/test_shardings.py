@@ -7,6 +7,7 @@ import spmd_core as spmd
 from examples.gpt2 import shardings
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import PRESETS
+from spmd_core.sharding.sharding import Sharding
 
 MESHES = [
     "data=8",
@@ -31,7 +32,7 @@ def model() -> torch.nn.Module:
 def test_every_parameter_divides_evenly_on_every_mesh(axes: str, model: torch.nn.Module) -> None:
     mesh = spmd.parse_mesh(axes, 8)
     for name, parameter in model.named_parameters():
-        sharding = spmd.Sharding.of(mesh, shardings.parameter_spec(name, mesh), parameter.ndim)
+        sharding = Sharding.of(mesh, shardings.parameter_spec(name, mesh), parameter.ndim)
         assert sharding.padded_shape(tuple(parameter.shape)) == tuple(parameter.shape), name
 
 
@@ -42,8 +43,7 @@ def test_matrices_are_split_over_all_parameter_axes(axes: str, model: torch.nn.M
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and "wpe" not in name:
             assert (
-                spmd.Sharding.of(mesh, shardings.parameter_spec(name, mesh), 2).num_shards
-                == expected
+                Sharding.of(mesh, shardings.parameter_spec(name, mesh), 2).num_shards == expected
             ), name
 
 

@@ -24,7 +24,7 @@ def test_a_mesh_of_more_devices_names_the_option_that_emulates_them(num_devices:
 
 @pytest.mark.parametrize("text", ["x", "x=16,x=2", "x=0", "x=3,y=*", "x=-5"])
 def test_what_no_number_of_devices_mends_is_the_meshs_own_error(text: str) -> None:
-    with pytest.raises(spmd.MeshError):
+    with pytest.raises(spmd.errors.MeshError):
         mesh_of(text, 8, num_emulated=0)
 
 
@@ -32,5 +32,7 @@ def test_devices_that_are_not_emulated_are_a_matter_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spmd, "device_type", lambda: "TPU")
-    with pytest.raises(spmd.MeshError, match="start the program with another number of devices"):
+    with pytest.raises(
+        spmd.errors.MeshError, match="start the program with another number of devices"
+    ):
         mesh_of("x=16", 8, num_emulated=0)

@@ -55,7 +55,7 @@ def followed(journal: Journal, batches: Iterable[str], *, stop_after: int = 0) -
             if journal.evaluates_after(step):
                 journal.evaluated(step, loss=step / 2)
             if step == stop_after:
-                spmd.request_stop()
+                spmd.distributed.request_stop()
             journal.save_if_due(step)
             if journal.ends_after(step):
                 break

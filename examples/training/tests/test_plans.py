@@ -20,6 +20,7 @@ from examples.resnet_spatial.config import TrainConfig as ResnetConfig
 from examples.resnet_spatial.train import run as resnet
 from spmd_core.planner import plan as planner
 from spmd_core.planner import topology
+from spmd_core.planner.planned import Plan
 
 pytestmark = pytest.mark.slow  # each records a few steps of a model
 
@@ -42,12 +43,12 @@ def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded is tested, and other tests compile it."""
 
     def refuse(*program: Any, **options: Any) -> None:
-        raise spmd.DeviceMemoryError("not compiled")
+        raise spmd.errors.DeviceMemoryError("not compiled")
 
     monkeypatch.setattr(planner, "_compiled", refuse)
 
 
-def planned(run: Any, config: Any, num_devices: int) -> spmd.Plan:
+def planned(run: Any, config: Any, num_devices: int) -> Plan:
     made = spmd.plan(lambda: run(config), topology=f"cpu-{num_devices}")
     assert not made.ended_by
     return made

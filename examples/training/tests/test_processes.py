@@ -12,7 +12,7 @@ from examples.training.log import Report, RunLog
 def started(monkeypatch):
     calls = []
     monkeypatch.setattr(spmd, "simulate", lambda number: calls.append(("simulate", number)))
-    monkeypatch.setattr(spmd, "initialize", lambda: calls.append("initialize"))
+    monkeypatch.setattr(spmd.distributed, "initialize", lambda: calls.append("initialize"))
     for name in command._NUM_PROCESSES:
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -33,7 +33,7 @@ def test_devices_are_those_of_all_processes(started, monkeypatch):
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(spmd, "is_master", lambda: False)
+    monkeypatch.setattr(spmd.distributed, "is_master", lambda: False)
     log = RunLog(log_dir=str(tmp_path / "log"), num_steps=2, shows_progress=True)
     log.say("a line")
     log.scalars(1, {"loss": 1.0})

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.sharding.sharding import Sharding
 
 STEPS, ROWS, FEATURES = 3, 16, 32
 
@@ -45,11 +46,11 @@ def layouts(num_slices: int) -> dict[str, tuple[spmd.Mesh, Any, Any]]:
 
 def part(whole: torch.Tensor, spec: spmd.ShardingSpec) -> torch.Tensor:
     """This process's rows, found by the devices that hold them."""
-    sharding = spmd.Sharding.of(spec.mesh, spec.partition_spec, whole.dim())
+    sharding = Sharding.of(spec.mesh, spec.partition_spec, whole.dim())
     own = [
         i
         for i, row in enumerate(spmd.device_attributes())
-        if row["process_index"] == spmd.process_index()
+        if row["process_index"] == spmd.distributed.process_index()
     ]
     held = {
         (index[0].start, index[0].stop)
@@ -100,12 +101,15 @@ def refusals(num_processes: int) -> list[str]:
         lambda: spmd.from_process_local(torch.ones(local + 1), spec),
         # Process 1 has twice as many rows, and another tensor.
         lambda: spmd.send_to_device(
-            {"a": torch.ones(local), "b": torch.ones(local * (1 + (spmd.process_index() == 1)))},
+            {
+                "a": torch.ones(local),
+                "b": torch.ones(local * (1 + (spmd.distributed.process_index() == 1))),
+            },
             spec,
         ),
         lambda: spmd.mark_sharding(torch.ones(local, device="xla") + 1, spec),
     ]
-    if not spmd.is_master():
+    if not spmd.distributed.is_master():
         own = spmd.Mesh(range(local), (local,), ("data",))  # all in process 0
         wrong.append(
             lambda: spmd.from_process_local(
@@ -116,7 +120,7 @@ def refusals(num_processes: int) -> list[str]:
         try:
             call()
             found.append("nothing was raised")
-        except spmd.SpmdError as error:
+        except spmd.errors.SpmdError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 
@@ -166,7 +170,7 @@ def facts(folder: Path) -> dict[str, Any]:
     found["programs"] = len(spmd.metrics.programs())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        spmd.visualize_tensor_sharding(w)
+        spmd.debugging.visualize_tensor_sharding(w)
     found["picture"] = bool(out.getvalue())
     spmd.save({"w": w}, folder / "w.pt")
     found["saved"] = torch.load(folder / "w.pt", weights_only=True)["w"].tolist()
@@ -175,7 +179,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path, port: str, process: int, processes: int, devices: int) -> None:
     spmd.simulate(devices)
-    spmd.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
+    spmd.distributed.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
     spmd.use_spmd()
     found: dict[str, Any] = {"unseeded": torch.rand(2).tolist(), "facts": facts(folder)}
     found["losses"] = {

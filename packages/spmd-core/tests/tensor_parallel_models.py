@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd_core import (
+from spmd_core.dtensor import (
     ColwiseParallel,
     PrepareModuleInput,
     Replicate,

@@ -35,11 +35,11 @@ def test_what_is_absent_is_known():
     expected = (LANCZOS if OLDER_THAN_2_12 else set()) | (
         set() if HAS_CHOLESKY else {"aten.cholesky.default"}
     )
-    assert set(spmd.versions().absent) == expected
+    assert set(spmd.debugging.versions().absent) == expected
 
 
 def test_versions_in_use():
-    found = spmd.versions()
+    found = spmd.debugging.versions()
     assert found.torch == torch.__version__
     assert found.python == ".".join(str(n) for n in sys.version_info[:3])
     rows = str(found).splitlines()
@@ -50,7 +50,7 @@ def test_versions_in_use():
 def test_the_tested_range_is_that_of_the_metadata_and_of_tox():
     root = Path(__file__).parents[3]
     project = tomllib.loads((root / "packages/spmd-core/pyproject.toml").read_text())["project"]
-    tested = spmd.versions().tested
+    tested = spmd.debugging.versions().tested
     assert project["requires-python"] == f">={tested['Python'][0]}"
     assert {f"torch>={tested['torch'][0]}", f"jax>={tested['jax'][0]}"} < set(
         project["dependencies"]
@@ -68,11 +68,13 @@ def test_an_overload_that_is_absent_is_listed():
     assert releases.overloads({"aten.sin.default": 1, "aten.no_such_operation.default": 2}) == {
         torch.ops.aten.sin.default: 1
     }
-    absent = spmd.versions().absent
+    absent = spmd.debugging.versions().absent
     assert "aten.add.Tensor" not in absent
     assert "or the host, which is counted" in absent["aten.add.NoSuchOverload"]
     assert "aten.no_such_operation.default" in absent
-    assert re.search(r"aten\.no_such_operation\.default +absent +torch's", str(spmd.versions()))
+    assert re.search(
+        r"aten\.no_such_operation\.default +absent +torch's", str(spmd.debugging.versions())
+    )
     with pytest.raises(ValueError, match=r"namespace\.op\.overload; got 'aten\.add'. Write for"):
         releases.overload("aten.add")
 
@@ -95,7 +97,7 @@ def test_a_module_that_is_absent_raises_when_it_is_read(monkeypatch):
             ImportError, match=f"this needs {name}, which jax .* does not have. Install jax 0.10 to"
         ):
             read()
-    absent = spmd.versions().absent
+    absent = spmd.debugging.versions().absent
     assert {"jax.experimental.no_such_module", "jax.partial.gone"} <= set(absent)
     assert "raises ImportError" in absent["jax.partial.gone"] and "jax.partial" not in absent
 
@@ -122,7 +124,7 @@ def test_a_release_outside_the_tested_range_warns(monkeypatch, name, release):
     )
     with pytest.warns(UserWarning, match=re.escape(message)):
         releases.warn_if_untested()
-    assert spmd.versions().untested == (f"{name} {release}",)
+    assert spmd.debugging.versions().untested == (f"{name} {release}",)
 
 
 @pytest.mark.parametrize("release", ["2.11.0", "2.15.9+cu140", "2.12.0a0+git1234"])
@@ -130,7 +132,7 @@ def test_a_tested_release_does_not_warn(monkeypatch, release):
     used = releases._used()
     monkeypatch.setattr(releases, "_used", lambda: {**used, "torch": release})
     releases.warn_if_untested()  # a warning is an error here
-    assert spmd.versions().untested == ()
+    assert spmd.debugging.versions().untested == ()
 
 
 def child(code):
@@ -198,7 +200,7 @@ for name in blocked:
     del sys.modules[name]
 spmd.simulate(2)
 spmd.use_spmd()
-absent = spmd.versions().absent
+absent = spmd.debugging.versions().absent
 print({name.split(".")[1] for name in absent if name.startswith("aten.")} >= gone)
 print({name for name in absent if name.startswith("jax")} == set(blocked))
 mesh = spmd.Mesh(range(2), (2,), ("data",))

@@ -101,14 +101,14 @@ def end_apart(process: int) -> str:
         for number, _ in enumerate(loader):
             if number == 2:
                 break
-    except spmd.DataError as error:
+    except spmd.errors.DataError as error:
         return str(error)
     return ""
 
 
 def main(folder: Path, port: str, process: int, processes: int) -> None:
     spmd.simulate(8 // processes)
-    spmd.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
+    spmd.distributed.initialize(f"127.0.0.1:{port}", processes, process, timeout_s=120)
     spmd.use_spmd()
     found: dict[str, Any] = {"batches": [], "states": []}
     for transfer_threads in (1, 3):
@@ -127,7 +127,7 @@ def main(folder: Path, port: str, process: int, processes: int) -> None:
     other = {"x": torch.zeros(8), "y" if process else "z": torch.zeros(8)}
     try:
         list(MpDeviceLoader([other], "xla", input_sharding=spec))
-    except spmd.DataError as error:
+    except spmd.errors.DataError as error:
         found["refusal"] = str(error)
     torch.save(found, folder / f"{process}.pt")
 

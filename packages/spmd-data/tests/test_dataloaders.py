@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import MpDeviceLoader, ShardedSampler, sharded_dataloader
 from spmd_data.synthetic import SyntheticTokens
 

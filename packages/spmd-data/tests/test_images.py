@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import ShardedSampler, TransformedSamples, sharded_dataloader
 from spmd_data.synthetic import SyntheticImages
 

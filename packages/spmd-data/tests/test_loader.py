@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import spmd_data
 import spmd_data.loader
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import MpDeviceLoader
 
 

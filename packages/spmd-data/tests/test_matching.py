@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import InputSharding, OptionalKeys
 from spmd_data.matching import MissingShardingError, matched, may_give_parts
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 
 # The least probability that chance deviates as far as what was found. The seeds are fixed.

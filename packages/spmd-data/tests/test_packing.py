@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.packing import NO_TARGET, PADDING_ID, PackedSequences, Packing, TokenStream, layout
 
 packings = st.sampled_from(list(Packing))

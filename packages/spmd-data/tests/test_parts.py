@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.parts import Part, parts_of_processes
 
 powers = st.sampled_from([1, 2, 4, 8])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import MpDeviceLoader
 from spmd_data.counters import Counters
 from spmd_data.pipeline import Pipeline
@@ -214,7 +214,7 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
 INTERRUPTED = """
 import sys, time, torch
 from torch.utils.data import DataLoader, Dataset
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import MpDeviceLoader
 
 class Slow(Dataset):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError, SpmdError
+from spmd_core.errors import DataError, SpmdError
 from spmd_core.steps.structures import map_tensors
 from spmd_data.matching import MissingShardingError, fitted_spec
 from spmd_data.placement import Placement, UnevenBatch
@@ -189,7 +189,7 @@ def test_tensors_that_are_not_dense_are_refused(kind: str, policy: str) -> None:
     batch = {"x": NOT_DENSE[kind](torch.zeros(8, 2))}
     for sharding in (spec, None):
         with pytest.raises(
-            spmd.UnsupportedOpError,
+            spmd.errors.UnsupportedOpError,
             match=rf"are dense; got batch\['x'\] of layout torch\..*makes a {kind} tensor there\. ",
         ):
             placement(sharding, UnevenBatch(policy)).prepare(batch)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import ShardedSampler, Tail
 
 
@@ -123,7 +123,7 @@ def test_the_part_of_this_process(mesh: spmd.Mesh) -> None:
     sampler = ShardedSampler.of_mesh(16, mesh, "data", batch_size=8)
     assert (sampler.num_parts, sampler.part, len(sampler)) == (1, 0, 16)
     assert ShardedSampler.of_mesh(16, mesh, None, batch_size=8).num_parts == 1
-    with pytest.raises(spmd.PartitionSpecError, match="rows"):
+    with pytest.raises(spmd.errors.PartitionSpecError, match="rows"):
         ShardedSampler.of_mesh(16, mesh, "rows", batch_size=8)
 
 
@@ -133,7 +133,7 @@ def test_processes_of_a_pod(mesh: spmd.Mesh, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         spmd, "device_attributes", lambda: [{"process_index": i} for i in range(count)]
     )
-    monkeypatch.setattr(spmd, "process_index", lambda: count - 1)
+    monkeypatch.setattr(spmd.distributed, "process_index", lambda: count - 1)
     sampler = ShardedSampler.of_mesh(64, mesh, ("data",), batch_size=8 * count)
     assert (sampler.num_parts, sampler.part) == (count, count - 1)
     if count > 1:

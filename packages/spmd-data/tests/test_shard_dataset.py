@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import shard_dataset
 from spmd_data.shard_dataset import every_kth
 

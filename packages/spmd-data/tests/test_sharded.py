@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import spmd_core as spmd
+from spmd_core.sharding.sharding import Sharding
 from spmd_data import MpDeviceLoader
 
 
@@ -55,8 +56,8 @@ def test_a_dict_of_specs_shards_by_key(mesh: spmd.Mesh) -> None:
     assert moved["names"] == ["a", "b"]
     replicated = torch.zeros(16, 2, device="xla").sharding_spec
     assert moved["table"].sharding_spec == moved["scale"].sharding_spec == replicated
-    assert moved["ids"].sharding_spec == spmd.Sharding.of(mesh, ("data", None), 2).text
-    assert moved["pair"][0].sharding_spec == spmd.Sharding.of(mesh, ("data",), 1).text
+    assert moved["ids"].sharding_spec == Sharding.of(mesh, ("data", None), 2).text
+    assert moved["pair"][0].sharding_spec == Sharding.of(mesh, ("data",), 1).text
     assert torch.equal((moved["ids"] * moved["scale"]).cpu(), batch["ids"] * 2.0)
 
 
@@ -224,7 +225,7 @@ def test_a_mesh_of_other_devices_is_an_error() -> None:
     num = spmd.global_runtime_device_count()
     elsewhere = spmd.Mesh(range(num, 2 * num), (num,), ("data",))
     loader = MpDeviceLoader([torch.zeros(16)], "xla", input_sharding=rows_1d(elsewhere))
-    with pytest.raises(spmd.MeshError, match=rf"{num}"):
+    with pytest.raises(spmd.errors.MeshError, match=rf"{num}"):
         list(loader)
 
 
@@ -239,7 +240,7 @@ def test_an_epoch_whose_every_batch_is_dropped_is_an_error(prefetch: int) -> Non
         prefetch=prefetch,
     )
     with pytest.raises(
-        spmd.DataError,
+        spmd.errors.DataError,
         match=r"got 2 that uneven_batch='drop' left out\. Choose a batch size that div",
     ):
         list(loader)

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data import MpDeviceLoader
 
 N = 22  # samples; a batch has 4, so the last one has 2

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.packing import PackedSequences
 from spmd_data.token_cache import TokenCache, cached_tokens
 

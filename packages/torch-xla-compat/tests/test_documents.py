@@ -31,15 +31,15 @@ _IMPORTS = {
     ),
     "from torch_xla.distributed.spmd import HybridMesh": "from spmd_core import HybridMesh",
     "from torch_xla.distributed.spmd.debugging import visualize_tensor_sharding": (
-        "from spmd_core import visualize_tensor_sharding"
+        "from spmd_core.debugging import visualize_tensor_sharding"
     ),
     "from torch_xla.distributed.spmd.debugging import visualize_sharding": (
-        "from spmd_core import visualize_sharding"
+        "from spmd_core.debugging import visualize_sharding"
     ),
     "from torch.distributed.tensor import distribute_tensor": (
-        "from spmd_core import distribute_tensor"
+        "from spmd_core.dtensor import distribute_tensor"
     ),
-    "import torch_xla.debug.profiler as xp": "from spmd_core import profiler as xp",
+    "import torch_xla.debug.profiler as xp": "from spmd_core.debugging import profiler as xp",
 }
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import spmd_core as spmd
 import torch_xla
+from spmd_core.runtime.processes import get_1d_mesh
 
 DEVICES = ("cpu", "xla")
 
@@ -25,7 +26,7 @@ def both(function, *inputs):
 
 def test_the_name_of_a_tensors_module_begins_with_torch():
     tensors = [torch.ones(2, device="xla"), nn.Parameter(torch.ones(2, device="xla"))]
-    tensors.append(spmd.mark_sharding(torch.ones(8, device="xla"), spmd.get_1d_mesh("x"), ("x",)))
+    tensors.append(spmd.mark_sharding(torch.ones(8, device="xla"), get_1d_mesh("x"), ("x",)))
     for tensor in tensors:
         cls = type(tensor)
         assert cls.__module__.split(".")[0] == "torch"

@@ -49,4 +49,4 @@ def test_a_server(tmp_path):
     xp.start_server(9712, only_on_master=True)
     with pytest.raises(RuntimeError, match="server"):
         xp.start_server(9713)
-    spmd.profiler.stop_server()
+    spmd.debugging.profiler.stop_server()

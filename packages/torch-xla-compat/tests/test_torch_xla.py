@@ -134,7 +134,9 @@ def test_launch_outside_of_spmd_mode_runs_one_replica_and_says_so(monkeypatch):
     ) as warned:
         torch_xla.launch(lambda index, a: seen.append((index, a)), args=("a",))
     assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"xmp\.spawn starts .*spmd_core\.initialize\(\) first"):
+    with pytest.warns(
+        UserWarning, match=r"xmp\.spawn starts .*spmd_core\.distributed\.initialize\(\) first"
+    ):
         torch_xla.xmp.spawn(lambda index: seen.append(index))
     assert seen == [(0, "a"), 0]
 

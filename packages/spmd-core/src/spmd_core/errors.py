@@ -73,7 +73,7 @@ class ProcessError(SpmdError, RuntimeError):
 
 
 class VerificationError(SpmdError, RuntimeError):
-    """Under `spmd.verify()`, a partitioned program's results differ from those on one device."""
+    """Under `debugging.verify()`, a partitioned program's results differ from one device's."""
 
 
 class IndexRangeError(SpmdError, IndexError, RuntimeError):

@@ -90,7 +90,7 @@ _IN_PUBLIC_MODULES = {
 
 # Names of which only programs for torch_xla make use: torch-xla-compat has them, and what they name
 # is private here. For each torch_xla's module: our modules, and the names.
-_IN_TORCH_XLA = {
+_IN_TORCH_XLA: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_xla.core.xla_model": {
         "steps.loop": ("optimizer_step", "unlazy", "RateTracker"),
         "modules.barrier": ("optimization_barrier_",),
@@ -122,7 +122,7 @@ _IN_TORCH_XLA = {
 }
 
 # All others: our module, the name there, and what to write instead.
-_OTHERS = {
+_OTHERS: dict[str, tuple[str, str | None, str]] = {
     "annotate": ("marks.marking", "constrain", "spmd_core.constrain"),
     "apply_sharding": (
         *("former_names", "apply_sharding"),
@@ -157,7 +157,6 @@ _OTHERS = {
         *("marks.module_rules", "ShardingReport"),
         "what spmd_core.shard_module returns",
     ),
-    "Pipeline": ("modules.pipeline", "Pipeline", "what spmd_core.pipeline returns"),
     "Plan": ("planner.planned", "Plan", "what spmd_core.plan returns"),
     "manual_seed": ("torch_backend.random_state", "manual_seed", "torch.manual_seed"),
     "get_rng_state": ("torch_backend.random_state", "get_rng_state", "torch.get_rng_state"),
@@ -190,7 +189,7 @@ FORMER = {
 """Each former name, with its new place."""
 
 PICKLED = frozenset(
-    {"EinsumLinear", "OpSharding", "Pipeline", "Sharding", "ShardingReport", "ShardingType"}
+    {"EinsumLinear", "OpSharding", "Sharding", "ShardingReport", "ShardingType"}
     | {"SpmdFullyShardedDataParallel", "XLAShard"}
 )
 """Classes that pickles name as attributes of `spmd_core`."""

@@ -104,7 +104,7 @@ def warn_if_untested() -> None:
         )
         warnings.warn(
             f"spmd_core is tested with {ranges}; got {', '.join(untested)}. Install a tested "
-            "release, or look at spmd_core.versions() for what this one lacks.",
+            "release, or look at spmd_core.debugging.versions() for what this one lacks.",
             stacklevel=3,
         )
 

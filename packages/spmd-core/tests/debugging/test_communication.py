@@ -171,7 +171,7 @@ def test_explicit_collectives_and_a_permute(num_devices):
     ring = [(i, (i + 1) % num_devices) for i in range(num_devices)]
 
     def exchange(block):
-        return spmd.reduce_scatter(spmd.collective_permute(block, "x", ring), "x")
+        return spmd.manual.reduce_scatter(spmd.manual.collective_permute(block, "x", ring), "x")
 
     found = debugging.collectives(spmd.shard_map(exchange, mesh, [("x",)], ("x",))(x))
     kinds = {c.kind: c for c in found}
@@ -266,7 +266,7 @@ def test_a_program_that_moves_nothing_says_so():
 def test_without_a_program_there_is_nothing_to_read():
     compile_cache.clear()
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"collectives reads a compiled program; none was compiled yet\. Call it after sync",
     ):
         debugging.collectives()
@@ -287,8 +287,8 @@ def test_bytes_that_a_device_sends(num_devices):
     assert reduction.moved_bytes == 2 * 8 * 4 * share
 
     def local(block):
-        scattered = spmd.reduce_scatter(block, "x", 1)
-        return spmd.collective_permute(
+        scattered = spmd.manual.reduce_scatter(block, "x", 1)
+        return spmd.manual.collective_permute(
             scattered, "x", [(i, (i + 1) % num_devices) for i in range(num_devices)]
         )
 
@@ -308,5 +308,5 @@ def test_a_program_is_given_by_its_record(monkeypatch):
     assert debugging.hlo(program=record) and debugging.stablehlo(program=record)
     assert debugging.collectives(program=record).program == record.name
     compile_cache.clear()
-    with pytest.raises(spmd.SpmdError, match="which was dropped, as config"):
+    with pytest.raises(spmd.errors.SpmdError, match="which was dropped, as config"):
         debugging.collectives(program=record)

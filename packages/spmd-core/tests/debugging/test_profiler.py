@@ -44,12 +44,12 @@ def test_a_trace_holds_operations_and_annotations(tmp_path):
 
 def test_a_trace_is_started_and_stopped_once(tmp_path):
     with pytest.raises(
-        spmd.SpmdError, match=r"got a call without a trace. Call start_trace\(logdir\) first"
+        spmd.errors.SpmdError, match=r"got a call without a trace. Call start_trace\(logdir\) first"
     ):
         profiler.stop_trace()
     profiler.start_trace(tmp_path)
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"one trace is recorded at a time; one into .* is running. Call stop_trace\(\) first",
     ):
         profiler.start_trace(tmp_path)
@@ -63,7 +63,7 @@ def test_a_trace_of_jaxs_own_is_respected(tmp_path):
     jax.profiler.start_trace(tmp_path)
     try:
         with pytest.raises(
-            spmd.SpmdError, match=r"jax records one of its own: .*End that one first"
+            spmd.errors.SpmdError, match=r"jax records one of its own: .*End that one first"
         ):
             profiler.start_trace(tmp_path)
     finally:
@@ -95,7 +95,7 @@ def test_a_decorated_function_may_call_itself():
 
 def test_the_server():
     with pytest.raises(
-        spmd.SpmdError, match=r"got a call without a server. Call start_server\(port\) first"
+        spmd.errors.SpmdError, match=r"got a call without a server. Call start_server\(port\) first"
     ):
         profiler.stop_server()
     with socket.socket() as free:
@@ -106,7 +106,7 @@ def test_the_server():
         with socket.create_connection(("localhost", port), timeout=30):
             pass
         with pytest.raises(
-            spmd.SpmdError,
+            spmd.errors.SpmdError,
             match=rf"a process has one profiler server; start_server\({port}\) came while it runs",
         ):
             profiler.start_server(port)
@@ -122,7 +122,7 @@ def test_other_processes_of_a_host_start_no_server(monkeypatch):
 
 def test_a_profile_of_another_process_is_refused_with_the_reason():
     with pytest.raises(
-        spmd.UnsupportedOpError,
+        spmd.errors.UnsupportedOpError,
         match=r"which jaxlib does not have; got 'localhost:9012' for 500 ms"
         r".*jax.collect_profile PORT 500",
     ):

@@ -104,13 +104,13 @@ def test_what_is_not_pending_is_refused():
     spmd.sync()
     for show in (debugging.stablehlo, debugging.hlo):
         with pytest.raises(
-            spmd.SpmdError,
+            spmd.errors.SpmdError,
             match=rf"{show.__name__} shows the program of what is pending; nothing is\. "
             r"Call it before sync\(\)",
         ):
             show()
         with pytest.raises(
-            spmd.DeviceMismatchError,
+            spmd.errors.DeviceMismatchError,
             match=rf"{show.__name__} needs a tensor on device 'xla'; got a tensor on cpu\. "
             r"Move it first",
         ):
@@ -118,13 +118,14 @@ def test_what_is_not_pending_is_refused():
     y = torch.ones(2, 3).to("xla") + 1
     spmd.sync()
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"takes tensors that are pending; got one of shape \(2, 3\) that is computed\. "
         r"Call it before sync",
     ):
         debugging.stablehlo(y)
     with pytest.raises(
-        spmd.DeviceMismatchError, match="collectives needs a tensor on device 'xla'; got list"
+        spmd.errors.DeviceMismatchError,
+        match="collectives needs a tensor on device 'xla'; got list",
     ):
         debugging.collectives([1])
 

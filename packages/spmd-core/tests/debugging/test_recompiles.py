@@ -406,7 +406,7 @@ def test_a_program_that_was_dropped(monkeypatch):
 
 def test_what_cannot_be_explained_is_refused():
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"explain_recompile knows 0 compiled programs.*got last=1\. "
         r"Call it after the sync\(\)",
     ):

@@ -86,7 +86,7 @@ def test_a_wide_table_is_not_cut_off_in_a_file(capsys):
 def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
     x = torch.zeros(8, 8, device="xla")
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. "
         r"Call mark_sharding",
     ):
@@ -101,9 +101,11 @@ def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
         if shard.indices is not ...:
             row, column = (s.start * n // 8 for s, n in zip(shard.indices, (a, b)))
             assert drawn[row][column] == shard.shard_device.replace(":", " ")
-    with pytest.raises(spmd.DeviceMismatchError, match=r"got a tensor on cpu\. Move it first"):
+    with pytest.raises(
+        spmd.errors.DeviceMismatchError, match=r"got a tensor on cpu\. Move it first"
+    ):
         visualize.visualize_tensor_sharding(torch.zeros(2))
-    with pytest.raises(spmd.DeviceMismatchError, match="got list"):
+    with pytest.raises(spmd.errors.DeviceMismatchError, match="got list"):
         visualize.visualize_tensor_sharding([1])
 
 
@@ -173,7 +175,7 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "match"), BAD)
 def test_bad_text_is_refused(text, match):
-    with pytest.raises(spmd.PartitionSpecError, match=match):
+    with pytest.raises(spmd.errors.PartitionSpecError, match=match):
         visualize.visualize_sharding(text)
 
 

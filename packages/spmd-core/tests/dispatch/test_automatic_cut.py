@@ -8,6 +8,7 @@ from torch import nn
 
 import spmd_core as spmd
 from spmd_core.dispatch import automatic_cut, router
+from spmd_core.dispatch.eager import eager_mode_context
 from spmd_core.errors import ProgramError
 from spmd_core.graph import storage
 from spmd_core.program import execution
@@ -253,7 +254,7 @@ def test_a_compiled_region_is_left_alone():
 def test_eager_mode_takes_over(monkeypatch):
     train("xla", 20)
     assert watches()
-    with spmd.eager_mode_context(True):
+    with eager_mode_context(True):
         assert (torch.ones(3).to("xla") + 1).tolist() == [2.0] * 3
     (torch.ones(3).to("xla") + 1).tolist()
     assert not watches()

@@ -98,11 +98,11 @@ def test_an_error_shows_at_the_operation_and_leaves_the_mode_whole(eagerly, monk
     x = torch.ones(3).to("xla")
 
     def fail(key, build):
-        raise spmd.ProgramError("the device failed")
+        raise spmd.errors.ProgramError("the device failed")
 
     monkeypatch.setattr("spmd_core.program.compile_cache.find", lambda key: None)
     monkeypatch.setattr("spmd_core.program.compile_cache.get", fail)
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         x + 1
     monkeypatch.undo()
     before = executions()

@@ -90,7 +90,7 @@ def test_it_is_refused_before_anything_runs(name):
     counters = ("cuts", "uploads", "compiles", "host_reads")
     before = [spmd.metrics.counter(c) for c in counters]
     message = rf"are dense; got .*, which makes a {kind} tensor there\. {ADVICE[kind]}"
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         make()
     assert not spmd.metrics.host_fallbacks()
     if name != "sparse without size":  # which torch reads from the indices first

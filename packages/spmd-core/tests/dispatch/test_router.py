@@ -114,7 +114,7 @@ def test_strict_mode_refuses_the_host(host_only):
     x = torch.arange(3, device="xla")
     with spmd.strict():
         with pytest.raises(
-            spmd.HostFallbackError,
+            spmd.errors.HostFallbackError,
             match=r"spmd_test::host_only has neither.*test_router.py:\d+.*leave strict mode",
         ):
             host_only(x)
@@ -143,9 +143,11 @@ def test_calls_that_a_lowering_declines_run_on_the_host(name):
 
 
 def test_mixing_devices_is_refused():
-    with pytest.raises(spmd.DeviceMismatchError, match=r"one device.*\(3,\) on cpu.*\.to\('xla'\)"):
+    with pytest.raises(
+        spmd.errors.DeviceMismatchError, match=r"one device.*\(3,\) on cpu.*\.to\('xla'\)"
+    ):
         torch.ones(3, device="xla") + torch.ones(3)
-    with pytest.raises(spmd.DeviceMismatchError, match=r"one device.*\(2,\) on cpu"):
+    with pytest.raises(spmd.errors.DeviceMismatchError, match=r"one device.*\(2,\) on cpu"):
         torch.cat([torch.ones(3, device="xla"), torch.ones(2)])
     with pytest.raises(RuntimeError, match="Move it"):
         torch.ones(3).add_(torch.ones(3, device="xla"))

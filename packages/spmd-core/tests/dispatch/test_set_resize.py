@@ -41,15 +41,15 @@ def test_resize_lengthens_memory_that_is_not_shared():
     assert torch.empty(0, device="xla").resize_(2, 3).fill_(1).sum().item() == 6
     alias = x[1:]
     with pytest.raises(
-        spmd.UnsupportedOpError,
+        spmd.errors.UnsupportedOpError,
         match=r"no other tensor shares.*needs 9 elements where there are 8.*torch\.empty\(\(9,\)",
     ):
         x.resize_(9)
-    with pytest.raises(spmd.UnsupportedOpError, match="no other tensor shares"):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match="no other tensor shares"):
         alias.resize_(9)
     detached = torch.ones(2, device="xla")
     other = detached.detach()
-    with pytest.raises(spmd.UnsupportedOpError, match="no other tensor shares"):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match="no other tensor shares"):
         detached.resize_(9)
     del other
     assert detached.resize_(9).shape == (9,)
@@ -65,9 +65,13 @@ def test_set_shares_the_other_tensors_memory():
     assert x.set_().shape == (0,)
     with pytest.raises(RuntimeError, match="set tensor of type"):
         x.set_(torch.zeros(2, dtype=torch.int64, device="xla"))
-    with pytest.raises(spmd.DeviceMismatchError, match=r"two tensors on one device.*\.to\('xla'\)"):
+    with pytest.raises(
+        spmd.errors.DeviceMismatchError, match=r"two tensors on one device.*\.to\('xla'\)"
+    ):
         x.set_(torch.zeros(2))
-    with pytest.raises(spmd.UnsupportedOpError, match=r"set_ to a storage object.*other_tensor"):
+    with pytest.raises(
+        spmd.errors.UnsupportedOpError, match=r"set_ to a storage object.*other_tensor"
+    ):
         x.set_(torch.zeros(2).untyped_storage(), 0, (2,), (1,))
 
 
@@ -124,7 +128,7 @@ def test_storages_are_told_apart_as_by_address():
     ):
         x.untyped_storage().resize_(0)
     with pytest.raises(
-        spmd.UnsupportedOpError, match=r"got storage\(\).*untyped_storage\(\)\.data_ptr"
+        spmd.errors.UnsupportedOpError, match=r"got storage\(\).*untyped_storage\(\)\.data_ptr"
     ):
         x.storage()
     assert x.share_memory_() is x and x.is_shared()

@@ -207,7 +207,7 @@ def broken(monkeypatch):
 
     def get(key, build):
         if any(getattr(entry, "name", "") == "aten::sin" for entry in key.structure):
-            raise spmd.ProgramError("the device failed")
+            raise spmd.errors.ProgramError("the device failed")
         return original(key, build)
 
     monkeypatch.setattr(compile_cache, "find", lambda key: None)
@@ -220,7 +220,7 @@ def test_a_failure_stays_in_its_thread(worker, broken):
     worker(lambda: theirs.add_(theirs.sin()))
     read = worker(doubled, shared)
     ours.mul_(3)
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         worker(spmd.sync)
     assert is_pending(ours) and not is_pending(read)
     spmd.sync()
@@ -233,7 +233,7 @@ def test_a_failure_leaves_pending_what_it_needs_of_another_thread(worker, broken
     x = torch.ones(3).to("xla")
     theirs = worker(doubled, x)
     ours = theirs.sin()
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         ours.cpu()
     assert is_pending(theirs)
     worker(spmd.sync)

@@ -6,6 +6,7 @@ import torch
 import spmd_core as spmd
 from spmd_core.manual import collectives
 from spmd_core.manual.region import region_of
+from spmd_core.manual.shard_map import disable_manual_sharding, enable_manual_sharding
 from spmd_core.program import compile_cache
 
 X = torch.randn(16, 24)
@@ -51,7 +52,7 @@ def test_a_megatron_mlp_and_its_gradients(mesh_1d):
     up, down = torch.randn(24, 32) / 5, torch.randn(32, 24) / 5
 
     def block(x, up, down):
-        return spmd.all_reduce(torch.tanh(x @ up) @ down, "x")
+        return spmd.manual.all_reduce(torch.tanh(x @ up) @ down, "x")
 
     mapped = spmd.shard_map(block, mesh_1d, [(), (None, "x"), ("x", None)], ())
     results = []
@@ -74,23 +75,26 @@ def rows(x, n):
 
 # name: (the collective, the same on the list of all devices' blocks)
 COLLECTIVES = {
-    "sum": (lambda x: spmd.all_reduce(x, "x"), lambda xs, n: [sum(xs)] * n),
-    "mean": (lambda x: spmd.all_reduce(x, "x", "mean"), lambda xs, n: [sum(xs) / n] * n),
-    "all_gather": (lambda x: spmd.all_gather(x, "x", 1), lambda xs, n: [torch.cat(xs, 1)] * n),
+    "sum": (lambda x: spmd.manual.all_reduce(x, "x"), lambda xs, n: [sum(xs)] * n),
+    "mean": (lambda x: spmd.manual.all_reduce(x, "x", "mean"), lambda xs, n: [sum(xs) / n] * n),
+    "all_gather": (
+        lambda x: spmd.manual.all_gather(x, "x", 1),
+        lambda xs, n: [torch.cat(xs, 1)] * n,
+    ),
     "reduce_scatter": (
-        lambda x: spmd.reduce_scatter(x, "x", -1),
+        lambda x: spmd.manual.reduce_scatter(x, "x", -1),
         lambda xs, n: list(sum(xs).chunk(n, 1)),
     ),
     "all_to_all": (
-        lambda x: spmd.all_to_all(x, "x", 1, 0),
+        lambda x: spmd.manual.all_to_all(x, "x", 1, 0),
         lambda xs, n: [torch.cat([x.chunk(n, 1)[d] for x in xs], 0) for d in range(n)],
     ),
     "rotate": (
-        lambda x: spmd.collective_permute(x, "x", [(i, (i + 1) % N) for i in range(N)]),
+        lambda x: spmd.manual.collective_permute(x, "x", [(i, (i + 1) % N) for i in range(N)]),
         lambda xs, n: xs[-1:] + xs[:-1],
     ),
     "shift": (
-        lambda x: spmd.collective_permute(x, "x", [(i, i + 1) for i in range(N - 1)]),
+        lambda x: spmd.manual.collective_permute(x, "x", [(i, i + 1) for i in range(N - 1)]),
         lambda xs, n: [xs[0] * 0, *xs[:-1]],
     ),
 }
@@ -138,13 +142,13 @@ def test_dropout_inside_of_attention_differs_between_devices(mesh_1d, num_device
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_extrema(op, mesh_1d, num_devices):
-    mapped = spmd.shard_map(lambda x: spmd.all_reduce(x, "x", op), mesh_1d, [("x",)], ())
+    mapped = spmd.shard_map(lambda x: spmd.manual.all_reduce(x, "x", op), mesh_1d, [("x",)], ())
     assert_same(mapped(X.to("xla")), getattr(torch.stack(rows(X, num_devices)), f"a{op}")(0))
 
 
 def test_several_axes_and_the_index_along_them(mesh_2d, num_devices):
     def function(x):
-        return x * 0 + spmd.axis_index(("b", "a")), spmd.all_reduce(x, ("a", "b"))
+        return x * 0 + spmd.manual.axis_index(("b", "a")), spmd.manual.all_reduce(x, ("a", "b"))
 
     index, total = spmd.shard_map(function, mesh_2d, [(("b", "a"),)], [(("b", "a"),), ()])(
         torch.ones(num_devices, device="xla")
@@ -158,7 +162,7 @@ def test_marks_over_other_axes_go_on_working_inside(mesh_2d):
     def function(x):
         y = torch.tanh(x)
         spmd.mark_sharding(y, mesh_2d, (None, "b"))
-        return spmd.all_reduce(y.sum(0), "a")
+        return spmd.manual.all_reduce(y.sum(0), "a")
 
     mapped = spmd.shard_map(function, mesh_2d, [("a", None)], (None,), axis_names=["a"])
     x = X.to("xla")
@@ -171,7 +175,7 @@ def test_local_tensors_outlive_a_step(mesh_1d):
     """The backward, in another program, uses local tensors that the forward saved."""
     x, right = on_device(X), X.clone().requires_grad_()
     loss = spmd.shard_map(
-        lambda x: spmd.all_reduce(torch.sin(x).exp().sum(), "x"), mesh_1d, [("x",)], ()
+        lambda x: spmd.manual.all_reduce(torch.sin(x).exp().sum(), "x"), mesh_1d, [("x",)], ()
     )(x)
     expected = torch.sin(right).exp().sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
@@ -209,7 +213,7 @@ def test_random_numbers_differ_between_devices_where_the_tensor_is_local(mesh_1d
 
 def test_collectives_of_the_program_are_those_that_were_written(mesh_1d, num_devices):
     mapped = spmd.shard_map(
-        lambda x, w: spmd.all_reduce(torch.relu(x @ w), "x").sum(),
+        lambda x, w: spmd.manual.all_reduce(torch.relu(x @ w), "x").sum(),
         mesh_1d,
         [(None, "x"), ("x", None)],
         (),
@@ -227,15 +231,15 @@ def test_collectives_of_the_program_are_those_that_were_written(mesh_1d, num_dev
 
 def test_the_way_in_and_out_without_a_function(mesh_1d, num_devices):
     x = on_device(X)
-    local = spmd.enable_manual_sharding(x, ("x", None), mesh=mesh_1d)
+    local = enable_manual_sharding(x, ("x", None), mesh=mesh_1d)
     assert tuple(local.shape) == (16 // num_devices, 24)
-    whole = spmd.disable_manual_sharding(local * 3, ("x", None), (16, 24), mesh=mesh_1d)
+    whole = disable_manual_sharding(local * 3, ("x", None), (16, 24), mesh=mesh_1d)
     assert_same(whole, X * 3)
     with pytest.raises(
-        spmd.PartitionSpecError,
+        spmd.errors.PartitionSpecError,
         match=r"make a tensor of shape \(16, 24\); got full_shape \(24, 16\)",
     ):
-        spmd.disable_manual_sharding(local, ("x", None), (24, 16), mesh=mesh_1d)
+        disable_manual_sharding(local, ("x", None), (24, 16), mesh=mesh_1d)
 
 
 def test_one_partition_spec_stands_for_all(mesh_2d):
@@ -263,82 +267,85 @@ def refused(
 
 def test_bad_input(mesh_1d, mesh_2d, num_devices):
     with pytest.raises(
-        spmd.PartitionSpecError,
+        spmd.errors.PartitionSpecError,
         match=r"one partition spec for each argument; got 2 specs and 1 arguments",
     ):
         refused(mesh_1d, in_specs=[("x",), ("x",)])
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"in_specs has one partition spec for each argument; got 'x'"
+        spmd.errors.PartitionSpecError,
+        match=r"in_specs has one partition spec for each argument; got 'x'",
     ):
         spmd.shard_map(lambda x: x, mesh_1d, "x", ())
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"out_specs has one partition spec for each result"
+        spmd.errors.PartitionSpecError, match=r"out_specs has one partition spec for each result"
     ):
         refused(mesh_1d, lambda x: (x, x, x))
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"name its own axes; got 'b' .* over \['a'\].*mark_sharding"
+        spmd.errors.PartitionSpecError,
+        match=r"name its own axes; got 'b' .* over \['a'\].*mark_sharding",
     ):
         refused(mesh_2d, in_specs=[("b",)], out_specs=(), axis_names=["a"])
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"a manual region needs a tensor on device 'xla'; got a tensor on cpu",
     ):
         refused(mesh_1d, argument=X)
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"needs a tensor on device 'xla'; got int. Return tensors only",
     ):
         refused(mesh_1d, lambda x: 3)
     with pytest.raises(
-        spmd.SpmdError, match=r"all_reduce is a collective of a manual region.*shard_map"
+        spmd.errors.SpmdError, match=r"all_reduce is a collective of a manual region.*shard_map"
     ):
-        spmd.all_reduce(X.to("xla"), "x")
+        spmd.manual.all_reduce(X.to("xla"), "x")
     with pytest.raises(ValueError, match=r"'sum', 'mean', 'max' or 'min'; got 'product'"):
-        refused(mesh_1d, lambda x: spmd.all_reduce(x, "x", "product"))
+        refused(mesh_1d, lambda x: spmd.manual.all_reduce(x, "x", "product"))
     with pytest.raises(ValueError, match=r"all_reduce with 'max' has no gradient.*detach"):
-        refused(mesh_1d, lambda x: spmd.all_reduce(x, "x", "max"), argument=on_device(X))
+        refused(mesh_1d, lambda x: spmd.manual.all_reduce(x, "x", "max"), argument=on_device(X))
     with pytest.raises(IndexError, match=r"range of \[-2, 1\], but got 2"):
-        refused(mesh_1d, lambda x: spmd.all_gather(x, "x", 2))
+        refused(mesh_1d, lambda x: spmd.manual.all_gather(x, "x", 2))
     with pytest.raises(ValueError, match=r"at most once.*got \[\(0, 99\)\]"):
-        refused(mesh_1d, lambda x: spmd.collective_permute(x, "x", [(0, 99)]))
+        refused(mesh_1d, lambda x: spmd.manual.collective_permute(x, "x", [(0, 99)]))
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"goes along manual axes; all_reduce got 'b'"
+        spmd.errors.PartitionSpecError, match=r"goes along manual axes; all_reduce got 'b'"
     ):
         refused(
             mesh_2d,
-            lambda x: spmd.all_reduce(x, "b"),
+            lambda x: spmd.manual.all_reduce(x, "b"),
             in_specs=[("a",)],
             out_specs=(),
             axis_names=["a"],
         )
-    with pytest.raises(spmd.SpmdError, match=r"do not nest"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"do not nest"):
         refused(mesh_1d, lambda x: refused(mesh_1d, argument=x))
     with pytest.raises(
-        spmd.SpmdError, match=r"a value of its own on each device.*Return it from the region"
+        spmd.errors.SpmdError, match=r"a value of its own on each device.*Return it from the region"
     ):
         refused(mesh_1d, lambda x: x.sum().item() * x)
     if num_devices > 1:
         with pytest.raises(
-            spmd.PartitionSpecError, match=r"blocks? of one shape; got 3 elements in dim 0.*Pad"
+            spmd.errors.PartitionSpecError,
+            match=r"blocks? of one shape; got 3 elements in dim 0.*Pad",
         ):
             refused(mesh_1d, argument=torch.ones(3, device="xla"))
         with pytest.raises(
             ValueError,
             match=r"reduce_scatter gives each of \d devices an equal part; got 1 elements.*Pad",
         ):
-            refused(mesh_1d, lambda x: spmd.reduce_scatter(x[:1], "x"))
+            refused(mesh_1d, lambda x: spmd.manual.reduce_scatter(x[:1], "x"))
 
 
 def test_a_region_over_some_of_the_devices(mesh_1d, num_devices):
     if num_devices == 1:
         pytest.skip("needs two devices")
     half = spmd.Mesh(range(num_devices // 2), (num_devices // 2,), ("h",))
-    total = spmd.shard_map(lambda x: spmd.all_reduce(x, "h"), half, [("h",)], ())
+    total = spmd.shard_map(lambda x: spmd.manual.all_reduce(x, "h"), half, [("h",)], ())
     assert_same(total(X.to("xla")), sum(rows(X, num_devices // 2)), rtol=1e-4, atol=1e-4)
     other = spmd.mark_sharding(torch.ones(16, 24, device="xla"), mesh_1d, ("x",))
     mixed = total(other)
     with pytest.raises(
-        spmd.ProgramError,
+        spmd.errors.ProgramError,
         match=r"over all devices of its program; got devices \(0,.*sync\(\) between",
     ):
         spmd.sync()
@@ -346,18 +353,18 @@ def test_a_region_over_some_of_the_devices(mesh_1d, num_devices):
 
 
 def test_tensors_of_two_regions_do_not_mix(mesh_1d, mesh_2d):
-    a = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_1d)
-    b = spmd.enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_2d)
+    a = enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_1d)
+    b = enable_manual_sharding(torch.ones(8, 8, device="xla"), (), mesh=mesh_2d)
     mixed = a + b
     with pytest.raises(
-        spmd.ProgramError,
+        spmd.errors.ProgramError,
         match=r"local tensors of one manual region; .*local to \(a, b\) and .*local to \(x\)",
     ):
         spmd.sync()
     del mixed
-    leaving = spmd.disable_manual_sharding(torch.ones(8, device="xla"), (), (8,), mesh=mesh_1d)
+    leaving = disable_manual_sharding(torch.ones(8, device="xla"), (), (8,), mesh=mesh_1d)
     with pytest.raises(
-        spmd.ProgramError, match=r"left by what is local to its axes; .* got a global tensor"
+        spmd.errors.ProgramError, match=r"left by what is local to its axes; .* got a global tensor"
     ):
         spmd.sync()
     del leaving
@@ -366,15 +373,13 @@ def test_tensors_of_two_regions_do_not_mix(mesh_1d, mesh_2d):
 def test_the_global_mesh_stands_in(mesh_1d):
     x = torch.arange(16.0).reshape(8, 2)
     with pytest.raises(
-        spmd.MeshError, match=r"a manual region needs a mesh; got None, .*Pass mesh="
+        spmd.errors.MeshError, match=r"a manual region needs a mesh; got None, .*Pass mesh="
     ):
-        spmd.enable_manual_sharding(x.to("xla"), ("x", None))
+        enable_manual_sharding(x.to("xla"), ("x", None))
     spmd.set_global_mesh(mesh_1d)
     try:
-        local = spmd.enable_manual_sharding(x.to("xla"), ("x", None))
-        assert torch.equal(
-            spmd.disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1
-        )
+        local = enable_manual_sharding(x.to("xla"), ("x", None))
+        assert torch.equal(disable_manual_sharding(local + 1, ("x", None), (8, 2)).cpu(), x + 1)
     finally:
         spmd.set_global_mesh(None)
 
@@ -382,11 +387,11 @@ def test_the_global_mesh_stands_in(mesh_1d):
 def test_a_collective_of_the_region_that_a_tensor_is_in(mesh_1d, num_devices):
     x = torch.ones(4, 2, device="xla")
     assert region_of(x) is None
-    block = spmd.enable_manual_sharding(x, (None, None), mesh=mesh_1d)
+    block = enable_manual_sharding(x, (None, None), mesh=mesh_1d)
     region = region_of(block + 1)
     assert region is not None and region.mesh == mesh_1d and region.axes == (0,)
     total = collectives.in_region(region, collectives.all_reduce, block, (0,), "sum")
     assert (
-        spmd.disable_manual_sharding(total, (None, None), (4, 2), mesh=mesh_1d).tolist()
+        disable_manual_sharding(total, (None, None), (4, 2), mesh=mesh_1d).tolist()
         == [[num_devices] * 2] * 4
     )

@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd_core as spmd
 from spmd_core.marks import custom_ops
+from spmd_core.sharding.sharding import Sharding
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def mesh_arguments(mesh_2d):
 def test_the_tensor_itself_is_marked(mesh_2d, mesh_arguments):
     x = torch.randn(8, 4).to("xla")
     y = torch.ops.xla.dynamo_mark_sharding(x, *mesh_arguments, "('a', 'b')")
-    assert y is x and x.sharding == spmd.Sharding.of(mesh_2d, ("a", "b"), 2)
+    assert y is x and x.sharding == Sharding.of(mesh_2d, ("a", "b"), 2)
     z = torch.ops.xla.dynamo_mark_sharding(x + 1, *mesh_arguments[:2], "None", "[1, (0,)]")
     assert z.sharding.dims == ((1,), (0,))
     with torch.inference_mode():
@@ -44,7 +45,7 @@ def test_a_marked_copy(mesh_2d):
     y.register_hook(lambda g: seen.append(g.partition_spec))
     (y * y).sum().backward()
     spmd.sync()
-    assert seen == [("a", "b")] and y.sharding_spec == spmd.Sharding.of(mesh_2d, ("a", "b"), 2).text
+    assert seen == [("a", "b")] and y.sharding_spec == Sharding.of(mesh_2d, ("a", "b"), 2).text
     torch.testing.assert_close(x.grad.cpu(), 2 * w)
     y.detach().add_(1)
     assert torch.equal(x.detach().cpu(), w)
@@ -63,20 +64,20 @@ def test_wrong_strings_are_refused(mesh_2d, mesh_arguments):
     x = torch.ones(8, 4).to("xla")
     for text in ("a, b c", "'a'", "{'a': 1}"):
         with pytest.raises(
-            spmd.PartitionSpecError,
+            spmd.errors.PartitionSpecError,
             match=r"read from the literal of a tuple; got .*Pass str\(partition_spec\)",
         ):
             torch.ops.xla.dynamo_mark_sharding(x, *mesh_arguments, text)
     with pytest.raises(
-        spmd.MeshError,
+        spmd.errors.MeshError,
         match=r"read from the literal of a tuple, or None; got 'a, b c'. Pass their str\(\)",
     ):
         torch.ops.xla.dynamo_mark_sharding(x, *mesh_arguments[:2], "a, b c", "('a', None)")
-    with pytest.raises(spmd.MeshError, match="a mesh is read from a dict literal"):
+    with pytest.raises(spmd.errors.MeshError, match="a mesh is read from a dict literal"):
         torch.ops.xla.aot_mark_sharding(x, "garbage", "('a', None)")
-    with pytest.raises(spmd.PartitionSpecError, match="'nowhere'"):
+    with pytest.raises(spmd.errors.PartitionSpecError, match="'nowhere'"):
         torch.ops.xla.aot_mark_sharding(x, str(mesh_2d), "('nowhere', None)")
-    with pytest.raises(spmd.MeshError, match="name"):
+    with pytest.raises(spmd.errors.MeshError, match="name"):
         torch.ops.xla.dynamo_mark_sharding(
             torch.ones(8), *mesh_arguments[:2], "('a', 'b', 'c')", "('a',)"
         )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import zeros as dtensor_zeros
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import spmd_core as spmd
+from spmd_core.marks.dtensor import auto_policy
 
 NUM_DEVICES = spmd.global_runtime_device_count()
 needs_8 = pytest.mark.skipif(NUM_DEVICES != 8, reason="the meshes are those of 8 devices")
@@ -30,36 +31,42 @@ needs_several = pytest.mark.skipif(NUM_DEVICES == 1, reason="one device has noth
 def device_mesh() -> DeviceMesh:
     """All devices on axes `dp` and `tp`."""
     tp = 2 if NUM_DEVICES % 2 == 0 else 1
-    return spmd.init_device_mesh("xla", (NUM_DEVICES // tp, tp), mesh_dim_names=("dp", "tp"))
+    return spmd.dtensor.init_device_mesh(
+        "xla", (NUM_DEVICES // tp, tp), mesh_dim_names=("dp", "tp")
+    )
 
 
 # Meshes.
 
 
 def test_meshes_both_ways(mesh_2d):
-    there = spmd.to_device_mesh(mesh_2d)
+    there = spmd.dtensor.to_device_mesh(mesh_2d)
     assert (there.device_type, tuple(there.mesh.shape), there.mesh_dim_names) == (
         "xla",
         mesh_2d.mesh_shape,
         ("a", "b"),
     )
-    assert spmd.from_device_mesh(there).mesh == mesh_2d
-    assert spmd.from_device_mesh(mesh_2d) == spmd.from_device_mesh(there)
+    assert spmd.dtensor.from_device_mesh(there).mesh == mesh_2d
+    assert spmd.dtensor.from_device_mesh(mesh_2d) == spmd.dtensor.from_device_mesh(there)
 
 
 @needs_8
 def test_the_order_of_devices_is_kept():
     mesh = spmd.Mesh([3, 1, 2, 0, 7, 6, 5, 4], (2, 4), ("a", "b"))
-    assert spmd.from_device_mesh(spmd.to_device_mesh(mesh)).mesh == mesh
+    assert spmd.dtensor.from_device_mesh(spmd.dtensor.to_device_mesh(mesh)).mesh == mesh
 
 
 def test_the_global_mesh_stands_in(mesh_1d):
-    with pytest.raises(spmd.MeshError, match=r"got None, and no global mesh is set. Pass mesh="):
-        spmd.from_device_mesh(None)
+    with pytest.raises(
+        spmd.errors.MeshError, match=r"got None, and no global mesh is set. Pass mesh="
+    ):
+        spmd.dtensor.from_device_mesh(None)
     spmd.set_global_mesh(mesh_1d)
     try:
-        assert spmd.from_device_mesh(None).mesh is mesh_1d
-        assert spmd.distribute_tensor(torch.ones(8), None, [Shard(0)]).partition_spec == ("x",)
+        assert spmd.dtensor.from_device_mesh(None).mesh is mesh_1d
+        assert spmd.dtensor.distribute_tensor(torch.ones(8), None, [Shard(0)]).partition_spec == (
+            "x",
+        )
     finally:
         spmd.set_global_mesh(None)
 
@@ -67,9 +74,9 @@ def test_the_global_mesh_stands_in(mesh_1d):
 @needs_8
 def test_slices_of_torchs_own_mesh():
     mesh = torch_device_mesh.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    assert spmd.from_device_mesh(mesh["tp"]).axes == ((2,),)
-    assert spmd.from_device_mesh(mesh["dp", "tp"]).axes == ((0,), (2,))
-    assert spmd.from_device_mesh(mesh["dp", "cp"]._flatten("dp_cp")).axes == ((0, 1),)
+    assert spmd.dtensor.from_device_mesh(mesh["tp"]).axes == ((2,),)
+    assert spmd.dtensor.from_device_mesh(mesh["dp", "tp"]).axes == ((0,), (2,))
+    assert spmd.dtensor.from_device_mesh(mesh["dp", "cp"]._flatten("dp_cp")).axes == ((0, 1),)
     assert mesh["tp"].mesh.tolist() == [0, 1] and mesh["dp"].mesh.tolist() == [0, 4]
     assert (
         mesh.get_rank(),
@@ -81,33 +88,35 @@ def test_slices_of_torchs_own_mesh():
 
 @needs_8
 def test_a_tensor_over_a_slice_replicates_over_the_rest():
-    mesh = spmd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    mesh = spmd.dtensor.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     x = torch.arange(32.0).reshape(8, 4)
-    t = spmd.distribute_tensor(x, mesh["tp"], [Shard(1)])
+    t = spmd.dtensor.distribute_tensor(x, mesh["tp"], [Shard(1)])
     assert t.partition_spec == (None, "tp")
-    flat = spmd.distribute_tensor(x, mesh["dp", "cp"]._flatten("dp_cp"), [Shard(0)])
+    flat = spmd.dtensor.distribute_tensor(x, mesh["dp", "cp"]._flatten("dp_cp"), [Shard(0)])
     assert flat.partition_spec == (("dp", "cp"), None)
     assert torch.equal((t + flat).cpu(), x + x)
 
 
 @needs_8
 def test_a_flattened_dimension_of_scattered_axes():
-    mesh = spmd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-    assert spmd.from_device_mesh(mesh["dp", "tp"]._flatten("dp_tp")).axes == ((0, 2),)
+    mesh = spmd.dtensor.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    assert spmd.dtensor.from_device_mesh(mesh["dp", "tp"]._flatten("dp_tp")).axes == ((0, 2),)
 
 
 def test_other_devices_are_refused(device_mesh):
-    with pytest.raises(spmd.MeshError, match=r"makes meshes of device type 'xla'; got 'cuda'"):
-        spmd.init_device_mesh("cuda", (8,))
     with pytest.raises(
-        spmd.MeshError,
+        spmd.errors.MeshError, match=r"makes meshes of device type 'xla'; got 'cuda'"
+    ):
+        spmd.dtensor.init_device_mesh("cuda", (8,))
+    with pytest.raises(
+        spmd.errors.MeshError,
         match=rf"number of devices; got \(3, 7\) with product 21 for {NUM_DEVICES} devices",
     ):
-        spmd.init_device_mesh("xla", (3, 7))
-    with pytest.raises(spmd.MeshError, match="device type 'xla' is needed; got str"):
-        spmd.from_device_mesh("xla")
-    with pytest.raises(spmd.MeshError, match="below the number of devices"):
-        spmd.from_device_mesh(DeviceMesh("xla", [NUM_DEVICES, NUM_DEVICES + 1]))
+        spmd.dtensor.init_device_mesh("xla", (3, 7))
+    with pytest.raises(spmd.errors.MeshError, match="device type 'xla' is needed; got str"):
+        spmd.dtensor.from_device_mesh("xla")
+    with pytest.raises(spmd.errors.MeshError, match="below the number of devices"):
+        spmd.dtensor.from_device_mesh(DeviceMesh("xla", [NUM_DEVICES, NUM_DEVICES + 1]))
 
 
 def test_local_ranks_ask_for_a_dimension(device_mesh):
@@ -152,7 +161,9 @@ def test_blocks_are_those_of_dtensor(placements):
     """Also where several dimensions of the mesh split one dim of the tensor."""
     shape = (2, 2, 2)
     whole = torch.arange(8**3).reshape(8, 8, 8)
-    t = spmd.distribute_tensor(whole, spmd.init_device_mesh("xla", shape), placements)
+    t = spmd.dtensor.distribute_tensor(
+        whole, spmd.dtensor.init_device_mesh("xla", shape), placements
+    )
     expected = reference_blocks(shape, placements)
     for shard, (_, block) in zip(t.local_shards, sorted(expected.items())):
         assert torch.equal(shard.data, block)
@@ -160,25 +171,28 @@ def test_blocks_are_those_of_dtensor(placements):
 
 @needs_8
 def test_a_strided_shard_is_cut_by_the_later_dimension_first():
-    mesh = spmd.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
-    t = spmd.distribute_tensor(torch.arange(16), mesh, [_StridedShard(0, split_factor=2), Shard(0)])
+    mesh = spmd.dtensor.init_device_mesh("xla", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    t = spmd.dtensor.distribute_tensor(
+        torch.arange(16), mesh, [_StridedShard(0, split_factor=2), Shard(0)]
+    )
     assert t.partition_spec == (("tp", "fsdp"),)
     assert t.placements == (_StridedShard(0, split_factor=2), Shard(0))
-    with pytest.raises(spmd.PartitionSpecError, match=r"one of \[1, 2\]; got 3"):
-        spmd.partition_spec_of(mesh, [_StridedShard(0, split_factor=3), Shard(0)], 1)
+    with pytest.raises(spmd.errors.PartitionSpecError, match=r"one of \[1, 2\]; got 3"):
+        spmd.dtensor.partition_spec_of(mesh, [_StridedShard(0, split_factor=3), Shard(0)], 1)
 
 
 def test_what_is_no_placement_of_a_tensor(device_mesh):
     with pytest.raises(
         ValueError, match="one placement for each dimension of the mesh; got 1 placements"
     ):
-        spmd.partition_spec_of(device_mesh, [Shard(0)], 2)
+        spmd.dtensor.partition_spec_of(device_mesh, [Shard(0)], 2)
     with pytest.raises(
-        spmd.UnsupportedOpError, match=r"sharded or replicated along each axis; got Partial\(sum\)"
+        spmd.errors.UnsupportedOpError,
+        match=r"sharded or replicated along each axis; got Partial\(sum\)",
     ):
-        spmd.partition_spec_of(device_mesh, [Partial(), Replicate()], 2)
+        spmd.dtensor.partition_spec_of(device_mesh, [Partial(), Replicate()], 2)
     with pytest.raises(IndexError, match=r"got dim 2 for a tensor of rank 2\. Use -2 to 1"):
-        spmd.partition_spec_of(device_mesh, [Shard(2), Replicate()], 2)
+        spmd.dtensor.partition_spec_of(device_mesh, [Shard(2), Replicate()], 2)
 
 
 # A tensor's methods.
@@ -186,7 +200,7 @@ def test_what_is_no_placement_of_a_tensor(device_mesh):
 
 def test_the_habits_of_a_dtensor(device_mesh):
     x = torch.randn(16, 8)
-    t = spmd.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)])
+    t = spmd.dtensor.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)])
     assert t.placements == (Shard(0), Shard(1))
     assert t.device_mesh == device_mesh
     again = t.redistribute(device_mesh, [Replicate(), Shard(0)])
@@ -202,14 +216,14 @@ def test_the_habits_of_a_dtensor(device_mesh):
 
 def test_gradients_pass_through_redistribute(device_mesh):
     x = torch.randn(16, 8)
-    w = spmd.distribute_tensor(x, device_mesh, [Shard(0), Replicate()]).requires_grad_()
+    w = spmd.dtensor.distribute_tensor(x, device_mesh, [Shard(0), Replicate()]).requires_grad_()
     (w.redistribute(device_mesh, [Replicate(), Shard(1)]).full_tensor() ** 2).sum().backward()
     torch.testing.assert_close(w.grad.cpu(), 2 * x)
 
 
 def test_local_and_back(device_mesh):
     x = torch.randn(16, 8)
-    w = spmd.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)]).requires_grad_()
+    w = spmd.dtensor.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)]).requires_grad_()
     local = w.to_local()
     assert tuple(local.shape) == (16 // device_mesh.shape[0], 8 // device_mesh.shape[1])
     y = spmd.XLAShardedTensor.from_local(local * 3, device_mesh, [Shard(0), Shard(1)])
@@ -226,15 +240,15 @@ def test_local_and_back(device_mesh):
 )
 def test_partial_local_values_are_reduced(device_mesh, kind, reduce):
     x = torch.randn(16, 8)
-    local = spmd.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)]).to_local()
-    y = spmd.from_local(local, device_mesh, [Partial(kind), Shard(1)])
+    local = spmd.dtensor.distribute_tensor(x, device_mesh, [Shard(0), Shard(1)]).to_local()
+    y = spmd.dtensor.from_local(local, device_mesh, [Partial(kind), Shard(1)])
     torch.testing.assert_close(y.cpu(), reduce(x.reshape(device_mesh.shape[0], -1, 8), 0))
 
 
 def test_the_full_tensor_of_a_result(device_mesh):
     a, b = torch.randn(8, 8), torch.randn(8, 8)
-    d = spmd.distribute_tensor(a, device_mesh, [Shard(0), Replicate()])
-    e = spmd.distribute_tensor(b, device_mesh, [Replicate(), Shard(1)])
+    d = spmd.dtensor.distribute_tensor(a, device_mesh, [Shard(0), Replicate()])
+    e = spmd.dtensor.distribute_tensor(b, device_mesh, [Replicate(), Shard(1)])
     full = (d @ e).full_tensor()
     torch.testing.assert_close(full.cpu(), a @ b)
     assert full.sharding_spec == "{replicated}"
@@ -251,7 +265,8 @@ def test_methods_ask_for_a_sharding():
         lambda: t.redistribute(placements=[Shard(0)]),
     ):
         with pytest.raises(
-            spmd.SpmdError, match=r"needs a tensor with a sharding; this one, of shape \(4,\)"
+            spmd.errors.SpmdError,
+            match=r"needs a tensor with a sharding; this one, of shape \(4,\)",
         ):
             call()
     with pytest.raises(ValueError, match="redistribute needs placements; got None"):
@@ -261,7 +276,7 @@ def test_methods_ask_for_a_sharding():
 @needs_several
 def test_uneven_blocks_have_no_local_tensor(mesh_1d):
     t = spmd.mark_sharding(torch.ones(NUM_DEVICES + 1, device="xla"), mesh_1d, ("x",))
-    with pytest.raises(spmd.PartitionSpecError, match="a block of one shape"):
+    with pytest.raises(spmd.errors.PartitionSpecError, match="a block of one shape"):
         t.to_local()
 
 
@@ -270,22 +285,22 @@ def test_uneven_blocks_have_no_local_tensor(mesh_1d):
 
 def test_distributed_parameters_stay_leaves(device_mesh):
     p = nn.Parameter(torch.randn(8, 4))
-    t = spmd.distribute_tensor(p, device_mesh, [Shard(0), Replicate()])
+    t = spmd.dtensor.distribute_tensor(p, device_mesh, [Shard(0), Replicate()])
     assert t.requires_grad and t.is_leaf
     (t * 2).sum().backward()
     assert t.grad.sharding == t.sharding
-    assert spmd.distribute_tensor(torch.zeros(3), device_mesh).sharding.is_replicated
+    assert spmd.dtensor.distribute_tensor(torch.zeros(3), device_mesh).sharding.is_replicated
 
 
 def test_distribute_tensor_refuses(device_mesh):
-    t = spmd.distribute_tensor(torch.zeros(8, 8), device_mesh, [Shard(0), Shard(1)])
-    assert spmd.distribute_tensor(t, device_mesh, [Shard(0), Shard(1)]) is t
+    t = spmd.dtensor.distribute_tensor(torch.zeros(8, 8), device_mesh, [Shard(0), Shard(1)])
+    assert spmd.dtensor.distribute_tensor(t, device_mesh, [Shard(0), Shard(1)]) is t
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"marks a tensor once; .* Use tensor\.redistribute"
+        spmd.errors.PartitionSpecError, match=r"marks a tensor once; .* Use tensor\.redistribute"
     ):
-        spmd.distribute_tensor(t, device_mesh, [Shard(1), Shard(0)])
+        spmd.dtensor.distribute_tensor(t, device_mesh, [Shard(1), Shard(0)])
     with pytest.raises(RuntimeError, match="takes a leaf of autograd"):
-        spmd.distribute_tensor(torch.ones(2, requires_grad=True) * 2, device_mesh)
+        spmd.dtensor.distribute_tensor(torch.ones(2, requires_grad=True) * 2, device_mesh)
 
 
 class Net(nn.Module):
@@ -309,18 +324,20 @@ def test_a_distributed_module_computes_the_same(device_mesh):
         seen.append((name, mesh))
         if name == "a":  # replaced, as in torch's documentation
             weight = nn.Parameter(
-                spmd.distribute_tensor(module.weight.detach(), mesh, [Replicate(), Shard(0)])
+                spmd.dtensor.distribute_tensor(
+                    module.weight.detach(), mesh, [Replicate(), Shard(0)]
+                )
             )
             module.register_parameter("weight", weight)
         if name == "b":  # marked in place
-            spmd.distribute_tensor(module.weight, mesh, [Replicate(), Shard(1)])
+            spmd.dtensor.distribute_tensor(module.weight, mesh, [Replicate(), Shard(1)])
 
-    out = spmd.distribute_module(
+    out = spmd.dtensor.distribute_module(
         net,
         device_mesh,
         partition,
         lambda module, inputs, mesh: (
-            spmd.distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),
+            spmd.dtensor.distribute_tensor(inputs[0], mesh, [Shard(0), Replicate()]),
         ),
         lambda module, outputs, mesh: outputs.full_tensor() if outputs.sharding else outputs,
     )
@@ -331,26 +348,27 @@ def test_a_distributed_module_computes_the_same(device_mesh):
     assert net.scale.placements == net.a.bias.placements == (Replicate(), Replicate())
     torch.testing.assert_close(net(x).cpu(), expected)
     with pytest.raises(RuntimeError, match="takes a module once"):
-        spmd.distribute_module(net, device_mesh)
+        spmd.dtensor.distribute_module(net, device_mesh)
 
 
 def test_hooks_of_two_arguments_are_deprecated(device_mesh):
     with pytest.warns(FutureWarning, match=r"input_fn takes \(module, inputs, device_mesh\)"):
-        net = spmd.distribute_module(
+        net = spmd.dtensor.distribute_module(
             nn.Linear(2, 2), device_mesh, None, lambda inputs, mesh: (inputs[0].to("xla"),)
         )
     assert net(torch.ones(1, 2)).device.type == "xla"
     with pytest.raises(
         ValueError, match=r"output_fn takes three arguments, .* got a function of 1"
     ):
-        spmd.distribute_module(nn.Linear(2, 2), device_mesh, None, None, lambda out: out)
+        spmd.dtensor.distribute_module(nn.Linear(2, 2), device_mesh, None, None, lambda out: out)
 
 
 def test_automatic_sharding_says_that_it_is_not_there(device_mesh):
     with pytest.raises(
-        spmd.UnsupportedOpError, match="auto_policy asks for shardings that are found automatically"
+        spmd.errors.UnsupportedOpError,
+        match="auto_policy asks for shardings that are found automatically",
     ):
-        spmd.distribute_module(nn.Linear(2, 2), device_mesh, spmd.auto_policy)
+        spmd.dtensor.distribute_module(nn.Linear(2, 2), device_mesh, auto_policy)
 
 
 def test_the_spec_that_torch_computes_with(mesh_2d):
@@ -389,7 +407,7 @@ def test_a_column_and_a_row_layer_by_marks(mesh_2d):
 
 def refuses_groups(got):
     return pytest.raises(
-        spmd.UnsupportedOpError,
+        spmd.errors.UnsupportedOpError,
         match=rf"has no process groups.*got {got}\. .*spmd_core\.fully_shard in place of FSDP1",
     )
 
@@ -428,7 +446,7 @@ def test_meshes_of_other_devices_keep_their_groups():
 
 def test_a_loss_over_split_classes_needs_no_context(device_mesh):
     logits, target = torch.randn(4, 16), torch.arange(4)
-    split = spmd.distribute_tensor(logits, device_mesh, [Replicate(), Shard(1)])
+    split = spmd.dtensor.distribute_tensor(logits, device_mesh, [Replicate(), Shard(1)])
     right = nn.functional.cross_entropy(logits, target)
     with parallel.loss_parallel():
         found = nn.functional.cross_entropy(split, target.to("xla"))

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.marks.marking import start_upload
 from spmd_core.program import compile_cache
 from spmd_core.runtime import devices
+from spmd_core.runtime.processes import get_1d_mesh
+from spmd_core.sharding.sharding import Sharding, ShardingType
 
 pytestmark = pytest.mark.one_device
 
@@ -38,7 +41,7 @@ def test_values_and_shards_under_every_spec(spec, state, mesh_2d):
     elif state == "pending":
         x = x + 0
     assert spmd.mark_sharding(x, mesh_2d, spec) is x
-    assert x.sharding == spmd.Sharding.of(mesh_2d, spec, 2)  # visible before anything runs
+    assert x.sharding == Sharding.of(mesh_2d, spec, 2)  # visible before anything runs
     torch.testing.assert_close(x.cpu(), expected)
     for shard, index in zip(x.local_shards, x.sharding.indices((16, 8))):
         torch.testing.assert_close(shard.data, expected[index])
@@ -58,19 +61,17 @@ def test_spec_text_is_there_at_once(mesh_1d, num_devices):
 def test_the_type_of_a_sharding_and_jaxs_mesh(mesh_2d, num_devices):
     x = torch.zeros(8, 8, device="xla")
     with pytest.raises(
-        spmd.SpmdError, match=r"sharding_type needs a tensor with a sharding.*mark_sharding"
+        spmd.errors.SpmdError, match=r"sharding_type needs a tensor with a sharding.*mark_sharding"
     ):
         _ = x.sharding_type
     spmd.mark_sharding(x, mesh_2d, ("a", "b"))
-    assert x.sharding_type == (
-        spmd.ShardingType.TILED if num_devices > 1 else spmd.ShardingType.REPLICATED
-    )
+    assert x.sharding_type == (ShardingType.TILED if num_devices > 1 else ShardingType.REPLICATED)
     jax_mesh = mesh_2d.get_jax_mesh()
     assert (
         dict(jax_mesh.shape) == dict(mesh_2d.shape())
         and [d.id for d in jax_mesh.devices.flat] == mesh_2d.device_ids.tolist()
     )
-    with pytest.raises(spmd.MeshError, match="99"):
+    with pytest.raises(spmd.errors.MeshError, match="99"):
         spmd.Mesh([99], (1,)).get_jax_mesh()
 
 
@@ -100,18 +101,18 @@ def test_host_data_goes_up_once_and_sharded(mesh_1d):
 def test_an_upload_may_start_early(mesh_1d, monkeypatch):
     x = spmd.mark_sharding(torch.arange(1024.0).to("xla"), mesh_1d, ("x",))
     before = spmd.metrics.counter("uploaded_bytes")
-    assert spmd.start_upload(x) is x and spmd.metrics.counter("uploaded_bytes") == before + 4096
-    spmd.start_upload(x)
+    assert start_upload(x) is x and spmd.metrics.counter("uploaded_bytes") == before + 4096
+    start_upload(x)
     assert x.sum().item() == 1023 * 512 and spmd.metrics.counter("uploaded_bytes") == before + 4096
     assert x._handle.value.placement.sharding is x.sharding
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"start_upload needs a tensor on device 'xla'; got a tensor on cpu",
     ):
-        spmd.start_upload(torch.ones(2))
+        start_upload(torch.ones(2))
     monkeypatch.setattr(devices, "num_processes", lambda: 2)
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"of shape \(1024,\) that a program has computed, or whose data is on the device",
     ):
         spmd.mark_sharding(x, spmd.ShardingSpec(mesh_1d, ("x",), minibatch=True))
@@ -151,7 +152,7 @@ def test_gradients_follow_data_that_was_exchanged(mesh_2d):
     spmd.mark_sharding(p, mesh_2d, ("a",))
     p.data = spmd.mark_sharding(torch.randn(8, 8, device="xla"), mesh_2d, (None, "a"))
     (p * 2).sum().backward()
-    assert p.grad.sharding == p.sharding == spmd.Sharding.of(mesh_2d, (None, "a"), 2)
+    assert p.grad.sharding == p.sharding == Sharding.of(mesh_2d, (None, "a"), 2)
 
 
 def test_marks_on_intermediates_and_views(mesh_2d):
@@ -181,7 +182,7 @@ def test_a_marked_activation_is_no_result_where_the_loss_alone_is_held(mesh_1d, 
     loss = (y * y).sum()
     del x, y
     loss.backward()
-    assert seen[0] == spmd.Sharding.of(mesh_1d, ("x",), 2)  # although y was deleted
+    assert seen[0] == Sharding.of(mesh_1d, ("x",), 2)  # although y was deleted
     seen.clear()
     spmd.sync()
     assert len(compile_cache.newest().graph.outputs) == 2  # the loss and the gradient
@@ -243,10 +244,10 @@ def test_the_partitioners_choice_is_said_in_the_devices_numbers(num_devices):
 def test_an_empty_tensor_moves_to_the_same_devices_in_another_order(num_devices):
     x = spmd.mark_sharding(
         torch.ones(4 * num_devices, 0, device="cpu").to("xla"),
-        spmd.get_1d_mesh("x", num_devices),
+        get_1d_mesh("x", num_devices),
         (),
     )
-    spmd.start_upload(x)
+    start_upload(x)
     spmd.mark_sharding(x, spmd.Mesh(range(num_devices)[::-1], (num_devices,), ("x",)), ("x",))
     assert [tuple(shard.data.shape) for shard in x.local_shards] == [(4, 0)] * num_devices
     assert x.cpu().shape == (4 * num_devices, 0)
@@ -327,7 +328,7 @@ BAD = [
 def test_bad_input_is_refused_at_once(call, error, match, mesh_2d):
     with pytest.raises(error, match=match) as caught:
         call(mesh_2d)
-    assert isinstance(caught.value, spmd.SpmdError)
+    assert isinstance(caught.value, spmd.errors.SpmdError)
 
 
 # Constraints that are not marks.
@@ -374,7 +375,7 @@ def test_marked_with_gradients(mesh_2d):
     (g,) = torch.autograd.grad(
         spmd.mark_sharding(t, mesh_2d, ("a",), inplace=False).pow(3).sum(), t, create_graph=True
     )
-    assert g.sharding == spmd.Sharding.of(mesh_2d, ("a",), 2)
+    assert g.sharding == Sharding.of(mesh_2d, ("a",), 2)
     (h,) = torch.autograd.grad(g.sum(), t)
     torch.testing.assert_close(h.cpu(), 6 * x)
 
@@ -416,12 +417,12 @@ def test_shard_as_refuses_what_does_not_pair(mesh_2d):
     ):
         spmd.shard_as([a], [None])
     with pytest.raises(
-        spmd.PartitionSpecError, match=r"tensors of one shape; got \(8, 8\) and \(8,\)"
+        spmd.errors.PartitionSpecError, match=r"tensors of one shape; got \(8, 8\) and \(8,\)"
     ):
         spmd.shard_as(a, a[0])
     if mesh_2d.size() > 1:
         with pytest.raises(
-            spmd.PartitionSpecError, match=r"marked with different ones.*clear_sharding"
+            spmd.errors.PartitionSpecError, match=r"marked with different ones.*clear_sharding"
         ):
             spmd.shard_as(a, b)
 
@@ -429,11 +430,11 @@ def test_shard_as_refuses_what_does_not_pair(mesh_2d):
 @pytest.mark.parametrize("function", [spmd.constrain, spmd.mark_sharding])
 def test_constraints_refuse_what_marks_refuse(function, mesh_1d):
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=f"{function.__name__} needs a tensor on device 'xla'; got a tensor on cpu",
     ):
         function(torch.ones(8), mesh_1d, ("x",))
-    with pytest.raises(spmd.MeshError, match=f"{function.__name__} needs a Mesh; got str"):
+    with pytest.raises(spmd.errors.MeshError, match=f"{function.__name__} needs a Mesh; got str"):
         function(torch.ones(8, device="xla"), "x", ("x",))
 
 

@@ -48,12 +48,12 @@ def test_what_matched_nothing_is_reported(mesh_2d):
 def test_strict_refuses_and_marks_nothing(mesh_2d):
     net = model()
     with pytest.raises(
-        spmd.PartitionSpecError,
+        spmd.errors.PartitionSpecError,
         match=r"rule 'attention' is for no parameter or buffer; no rule is for '1\.weight'",
     ):
         spmd.shard_module(net, {"[02]": (), "attention": ("b",)}, mesh_2d, strict=True)
     with pytest.raises(
-        spmd.PartitionSpecError,
+        spmd.errors.PartitionSpecError,
         match=r"'0\.weight' has rules with different specs: '0\.weight', 'weight'",
     ):
         spmd.shard_module(net, {"0.weight": ("a",), "weight": (), "bias": ()}, mesh_2d, strict=True)
@@ -101,14 +101,15 @@ def test_values_are_kept(mesh_2d):
 def test_every_rule_is_checked_before_the_first_mark(mesh_2d):
     net = model()
     with pytest.raises(
-        spmd.PartitionSpecError,
+        spmd.errors.PartitionSpecError,
         match=r"rule 'bias' does not fit '0\.bias' of shape \(16,\): .*more entries",
     ):
         spmd.shard_module(net, {"weight": ("a",), "bias": ("a", "b")}, mesh_2d)
     with pytest.raises(ValueError, match=r"regular expression over names; got '\('"):
         spmd.shard_module(net, {"weight": ("a",), "(": ()}, mesh_2d)
     with pytest.raises(
-        spmd.MeshError, match="rule 'weight' needs a mesh; got None, and no global mesh is set"
+        spmd.errors.MeshError,
+        match="rule 'weight' needs a mesh; got None, and no global mesh is set",
     ):
         spmd.shard_module(net, {"weight": ("a",)})
     assert all(p.sharding is None for p in net.parameters())
@@ -117,7 +118,8 @@ def test_every_rule_is_checked_before_the_first_mark(mesh_2d):
 def test_a_module_on_the_host_is_refused_whole(mesh_2d):
     net = nn.Sequential(nn.Linear(8, 8).to("xla"), nn.Linear(8, 8))
     with pytest.raises(
-        spmd.DeviceMismatchError, match=r"shard_module \(1\.weight\) needs a tensor on device 'xla'"
+        spmd.errors.DeviceMismatchError,
+        match=r"shard_module \(1\.weight\) needs a tensor on device 'xla'",
     ):
         spmd.shard_module(net, {"weight": ("a",)}, mesh_2d)
     assert net[0].weight.sharding is None

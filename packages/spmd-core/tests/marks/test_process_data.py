@@ -9,11 +9,12 @@ import torch
 import spmd_core as spmd
 from spmd_core.marks import process_data
 from spmd_core.runtime import agreement
+from spmd_core.runtime.processes import get_1d_mesh
 
 
 @pytest.fixture
 def spec(num_devices):
-    return spmd.ShardingSpec(spmd.get_1d_mesh("x"), ("x", None), minibatch=True)
+    return spmd.ShardingSpec(get_1d_mesh("x"), ("x", None), minibatch=True)
 
 
 @pytest.mark.one_device
@@ -42,11 +43,15 @@ def test_dtypes_stay(spec, dtype):
 
 
 def test_a_part_is_data_on_the_host(spec):
-    with pytest.raises(spmd.DeviceMismatchError, match=r"got a tensor on xla:0. Pass the CPU"):
+    with pytest.raises(
+        spmd.errors.DeviceMismatchError, match=r"got a tensor on xla:0. Pass the CPU"
+    ):
         spmd.from_process_local(torch.ones(8, 2, device="xla"), spec)
-    with pytest.raises(spmd.DataError, match=r"got a tensor that requires grad. Pass t.detach"):
+    with pytest.raises(
+        spmd.errors.DataError, match=r"got a tensor that requires grad. Pass t.detach"
+    ):
         spmd.from_process_local(torch.ones(8, 2, requires_grad=True), spec)
-    with pytest.raises(spmd.PartitionSpecError, match=r"2 entries for a tensor of rank 1"):
+    with pytest.raises(spmd.errors.PartitionSpecError, match=r"2 entries for a tensor of rank 1"):
         spmd.from_process_local(torch.ones(8), spec)
 
 
@@ -84,7 +89,7 @@ def test_different_data_is_named_by_process(spec, compared, monkeypatch):
 
     monkeypatch.setattr(compared, "others", staticmethod(different))
     with pytest.raises(
-        spmd.DataError,
+        spmd.errors.DataError,
         match=r"must be equal; at number 2 of the data of a loop, got from process 0, 2: "
         r"b float32\[8, 2\] as \('x', None\); from process 1: b "
         r"float32\[8, 3\] as .* Give each process equally many rows",
@@ -110,7 +115,7 @@ def test_the_end_of_the_data_is_compared(spec, compared, monkeypatch):
     monkeypatch.setattr(compared, "others", staticmethod(lambda text: {0: text, 1: "a bool[8]"}))
     stream = process_data.Stream("data of a loop")
     with pytest.raises(
-        spmd.DataError,
+        spmd.errors.DataError,
         match=r"and ends where the others end; at number 1 of the data of a loop, got from process "
         r"0: the end; from process 1: a bool\[8\]\. Give each process equally many batches",
     ):
@@ -134,6 +139,6 @@ def test_a_batch_lies_in_the_same_processes(spec, monkeypatch):
     monkeypatch.setattr(process_data, "_part", part)
     monkeypatch.setattr(process_data.devices, "num_processes", lambda: 2)
     with pytest.raises(
-        spmd.DataError, match=r"got meshes over \(0,\) and \(0, 1\). Use one mesh for them"
+        spmd.errors.DataError, match=r"got meshes over \(0,\) and \(0, 1\). Use one mesh for them"
     ):
         process_data.check_alike([("a", torch.ones(8, 2), spec), ("b", torch.ones(8, 2), spec)])

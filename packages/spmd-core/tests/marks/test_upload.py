@@ -5,6 +5,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.marks.upload import upload_sharded
+from spmd_core.sharding.sharding import Sharding
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -57,13 +58,13 @@ def test_the_upload_counts_once_and_the_tensor_is_like_any_other(mesh_1d):
 def test_a_tensor_on_the_device_is_copied_and_marked(mesh_1d):
     x = torch.ones(16, device="xla")
     y = upload_sharded(x, spmd.ShardingSpec(mesh_1d, ("x",)))
-    assert y.sharding == spmd.Sharding.of(mesh_1d, ("x",), 1) and y.sum().item() == 16.0
+    assert y.sharding == Sharding.of(mesh_1d, ("x",), 1) and y.sum().item() == 16.0
 
 
 def test_errors_are_those_of_a_mark(mesh_1d):
-    with pytest.raises(spmd.PartitionSpecError):
+    with pytest.raises(spmd.errors.PartitionSpecError):
         upload_sharded(torch.ones(4), spmd.ShardingSpec(mesh_1d, (None, "x")))
     num = spmd.global_runtime_device_count()
     elsewhere = spmd.Mesh(range(num, 2 * num), (num,), ("x",))
-    with pytest.raises(spmd.MeshError):
+    with pytest.raises(spmd.errors.MeshError):
         upload_sharded(torch.ones(4), spmd.ShardingSpec(elsewhere, ("x",)))

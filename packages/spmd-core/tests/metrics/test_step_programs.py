@@ -82,11 +82,13 @@ def test_collectives_are_summed_by_kind_and_axis(num_devices: int) -> None:
 @pytest.mark.parametrize("function", [memory_use, traffic, spmd.metrics.count_flops])
 def test_something_must_have_been_compiled(function) -> None:  # type: ignore[no-untyped-def]
     message = f"{function.__name__} describes a compiled program; none was compiled yet. Call it"
-    with pytest.raises(spmd.SpmdError, match=message):
+    with pytest.raises(spmd.errors.SpmdError, match=message):
         function()
 
 
 def test_a_dropped_program_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     record = ProgramRecord("gone", 1, 1, 1, 1)
-    with pytest.raises(spmd.SpmdError, match="traffic reads a program that is kept; got gone"):
+    with pytest.raises(
+        spmd.errors.SpmdError, match="traffic reads a program that is kept; got gone"
+    ):
         traffic(record)

@@ -44,7 +44,7 @@ def test_autograd_does_not_see_it():
 def test_other_tensors_are_refused():
     for wrong, got in ((torch.ones(2), "a tensor on cpu"), ("x", "str")):
         with pytest.raises(
-            spmd.DeviceMismatchError,
+            spmd.errors.DeviceMismatchError,
             match=f"needs a tensor on device 'xla'; got {got}. Move it first",
         ):
             barrier.optimization_barrier_([wrong])

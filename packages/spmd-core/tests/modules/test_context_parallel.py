@@ -193,15 +193,18 @@ def test_what_is_refused(mesh_1d, num_devices):
     query, key, value = (t.to("xla") for t in operands(16, 16))
     attend = F.scaled_dot_product_attention
     with spmd.context_parallel(mesh_1d, "x"):
-        with pytest.raises(spmd.SpmdError, match=r"has no dropout; got dropout_p=0\.1\."):
+        with pytest.raises(spmd.errors.SpmdError, match=r"has no dropout; got dropout_p=0\.1\."):
             attend(query, key, value, dropout_p=0.1)
         mask = torch.zeros(16, 16, device="xla", requires_grad=True)
-        with pytest.raises(spmd.SpmdError, match="no gradient of its mask"):
+        with pytest.raises(spmd.errors.SpmdError, match="no gradient of its mask"):
             attend(query, key, value, attn_mask=mask)
-        with pytest.raises(spmd.SpmdError, match="got 8 queries and 16 keys"):
+        with pytest.raises(spmd.errors.SpmdError, match="got 8 queries and 16 keys"):
             attend(query[:, :, :8], key, value, is_causal=True)
         region = spmd.shard_map(lambda q: attend(q, q, q), mesh_1d, [()], ())
-        with pytest.raises(spmd.SpmdError, match="local to a manual region"):
+        with pytest.raises(spmd.errors.SpmdError, match="local to a manual region"):
             region(query)
-    with pytest.raises(spmd.PartitionSpecError, match="'y'"), spmd.context_parallel(mesh_1d, "y"):
+    with (
+        pytest.raises(spmd.errors.PartitionSpecError, match="'y'"),
+        spmd.context_parallel(mesh_1d, "y"),
+    ):
         pass

@@ -433,25 +433,27 @@ def test_outside_of_a_unit_nothing_is_gathered(mesh):
 @pytest.mark.parametrize("shard", [fully_shard, SpmdFullyShardedDataParallel])
 def test_errors_about_mesh_and_module(mesh, num_devices, shard):
     with pytest.raises(
-        spmd.MeshError, match=r"needs a mesh; got None, and no global mesh is set.*set_global_mesh"
+        spmd.errors.MeshError,
+        match=r"needs a mesh; got None, and no global mesh is set.*set_global_mesh",
     ):
         shard(Block())
-    with pytest.raises(spmd.MeshError, match=r"needs a mesh; got int"):
+    with pytest.raises(spmd.errors.MeshError, match=r"needs a mesh; got int"):
         shard(Block(), 8)
     with pytest.raises(
-        spmd.MeshError, match=r"needs an axis 'fsdp'.*got Mesh.*\('x',\).*Name one of its axes"
+        spmd.errors.MeshError,
+        match=r"needs an axis 'fsdp'.*got Mesh.*\('x',\).*Name one of its axes",
     ):
         shard(Block(), spmd.Mesh(range(num_devices), (num_devices,), ("x",)))
-    with pytest.raises(spmd.MeshError, match=r"needs an axis 'fsdp'"):
+    with pytest.raises(spmd.errors.MeshError, match=r"needs an axis 'fsdp'"):
         shard(Block(), spmd.Mesh(range(num_devices), (num_devices,)))
     for wrong in ("data", "fsdp"):
         with pytest.raises(
-            spmd.MeshError,
+            spmd.errors.MeshError,
             match=rf"extra_data_axis is another axis of the mesh.*got '{wrong}'.*leave it out",
         ):
             shard(Block(), mesh, extra_data_axis=wrong)
     with pytest.raises(
-        spmd.WrapError,
+        spmd.errors.WrapError,
         match=r"got a ModuleList, which has no forward of its own.*module that calls them",
     ):
         shard(nn.ModuleList([Block()]), mesh)
@@ -510,7 +512,8 @@ def test_errors_about_outputs_and_meta_modules(mesh):
         (lambda y: {}, "got dict"),
     ):
         with pytest.raises(
-            spmd.WrapError, match=rf"by default a unit returns a tensor.*{said}.*Pass shard_output"
+            spmd.errors.WrapError,
+            match=rf"by default a unit returns a tensor.*{said}.*Pass shard_output",
         ):
             fully_shard(Returning(make), mesh)(torch.randn(16, D, device="xla"))
 

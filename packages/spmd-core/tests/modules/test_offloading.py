@@ -79,7 +79,7 @@ def test_programs_for_accelerators_copy_to_the_host_and_back(platform, copies):
 @pytest.mark.parametrize("synced", [False, True])
 @pytest.mark.xfail(
     jaxlib.__version__ == "0.10.0",
-    raises=spmd.ProgramError,
+    raises=spmd.errors.ProgramError,
     strict=True,
     reason="its CPU compiler lacks them, and its partitioner refuses them",
 )

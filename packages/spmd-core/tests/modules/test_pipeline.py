@@ -309,29 +309,41 @@ class Numbered(Block):
 
 
 REFUSED = {
-    "no axis": (refused(axis="stages"), spmd.MeshError, "an axis 'stages'.*pass axis="),
-    "batch_axes": (refused(batch_axes=("pipe",)), spmd.MeshError, r"got \('pipe',\).*'data'"),
-    "batch_axes is a str": (refused(batch_axes="data"), spmd.MeshError, "got 'data'"),
+    "no axis": (refused(axis="stages"), spmd.errors.MeshError, "an axis 'stages'.*pass axis="),
+    "batch_axes": (
+        refused(batch_axes=("pipe",)),
+        spmd.errors.MeshError,
+        r"got \('pipe',\).*'data'",
+    ),
+    "batch_axes is a str": (refused(batch_axes="data"), spmd.errors.MeshError, "got 'data'"),
     "a module": (lambda: spmd.pipeline(Block(), num_microbatches=2), TypeError, "got Block"),
-    "blocks": (lambda: pipelined(blocks(n=3)), spmd.WrapError, "3 blocks for 2 stages.*4 blocks"),
+    "blocks": (
+        lambda: pipelined(blocks(n=3)),
+        spmd.errors.WrapError,
+        "3 blocks for 2 stages.*4 blocks",
+    ),
     "rounds of blocks": (
         lambda: pipelined(blocks(n=6), schedule="circular", rounds=2),
-        spmd.WrapError,
+        spmd.errors.WrapError,
         "6 blocks for 2 stages x 2 rounds.*8 blocks",
     ),
     "other layers": (
         lambda: pipelined(blocks(last=nn.Linear(WIDTH, WIDTH))),
-        spmd.WrapError,
+        spmd.errors.WrapError,
         "block 1, whose layers are",
     ),
     "other attributes": (
         lambda: pipelined(nn.Sequential(Numbered(1.0), Numbered(2.0))),
-        spmd.WrapError,
+        spmd.errors.WrapError,
         "attribute scale is 2.0, and that of block 0 is 1.0",
     ),
-    "shared blocks": (lambda: pipelined(shared()), spmd.WrapError, "block 1, which block 0 has"),
-    "units": (a_unit, spmd.WrapError, "unit of fully_shard.*batch_axes"),
-    "twice": (twice, spmd.WrapError, "one already.*anew"),
+    "shared blocks": (
+        lambda: pipelined(shared()),
+        spmd.errors.WrapError,
+        "block 1, which block 0 has",
+    ),
+    "units": (a_unit, spmd.errors.WrapError, "unit of fully_shard.*batch_axes"),
+    "twice": (twice, spmd.errors.WrapError, "one already.*anew"),
     "schedule": (refused(schedule="zigzag"), ValueError, "gpipe, 1f1b, circular; got 'zigzag'"),
     "microbatches": (refused(num_microbatches=0), ValueError, "num_microbatches=0.*at least 2"),
     "one round": (refused(schedule="circular"), ValueError, "got rounds=1.*Pass rounds=2"),
@@ -351,7 +363,7 @@ def test_what_is_refused_when_the_pipeline_is_made(case, num_devices):
 def test_blocks_on_the_meta_device(num_devices):
     with torch.device("meta"):
         model = blocks()
-    with pytest.raises(spmd.WrapError, match=r"on the meta device.*to_empty"):
+    with pytest.raises(spmd.errors.WrapError, match=r"on the meta device.*to_empty"):
         spmd.pipeline(model, mesh_of(pipe=2, data=num_devices // 2), num_microbatches=2)
 
 
@@ -379,8 +391,20 @@ class Masked(nn.Module):
     ("model", "rows", "given", "error", "message"),
     [
         (blocks(), 1, {}, ValueError, "1 rows for 2 microbatches on 4 parts.*batch of 8"),
-        (nn.Sequential(Halved(), Halved()), 8, {}, spmd.WrapError, r"8\) for.*Return the tensor"),
-        (nn.Sequential(Counting(), Counting()), 8, {}, spmd.WrapError, "writes to 'calls'.*eval"),
+        (
+            nn.Sequential(Halved(), Halved()),
+            8,
+            {},
+            spmd.errors.WrapError,
+            r"8\) for.*Return the tensor",
+        ),
+        (
+            nn.Sequential(Counting(), Counting()),
+            8,
+            {},
+            spmd.errors.WrapError,
+            "writes to 'calls'.*eval",
+        ),
         (
             nn.ModuleList([Masked(), Masked()]),
             8,
@@ -426,11 +450,11 @@ def test_what_a_loss_function_must_do(num_devices, how, message):
     model = Twice(how)
     pipelined(model.blocks, schedule="1f1b")
     x = torch.ones(num_devices, LENGTH, WIDTH, device="xla")
-    with pytest.raises(spmd.WrapError, match=f"(?s){message}"):
+    with pytest.raises(spmd.errors.WrapError, match=f"(?s){message}"):
         spmd.pipeline_loss(lambda model, x: model(x), model, x)
-    with pytest.raises(spmd.SpmdError, match=r"gradients enabled.*pipeline_loss"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"gradients enabled.*pipeline_loss"):
         model.blocks(x)
     with pytest.raises(ValueError, match="equally many rows"):
         spmd.pipeline_loss(lambda model, *xs: model(xs[0]), model, x, x[:1])
-    with pytest.raises(spmd.WrapError, match=r"a Linear with 0.*Call spmd\.pipeline"):
+    with pytest.raises(spmd.errors.WrapError, match=r"a Linear with 0.*Call spmd\.pipeline"):
         spmd.pipeline_loss(lambda model, x: model(x), nn.Linear(2, 2), x)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Partial
 
 import spmd_core as spmd
-from spmd_core import (
+from spmd_core.dtensor import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -76,7 +76,7 @@ def test_plans_have_the_values_of_eager_torch(mesh, kind, sizes):
     torch.manual_seed(0)
     data = {name: sizes[name] for name in ("batch", "sequence") if name in sizes}
     right = Transformer(**{name: n for name, n in sizes.items() if name not in data})
-    ours = spmd.parallelize_module(copy.deepcopy(right), mesh, plan(kind), axis="tensor")
+    ours = spmd.dtensor.parallelize_module(copy.deepcopy(right), mesh, plan(kind), axis="tensor")
     compared(right, ours, mesh, **data)
 
 
@@ -84,7 +84,7 @@ def test_torchs_own_function_on_a_mesh_of_this_type(mesh):
     torch.manual_seed(0)
     right = Transformer()
     shape = tuple(mesh.mesh_shape)
-    device_mesh = spmd.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
+    device_mesh = spmd.dtensor.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
     ours = torch_parallel.parallelize_module(
         copy.deepcopy(right).to("xla"), device_mesh["tensor"], plan("sequence")
     )
@@ -98,8 +98,8 @@ def test_fsdp_beside_tensor_parallelism(mesh, kind):
     torch.manual_seed(0)
     right = Transformer()
     shape = tuple(mesh.mesh_shape)
-    device_mesh = spmd.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
-    ours = spmd.parallelize_module(copy.deepcopy(right), device_mesh["tensor"], plan(kind))
+    device_mesh = spmd.dtensor.init_device_mesh("xla", shape, mesh_dim_names=("data", "tensor"))
+    ours = spmd.dtensor.parallelize_module(copy.deepcopy(right), device_mesh["tensor"], plan(kind))
     for layer in ours.layers:
         spmd.fully_shard(layer, device_mesh["data"])
     spmd.fully_shard(ours, device_mesh["data"])
@@ -111,14 +111,16 @@ def test_hybrid_fsdp_beside_tensor_parallelism(eight):
     torch.manual_seed(0)
     right = Transformer(heads=2)
     names = ("replicate", "shard", "tensor")
-    device_mesh = spmd.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=names)
-    ours = spmd.parallelize_module(copy.deepcopy(right), device_mesh["tensor"], plan("sequence"))
+    device_mesh = spmd.dtensor.init_device_mesh("xla", (2, 2, 2), mesh_dim_names=names)
+    ours = spmd.dtensor.parallelize_module(
+        copy.deepcopy(right), device_mesh["tensor"], plan("sequence")
+    )
     hybrid = device_mesh["replicate", "shard"]
     for layer in ours.layers:
         spmd.fully_shard(layer, hybrid)
     spmd.fully_shard(ours, hybrid)
     compared(right, ours, spmd.Mesh(range(8), (4, 2), ("data", "tensor")))
-    with refuses(spmd.MeshError, "fully_shard takes a DeviceMesh of one dimension"):
+    with refuses(spmd.errors.MeshError, "fully_shard takes a DeviceMesh of one dimension"):
         spmd.fully_shard(Transformer(), device_mesh)
 
 
@@ -145,7 +147,7 @@ WHOLE, QUARTER = 4 * 16 * 32 * 4, 16 * 32 * 4
 
 
 def test_tensor_parallelism_all_reduces_twice_a_block_each_way(eight, mesh):
-    ours = spmd.parallelize_module(Transformer(), mesh, plan("tensor"), axis="tensor")
+    ours = spmd.dtensor.parallelize_module(Transformer(), mesh, plan("tensor"), axis="tensor")
     large = [c for c in collectives(ours, mesh) if c[1] >= QUARTER]
     # 2 blocks: attention and MLP, forward and backward; the embedding, and the gradient before
     # the output layer.
@@ -155,7 +157,7 @@ def test_tensor_parallelism_all_reduces_twice_a_block_each_way(eight, mesh):
 @pytest.mark.parametrize("reshards", [True, False])
 def test_sequence_parallelism_gathers_and_scatters_instead(eight, mesh, reshards):
     """In backward, the inputs of attention, of the MLPs and of the output layer once more."""
-    ours = spmd.parallelize_module(
+    ours = spmd.dtensor.parallelize_module(
         Transformer(), mesh, plan("sequence"), axis="tensor", reshard_after_forward=reshards
     )
     large = sorted(c for c in collectives(ours, mesh) if c[1] >= QUARTER)
@@ -178,7 +180,7 @@ for name, kind, reshards in (
     ("tensor", "tensor", True), ("kept", "sequence", False), ("sharded", "sequence", True)
 ):
     model = Transformer(width=128, hidden=256, layers=4)
-    spmd.parallelize_module(
+    spmd.dtensor.parallelize_module(
         model, mesh, plan(kind), axis="tensor", reshard_after_forward=reshards
     )
     tokens = spmd.mark_sharding(torch.zeros(8, 64, dtype=torch.int64).to("xla"), mesh, ("data",))
@@ -200,7 +202,7 @@ def test_sequence_parallelism_saves_memory(eight):
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 def test_a_step_returns_no_activation_while_its_loss_is_held(mesh, kind):
-    ours = spmd.parallelize_module(Transformer(), mesh, plan(kind), axis="tensor")
+    ours = spmd.dtensor.parallelize_module(Transformer(), mesh, plan(kind), axis="tensor")
     tokens, labels = torch.randint(64, (2, 8, 16))
     split = [spmd.mark_sharding(t.to("xla"), mesh, ("data",)) for t in (tokens, labels)]
     spmd.sync()
@@ -212,7 +214,7 @@ def test_a_step_returns_no_activation_while_its_loss_is_held(mesh, kind):
 
 def test_no_plan_gathers_the_logits(eight, mesh):
     """The rest: numbers for each token, and gradients of the norms' weights."""
-    ours = spmd.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")
+    ours = spmd.dtensor.parallelize_module(Transformer(), mesh, plan("sequence"), axis="tensor")
     small = [c for c in collectives(ours, mesh) if c[1] < QUARTER]
     tokens = 4 * 16
     assert {kind for kind, _ in small} == {"all-reduce"}
@@ -241,7 +243,7 @@ def test_a_loss_over_split_classes(mesh, num_devices, options):
     F.cross_entropy(leaf, labels, **options).sum().backward()
     ours = spmd.mark_sharding(logits.to("xla"), mesh, ("data", "tensor")).requires_grad_()
     on_device = {k: v.to("xla") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    with spmd.loss_parallel():
+    with spmd.dtensor.loss_parallel():
         loss = F.cross_entropy(ours, labels.to("xla"), **on_device).sum()
         loss.backward()
     if num_devices == 8:
@@ -253,7 +255,7 @@ def test_a_loss_over_split_classes(mesh, num_devices, options):
 def test_activations_under_autocast_and_create_graph(mesh):
     torch.manual_seed(0)
     right = FeedForward(16, 32)
-    ours = spmd.parallelize_module(
+    ours = spmd.dtensor.parallelize_module(
         copy.deepcopy(right),
         mesh,
         {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()},
@@ -290,7 +292,7 @@ def test_inputs_and_results_are_redistributed(mesh):
         output_layouts=(Replicate(), None),
         desired_output_layouts=(Shard(1), None),
     )
-    ours = spmd.parallelize_module(Pair(), mesh, style, axis="tensor")
+    ours = spmd.dtensor.parallelize_module(Pair(), mesh, style, axis="tensor")
     x, scale = torch.randn(8, 4, requires_grad=True), torch.randn(8, 4)
     leaf = x.detach().to("xla").requires_grad_()
     product, total = ours(leaf, scale=scale.to("xla"))
@@ -304,7 +306,9 @@ def test_inputs_and_results_are_redistributed(mesh):
 def test_few_rows_are_gathered_and_not_their_weight(eight):
     mesh = spmd.Mesh(range(8), (8,), ("tensor",))
     layer = nn.Linear(64, 256, bias=False).to("xla").requires_grad_(False)
-    spmd.parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()), axis="tensor")
+    spmd.dtensor.parallelize_module(
+        layer, mesh, ColwiseParallel(output_layouts=Replicate()), axis="tensor"
+    )
     moved = spmd.debugging.collectives(layer(torch.ones(4, 1, 64, device="xla")))
     assert [(c.kind, c.result_bytes) for c in moved] == [("all-gather", 4 * 256 * 4)]
 
@@ -312,7 +316,7 @@ def test_few_rows_are_gathered_and_not_their_weight(eight):
 def test_a_column_layer_of_an_embedding_and_an_input_by_name(mesh):
     torch.manual_seed(0)
     right = nn.ModuleDict({"table": nn.Embedding(10, 12), "layer": nn.Linear(12, 8)})
-    ours = spmd.parallelize_module(
+    ours = spmd.dtensor.parallelize_module(
         copy.deepcopy(right),
         mesh,
         {"table": ColwiseParallel(), "layer": RowwiseParallel()},
@@ -333,14 +337,14 @@ def test_a_style_of_the_users(mesh):
             module.register_forward_hook(lambda module, args, output: output * 2)
             return module
 
-    ours = spmd.parallelize_module(nn.Identity(), mesh, Doubled(), axis="tensor")
+    ours = spmd.dtensor.parallelize_module(nn.Identity(), mesh, Doubled(), axis="tensor")
     assert ours(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 def test_local_sizes_are_explained(eight, mesh):
     ours = Attention(32, 4)
     plan = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
-    spmd.parallelize_module(ours, mesh, plan, axis="tensor")
+    spmd.dtensor.parallelize_module(ours, mesh, plan, axis="tensor")
     x = ours.wq(torch.randn(2, 5, 32).to("xla"))
     with pytest.raises(RuntimeError, match="invalid for input of size") as caught:
         x.view(2, 5, ours.heads // 4, 8)
@@ -356,32 +360,36 @@ def refuses(error, message):
 
 def test_what_plans_refuse(mesh, mesh_1d):
     model = Transformer()
-    with refuses(spmd.MeshError, r"with 2 axes\. Name one by parallelize_module\(\.\.\., axis=\)"):
-        spmd.parallelize_module(model, mesh, plan("tensor"))
-    with refuses(spmd.MeshError, r"axis names one axis of the mesh; got 5 .*'data', 'tensor'"):
-        spmd.parallelize_module(model, mesh, plan("tensor"), axis=5)
+    with refuses(
+        spmd.errors.MeshError, r"with 2 axes\. Name one by parallelize_module\(\.\.\., axis=\)"
+    ):
+        spmd.dtensor.parallelize_module(model, mesh, plan("tensor"))
+    with refuses(
+        spmd.errors.MeshError, r"axis names one axis of the mesh; got 5 .*'data', 'tensor'"
+    ):
+        spmd.dtensor.parallelize_module(model, mesh, plan("tensor"), axis=5)
     with refuses(ValueError, r"'wx' matches none of wk, wo, wq, wv\. Near names: layers"):
-        spmd.parallelize_module(
+        spmd.dtensor.parallelize_module(
             model, mesh, {**plan("tensor"), "layers.*.attention.wx": ColwiseParallel()}, axis=1
         )
     with refuses(ValueError, "matches none of no modules"):
-        spmd.parallelize_module(model, mesh_1d, {"norm.scale": SequenceParallel()})
+        spmd.dtensor.parallelize_module(model, mesh_1d, {"norm.scale": SequenceParallel()})
     with refuses(TypeError, r"a plan is a style .* got \{'norm': 1\}"):
-        spmd.parallelize_module(model, mesh_1d, {"norm": 1})
+        spmd.dtensor.parallelize_module(model, mesh_1d, {"norm": 1})
     with refuses(
         NotImplementedError, "RowwiseParallel is for nn.Linear and nn.Embedding; got Norm"
     ):
-        spmd.parallelize_module(
+        spmd.dtensor.parallelize_module(
             model, mesh_1d, {"output": ColwiseParallel(), "norm": RowwiseParallel()}
         )
     assert model.output.weight.device.type == "cpu"
     with pytest.warns(UserWarning, match="changes nothing without a plan"):
-        assert spmd.parallelize_module(model, mesh_1d) is model
+        assert spmd.dtensor.parallelize_module(model, mesh_1d) is model
 
 
 def test_what_styles_refuse(mesh_1d, num_devices):
     def parallel(module, style):
-        return spmd.parallelize_module(module, mesh_1d, style)
+        return spmd.dtensor.parallelize_module(module, mesh_1d, style)
 
     with refuses(NotImplementedError, r"sharded or replicated along an axis; got Partial\(sum\)"):
         parallel(nn.Linear(2, 2), ColwiseParallel(output_layouts=Partial()))
@@ -397,7 +405,7 @@ def test_what_styles_refuse(mesh_1d, num_devices):
     if num_devices > 1:
         layer = nn.Linear(4, 4).to("xla")
         spmd.mark_sharding(layer.weight, mesh_1d, (None, "x"))
-        with refuses(spmd.PartitionSpecError, r"with \(None, 'x'\) where .* \('x', None\)"):
+        with refuses(spmd.errors.PartitionSpecError, r"with \(None, 'x'\) where .* \('x', None\)"):
             parallel(layer, ColwiseParallel())
 
 
@@ -407,7 +415,9 @@ def test_a_custom_style_needs_names(num_devices):
             return module
 
     unnamed = spmd.Mesh(range(num_devices), (1, num_devices))
-    with refuses(spmd.MeshError, "a style of your own gets a slice of a DeviceMesh, by name"):
-        spmd.parallelize_module(nn.Identity(), unnamed, Own(), axis=1)
+    with refuses(
+        spmd.errors.MeshError, "a style of your own gets a slice of a DeviceMesh, by name"
+    ):
+        spmd.dtensor.parallelize_module(nn.Identity(), unnamed, Own(), axis=1)
     one_axis = spmd.Mesh(range(num_devices), (num_devices,))
-    spmd.parallelize_module(nn.Identity(), one_axis, Own())
+    spmd.dtensor.parallelize_module(nn.Identity(), one_axis, Own())

@@ -28,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import spmd_core as spmd
 from spmd_core.modules import fsdp_methods
+from spmd_core.modules.fully_shard import SpmdFullyShardedDataParallel
+from spmd_core.runtime.processes import get_1d_mesh
 
 with warnings.catch_warnings():
     # Its package compiles functions by torch.jit.script, which warns.
@@ -100,17 +102,19 @@ def test_fully_shard_takes_the_global_mesh(x, mesh_2d, num_devices):
     spmd.set_global_mesh(spmd.Mesh(range(num_devices), (num_devices,)))
     assert fully_shard(net()).first.weight.sharding is not None
     spmd.set_global_mesh(spmd.Mesh(range(num_devices), mesh_2d.mesh_shape, ("a", "b")))
-    with pytest.raises(spmd.MeshError, match=r"Name one of its axes 'fsdp', or pass a slice of"):
+    with pytest.raises(
+        spmd.errors.MeshError, match=r"Name one of its axes 'fsdp', or pass a slice of"
+    ):
         fully_shard(net())
     # Both pieces of advice.
-    mesh = spmd.to_device_mesh(spmd.get_global_mesh())
+    mesh = spmd.dtensor.to_device_mesh(spmd.get_global_mesh())
     check(fully_shard(net(), mesh=mesh["b"]), x)
 
 
 def test_fully_shard_over_device_meshes(x, num_devices):
-    mesh = spmd.init_device_mesh("xla", (num_devices,), mesh_dim_names=("dp",))
+    mesh = spmd.dtensor.init_device_mesh("xla", (num_devices,), mesh_dim_names=("dp",))
     check(fully_shard(net(), mesh=mesh), x)
-    hybrid = spmd.init_device_mesh("xla", (2, num_devices // 2), mesh_dim_names=("r", "s"))
+    hybrid = spmd.dtensor.init_device_mesh("xla", (2, num_devices // 2), mesh_dim_names=("r", "s"))
     model = fully_shard(net("cpu"), mesh=hybrid, reshard_after_forward=False)
     assert specs(model)[0] == ("s", None)
     check(model, x)
@@ -138,7 +142,7 @@ def test_fully_shard_has_torchs_arguments(x):
 )
 def test_arguments_without_a_meaning_are_refused_and_lose_nothing(options, message, x):
     model = net()
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         fully_shard(model, **options)
     check(fully_shard(model), x)
 
@@ -152,10 +156,10 @@ def test_a_parameter_marked_before_keeps_its_mark(x, num_devices):
 
 def test_fully_shard_twice_and_outside_of_spmd_mode(monkeypatch):
     model = fully_shard(net())
-    with pytest.raises(spmd.WrapError, match="a module is sharded once"):
+    with pytest.raises(spmd.errors.WrapError, match="a module is sharded once"):
         fully_shard(model)
     monkeypatch.setattr(spmd.runtime.devices._state, "spmd", False)
-    with pytest.raises(spmd.NotInSpmdModeError, match=r"Call spmd_core\.use_spmd"):
+    with pytest.raises(spmd.errors.NotInSpmdModeError, match=r"Call spmd_core\.use_spmd"):
         fully_shard(net())
 
 
@@ -176,7 +180,7 @@ def test_modules_of_the_cpu_stay_torchs(x):
         assert DDP(net("cpu"))(x).device.type == "cpu"
         # A module of the device is this project's, with a process group, too.
         assert fully_shard(net()).first.weight.partition_spec == ("fsdp", None)
-        with pytest.raises(spmd.WrapError, match="got DistributedDataParallel"):
+        with pytest.raises(spmd.errors.WrapError, match="got DistributedDataParallel"):
             DDP(net())
     assert nn.DataParallel(net("cpu"))(x).shape == (16, 8)
 
@@ -226,7 +230,7 @@ def test_resharding_is_set_for_all_units():
     assert [m.forward.reshard_after_forward for m in (model, model.first)] == [False, True]
     model.set_reshard_after_forward(False)
     assert not model.first.forward.reshard_after_forward
-    wrapped = spmd.SpmdFullyShardedDataParallel(net(), spmd.get_1d_mesh("fsdp"))
+    wrapped = SpmdFullyShardedDataParallel(net(), get_1d_mesh("fsdp"))
     wrapped.set_reshard_after_forward(False)
     assert not wrapped.module.forward.reshard_after_forward
 
@@ -246,7 +250,7 @@ def test_resharding_is_set_for_all_units():
 )
 def test_methods_that_would_change_values_are_refused(name, args, message):
     model = fully_shard(net())
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         getattr(model, name)(*args)
 
 
@@ -255,7 +259,9 @@ def test_arguments_of_methods():
     for name in ("set_requires_gradient_sync", "set_reshard_after_forward", "set_is_last_backward"):
         with pytest.raises(TypeError, match=rf"{name} takes True or False; got 2\. Write {name}"):
             getattr(model, name)(2)
-    with pytest.raises(spmd.WrapError, match=r"got a Linear that is none\. Call fully_shard"):
+    with pytest.raises(
+        spmd.errors.WrapError, match=r"got a Linear that is none\. Call fully_shard"
+    ):
         model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
 
 
@@ -298,7 +304,7 @@ REFUSED = {
 def test_wrappers_are_refused_with_the_line_to_write(name, x):
     wrap, advice = REFUSED[name]
     model = net()
-    with pytest.raises(spmd.WrapError, match=re.escape(advice)) as caught:
+    with pytest.raises(spmd.errors.WrapError, match=re.escape(advice)) as caught:
         wrap(model)
     assert "in SPMD mode one program drives all devices" in str(caught.value)
     check(model, x)  # nothing was changed
@@ -307,7 +313,7 @@ def test_wrappers_are_refused_with_the_line_to_write(name, x):
 def test_what_the_refusals_advise(x, num_devices):
     hybrid = spmd.Mesh(range(num_devices), (2, num_devices // 2), ("data", "fsdp"))
     check(spmd.fully_shard(net(), hybrid, extra_data_axis="data"), x)
-    mesh, model = spmd.get_1d_mesh("data"), net()
+    mesh, model = get_1d_mesh("data"), net()
     expected = net("cpu")
     expected(x).square().mean().backward()
     split = spmd.mark_sharding(x.to("xla"), mesh, ("data",))
@@ -325,9 +331,11 @@ def test_data_parallel_calls_the_module_and_says_so(x):
 
 
 def test_functions_without_a_mesh_take_the_global_one(num_devices):
-    with pytest.raises(spmd.MeshError, match=r"without a mesh needs a mesh.*set_global_mesh"):
+    with pytest.raises(
+        spmd.errors.MeshError, match=r"without a mesh needs a mesh.*set_global_mesh"
+    ):
         parallelize_module(net(), None, {"first": ColwiseParallel()})
-    spmd.set_global_mesh(spmd.get_1d_mesh("tensor"))
+    spmd.set_global_mesh(get_1d_mesh("tensor"))
     model = parallelize_module(net(), None, {"first": ColwiseParallel()})
     assert model.first.weight.partition_spec == ("tensor", None)
     assert distribute_tensor(torch.ones(16), None, [Shard(0)]).partition_spec == ("tensor",)

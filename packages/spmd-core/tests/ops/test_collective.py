@@ -42,14 +42,14 @@ def along(mesh, given, axes):
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize(("op", "numpys"), [("sum", np.sum), ("mean", np.mean), ("max", np.max)])
 def test_all_reduce(mesh_2d, axes, op, numpys):
-    given, got = on_each_device(mesh_2d, lambda x: spmd.all_reduce(x, axes, op))
+    given, got = on_each_device(mesh_2d, lambda x: spmd.manual.all_reduce(x, axes, op))
     expected = numpys(along(mesh_2d, given, axes), axis=2)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_all_gather(mesh_2d, axes):
-    given, got = on_each_device(mesh_2d, lambda x: spmd.all_gather(x, axes, 1))
+    given, got = on_each_device(mesh_2d, lambda x: spmd.manual.all_gather(x, axes, 1))
     expected = np.concatenate(np.moveaxis(along(mesh_2d, given, axes), 2, 0), axis=3)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
@@ -60,7 +60,7 @@ def test_reduce_scatter(mesh_2d, axes):
 
     def own_part(x):
         # The same shape on every device: the part, put back by a gather of its own.
-        return spmd.all_gather(spmd.reduce_scatter(x, axes, 1), axes, 1)
+        return spmd.manual.all_gather(spmd.manual.reduce_scatter(x, axes, 1), axes, 1)
 
     given, got = on_each_device(mesh_2d, own_part)
     assert 8 % size == 0
@@ -71,9 +71,9 @@ def test_reduce_scatter(mesh_2d, axes):
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_all_to_all_there_and_back(mesh_2d, axes):
     def there(x):
-        return spmd.all_to_all(x, axes, 1, 0)
+        return spmd.manual.all_to_all(x, axes, 1, 0)
 
-    given, got = on_each_device(mesh_2d, lambda x: spmd.all_to_all(there(x), axes, 0, 1))
+    given, got = on_each_device(mesh_2d, lambda x: spmd.manual.all_to_all(there(x), axes, 0, 1))
     np.testing.assert_array_equal(got, given)
     given, got = on_each_device(mesh_2d, there)
     size = got.shape[2] // 4

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypat
     from spmd_core.program.program import Program  # noqa: PLC0415
 
     def refuse(self) -> None:
-        raise spmd.DeviceMemoryError("a program must fit")
+        raise spmd.errors.DeviceMemoryError("a program must fit")
 
     monkeypatch.setattr(Program, "_compile", refuse)
     assert _main(num_devices, "--", script) == 1

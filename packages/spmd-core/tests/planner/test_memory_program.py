@@ -128,7 +128,7 @@ def test_what_does_not_fit_a_tpu_is_named(without_xla_flags):
 
 def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
     compile_by(_refused("INTERNAL: [hlo verifier] wrong"))
-    with pytest.raises(spmd.ProgramError, match=r"failed: INTERNAL: \[hlo verifier\] wrong"):
+    with pytest.raises(spmd.errors.ProgramError, match=r"failed: INTERNAL: \[hlo verifier\] wrong"):
         spmd.plan(lambda: training.train(num_devices), topology=like_a_tpu)
 
 
@@ -141,14 +141,14 @@ def test_what_xla_refuses_otherwise(compile_by, like_a_tpu, num_devices):
 )
 def test_a_process_that_ends_without_a_result(script, message, compile_by, tmp_path):
     compile_by(script)
-    with pytest.raises(spmd.PlanError, match=message):
+    with pytest.raises(spmd.errors.PlanError, match=message):
         memory_program._run(tmp_path)
 
 
 def test_flags_of_the_cpus_compiler_are_not_handed_over(compile_by, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
     compile_by("import os; raise ValueError(os.environ.get('XLA_FLAGS', 'no flags'))")
-    with pytest.raises(spmd.PlanError, match="'ValueError: no flags'"):
+    with pytest.raises(spmd.errors.PlanError, match="'ValueError: no flags'"):
         memory_program._run(tmp_path)
 
 

@@ -12,6 +12,7 @@ import spmd_core as spmd
 from spmd_core.planner.parts import Part, roles
 from spmd_core.program import compile_cache
 from spmd_core.runtime import devices
+from spmd_core.runtime.processes import get_1d_mesh
 
 pytestmark = pytest.mark.one_device
 
@@ -140,14 +141,16 @@ def test_a_read_before_a_complete_step_reports_what_there_is(num_devices):
 
 
 def test_a_read_before_any_program_raises(num_devices):
-    with pytest.raises(spmd.PlanReadError, match=r"must not read a tensor's values; .*:\d+ does"):
+    with pytest.raises(
+        spmd.errors.PlanReadError, match=r"must not read a tensor's values; .*:\d+ does"
+    ):
         spmd.plan(lambda: _uploaded().tolist(), topology=f"cpu-{num_devices}")
 
 
 def _uploaded() -> torch.Tensor:
     """On the device without a program."""
     x = torch.ones(8).to("xla")
-    with contextlib.suppress(spmd.PlanReadError):
+    with contextlib.suppress(spmd.errors.PlanReadError):
         spmd.to_jax(x)
     return x
 
@@ -194,24 +197,24 @@ def test_a_plan_inside_of_a_plan_is_refused(num_devices):
         spmd.plan(lambda: None, topology="cpu-1")
 
     with pytest.raises(
-        spmd.PlanError, match=r"inside of a plan; got a second one. Plan them apart"
+        spmd.errors.PlanError, match=r"inside of a plan; got a second one. Plan them apart"
     ):
         spmd.plan(inner, topology=f"cpu-{num_devices}")
 
 
 def test_more_devices_than_were_started(num_devices):
-    with pytest.raises(spmd.PlanError, match=f"got cpu-64 after {num_devices} were started"):
+    with pytest.raises(spmd.errors.PlanError, match=f"got cpu-64 after {num_devices} were started"):
         spmd.plan(lambda: None, topology="cpu-64")
 
 
 def test_simulating_other_devices_inside(num_devices):
     spmd.plan(lambda: spmd.simulate(num_devices), topology=f"cpu-{num_devices}")
-    with pytest.raises(spmd.PlanError, match=r"simulate\(9\) asked for others"):
+    with pytest.raises(spmd.errors.PlanError, match=r"simulate\(9\) asked for others"):
         spmd.plan(lambda: spmd.simulate(9), topology=f"cpu-{num_devices}")
 
 
 def test_a_mesh_that_does_not_fit(num_devices):
-    with pytest.raises(spmd.MeshError):
+    with pytest.raises(spmd.errors.MeshError):
         spmd.plan(lambda: training.train(num_devices * 2), topology=f"cpu-{num_devices}")
 
 
@@ -219,10 +222,10 @@ def test_tensors_do_not_cross_the_border(num_devices):
     outside = torch.ones(8).to("xla") + 1
     spmd.sync()
     kept = []
-    with pytest.raises(spmd.PlanError, match=r"only such tensors or none; .* got both"):
+    with pytest.raises(spmd.errors.PlanError, match=r"only such tensors or none; .* got both"):
         spmd.plan(lambda: _computed(outside + _uploaded()), topology=f"cpu-{num_devices}")
     spmd.plan(lambda: kept.append(_uploaded()), topology=f"cpu-{num_devices}")
-    with pytest.raises(spmd.PlanError, match="Make every tensor inside of what is planned"):
+    with pytest.raises(spmd.errors.PlanError, match="Make every tensor inside of what is planned"):
         (kept[0] + 1).cpu()
 
 
@@ -234,7 +237,7 @@ def test_what_does_not_fit_is_reported_with_the_compilers_words(num_devices, mon
     from spmd_core.program.program import Program  # noqa: PLC0415
 
     def refuse(self) -> None:
-        raise spmd.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
+        raise spmd.errors.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
 
     monkeypatch.setattr(Program, "_compile", refuse)
     made = spmd.plan(lambda: training.train(num_devices), topology=f"cpu-{num_devices}")
@@ -249,11 +252,11 @@ def test_what_does_not_fit_while_the_function_runs_is_reported(num_devices, monk
     from spmd_core.program.program import Program  # noqa: PLC0415
 
     def refuse(self) -> None:
-        raise spmd.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
+        raise spmd.errors.DeviceMemoryError("a program must fit; it takes 58.4G of 31.0G hbm")
 
     def function() -> None:
         spmd.use_spmd()
-        x = spmd.mark_sharding(torch.ones(8, 4).to("xla"), spmd.get_1d_mesh("x"), ("x", None))
+        x = spmd.mark_sharding(torch.ones(8, 4).to("xla"), get_1d_mesh("x"), ("x", None))
         kept.append(x @ torch.ones(4, 4).to("xla"))  # its place is the compiler's choice
         spmd.sync()
         raise AssertionError("the plan goes on behind a program that does not fit")

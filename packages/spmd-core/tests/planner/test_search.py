@@ -41,7 +41,7 @@ def test_given_values_come_first(request_):
     ],
 )
 def test_what_cannot_be_searched(names, given, command, message):
-    with pytest.raises(spmd.PlanError, match=message):
+    with pytest.raises(spmd.errors.PlanError, match=message):
         candidates(names, given, Request("cpu-8", 1, command, Path("c")))
 
 

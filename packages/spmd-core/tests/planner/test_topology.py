@@ -40,7 +40,7 @@ def refusing(monkeypatch):
 )
 def test_what_libtpu_refuses_is_explained(refusing, text, message):
     refusing(text)
-    with pytest.raises(spmd.PlanError, match=message):
+    with pytest.raises(spmd.errors.PlanError, match=message):
         topology.find("v4-8")
 
 
@@ -63,7 +63,7 @@ def test_slices():
 
 @LIBTPU
 def test_a_shape_that_no_host_has():
-    with pytest.raises(spmd.PlanError, match="it refused v4:3x5x1"):
+    with pytest.raises(spmd.errors.PlanError, match="it refused v4:3x5x1"):
         topology.find("v4:3x5x1")
 
 

@@ -69,16 +69,18 @@ def test_emulated_devices():
     ],
 )
 def test_unknown_names_list_near_ones(name, near):
-    with pytest.raises(spmd.PlanError, match=f"got '{name}'. Near: .*{near}"):
+    with pytest.raises(spmd.errors.PlanError, match=f"got '{name}'. Near: .*{near}"):
         parse(name)
 
 
 @pytest.mark.parametrize(("name", "slices"), [("cpu-0", 1), ("cpu-99999", 1), ("cpu-4", 2)])
 def test_emulated_devices_have_one_slice(name, slices):
-    with pytest.raises(spmd.PlanError, match="emulated devices are one slice of 1 to 4096; got"):
+    with pytest.raises(
+        spmd.errors.PlanError, match="emulated devices are one slice of 1 to 4096; got"
+    ):
         parse(name, num_slices=slices)
 
 
 def test_at_least_one_slice():
-    with pytest.raises(spmd.PlanError, match=r"at least one slice; got 0. Pass --slices 1"):
+    with pytest.raises(spmd.errors.PlanError, match=r"at least one slice; got 0. Pass --slices 1"):
         parse("v4-8", num_slices=0)

@@ -261,7 +261,7 @@ def test_second_derivatives_of_a_split_parameter(num_devices):
 def test_under_verification(num_devices):
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
     model, x = build("tied")
-    with spmd.verify():
+    with spmd.debugging.verify():
         compare(model, x, mesh, ("fsdp",), lambda p: ("fsdp",) if p.dim() > 1 else ())
 
 

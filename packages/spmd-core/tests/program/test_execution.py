@@ -296,7 +296,7 @@ def test_compiler_options_make_a_program_of_their_own(monkeypatch):
     monkeypatch.setattr(spmd.config, "compiler_options", {"xla_no_such_option": True})
     y = x.tan() * 6
     with pytest.raises(
-        spmd.ProgramError,
+        spmd.errors.ProgramError,
         match=r"under config\.compiler_options \{'xla_no_such_option': True\}: "
         r".*No such compile option",
     ):
@@ -362,7 +362,7 @@ def broken(monkeypatch):
     def get(key, build):
         names = {entry.name for entry in key.structure if not isinstance(entry, int)}
         if Broken.on and Broken.op in names:
-            raise spmd.ProgramError("the device failed")
+            raise spmd.errors.ProgramError("the device failed")
         return original(key, build)
 
     monkeypatch.setattr(compile_cache, "find", lambda key: None)
@@ -375,11 +375,11 @@ def test_a_failed_program_loses_no_write(broken):
     spmd.sync()
     w.mul_(5)
     fresh = w.sin()
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         spmd.sync()
     spmd.sync()  # says it once
     assert w.tolist() == [5.0] * 4
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         fresh.cpu()
     broken.on = False
     torch.testing.assert_close(fresh.cpu(), torch.full((4,), 5.0).sin())
@@ -389,10 +389,10 @@ def test_a_write_to_a_tensor_whose_program_failed_asks_again(broken):
     w = torch.ones(4).to("xla")
     spmd.sync()
     w.sin_()
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     w.add_(1)
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     broken.on = False
     assert w.sub_(1).tolist() == pytest.approx([math.sin(1)] * 4)
@@ -407,7 +407,7 @@ def test_a_failure_stays_with_the_tensors_that_it_is_about(broken):
     shared = w + 1
     bad.sin_()
     before = spmd.metrics.counter("executions")
-    with pytest.raises(spmd.ProgramError, match="the device failed") as raised:
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed") as raised:
         spmd.sync()
     assert "1 group(s) of them, ran apart" in raised.value.__notes__[0]
     assert spmd.metrics.counter("executions") == before + 1
@@ -420,7 +420,7 @@ def test_a_read_raises_for_its_own_program_alone(broken):
     w, bad = torch.ones(4).to("xla"), torch.ones(3).to("xla")
     result = bad.sin()
     assert (w * 2).tolist() == [2.0] * 4  # the cut of this read also has `result`
-    with pytest.raises(spmd.ProgramError, match="the device failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="the device failed"):
         result.cpu()
 
 
@@ -429,7 +429,7 @@ def test_groups_that_meet_in_a_later_tensor_are_one(broken):
     both = a + b
     other = torch.ones(2).to("xla").sin()
     compile_cache.clear()  # another test may have compiled this program
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     assert spmd.metrics.programs()[-1].num_ops == 3
     assert both.tolist() == [5.0] * 4
@@ -464,7 +464,7 @@ def test_groups_that_run_apart_may_read_the_same_leaf(broken):
     twice.copy_(product)
     del product
     other.sin_()  # fails, so that the others run apart
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     assert w.tolist() == [2.0] * 4 and twice.tolist() == [2.0] * 4
 
@@ -475,7 +475,7 @@ def test_a_later_program_takes_no_buffer_that_a_failed_one_reads(broken):
     w.mul_(2)
     spmd.sync()
     failing = w.sin()
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     w.add_(1)
     spmd.sync()
@@ -488,7 +488,7 @@ def test_roll_back_gives_up_the_writes_that_failed(broken):
     spmd.sync()
     w.add_(w.sin())  # a step that does not fit into memory, for instance
     other.mul_(3)
-    with pytest.raises(spmd.ProgramError):
+    with pytest.raises(spmd.errors.ProgramError):
         spmd.sync()
     assert spmd.roll_back() == 1
     assert w.tolist() == [1.0] * 4 and other.tolist() == [3.0] * 3
@@ -504,7 +504,7 @@ def test_what_is_computed_from_a_buffer_that_a_failed_program_took_is_an_error()
     execution.place(w._handle)
     y = w + 1
     w._handle.value.data.delete()
-    with pytest.raises(spmd.ProgramError, match=r"(?s)went to a program that failed.*Load"):
+    with pytest.raises(spmd.errors.ProgramError, match=r"(?s)went to a program that failed.*Load"):
         y.cpu()
     w._handle.fail()
     assert spmd.roll_back() == 0  # there is nothing to go back to
@@ -540,7 +540,7 @@ def test_out_of_memory_names_the_program_and_its_largest_values(monkeypatch):
     monkeypatch.setattr(program, "compiled", exhausted)
     z = x @ x
     with pytest.raises(
-        spmd.DeviceMemoryError, match=r"(?s)spmd_1ops_1in.*Shard more.*4\.0 MB  an argument"
+        spmd.errors.DeviceMemoryError, match=r"(?s)spmd_1ops_1in.*Shard more.*4\.0 MB  an argument"
     ):
         z.cpu()
     monkeypatch.undo()

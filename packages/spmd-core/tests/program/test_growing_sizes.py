@@ -299,7 +299,7 @@ def test_it_can_be_switched_off(monkeypatch):
 
 
 def test_verified_programs_and_compiled_regions_have_no_room():
-    with spmd.verify():
+    with spmd.debugging.verify():
         assert right(grow(4))
     assert counter("compiles") >= 4
 

@@ -99,7 +99,7 @@ def test_an_index_outside_its_dim_raises_at_the_read(name: str) -> None:
             with pytest.raises((IndexError, RuntimeError, ValueError)):
                 result(name, outside, "cpu")
             got = result(name, outside)
-            with pytest.raises(spmd.IndexRangeError, match="must lie inside the dim"):
+            with pytest.raises(spmd.errors.IndexRangeError, match="must lie inside the dim"):
                 got.cpu()
 
 
@@ -153,7 +153,7 @@ def test_the_operands_may_be_split(mesh_1d: spmd.Mesh, num_devices: int) -> None
     x = spmd.mark_sharding(torch.zeros(2 * num_devices, 3).to("xla"), mesh_1d, ("x", None))
     i = spmd.mark_sharding(torch.arange(num_devices).to("xla"), mesh_1d, ("x",)) * 3
     if num_devices > 2:
-        with pytest.raises(spmd.IndexRangeError, match=r"aten::index.*float32\[8, 3\]"):
+        with pytest.raises(spmd.errors.IndexRangeError, match=r"aten::index.*float32\[8, 3\]"):
             x[i].cpu()
     assert x[i // 2].sum().item() == 0
 
@@ -169,7 +169,9 @@ def test_the_indices_of_one_device_in_a_manual_region(mesh_1d: spmd.Mesh, num_de
     assert rows.tolist() == [[2.0] * 3] * (2 * num_devices)
     outside = torch.tensor([1, 0] * (num_devices - 1) + [0, 2]).to("xla")  # on the last device
     rows = spmd.shard_map(look_up, mesh_1d, **specs)(x, outside)
-    with pytest.raises(spmd.IndexRangeError, match=r"aten::index.*float32\[2, 3\].* -2 to 1 "):
+    with pytest.raises(
+        spmd.errors.IndexRangeError, match=r"aten::index.*float32\[2, 3\].* -2 to 1 "
+    ):
         rows.cpu()
 
 
@@ -304,7 +306,7 @@ def test_no_index_is_moved_to_check_it(num_devices: int) -> None:
                 continue
             data = spmd.mark_sharding(wrong.to("xla"), mesh, spec)
             found = F.embedding(prepare(data + 0), on_xla)
-            with pytest.raises(spmd.IndexRangeError, match="takes 0 to 8 and got another"):
+            with pytest.raises(spmd.errors.IndexRangeError, match="takes 0 to 8 and got another"):
                 found.cpu()
 
 
@@ -321,7 +323,7 @@ def test_processes_agree_by_one_reduction(num_devices: int, monkeypatch: Any) ->
     assert collectives(program.compiled_text()) == (num_devices > 1)
     assert "s32[] all-reduce(" in program.compiled_text() or num_devices == 1
     wrong = table[rows[0] + 1]
-    with pytest.raises(spmd.IndexRangeError):
+    with pytest.raises(spmd.errors.IndexRangeError):
         wrong.cpu()
 
 
@@ -385,13 +387,17 @@ def test_an_index_is_told_in_the_thread_whose_program_has_it():
         y = pool.submit(wrong).result()
         spmd.sync(wait=True)
         assert (x + 1).tolist() == [1.0, 2.0, 3.0, 4.0]
-        with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+        with pytest.raises(
+            spmd.errors.IndexRangeError, match="takes -4 to 3 and got another index"
+        ):
             pool.submit((x + 1).tolist).result()
         y = pool.submit(wrong).result()
-        with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+        with pytest.raises(
+            spmd.errors.IndexRangeError, match="takes -4 to 3 and got another index"
+        ):
             (y + 1).tolist()
         pool.submit(wrong).result()
-    with pytest.raises(spmd.IndexRangeError, match="takes -4 to 3 and got another index"):
+    with pytest.raises(spmd.errors.IndexRangeError, match="takes -4 to 3 and got another index"):
         spmd.sync(wait=True)  # of a thread that has ended
 
 

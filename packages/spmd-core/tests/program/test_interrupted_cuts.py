@@ -148,11 +148,14 @@ def test_reads_of_programs_that_check_their_indices():
     num_interrupted = 0
     for stage in stages.codes:
         found = started(7)
-        with pytest.raises((KeyboardInterrupt, spmd.IndexRangeError)) as raised, Stages(stage):
+        with (
+            pytest.raises((KeyboardInterrupt, spmd.errors.IndexRangeError)) as raised,
+            Stages(stage),
+        ):
             found.cpu()
         if raised.type is KeyboardInterrupt:
             num_interrupted += 1
-            with pytest.raises(spmd.IndexRangeError):
+            with pytest.raises(spmd.errors.IndexRangeError):
                 found.cpu()
         index_checks.forget()
         assert started(1).sum().item() == 2

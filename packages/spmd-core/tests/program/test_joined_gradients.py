@@ -194,7 +194,7 @@ def test_a_part_whose_batch_does_not_divide(num_devices):
 def test_under_verification(num_devices):
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",))
     model, parts = build("positions")
-    with spmd.verify():
+    with spmd.debugging.verify():
         accumulate(sharded(model, mesh, ("x",)), parts, mesh, "x")
 
 

@@ -126,7 +126,7 @@ def test_memory_that_runs_out_while_programs_run() -> None:
     spmd.sync()
     later = huge[0, :2] * 2
     for _ in range(2):  # the second time, nothing is in flight any more
-        with pytest.raises(spmd.DeviceMemoryError) as caught:
+        with pytest.raises(spmd.errors.DeviceMemoryError) as caught:
             later.tolist()
         text = str(caught.value)
         assert re.search(r"must fit the device's memory; spmd_\d+ops_2in .* needed at .*:\d+", text)
@@ -145,8 +145,10 @@ def test_a_failure_that_nobody_knows_any_more(monkeypatch: pytest.MonkeyPatch) -
     x = torch.ones(EDGE, device="xla")
     huge = x[:, None] * x[None, :]
     spmd.sync()
-    with pytest.raises(spmd.DeviceMemoryError):
+    with pytest.raises(spmd.errors.DeviceMemoryError):
         spmd.sync(wait=True)
     monkeypatch.setattr(buffers, "in_flight", buffers.InFlight())
-    with pytest.raises(spmd.ProgramError, match=r"call sync\(wait=True\) after each step to find"):
+    with pytest.raises(
+        spmd.errors.ProgramError, match=r"call sync\(wait=True\) after each step to find"
+    ):
         buffers.wait_for(huge._handle.value.data)

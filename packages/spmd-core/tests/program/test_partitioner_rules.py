@@ -809,7 +809,9 @@ def test_a_collective_keeps_nan(op):
     x[rows // 2, 1] = torch.nan
     x[0, 2] = -torch.inf
     split = spmd.mark_sharding(x.to("xla"), mesh, ("a", None))
-    reduce = spmd.shard_map(lambda block: spmd.all_reduce(block, "a", op), mesh, [("a",)], ())
+    reduce = spmd.shard_map(
+        lambda block: spmd.manual.all_reduce(block, "a", op), mesh, [("a",)], ()
+    )
     right = getattr(x, f"a{op}")(0, keepdim=True)
     torch.testing.assert_close(reduce(split).cpu(), right, equal_nan=True)
 

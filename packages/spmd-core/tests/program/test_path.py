@@ -9,6 +9,7 @@ from spmd_core.graph import storage
 from spmd_core.graph.recorders import lock
 from spmd_core.program import path
 from spmd_core.program.planning import plan
+from spmd_core.runtime.processes import get_1d_mesh
 
 
 def text_of(*tensors):
@@ -17,7 +18,7 @@ def text_of(*tensors):
 
 
 def test_it_has_operations_inputs_and_results():
-    mesh = spmd.get_1d_mesh("x")
+    mesh = get_1d_mesh("x")
     x = spmd.mark_sharding(torch.ones(8, 4).to("xla"), mesh, ("x", None))
 
     def lines(dtype, dim):

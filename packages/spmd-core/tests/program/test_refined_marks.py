@@ -10,6 +10,7 @@ import spmd_core as spmd
 from spmd_core import debugging
 from spmd_core.planner import topology
 from spmd_core.program.passes.refined_marks import refined_marks
+from spmd_core.sharding.sharding import Sharding
 
 LIBTPU = pytest.mark.skipif(
     topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
@@ -50,7 +51,7 @@ def test_pairs_of_marks(first, second, left):
     t = weight.to("xla") * 2
     spmd.mark_sharding(t, mesh(), first)
     spmd.mark_sharding(t, mesh(), second)
-    assert t.sharding == spmd.Sharding.of(mesh(), second, 2)
+    assert t.sharding == Sharding.of(mesh(), second, 2)
     assert constraints(t) == left
     assert torch.equal(t.cpu(), weight * 2)
 

@@ -42,7 +42,7 @@ def test_a_training_step_passes(mesh_2d, num_devices):
     optimizer = torch.optim.Adam(model.parameters())
     x = torch.randn(12, 6).to("xla")
     spmd.mark_sharding(x, mesh_2d, ("a", None))
-    with spmd.verify():
+    with spmd.debugging.verify():
         for _ in range(2):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -59,7 +59,7 @@ def test_the_first_operation_that_differs_is_named(mesh_1d, num_devices):
     needs_several(num_devices)
     x = torch.arange(4.0 * num_devices).reshape(num_devices * 2, 2).to("xla")
     spmd.mark_sharding(x, mesh_1d, ("x", None))
-    with pytest.raises(VerificationError) as raised, spmd.verify():
+    with pytest.raises(VerificationError) as raised, spmd.debugging.verify():
         wrong_when_split(x + 1).sqrt().tolist()
     message = str(raised.value)
     assert message.startswith("a program's results do not depend on its partitioning; operation 1")
@@ -78,7 +78,7 @@ def test_nothing_is_lost_by_the_error(mesh_1d, num_devices):
     spmd.sync()
     state += 1
     x.copy_(wrong_when_split(x))
-    with pytest.raises(VerificationError), spmd.verify():
+    with pytest.raises(VerificationError), spmd.debugging.verify():
         spmd.sync()
     assert state.tolist() == [1.0] * 3
     assert x.tolist() == [1.0, 0.0, *range(2, 2 * num_devices)]  # read anew, unverified
@@ -88,7 +88,7 @@ def test_what_is_pending_at_the_end_is_verified(mesh_1d, num_devices):
     needs_several(num_devices)
     x = torch.arange(2.0 * num_devices).to("xla")
     spmd.mark_sharding(x, mesh_1d, ("x",))
-    with pytest.raises(VerificationError), spmd.verify():
+    with pytest.raises(VerificationError), spmd.debugging.verify():
         y = wrong_when_split(x)
     assert y.shape == x.shape
 
@@ -97,7 +97,10 @@ def test_indices_are_checked(mesh_1d, monkeypatch):
     monkeypatch.setattr(spmd.config, "check_indices", False)
     x = torch.arange(16.0).to("xla")
     spmd.mark_sharding(x, mesh_1d, ("x",))
-    with pytest.raises(spmd.IndexRangeError, match="must lie inside the dim"), spmd.verify():
+    with (
+        pytest.raises(spmd.errors.IndexRangeError, match="must lie inside the dim"),
+        spmd.debugging.verify(),
+    ):
         x[torch.tensor([3, 15]).to("xla") + 1].tolist()
     assert not spmd.config.check_indices
 
@@ -110,7 +113,7 @@ def test_an_error_that_hides_from_the_search_is_still_raised(mesh_1d, num_device
     monkeypatch.setattr(verification, "_vanishes", lambda *_: True)
     with (
         pytest.raises(VerificationError, match=r"no single operation can be named; it has aten::"),
-        spmd.verify(),
+        spmd.debugging.verify(),
     ):
         wrong_when_split(x + 1).tolist()
 
@@ -123,7 +126,7 @@ def test_rounding_that_grows_is_no_error(mesh_1d, num_devices):
     def rounding(context, inputs, numbers):
         return [inputs[0] * (1 + 1e-6 * (context.num_devices > 1))]
 
-    with spmd.verify():
+    with spmd.debugging.verify():
         y = record("test::rounding", rounding, x)
         for _ in range(30):  # a chaotic map doubles a difference each time
             y = 4 * y * (1 - y)
@@ -137,7 +140,7 @@ def test_a_manual_region_is_left_out_with_a_warning(mesh_1d, num_devices):
     twice = spmd.shard_map(lambda block: block * 2, mesh_1d, in_specs=(("x",),), out_specs=("x",))
     with (
         pytest.warns(RuntimeWarning, match=r"spmd_\w+ has a manual region, and was not verified"),
-        spmd.verify(),
+        spmd.debugging.verify(),
     ):
         assert twice(x).tolist() == [2.0 * i for i in range(2 * num_devices)]
     assert counter("programs_not_verified") == 1

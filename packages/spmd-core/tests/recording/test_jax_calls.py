@@ -158,12 +158,12 @@ def test_a_users_backward_has_the_same_dtypes():
 
 def test_bad_input():
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"to_jax needs a tensor on device 'xla'; got a tensor on cpu.*\.to\('xla'\)",
     ):
         spmd.to_jax(torch.ones(2))
     with pytest.raises(
-        spmd.DeviceMismatchError,
+        spmd.errors.DeviceMismatchError,
         match=r"call_jax needs a tensor on device 'xla'; got a tensor on cpu",
     ):
         spmd.call_jax(silu, torch.ones(2))

@@ -110,11 +110,11 @@ def test_texts_are_compared_in_order(store):
 def test_a_process_that_does_not_come_is_named(store, monkeypatch):
     monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
     error = in_processes(lambda _: disagreement("data", "text"), 0)[0]
-    assert isinstance(error, spmd.ProcessError) and str(error).startswith(
+    assert isinstance(error, spmd.errors.ProcessError) and str(error).startswith(
         "all processes must agree on the data (number 1); got nothing from process 1 within 0.02 s"
     )
     error = in_processes(lambda _: agreement.of_process_0("time", "2"), 1)[1]
-    assert isinstance(error, spmd.ProcessError) and str(error).startswith(
+    assert isinstance(error, spmd.errors.ProcessError) and str(error).startswith(
         "process 0 decides on the time for all processes; got nothing from it within 0.02 s"
     )
 
@@ -122,7 +122,9 @@ def test_a_process_that_does_not_come_is_named(store, monkeypatch):
 def test_the_first_process_may_be_the_missing_one(store, monkeypatch):
     monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
     error = in_processes(lambda _: disagreement("data", "text"), 1)[1]
-    assert isinstance(error, spmd.ProcessError) and "nothing from process 0 within" in str(error)
+    assert isinstance(error, spmd.errors.ProcessError) and "nothing from process 0 within" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize("process", [0, 1])

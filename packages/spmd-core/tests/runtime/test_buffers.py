@@ -68,10 +68,10 @@ def test_an_interrupted_wait_forgets_no_program():
 
     in_flight = buffers.InFlight()
     for number in range(3):
-        in_flight.add(Token(number), lambda error: spmd.ProgramError(f"explained: {error}"))
+        in_flight.add(Token(number), lambda error: spmd.errors.ProgramError(f"explained: {error}"))
     with pytest.raises(KeyboardInterrupt):
         in_flight.wait_all()
-    with pytest.raises(spmd.ProgramError, match="explained: it failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="explained: it failed"):
         in_flight.wait_all()
     assert waited == [0, 1, 1, 2]
 
@@ -95,14 +95,14 @@ def test_a_failure_is_raised_in_the_thread_that_started_the_program():
     with ThreadPoolExecutor(1) as pool:
 
         def explain(error: Exception) -> Exception:
-            return spmd.ProgramError(f"theirs: {error}")
+            return spmd.errors.ProgramError(f"theirs: {error}")
 
         pool.submit(in_flight.add, Broken(), explain).result()
         in_flight.wait_all()  # by a thread that has started nothing
-        with pytest.raises(spmd.ProgramError, match="theirs: INTERNAL: it failed"):
+        with pytest.raises(spmd.errors.ProgramError, match="theirs: INTERNAL: it failed"):
             pool.submit(in_flight.wait_all).result()
         pool.submit(in_flight.wait_all).result()  # says it once
         pool.submit(in_flight.add, Broken(), explain).result()
         in_flight.wait_all()
-    with pytest.raises(spmd.ProgramError, match="theirs: INTERNAL: it failed"):
+    with pytest.raises(spmd.errors.ProgramError, match="theirs: INTERNAL: it failed"):
         in_flight.wait_all()  # of a thread that has ended

@@ -106,7 +106,7 @@ def test_simulated_slices_on_hardware_without_any():
 
 def test_several_slices_need_a_dcn_shape():
     with pytest.raises(
-        spmd.MeshError,
+        spmd.errors.MeshError,
         match=r"must say which axes go between slices; got 2 slices .* for instance \(2, 1\)",
     ):
         arrange(torus((2, 2, 1), num_slices=2), (8, 1), (1, 1))
@@ -114,44 +114,45 @@ def test_several_slices_need_a_dcn_shape():
 
 def test_a_single_slice_takes_no_dcn_shape():
     with pytest.raises(
-        spmd.MeshError,
+        spmd.errors.MeshError,
         match=r"got \(2, 1\) with product 2, and there is a single slice\. .*num_slices=2",
     ):
         arrange(torus((2, 2, 1)), (2, 1), (2, 1))
 
 
 def test_wrong_number_of_slices():
-    with pytest.raises(spmd.MeshError, match=r"product 3, and there are 2 slices"):
+    with pytest.raises(spmd.errors.MeshError, match=r"product 3, and there are 2 slices"):
         arrange(torus((2, 2, 1), num_slices=2), (4,), (3,))
 
 
 def test_wrong_number_of_devices_in_a_slice():
     with pytest.raises(
-        spmd.MeshError, match=r"got \(3,\) with product 3, and 2 slices of 4 devices"
+        spmd.errors.MeshError, match=r"got \(3,\) with product 3, and 2 slices of 4 devices"
     ):
         arrange(torus((2, 2, 1), num_slices=2), (3,), (2,))
 
 
 def test_a_shape_that_the_torus_cannot_take():
     with pytest.raises(
-        spmd.MeshError, match=r"must form a mesh of shape ici_mesh_shape; got \(3, 3\)"
+        spmd.errors.MeshError, match=r"must form a mesh of shape ici_mesh_shape; got \(3, 3\)"
     ):
         arrange([*(Chip(i, (i, 0, 0)) for i in range(8)), Chip(8, (0, 1, 0))], (3, 3), (1, 1))
 
 
 def test_uneven_simulated_slices():
-    with pytest.raises(spmd.MeshError, match=r"equal size; got 4 devices for 3 slices"):
+    with pytest.raises(spmd.errors.MeshError, match=r"equal size; got 4 devices for 3 slices"):
         arrange(torus((2, 2, 1)), (1,), (3,), num_slices=3)
 
 
 def test_shapes_of_different_rank():
     with pytest.raises(
-        spmd.MeshError, match=r"one size for each axis; got \(1, 4\) with 2 and \(2,\) with 1"
+        spmd.errors.MeshError,
+        match=r"one size for each axis; got \(1, 4\) with 2 and \(2,\) with 1",
     ):
         HybridMesh((1, 4), (2,))
 
 
 @pytest.mark.parametrize("shape", [(), 8, (0, 8), ("8",), (True, 8), None])
 def test_what_is_no_shape(shape):
-    with pytest.raises(spmd.MeshError, match="ici_mesh_shape must be a tuple"):
+    with pytest.raises(spmd.errors.MeshError, match="ici_mesh_shape must be a tuple"):
         HybridMesh(shape)

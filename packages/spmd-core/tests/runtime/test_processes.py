@@ -5,6 +5,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.runtime import processes
+from spmd_core.runtime.processes import get_1d_mesh
 
 pytestmark = pytest.mark.one_device
 
@@ -26,7 +27,7 @@ def test_the_number_of_processes_on_a_host_comes_from_the_environment(monkeypatc
     assert processes.local_process_count() == 4
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "none")
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"PJRT_LOCAL_PROCESS_COUNT is the number .* got 'none'. Correct it or unset it",
     ):
         processes.local_process_count()
@@ -35,7 +36,8 @@ def test_the_number_of_processes_on_a_host_comes_from_the_environment(monkeypatc
 def test_a_cpu_counts_no_memory(num_devices):
     for device in (None, 0, f"cpu:{num_devices - 1}", "xla:0", torch.device("xla")):
         with pytest.raises(
-            spmd.UnsupportedOpError, match=r"the cpu platform counts nothing.*metrics.programs\(\)"
+            spmd.errors.UnsupportedOpError,
+            match=r"the cpu platform counts nothing.*metrics.programs\(\)",
         ):
             processes.memory_stats(device)
     with pytest.raises(
@@ -78,7 +80,8 @@ def test_the_address_of_the_master(monkeypatch):
     ):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        spmd.SpmdError, match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call initialize"
+        spmd.errors.SpmdError,
+        match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call initialize",
     ):
         processes.get_master_ip()
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.1.2.3,10.1.2.4")
@@ -89,7 +92,7 @@ def test_the_address_of_the_master(monkeypatch):
     assert processes.get_master_ip() == "10.1.2.5"
     monkeypatch.setenv("MASTER_ADDR", "no such host")
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"the host that MASTER_ADDR names must have an address; got 'no such host'"
         r".*one that this host knows",
     ):
@@ -97,6 +100,6 @@ def test_the_address_of_the_master(monkeypatch):
 
 
 def test_one_axis_over_all_devices_or_some(num_devices):
-    assert spmd.get_1d_mesh("data") == spmd.Mesh(range(num_devices), (num_devices,), ("data",))
-    assert spmd.get_1d_mesh("data", 1) == spmd.Mesh([0], (1,), ("data",))
-    assert spmd.get_1d_mesh() == spmd.Mesh(range(num_devices), (num_devices,))
+    assert get_1d_mesh("data") == spmd.Mesh(range(num_devices), (num_devices,), ("data",))
+    assert get_1d_mesh("data", 1) == spmd.Mesh([0], (1,), ("data",))
+    assert get_1d_mesh() == spmd.Mesh(range(num_devices), (num_devices,))

@@ -34,7 +34,7 @@ def test_the_device_type_is_set_before_the_first_use(monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "TPU")  # the CPU devices are in use already
     assert startup.device_type() == "CPU"
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"it is CPU and set_device_type\('TPU'\) came later. Call set_device_type at the top",
     ):
         startup.set_device_type("tpu")
@@ -57,7 +57,7 @@ print(startup.device_type(), devices.is_started(), devices.platform(), startup.d
 
 def test_processes_join_before_the_first_use():
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"the devices are in use and initialize\(\) came later. Call it at the top",
     ):
         startup.initialize("localhost:1", 1, 0)
@@ -78,7 +78,7 @@ def test_who_joins_is_checked_first(monkeypatch):
         lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("nobody answers")),
     )
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"got coordinator localhost:1, process 1 of 2: nobody answers. Give all three",
     ):
         startup.initialize("localhost:1", 2, 1)
@@ -208,7 +208,7 @@ def test_process_0_listens_where_it_was_told():
         address = f"127.0.0.1:{port}"
         taken.listen()
         with pytest.raises(
-            spmd.SpmdError,
+            spmd.errors.SpmdError,
             match=rf"a port that is free; got {address}, which another program has. End it",
         ):
             startup._bind_address(address)
@@ -223,7 +223,7 @@ def test_a_port_that_is_taken_anywhere_is_taken(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        with pytest.raises(spmd.SpmdError, match=r"got no-such-host.invalid:[0-9]+, which"):
+        with pytest.raises(spmd.errors.SpmdError, match=r"got no-such-host.invalid:[0-9]+, which"):
             startup._bind_address(f"no-such-host.invalid:{taken.getsockname()[1]}")
 
 
@@ -243,7 +243,7 @@ def test_who_waits_for_others_to_join_says_so(monkeypatch, capsys):
         raise RuntimeError("DEADLINE_EXCEEDED")
 
     monkeypatch.setattr("jax.distributed.initialize", join)
-    with pytest.raises(spmd.SpmdError, match=r"must find each other; .* DEADLINE"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"must find each other; .* DEADLINE"):
         startup.initialize("127.0.0.1:12355", 2, 1, timeout_s=5)
     assert capsys.readouterr().err == (
         "spmd_core: process 1 of 2 still waits for all to join at 127.0.0.1:12355. Start each of "
@@ -288,7 +288,7 @@ def test_the_folder_is_chosen_before_the_first_program(tmp_path):
 
     torch.ones(2, device="xla").tolist()
     with pytest.raises(
-        spmd.SpmdError,
+        spmd.errors.SpmdError,
         match=r"a program has run and initialize_cache\(.*\) came later. Call it at the top",
     ):
         startup.initialize_cache(tmp_path)

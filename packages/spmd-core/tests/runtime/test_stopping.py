@@ -112,6 +112,6 @@ def test_a_process_that_says_nothing_drops_the_request(monkeypatch):
 
 
 def test_one_process_stops_at_once():
-    assert not spmd.should_stop()
-    spmd.request_stop()
-    assert spmd.should_stop() and not spmd.should_stop()
+    assert not spmd.distributed.should_stop()
+    spmd.distributed.request_stop()
+    assert spmd.distributed.should_stop() and not spmd.distributed.should_stop()

@@ -88,7 +88,7 @@ def test_the_first_difference_is_told_in_both(pair):
     look(*pair)
     for each in pair:
         with pytest.raises(
-            spmd.ProcessError,
+            spmd.errors.ProcessError,
             match=r"all 2 processes start the same programs with the same numbers; number 3 differs"
             r" from line 2 of its description on: process 0 at train.py:99 has c; process 1 at "
             r"train.py:120 has x. Do not let what is recorded, read or synced",
@@ -103,7 +103,7 @@ def test_a_new_program_waits_for_the_neighbour(pair, monkeypatch):
     other.join()
     monkeypatch.setattr(spmd.config, "process_timeout_s", 0.02)
     with pytest.raises(
-        spmd.ProcessError,
+        spmd.errors.ProcessError,
         match=r"this one is at number 2, train.py:98, and process 1 started number 1 at train.py:97"
         r" and did not come here within 0.02 s; process 1 does not tell its line: .* lock. Look at"
         r" its output; raise config.process_timeout_s",
@@ -116,7 +116,7 @@ def test_a_failure_is_told_to_the_others(pair):
     pair[1]._tell({"failed": watch._said_by(ValueError("no such file."))})
     look(pair[0])
     with pytest.raises(
-        spmd.ProcessError,
+        spmd.errors.ProcessError,
         match=r"process 1 has failed: ValueError: no such file. Look at its output",
     ):
         starts(pair[0], "a")
@@ -134,7 +134,7 @@ def test_a_process_may_end_when_it_has_done_what_the_others_did(pair):
     starts(pair[0], "c")
     look(pair[0])
     with pytest.raises(
-        spmd.ProcessError,
+        spmd.errors.ProcessError,
         match=r"process 1 ended after number 2, and this one went on to number 3 at train.py:99. "
         r"Give every process the same number of steps",
     ):
@@ -173,7 +173,7 @@ def test_a_process_that_stays_behind_is_named_in_all_with_its_line(pair, monkeyp
     look(*pair)
     for each in pair:
         with pytest.raises(
-            spmd.ProcessError,
+            spmd.errors.ProcessError,
             match=r"end together; the others have waited for 0.02 s: process 1 has started 3 "
             r"programs.* process 1 has been at train.py:7 .* raise config.process_timeout_s if it",
         ):
@@ -261,7 +261,7 @@ def test_a_difference_names_processes_with_several_threads(pair):
     look(*pair)
     for each in pair:
         with pytest.raises(
-            spmd.ProcessError,
+            spmd.errors.ProcessError,
             match=r"number 1 differs.*tell its line\)\. 2 threads of process 0 start programs, in "
             r"an order that no other process has: let one thread record and end the steps\.",
         ):

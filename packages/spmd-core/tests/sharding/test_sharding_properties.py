@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from tiers import examples
 
 import spmd_core as spmd
+from spmd_core.marks.marking import start_upload
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import ShardingSpec, validate_spec
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
@@ -391,8 +392,10 @@ def test_meshes_shardings_and_specs_come_back_from_pickles_and_text(case, miniba
 @trying(150)
 @given(cases(DEVICE_MESHES, st.integers(0, 9)))
 def test_any_sharding_has_placements_that_mean_it(case):
-    placements = spmd.placements_of(case.sharding)
-    mesh, spec = spmd.partition_spec_of(spmd.to_device_mesh(case.mesh), placements, len(case.shape))
+    placements = spmd.dtensor.placements_of(case.sharding)
+    mesh, spec = spmd.dtensor.partition_spec_of(
+        spmd.dtensor.to_device_mesh(case.mesh), placements, len(case.shape)
+    )
     again = Sharding.of(mesh, spec, len(case.shape))
     # Placements do not keep the position of an axis of size 1 among the axes of a dim. Such an axis
     # splits nothing.
@@ -442,7 +445,7 @@ def test_a_tensor_comes_back_from_a_pickle_whole_and_unmarked(case, data, is_on_
     whole = data.draw(tensors(case.shape, PICKLED if form == "pickle" else DTYPES))
     x = spmd.mark_sharding(whole.to("xla"), case.mesh, case.spec)
     if is_on_device:
-        spmd.start_upload(x)
+        start_upload(x)
     if form == "parameter":
         x = torch.nn.Parameter(x, requires_grad=whole.is_floating_point())
     if form == "pickle":
@@ -485,7 +488,7 @@ def live_through(
         elif step == "clear":
             assert spmd.clear_sharding(x).sharding is None and x.partition_spec is None
         elif step == "upload":
-            spmd.start_upload(x)
+            start_upload(x)
         else:
             assert is_same(x.cpu(), whole)
     assert is_same(x.cpu(), whole)

@@ -182,8 +182,8 @@ def test_a_failed_step_takes_its_closures_with_it_and_an_interrupted_one_keeps_t
     closures.add_step_closure(seen.append, args=("failed",))
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "find", lambda key: None)
-        patch.setattr(compile_cache, "get", fail(spmd.ProgramError("no")))
-        with pytest.raises(spmd.ProgramError, match="no"):
+        patch.setattr(compile_cache, "get", fail(spmd.errors.ProgramError("no")))
+        with pytest.raises(spmd.errors.ProgramError, match="no"):
             spmd.sync()
     spmd.sync()
     assert seen == []

@@ -62,7 +62,7 @@ def test_full_graph_names_the_line_and_loses_nothing():
         return w.sum()
 
     with pytest.raises(
-        spmd.ProgramError,
+        spmd.errors.ProgramError,
         match=r"inside the region 'train'; .*test_compile.py:\d+ needs a value"
         r".*leave out full_graph",
     ):
@@ -97,7 +97,9 @@ def test_a_nested_region_keeps_the_promise_of_the_outer_one():
         shift()
 
     kept = []
-    with pytest.raises(spmd.ProgramError, match="nothing is executed inside the region 'outer'"):
+    with pytest.raises(
+        spmd.errors.ProgramError, match="nothing is executed inside the region 'outer'"
+    ):
         outer()
     assert kept[0].tolist() == [2, 2, 2] and execution.this_thread.cut_guard is None
 
@@ -108,12 +110,12 @@ def test_a_program_that_cannot_be_compiled_is_none_of_the_different_graphs(monke
         return x * 2
 
     def fail(key, build):
-        raise spmd.ProgramError("the compiler failed")
+        raise spmd.errors.ProgramError("the compiler failed")
 
     compile_cache.clear()
     with monkeypatch.context() as patch:
         patch.setattr(compile_cache, "get", fail)
-        with pytest.raises(spmd.ProgramError, match="the compiler failed"):
+        with pytest.raises(spmd.errors.ProgramError, match="the compiler failed"):
             double(torch.ones(5).to("xla"))
     spmd.roll_back()
     assert double(torch.ones(3).to("xla")).tolist() == [2.0] * 3
@@ -129,7 +131,7 @@ def test_too_many_programs_say_what_changed():
     for _ in range(2):
         assert shift(short).tolist() == [2, 2, 2]
     with pytest.raises(
-        spmd.ProgramError,
+        spmd.errors.ProgramError,
         match=r"at most 1 different programs.*shift'.*float32\[4\].*in place of.*float32\[3\]"
         r".*raise max_diff",
     ):
@@ -209,7 +211,7 @@ def test_what_cannot_be_a_region():
     with (
         region,
         pytest.raises(
-            spmd.SpmdError,
+            spmd.errors.SpmdError,
             match=r"entered once at a time.*Write `with compile\(\):` for the inner one",
         ),
     ):
@@ -235,7 +237,7 @@ def test_execution_can_be_forbidden():
     spmd.allow_execution(False)
     try:
         with pytest.raises(
-            spmd.ProgramError,
+            spmd.errors.ProgramError,
             match=r"after allow_execution\(False\) nothing is executed; "
             r".*test_compile.py:\d+ needs a value",
         ):
@@ -245,6 +247,6 @@ def test_execution_can_be_forbidden():
     assert x.tolist() == [2.0, 2.0, 2.0]
     with (
         spmd.compile(),
-        pytest.raises(spmd.SpmdError, match="a region says itself whether it may execute"),
+        pytest.raises(spmd.errors.SpmdError, match="a region says itself whether it may execute"),
     ):
         spmd.allow_execution(False)

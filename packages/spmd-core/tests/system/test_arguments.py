@@ -11,12 +11,14 @@ from torch import nn
 
 import spmd_core as spmd
 import spmd_data
-from spmd_core import debugging, metrics, profiler
+from spmd_core import debugging, metrics
+from spmd_core.debugging import profiler
 from spmd_core.modules.wrap_policies import size_based_auto_wrap_policy
+from spmd_core.runtime.processes import get_1d_mesh
 
 
 def _pipeline(**options):
-    mesh = spmd.get_1d_mesh("pipe")
+    mesh = get_1d_mesh("pipe")
     blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(mesh.size())))
     return spmd.pipeline(blocks, mesh, axis="pipe", **{"num_microbatches": 2, **options})
 
@@ -30,11 +32,11 @@ def _loss(num_chunks):
 # By the argument's name: a call with the argument alone, and whether 0 is a value that it takes.
 ARGUMENTS = {
     "simulate: devices": (spmd.simulate, False),
-    "num_devices": (lambda n: spmd.get_1d_mesh("x", n), False),
+    "num_devices": (lambda n: get_1d_mesh("x", n), False),
     "mesh_shape": (lambda n: spmd.Mesh([0], (n,), ("x",)), False),
     "device_ids": (lambda n: spmd.Mesh([n], (1,), ("x",)), True),
     "ici_mesh_shape": (lambda n: spmd.HybridMesh(ici_mesh_shape=(n,)), False),
-    "init_device_mesh: mesh_shape": (lambda n: spmd.init_device_mesh("xla", (n,)), False),
+    "init_device_mesh: mesh_shape": (lambda n: spmd.dtensor.init_device_mesh("xla", (n,)), False),
     "num_microbatches": (lambda n: _pipeline(num_microbatches=n), False),
     "rounds": (lambda n: _pipeline(rounds=n), False),
     "num_chunks": (_loss, False),
@@ -61,7 +63,7 @@ def test_other_values_are_refused_with_the_rule(argument, tmp_path, monkeypatch)
     for value in BAD:
         if value == 0 and value is not False and takes_zero:
             continue
-        with pytest.raises((ValueError, TypeError, spmd.SpmdError)) as caught:
+        with pytest.raises((ValueError, TypeError, spmd.errors.SpmdError)) as caught:
             call(value)
         text = str(caught.value)
         assert "; got " in text or ", got " in text, f"{argument}={value!r}: {text}"
@@ -69,7 +71,7 @@ def test_other_values_are_refused_with_the_rule(argument, tmp_path, monkeypatch)
 
 
 def test_what_the_refusals_advise():
-    assert spmd.get_1d_mesh("x", 1).size() == 1
+    assert get_1d_mesh("x", 1).size() == 1
     assert isinstance(_pipeline(num_microbatches=8), nn.Module)
     assert _loss(1).shape == ()
 

@@ -456,9 +456,9 @@ def test_tensors_on_two_devices_are_refused():
     x = torch.zeros(2, 3, 4, 8)
     for places in itertools.product(("cpu", "xla"), repeat=3):
         if len(set(places)) == 2:
-            with pytest.raises((RuntimeError, spmd.DeviceMismatchError)):
+            with pytest.raises((RuntimeError, spmd.errors.DeviceMismatchError)):
                 attend(*(x.to(place) for place in places))
-    with pytest.raises(spmd.DeviceMismatchError, match="one device"):
+    with pytest.raises(spmd.errors.DeviceMismatchError, match="one device"):
         attend(x.to("xla"), x.to("xla"), x.to("xla"), attn_mask=torch.zeros(4, 4))
 
 

@@ -234,7 +234,7 @@ def manual_feed_forward(model: nn.Module, size: int) -> Plan:
     mesh = mesh_of(size, "data", "tensor")
 
     def local(x, up, up_bias, down):
-        return spmd.all_reduce(
+        return spmd.manual.all_reduce(
             functional.gelu(functional.linear(x, up, up_bias)) @ down.t(), "tensor"
         )
 
@@ -261,7 +261,7 @@ def manual_data_parallel(model: nn.Module, size: int) -> Plan:
         output = torch.func.functional_call(model, dict(zip(names, parameters)), (ids,))
         loss = functional.cross_entropy(output.flatten(0, 1), targets.flatten())
         return [
-            spmd.all_reduce(part, "data", "mean")
+            spmd.manual.all_reduce(part, "data", "mean")
             for part in (loss.detach(), *torch.autograd.grad(loss, parameters))
         ]
 

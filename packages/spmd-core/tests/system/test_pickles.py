@@ -11,6 +11,10 @@ import torch
 from torch import nn
 
 import spmd_core as spmd
+from spmd_core.marks.module_rules import ShardingReport
+from spmd_core.modules.einsum_linear import apply_einsum_linear
+from spmd_core.sharding.sharding import Sharding, ShardingType
+from spmd_core.tensor.shards import XLAShard
 
 # Written by `torch.save` when the package was one flat folder. Never write it again.
 WRITTEN = Path(__file__).parents[1] / "data" / "pickled.pt"
@@ -29,21 +33,20 @@ def modules_named(data):
 def examples():
     return {
         "mesh": MESH,
-        "sharding": spmd.Sharding.of(MESH, ("b", None), 2),
+        "sharding": Sharding.of(MESH, ("b", None), 2),
         "spec": spmd.ShardingSpec(MESH, ("a", None), minibatch=True),
-        "type": spmd.ShardingType.PARTIAL,
+        "type": ShardingType.PARTIAL,
         "op_sharding": MESH.get_op_sharding(("b",)),
-        "shard": spmd.XLAShard(torch.ones(2), [slice(0, 2)], "CPU:0", 0),
-        "report": spmd.ShardingReport(marked={"w": ("a",)}),
+        "shard": XLAShard(torch.ones(2), [slice(0, 2)], "CPU:0", 0),
+        "report": ShardingReport(marked={"w": ("a",)}),
         "tensor": WEIGHT.to("xla"),
         "parameter": nn.Parameter(WEIGHT.to("xla")),
         "module": spmd.checkpoint_module(nn.Linear(2, 4).to("xla")),
-        "einsum_linear": spmd.apply_einsum_linear(nn.Sequential(nn.Linear(2, 4))),
+        "einsum_linear": apply_einsum_linear(nn.Sequential(nn.Linear(2, 4))),
         **{
-            name: getattr(spmd, name)("text")
-            for name in dir(spmd)
-            if isinstance(getattr(spmd, name), type)
-            and issubclass(getattr(spmd, name), spmd.SpmdError)
+            name: error("text")
+            for name, error in vars(spmd.errors).items()
+            if isinstance(error, type) and issubclass(error, spmd.errors.SpmdError)
         },
     }
 
@@ -87,7 +90,7 @@ def test_a_file_from_before_the_folders_is_read():
     assert isinstance(found["parameter"], nn.Parameter)
     assert found["parameter"].tolist() == WEIGHT.tolist()
     assert found["module"](torch.ones(1, 2, device="xla")).tolist() == [[4.0, 8.0, 12.0, 16.0]]
-    assert isinstance(found["error"], spmd.MeshError) and str(found["error"]) == "as it was"
+    assert isinstance(found["error"], spmd.errors.MeshError) and str(found["error"]) == "as it was"
 
 
 def test_weights_are_read_without_trust():

@@ -33,7 +33,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(tmp_path):
     where = rf"process 1 has been at .*train.py:{line_of('        time.sleep(10_000)')} \(fault\)"
     warning, error = (
         next(line for line in found.errors[0].splitlines() if line.startswith(start))
-        for start in ("spmd_core: ", "spmd_core.ProcessError: ")
+        for start in ("spmd_core: ", "spmd_core.errors.ProcessError: ")
     )
     assert re.search(f"{where} for [0-9]+ s. Look at its output. All end if it does not", warning)
     assert re.search(f"the others have waited for 6 s: .*{where}.*raise config.process", error)

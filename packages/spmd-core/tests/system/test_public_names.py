@@ -49,6 +49,11 @@ def test_every_listed_name_is_there():
     assert sorted(set(LISTED) - found()) == []
 
 
+def test_the_top_level_is_what_a_person_can_hold():
+    assert len(spmd.__all__) == len(set(spmd.__all__)) <= 60
+    assert public_names(spmd, "spmd_core") <= {f"spmd_core.{name}" for name in spmd.__all__}
+
+
 def test_no_name_comes_unnoticed():
     names = public_names(spmd, "spmd_core") | public_names(spmd_data, "spmd_data")
     assert sorted(names - set(LISTED)) == []

@@ -43,10 +43,10 @@ def test_sample_runs(code):
 def test_the_samples_for_several_processes_run_in_one(monkeypatch):
     if spmd.global_runtime_device_count() != 8:
         pytest.skip("the samples split over several devices")
-    monkeypatch.setattr(spmd, "initialize", lambda: None)
+    monkeypatch.setattr(spmd.distributed, "initialize", lambda: None)
     scope = {"__name__": "__main__", "w": torch.ones(8, device="xla"), "loss": torch.ones(())}
     before = signal.getsignal(signal.SIGTERM)
-    spmd.request_stop()
+    spmd.distributed.request_stop()
     try:
         page = (ROOT / "docs/processes.md").read_text()
         for code in re.findall(r"```python\n(.*?)```", page, re.S):

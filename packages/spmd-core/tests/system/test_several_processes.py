@@ -58,16 +58,16 @@ say("written", torch.load(f"{folder}/master.pt", weights_only=True)["w"].sum().i
 structures.save({"w": w}, f"{folder}/own{rank}.pt", master_only=False)
 try:
     structures.save(w, f"{folder}/missing/master.pt")
-except (spmd.SpmdError, RuntimeError, OSError) as error:
-    say("failed", isinstance(error, spmd.SpmdError), error)
+except (spmd.errors.SpmdError, RuntimeError, OSError) as error:
+    say("failed", isinstance(error, spmd.errors.SpmdError), error)
 spmd.save_safetensors({"w": w, "v": w + 1}, f"{folder}/weights", max_shard_bytes=64)
 v = spmd.mark_sharding(torch.zeros(6, 2, device="xla"), mesh, ("x",))
 spmd.load_safetensors({"w": v, "v": torch.zeros(6, 2)}, f"{folder}/weights")
 say("loaded", [shard.unpadded_data.tolist() for shard in v.local_shards])
 try:
     spmd.save_safetensors({"w": w, "v": w + 1}, f"{folder}/master.pt/below", max_shard_bytes=64)
-except (spmd.SpmdError, OSError) as error:
-    say("unsaved", isinstance(error, spmd.SpmdError), error)
+except (spmd.errors.SpmdError, OSError) as error:
+    say("unsaved", isinstance(error, spmd.errors.SpmdError), error)
 say("end")
 """
 

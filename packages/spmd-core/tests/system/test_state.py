@@ -7,6 +7,7 @@ import torch
 from state import reset
 
 import spmd_core as spmd
+from spmd_core.dispatch.eager import is_eager_mode
 from spmd_core.program import execution
 from spmd_core.steps import closures
 
@@ -70,6 +71,6 @@ def test_reset_takes_back_what_a_test_set():
     execution.this_thread.cut_guard = object()
     reset()
     assert spmd.config.max_programs == before and spmd.config.compiler_options == {}
-    assert spmd.get_global_mesh() is None and not spmd.is_eager_mode()
+    assert spmd.get_global_mesh() is None and not is_eager_mode()
     assert not closures._waiting and execution.this_thread.cut_guard is None
     assert spmd.metrics.counter("cuts") == 0

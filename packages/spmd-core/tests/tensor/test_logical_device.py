@@ -45,7 +45,7 @@ def test_another_index_is_refused(way):
     message = re.escape(
         "one logical device, which stands for all devices; got 'xla:9'. Write 'xla'"
     )
-    with pytest.raises(spmd.DeviceMismatchError, match=message):
+    with pytest.raises(spmd.errors.DeviceMismatchError, match=message):
         WAYS[way]("xla:9")
 
 
@@ -58,7 +58,7 @@ def test_what_the_refusal_advises(way):
 def test_the_device_module_has_one_device():
     for refused in (torch.xla.set_device, torch.xla.device):
         for device in (1, "xla:1", torch.device("xla:1")):
-            with pytest.raises(spmd.DeviceMismatchError, match=r"got 'xla:1'\. Write 'xla'"):
+            with pytest.raises(spmd.errors.DeviceMismatchError, match=r"got 'xla:1'\. Write 'xla'"):
                 refused(device)
     torch.xla.set_device(0)
     with torch.xla.device("xla"):

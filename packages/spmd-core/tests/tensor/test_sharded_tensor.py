@@ -253,7 +253,9 @@ def test_autograd_through_a_worker_thread():
 
 
 def test_local_shards_need_a_sharding():
-    with pytest.raises(spmd.SpmdError, match=r"needs a tensor with a sharding.*mark_sharding"):
+    with pytest.raises(
+        spmd.errors.SpmdError, match=r"needs a tensor with a sharding.*mark_sharding"
+    ):
         _ = torch.ones(4, device="xla").local_shards
 
 

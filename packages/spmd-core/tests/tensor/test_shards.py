@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import spmd_core as spmd
+from spmd_core.tensor.shards import XLAShard
 
 NUM_DEVICES = spmd.global_runtime_device_count()
 needs_several = pytest.mark.skipif(NUM_DEVICES == 1, reason="one device holds the whole tensor")
@@ -65,10 +66,12 @@ def test_parameters_are_loaded_without_gradients(mesh_1d):
 
 def test_only_a_tensor_that_is_split(mesh_1d):
     t = torch.ones(8, device="xla")
-    with pytest.raises(spmd.SpmdError, match=r"load_local_shards_ needs a tensor with a sharding"):
+    with pytest.raises(
+        spmd.errors.SpmdError, match=r"load_local_shards_ needs a tensor with a sharding"
+    ):
         t.load_local_shards_([])
     spmd.mark_sharding(t, mesh_1d, ())
-    with pytest.raises(spmd.SpmdError, match=r"this one is replicated.*Use copy_"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"this one is replicated.*Use copy_"):
         t.load_local_shards_(t.local_shards)
 
 
@@ -87,14 +90,11 @@ def test_one_block_for_each_device_as_it_is_stored(mesh_1d):
         match=r"padding included, of shape \(2,\) and dtype torch\.float32; got shape \(1,\)",
     ):
         t.load_local_shards_(
-            [spmd.XLAShard(s.data[:1], s.indices, s.shard_device, s.replica_id) for s in shards]
+            [XLAShard(s.data[:1], s.indices, s.shard_device, s.replica_id) for s in shards]
         )
     with pytest.raises(ValueError, match=r"and dtype torch\.float64 for CPU:0"):
         t.load_local_shards_(
-            [
-                spmd.XLAShard(s.data.double(), s.indices, s.shard_device, s.replica_id)
-                for s in shards
-            ]
+            [XLAShard(s.data.double(), s.indices, s.shard_device, s.replica_id) for s in shards]
         )
     assert t.tolist() == [1.0] * (NUM_DEVICES + 1)
 

@@ -160,7 +160,7 @@ def test_a_graph_from_before_the_move_is_refused(way):
     message = (
         r"parameter of shape \((2, 3|2,)\) moved.*Call backward\(\) before module.to\(device\)"
     )
-    with pytest.raises(spmd.SpmdError, match=message):
+    with pytest.raises(spmd.errors.SpmdError, match=message):
         result.backward()
     # As the message says: before the move, or with a new result.
     layer(x.to(way[1])).sum().backward()
@@ -264,7 +264,9 @@ def test_scripted_modules_move_with_all_that_they_contain(tmp_path):
     torch.testing.assert_close(found.cpu(), expected)
     found.sum().backward()
     assert all(p.grad is not None and p.requires_grad for p in model.parameters())
-    with pytest.raises(spmd.UnsupportedOpError, match=r"torch\.jit\.save\(module\.cpu\(\), path\)"):
+    with pytest.raises(
+        spmd.errors.UnsupportedOpError, match=r"torch\.jit\.save\(module\.cpu\(\), path\)"
+    ):
         torch.jit.save(scripted, path)
     torch.jit.save(scripted.cpu(), path)
     loaded = torch.jit.load(path)

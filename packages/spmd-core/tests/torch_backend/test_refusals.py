@@ -21,7 +21,7 @@ def test_flex_attention_is_refused():
     message = (
         r"got a query of shape \(1, 2, 8, 4\) on xla:0.*scaled_dot_product_attention.*call_jax"
     )
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         flex_attention(q, q, q)
     # On the CPU, the check stays that of torch.
     needs_grad = q.cpu().requires_grad_()
@@ -66,7 +66,7 @@ def test_quantized_tensors_are_not_moved(kind):
         lambda: target.copy_(quantized),
     ):
         message = r"makes a quantized tensor there.*quantized\.dequantize\(\)\.to\('xla'\)"
-        with pytest.raises(spmd.UnsupportedOpError, match=message):
+        with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
             move()
     # What the message advises, and what torch still does on the CPU.
     assert torch.equal(quantized.dequantize().to("xla").cpu(), quantized.dequantize())
@@ -138,7 +138,7 @@ for tracer in (
 ):
     try:
         tracer()
-    except spmd.UnsupportedOpError as error:
+    except spmd.errors.UnsupportedOpError as error:
         frames = len(traceback.extract_tb(error.__traceback__))
         print("export", frames, error.__cause__, error.__suppress_context__, error)
 slope = torch.func.linearize(torch.sin, torch.zeros(2))[1]  # Dynamo knows make_fx by its identity

@@ -71,7 +71,7 @@ def test_simulate_comes_first():
     with pytest.raises(ValueError, match=r"positive number.*simulate\(8\)"):
         spmd.simulate(0)
     spmd.simulate(spmd.global_runtime_device_count())  # the same count again is harmless
-    with pytest.raises(spmd.SpmdError, match="top of the program"):
+    with pytest.raises(spmd.errors.SpmdError, match="top of the program"):
         spmd.simulate(77)
 
 
@@ -81,7 +81,7 @@ import torch, spmd_core as spmd
 spmd.simulate(2)
 try:
     spmd.mark_sharding(torch.ones(2, device="xla"), spmd.Mesh(range(2), (2,), ("x",)), ("x",))
-except spmd.NotInSpmdModeError as error:
+except spmd.errors.NotInSpmdModeError as error:
     print(error)
 print((torch.ones(2, device="xla") + 1).tolist(), spmd.is_spmd())
 """

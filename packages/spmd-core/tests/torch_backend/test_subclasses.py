@@ -274,9 +274,9 @@ def test_images_of_torchvision():
 
 def test_a_class_with_its_own_dispatch_is_refused():
     message = r"got the class Below, which has another one\..*_make_wrapper_subclass"
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         torch.ones(2, device="xla").as_subclass(Below)
-    with pytest.raises(spmd.UnsupportedOpError, match=message):
+    with pytest.raises(spmd.errors.UnsupportedOpError, match=message):
         torch.Tensor._make_subclass(Below, torch.ones(2, device="xla"))
 
 
@@ -301,7 +301,9 @@ def test_a_wrapper_as_the_message_says():
 
 
 def test_a_class_with_slots_is_refused():
-    with pytest.raises(spmd.UnsupportedOpError, match=r"class Slotted. Remove its __slots__"):
+    with pytest.raises(
+        spmd.errors.UnsupportedOpError, match=r"class Slotted. Remove its __slots__"
+    ):
         torch.ones(2, device="xla").as_subclass(Slotted)
 
 

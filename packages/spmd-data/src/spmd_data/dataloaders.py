@@ -10,8 +10,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
-from spmd_core import DataError
 from spmd_core.arguments import checked, require_int
+from spmd_core.errors import DataError
 from spmd_data.sampler import ShardedSampler, Tail
 
 

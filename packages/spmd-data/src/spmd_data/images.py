@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from spmd_core import DataError
 from spmd_core.arguments import checked
+from spmd_core.errors import DataError
 
 
 class TransformedSamples(torch.utils.data.Dataset[Any]):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.runtime import interrupts
 from spmd_data import counters
@@ -320,7 +320,7 @@ class _DeviceBatches(Iterator[Any]):
     def _sync(self) -> None:
         self._num_unsynced = 0
         # A `StepTrace` around the step has already synced at its end.
-        if not spmd.profiler.take_step_mark():
+        if not spmd.debugging.profiler.take_step_mark():
             spmd.sync()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError, dtypes
+from spmd_core import dtypes
+from spmd_core.errors import DataError
 from spmd_core.steps import structures
 
 Path: TypeAlias = tuple[str | int, ...]

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 
 MAX_SAMPLES = 2**40
 

@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from spmd_core import DataError
 from spmd_core.arguments import require_int
+from spmd_core.errors import DataError
 
 NO_TARGET = -100  # what torch's cross entropy passes over (`ignore_index`)
 PADDING_ID = -1  # the document id of padding

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 
 
 @dataclass(frozen=True)

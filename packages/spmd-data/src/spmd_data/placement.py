@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError, dtypes
+from spmd_core import dtypes
+from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.marks.upload import upload_sharded
 from spmd_core.recording import layouts
@@ -174,7 +175,7 @@ def is_spmd_device(device: torch.device) -> bool:
 
 def _is_part(spec: spmd.ShardingSpec) -> bool:
     """Whether tensors of this spec are one process's part of global ones."""
-    return spec.minibatch and spmd.process_count() > 1
+    return spec.minibatch and spmd.distributed.process_count() > 1
 
 
 def _uneven_dims(leaf: Leaf) -> list[str]:

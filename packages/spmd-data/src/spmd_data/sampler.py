@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
 from spmd_core.arguments import require_int
+from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import Part, parts_of_processes
 from spmd_data.saved_states import check_same
@@ -292,10 +292,10 @@ def process_part(mesh: spmd.Mesh, axis: str | int | Sequence[str | int] | None) 
     axes = [mesh.axis_index(each) for each in given]
     process_of = [device["process_index"] for device in spmd.device_attributes()]
     parts = parts_of_processes(mesh.get_logical_mesh(), axes, process_of)
-    if spmd.process_index() not in parts:
+    if spmd.distributed.process_index() not in parts:
         raise DataError(
             "a process loads data for its own devices; process "
-            f"{spmd.process_index()} has none in {mesh!r}. Take devices of every process into the "
-            "mesh."
+            f"{spmd.distributed.process_index()} has none in {mesh!r}. Take devices of every "
+            "process into the mesh."
         )
-    return parts[spmd.process_index()]
+    return parts[spmd.distributed.process_index()]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 
 
 def check_same(now: Mapping[str, Any], then: Mapping[str, Any], *, who: str, advice: str) -> None:

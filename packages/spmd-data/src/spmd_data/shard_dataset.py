@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.sampler import Tail, process_part, uneven_tail
 
 

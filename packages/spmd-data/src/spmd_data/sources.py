@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 from spmd_data.saved_states import check_same
 
 FORMAT = 1

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_core import DataError
+from spmd_core.errors import DataError
 
 _FORMAT = 2
 _TOKENS, _KEY = "tokens.arrow", "key.json"

@@ -15,6 +15,7 @@ from spmd_core import metrics as _metrics
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
+from spmd_core.manual.shard_map import disable_manual_sharding, enable_manual_sharding
 from spmd_core.runtime import processes
 from spmd_core.sharding import partition_spec, sharding, xla_text
 from spmd_core.sharding.sharding import ShardingType
@@ -358,7 +359,7 @@ def _mark_manual_sharding(t: torch.Tensor) -> XLAShardedTensor:
             "Marking any data tensors as manual is not supported: only what is computed can be; "
             f"got data of shape {tuple(t.shape)}. Call enable_manual_sharding on it."
         )
-    return spmd.enable_manual_sharding(
+    return enable_manual_sharding(
         tensor, (None,) * tensor.dim(), mesh=spmd.get_global_mesh() or processes.get_1d_mesh()
     )
 
@@ -386,7 +387,7 @@ def _spmd_shard_to_full_shape(
         )
     spec = _spec_over(region.mesh, str(op_sharding), t.dim())
     return spmd.mark_sharding(
-        spmd.disable_manual_sharding(t, spec, full_shape, mesh=region.mesh), region.mesh, spec
+        disable_manual_sharding(t, spec, full_shape, mesh=region.mesh), region.mesh, spec
     )
 
 

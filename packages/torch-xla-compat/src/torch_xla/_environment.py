@@ -25,7 +25,7 @@ _WITHOUT_EFFECT = {
     "XLA_DISABLE_FUNCTIONALIZATION": "Remove it: writes through views are always right.",
     "PT_XLA_DEBUG_FILE": "Redirect stderr.",
     "PJRT_DYNAMIC_PLUGINS": "Install the plugin as jax asks for it.",
-    "XLA_COORDINATOR_PORT": "Call spmd_core.initialize(address), or set MASTER_PORT.",
+    "XLA_COORDINATOR_PORT": "Call spmd_core.distributed.initialize(address), or set MASTER_PORT.",
 }
 _DEBUG_LEVELS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL")
 

@@ -23,7 +23,7 @@ def warn_of_one_replica(name: str) -> None:
         f"{name} starts a process for each device in PyTorch/XLA; here it runs one replica, in "
         "this process. To use several devices, call torch_xla.runtime.use_spmd(), build a Mesh and "
         "mark tensors with mark_sharding; for several hosts, start a process on each and call "
-        "spmd_core.initialize() first.",
+        "spmd_core.distributed.initialize() first.",
         stacklevel=3,
     )
 

@@ -25,7 +25,8 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
 _WHY = "exchanges host memory between processes, over a torch.distributed process group,"
 _STRICT_ADVICE = (
-    "Use spmd_core.initialize and a mesh over the devices of all processes, or leave strict mode."
+    "Use spmd_core.distributed.initialize and a mesh over the devices of all processes, or leave "
+    "strict mode."
 )
 
 # The argument that each operation writes: its schema does not say so. True where the operation

@@ -203,9 +203,9 @@ def _refuse(what: str) -> NoReturn:
     raise UnsupportedOpError(
         "a mesh of device type 'xla' has no process groups, as the partitioner moves the data "
         f"between its devices; got {what}. Use the functions for whole tensors: "
-        "spmd_core.distribute_tensor or mark_sharding in place of DTensor, spmd_core.fully_shard "
-        "in place of FSDP1, spmd_core.context_parallel in place of torch's, spmd_core.shard_map "
-        "for collectives of your own."
+        "spmd_core.dtensor.distribute_tensor or mark_sharding in place of DTensor, "
+        "spmd_core.fully_shard in place of FSDP1, spmd_core.context_parallel in place of torch's, "
+        "spmd_core.shard_map for collectives of your own."
     )
 
 

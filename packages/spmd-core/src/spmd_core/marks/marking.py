@@ -76,7 +76,7 @@ def mark_sharding(
             )
         if mesh.minibatch and devices.num_processes() > 1:
             return process_data.from_process_local(_host_data(t), mesh)
-        mesh, partition_spec = mesh.mesh, mesh.partition_spec
+        partition_spec, mesh = mesh.partition_spec, mesh.mesh
     tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding")
     if not inplace:
         return MarkSharding.apply(tensor, sharding)

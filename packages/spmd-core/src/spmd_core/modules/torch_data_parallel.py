@@ -111,7 +111,7 @@ def _default_mesh() -> tuple[Mesh, str]:
     raise MeshError(
         "fully_shard without a mesh takes the global mesh, whose axis 'fsdp' splits parameters; "
         f"got {mesh!r}. Name one of its axes 'fsdp', or pass a slice of "
-        "spmd_core.to_device_mesh(mesh), such as mesh['data']."
+        "spmd_core.dtensor.to_device_mesh(mesh), such as mesh['data']."
     )
 
 

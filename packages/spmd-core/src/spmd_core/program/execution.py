@@ -468,7 +468,7 @@ def verify() -> Iterator[None]:
 
     Example:
         >>> import torch, spmd_core as spmd
-        >>> with spmd.verify():
+        >>> with spmd.debugging.verify():
         ...     total = torch.ones(3, device="xla").sum().item()
         >>> total
         3.0

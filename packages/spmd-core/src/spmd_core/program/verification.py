@@ -1,4 +1,4 @@
-"""`spmd.verify()`: compares each partitioned program with itself on one device.
+"""`spmd.debugging.verify()`: compares each partitioned program with itself on one device.
 
 A program's results do not depend on how it is partitioned. Where they do, both forms run again with
 the results of all operations, and the first operation that differs, from inputs that do not, is

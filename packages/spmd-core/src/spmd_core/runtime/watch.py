@@ -293,7 +293,9 @@ class Watch:
                     )
             if self._error is not None:
                 if not self._is_raised.wait(_GRACE_S) and not self._is_over.is_set():
-                    print(f"spmd_core.ProcessError: {self._error}", file=sys.stderr, flush=True)
+                    print(
+                        f"spmd_core.errors.ProcessError: {self._error}", file=sys.stderr, flush=True
+                    )
                     os._exit(1)
                 return
 

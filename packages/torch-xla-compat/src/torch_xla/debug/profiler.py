@@ -41,7 +41,7 @@ def trace(
     timeout_s: int = 120,
     interactive: bool = False,
 ) -> None:
-    """Refused with NotImplementedError: see `spmd_core.profiler.trace_remote`."""
+    """Refused with NotImplementedError: see `spmd_core.debugging.profiler.trace_remote`."""
     profiler.trace_remote(service_addr, logdir, duration_ms)
 
 

@@ -50,7 +50,7 @@ def convert_to_xla_partition_spec(
 def xla_distribute_tensor(
     tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Any] | None = None
 ) -> XLAShardedTensor:
-    """`spmd_core.distribute_tensor`; turns SPMD mode on.
+    """`spmd_core.dtensor.distribute_tensor`; turns SPMD mode on.
 
     Raises:
         AssertionError: a mesh of another device type, not one placement for each of its dimensions,

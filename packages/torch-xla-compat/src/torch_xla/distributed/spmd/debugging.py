@@ -26,12 +26,13 @@ def visualize_sharding(
     A cell is `CPU 0` if one device holds the block, `CPU [0, 4]` if several do. With a coloured
     console and `use_color` the cells stand without lines, as upstream draws them. Beyond upstream,
     an iota (V2) and a single dim are taken, and a third dim, for which
-    `spmd_core.visualize_sharding` draws the table.
+    `spmd_core.debugging.visualize_sharding` draws the table.
 
     Args:
         sharding: XLA's text; '' is replicated.
         use_color: no lines between the cells where the console has colours.
-        scale: only used for three dims, as in `spmd_core.visualize_sharding`; so is `min_width`.
+        scale: only used for three dims, as in `spmd_core.debugging.visualize_sharding`; so is
+            `min_width`.
         min_width: see `scale`.
         max_width: width of the console, in characters.
 
