@@ -112,7 +112,10 @@ def _tested() -> dict[str, list[str]]:
         text = path.read_text()
         for name in sorted(
             set(re.findall(r"(?:aten|spmd)\.\w+\.\w+", text))
-            | {f"{name}.default" for name in re.findall(r"spmd\.\w+(?=\()", text)}
+            | {
+                f"spmd.{name}.default"
+                for name in re.findall(r"spmd\.(?:manual\.)?(\w+)(?=\()", text)
+            }
         ):
             seen[name].append(path.relative_to(TESTS).as_posix())
     return seen
