@@ -1,5 +1,6 @@
 """What is compiled for: a TPU's topology, by its compiler; CUDA, by lowering alone."""
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,14 @@ import jax
 import spmd_core as spmd
 from spmd_core.graph.placement import Placement
 from spmd_core.planner import topology
-from spmd_core.program.lower import Function, Traced
+from spmd_core.program.lower import Traced
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.jax_sharding import replicated
 
 CUDA = "cuda"
+_for_cuda = functools.partialmethod(Traced.__init__, platforms=(CUDA,))
 
 
 class Target:
@@ -83,16 +85,10 @@ class Target:
             return
         with (
             mock.patch.object(devices, "platform", return_value="gpu"),
-            mock.patch.object(Traced, "__init__", _lower_for_cuda),
+            mock.patch.object(Traced, "__init__", _for_cuda),
             mock.patch.object(Program, "_compile", _place),
         ):
             yield
-
-
-def _lower_for_cuda(traced: Traced, graph: Graph, name: str, **options: Any) -> None:
-    Function.__init__(traced, graph, name, **options)
-    with jax.enable_x64(True):
-        traced.lowered = traced.jitted.trace(*traced.arguments).lower(lowering_platforms=(CUDA,))
 
 
 def _place(program: Program) -> None:

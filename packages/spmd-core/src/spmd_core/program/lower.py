@@ -1,7 +1,9 @@
 """Lowers a recorded graph to StableHLO, with the shardings of its leaves, marks and results."""
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -147,24 +149,62 @@ class Function:
         return results, token
 
 
-class Traced(Function):
+class Traced:
     """A graph as StableHLO with shardings, not compiled.
 
     Attributes:
+        graph, record, target, index_flag, out_placements, arguments: as of the `Function`, which
+            is dropped with what passes have made of the graph.
         lowered: jax's stage before compilation. Its StableHLO names each operation as torch does,
             `aten::mm`. Where the graph has origins, the name is
             `GPT.h.0.attn/aten::mm#7/train.py:12` (7 is the node's position), and the location is
             the user's line.
+
+    Args:
+        graph: what to lower.
+        name: the program's.
+        whole: what is whole on each device, whatever the marks say.
+        platforms: jax's names of what it is lowered for; by default the platform of the devices.
     """
 
-    def __init__(self, graph: Graph, name: str, *, whole: Whole = Whole.NOTHING) -> None:
-        super().__init__(graph, name, whole=whole)
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        *,
+        whole: Whole = Whole.NOTHING,
+        platforms: tuple[str, ...] | None = None,
+    ) -> None:
         start = time.perf_counter()
-        with jax.enable_x64(True), counters.timed(counters.Part.TRACING):
-            self.lowered = self.jitted.lower(*self.arguments)
+        with (
+            _without_collection(),
+            jax.enable_x64(True),
+            counters.timed(counters.Part.TRACING),
+        ):
+            function = Function(graph, name, whole=whole)
+            traced = function.jitted.trace(*function.arguments)
+            self.lowered = traced.lower(lowering_platforms=platforms)
+        self.graph, self.record, self.target = function.graph, function.record, function.target
+        self.index_flag, self.arguments = function.index_flag, function.arguments
+        self.out_placements = function.out_placements
         self.record.trace_s = time.perf_counter() - start
 
     @property
     def lowered_text(self) -> Callable[[], str]:
         """A function that returns the StableHLO as text."""
         return self.lowered.as_text
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Inside, Python's garbage collector does not look through the many objects of a trace.
+
+    They stay until its end, and the collector would look through them again and again.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
