@@ -230,8 +230,8 @@ def test_an_iteration_without_prefetch_is_closed_by_the_next() -> None:
 
 
 def test_what_cannot_be_iterated_is_an_error_at_once() -> None:
-    with pytest.raises(TypeError, match="not iterable"):
-        iter(MpDeviceLoader(5, "cpu"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a loader gives batches .*; got 5, of type int\. Pass"):
+        MpDeviceLoader(5, "cpu")  # type: ignore[arg-type]
 
 
 def test_a_loader_that_does_not_come_back_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

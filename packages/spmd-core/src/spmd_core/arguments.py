@@ -80,7 +80,8 @@ def require_bool(name: str, value: object) -> bool:
 def checked(**least: float) -> Callable[[Function], Function]:
     """A decorator: the arguments that are annotated as `int`, `float` or `bool` are such.
 
-    None is taken where the annotation or the default says so. Other annotations are not looked at.
+    Of a class, those of its constructor. None is taken where the annotation or the default says so.
+    Other annotations are not looked at.
 
     Args:
         least: the least value of some of these arguments.
@@ -94,6 +95,9 @@ def checked(**least: float) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
         signature = inspect.signature(function)
         checks = {
             name: check

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from spmd_core.arguments import checked, require_int
+
 # These are reported even while they are 0.
 _KNOWN = (
     "compiles",
@@ -68,6 +70,8 @@ class HostFallback:
 
 def count(name: str, amount: int = 1) -> None:
     """Adds to a counter."""
+    if type(amount) is not int or amount < 0:
+        amount = require_int("amount", amount, least=0)
     _counters[name] += amount
 
 
@@ -108,6 +112,7 @@ def host_fallbacks() -> tuple[HostFallback, ...]:
     return tuple(HostFallback(op, source, n) for (op, source), n in _fallbacks.most_common())
 
 
+@checked(since=0)
 def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
     """The newest 512 compiled programs, oldest first.
 

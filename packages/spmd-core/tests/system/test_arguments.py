@@ -4,6 +4,8 @@ Each is refused by this project's own message, which says the rule and what it g
 """
 
 import inspect
+from types import UnionType
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from spmd_core import debugging, metrics
 from spmd_core.debugging import profiler
 from spmd_core.modules.wrap_policies import size_based_auto_wrap_policy
 from spmd_core.runtime.processes import get_1d_mesh
+from spmd_core.sharding.sharding import Sharding
+from spmd_core.torch_backend import random_state
+from spmd_data import synthetic
 
 
 def _pipeline(**options):
@@ -27,6 +32,10 @@ def _loss(num_chunks):
     x, w = torch.ones(4, 3, device="xla"), torch.ones(5, 3, device="xla")
     targets = torch.zeros(4, dtype=torch.int64, device="xla")
     return spmd.linear_cross_entropy(x, w, targets, num_chunks=num_chunks)
+
+
+def _sharding(ndim=2):
+    return Sharding.of(spmd.Mesh([0], (1,), ("x",)), ("x",), ndim)
 
 
 # By the argument's name: a call with the argument alone, and whether 0 is a value that it takes.
@@ -52,6 +61,22 @@ ARGUMENTS = {
         lambda n: size_based_auto_wrap_policy(nn.Linear(2, 2), False, 1, min_num_params=n),
         True,
     ),
+    "ndim": (lambda n: Sharding.of(spmd.Mesh([0], (1,), ("x",)), (), n), True),
+    "padded_shape": (lambda n: _sharding().padded_shape((2, n)), True),
+    "shard_shape": (lambda n: _sharding().shard_shape((n, 2)), True),
+    "indices": (lambda n: _sharding().indices((n, 2)), True),
+    "parse_mesh: num_devices": (lambda n: spmd.parse_mesh("x=-1", n), False),
+    "count: amount": (lambda n: metrics.count("uploads_of_this_test", n), True),
+    "row_mask": (lambda n: spmd_data.ShardedSampler(8, batch_size=2).row_mask(0, n), True),
+    "epoch": (spmd_data.ShardedSampler(8, batch_size=2).set_epoch, True),
+    "num_parts": (lambda n: spmd_data.ShardedSampler(8, batch_size=2, num_parts=n), False),
+    "batch_size": (lambda n: spmd_data.ShardedSampler(8, batch_size=n), False),
+    "prefetch": (lambda n: spmd_data.MpDeviceLoader([], "xla", prefetch=n), True),
+    "transfer_threads": (lambda n: spmd_data.MpDeviceLoader([], "xla", transfer_threads=n), False),
+    "batches_per_execution": (
+        lambda n: spmd_data.MpDeviceLoader([], "xla", batches_per_execution=n),
+        False,
+    ),
 }
 BAD = [2.5, 2.0, True, -1, 0, "2", "many", float("nan"), [2], b"2"]
 
@@ -76,18 +101,87 @@ def test_what_the_refusals_advise():
     assert _loss(1).shape == ()
 
 
-def _checked_functions():
-    """The public functions and constructors whose arguments are checked by their annotations."""
-    for module in (spmd, debugging, metrics, profiler, spmd_data):
+_PUBLIC = (spmd, spmd.dtensor, spmd.distributed, spmd.manual)
+
+
+def _public_functions():
+    """The public functions, constructors and methods, by the names that users write."""
+    for module in (*_PUBLIC, debugging, metrics, profiler, spmd_data, synthetic):
         for name, value in vars(module).items():
-            if not name.startswith("_"):
-                functions = vars(value).values() if isinstance(value, type) else [value]
-                for function in functions:
-                    if inspect.isfunction(function) and hasattr(function, "checks"):
-                        yield f"{module.__name__}.{name}", function
+            package = getattr(value, "__module__", None) or ""
+            if name[:1] == "_" or package[:4] != "spmd" or package == "spmd_core.arguments":
+                continue
+            members = vars(value).items() if isinstance(value, type) else [("", value)]
+            for member, function in members:
+                function = getattr(function, "__func__", function)  # of a classmethod
+                if inspect.isfunction(function) and (member == "__init__" or member[:1] != "_"):
+                    path = f"{module.__name__}.{name}" + f".{member}" * bool(member)
+                    yield path.removesuffix(".__init__"), function
 
 
-CHECKED = dict(_checked_functions())
+def _numbers(function):
+    """The arguments whose annotation is `int`, `float` or `bool`, perhaps or None."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = parameter.annotation
+        kinds = get_args(annotation) if isinstance(annotation, UnionType) else [annotation]
+        if set(kinds) - {type(None)} in ({int}, {float}, {bool}):
+            yield name
+
+
+CHECKED = {name: f for name, f in _public_functions() if hasattr(f, "checks")}
+# Arguments that no annotation checks, with the reason.
+BY_HAND = "checked inside, and refused in the tests above and below"
+RESULT = "the library makes it, users read it"
+OWN = "the library's own calls alone"
+EACH = "one call for each document that is read; an index is refused where the array is read"
+UNCHECKED = {
+    "spmd_core.strict": (BY_HAND, "enabled"),
+    "spmd_core.mark_sharding": (BY_HAND, "inplace"),
+    "spmd_core.Pipeline.check_batch": (OWN, "rows"),
+    "spmd_core.Pipeline.chunk": (OWN, "round"),
+    "spmd_core.pipeline": (BY_HAND, "num_microbatches rounds"),
+    "spmd_core.simulate": (BY_HAND, "num_devices"),
+    "spmd_core.parse_mesh": (BY_HAND, "num_devices"),
+    "spmd_core.ShardingSpec": (BY_HAND, "minibatch"),
+    "spmd_core.save_safetensors": (BY_HAND, "max_shard_bytes"),
+    "spmd_core.debugging.explain_recompile": (BY_HAND, "last"),
+    "spmd_core.metrics.count": (BY_HAND, "amount"),
+    "spmd_data.ShardedSampler.set_epoch": (BY_HAND, "epoch"),
+    "spmd_data.MpDeviceLoader": (
+        BY_HAND,
+        "prefetch transfer_threads batches_per_execution stall_warning_s",
+    ),
+    "spmd_data.Documents.tokens": (EACH, "document"),
+    "spmd_data.TokenStream.tokens": (EACH, "document"),
+    "spmd_data.TokenCache.tokens": (EACH, "document"),
+    "spmd_core.debugging.Change": (RESULT, "is_settling"),
+    "spmd_core.debugging.Recompile": (RESULT, "seconds"),
+    "spmd_core.metrics.HostFallback": (RESULT, "count"),
+    "spmd_core.metrics.FlopCount": (RESULT, "by_compiler num_jax_calls"),
+    "spmd_core.metrics.Traffic": (RESULT, "number result_bytes moved_bytes is_exact"),
+    **{
+        name: (RESULT, " ".join(_numbers(result.__init__)))
+        for name, result in {
+            "spmd_core.debugging.Collective": debugging.Collective,
+            "spmd_core.metrics.Chip": metrics.Chip,
+            "spmd_core.metrics.FirstStep": metrics.FirstStep,
+            "spmd_core.metrics.MemoryUse": metrics.MemoryUse,
+            "spmd_core.metrics.ProgramRecord": metrics.ProgramRecord,
+        }.items()
+    },
+}
+
+
+def test_every_public_number_and_switch_is_checked_or_listed():
+    found = {}
+    for name, function in _public_functions():
+        unchecked = set(_numbers(function)) - set(getattr(function, "checks", ()))
+        if unchecked:
+            found[name] = unchecked
+    listed = {name: set(arguments.split()) for name, (_, arguments) in UNCHECKED.items()}
+    assert found == listed, "decorate the function with arguments.checked, or list it with a reason"
+
+
 NO_NUMBERS = ["many", None, float("nan"), [2], b"2"]
 
 
@@ -125,3 +219,28 @@ def test_what_is_checked():
     targets = torch.zeros(4, dtype=torch.int64, device="xla")
     with pytest.raises(ValueError, match=r"label_smoothing is a share from 0 to 1; got 2\.5"):
         spmd.linear_cross_entropy(x, w, targets, label_smoothing=2.5)
+
+
+def test_switches_and_texts_that_are_checked_inside():
+    mesh, message = spmd.Mesh([0], (1,), ("x",)), r"; got .*[.] (Write|Pass)"
+    for call in (
+        lambda: spmd_data.ShardedSampler(2.5, batch_size=2),
+        lambda: spmd_data.ShardedSampler(True, batch_size=1),
+        lambda: spmd.ShardingSpec(mesh, ("x",), minibatch="many"),
+        lambda: spmd.mark_sharding(torch.ones(2, device="xla"), mesh, ("x",), inplace="no"),
+        lambda: spmd.compile(5),
+        lambda: spmd.compile(print, name=5),
+        lambda: spmd.parse_mesh(8, 8),
+        lambda: random_state.manual_seed("x"),
+        lambda: random_state.set_rng_state(2.5),
+        lambda: spmd.shard_module(nn.Linear(2, 2), mesh, {"weight": ()}),
+        lambda: spmd_data.MpDeviceLoader([], "xla", stall_warning_s="many"),
+        lambda: spmd_data.PackedSequences([[1, 2]], 4),
+        lambda: torch.xla.set_device("cpu"),
+        lambda: torch.xla.synchronize(9),
+        lambda: torch.xla.get_rng_state("xla:2"),
+    ):
+        with pytest.raises((TypeError, spmd.errors.DeviceMismatchError), match=message):
+            call()
+    torch.xla.synchronize(0)
+    torch.xla.set_device("xla")

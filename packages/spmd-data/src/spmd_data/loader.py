@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import spmd_core as spmd
+from spmd_core.arguments import checked, require_number
 from spmd_core.errors import DataError
 from spmd_core.marks import process_data
 from spmd_core.runtime import interrupts
@@ -103,6 +104,11 @@ class MpDeviceLoader:
         uneven_batch: UnevenBatch | str = UnevenBatch.KEEP,
         stall_warning_s: float = 60.0,
     ) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise TypeError(
+                "a loader gives batches when it is iterated; "
+                f"got {loader!r}, of type {type(loader).__name__}. Pass for instance a DataLoader."
+            )
         self._loader = loader
         rows = getattr(loader, "batch_size", None)
         self._placement = Placement(
@@ -114,7 +120,7 @@ class MpDeviceLoader:
         self._prefetch = _checked_count("prefetch", prefetch, least=0)
         self._transfer_threads = _checked_count("transfer_threads", transfer_threads)
         self._batches_per_execution = _checked_count("batches_per_execution", batches_per_execution)
-        if not stall_warning_s > 0:
+        if not require_number("stall_warning_s", stall_warning_s) > 0:
             raise DataError(
                 "stall_warning_s must be a number of seconds, more than 0; got "
                 f"{stall_warning_s!r}. Pass float('inf') for no warning."
@@ -196,6 +202,7 @@ class MpDeviceLoader:
         """Sums over all iterations so far: see `spmd_data.counters.Counters`. Does not wait."""
         return self._counters.values()
 
+    @checked(step=0)
     def log(self, writer: ScalarWriter, step: int) -> None:
         """Writes means per batch since the last call as scalars `input/...`. Does not wait.
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import DataError
 
 NO_TARGET = -100  # what torch's cross entropy passes over (`ignore_index`)
@@ -130,6 +130,7 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         DataError: see `layout`.
     """
 
+    @checked()
     def __init__(
         self,
         documents: Documents,
@@ -138,6 +139,11 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packing: Packing | str = Packing.FIRST_FIT,
         padding_token: int = 0,
     ) -> None:
+        if not hasattr(documents, "lengths"):
+            raise TypeError(
+                "documents have lengths and tokens, as a TokenStream and a TokenCache; "
+                f"got {type(documents).__name__}. Write TokenStream or cached_tokens."
+            )
         self._documents, self._seq = documents, seq
         self._padding_token = require_int("padding_token", padding_token)
         self.layout = layout(documents.lengths, seq, packing)
@@ -191,6 +197,7 @@ class TokenStream:
     starts: np.ndarray
 
     @classmethod
+    @checked()
     def separated(cls, stream: np.ndarray, separator: int) -> "TokenStream":
         """Documents that each begin with the token `separator`."""
         return cls(stream, np.flatnonzero(stream == separator))

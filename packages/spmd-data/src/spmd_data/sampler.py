@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import spmd_core as spmd
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import DataError
 from spmd_data.order import MAX_SAMPLES, permuted
 from spmd_data.parts import Part, parts_of_processes
@@ -88,6 +88,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         [1, 3, 5, 7]
     """
 
+    @checked()
     def __init__(
         self,
         dataset: Sized | int,
@@ -100,7 +101,11 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         tail: Tail | str = Tail.DROP,
     ) -> None:
         super().__init__()
-        self._num_samples = dataset if isinstance(dataset, int) else len(dataset)
+        self._num_samples = (
+            len(dataset)
+            if isinstance(dataset, Sized)
+            else require_int("the number of samples", dataset, least=0)
+        )
         self._batch_size = require_int("batch_size", batch_size)
         self._seed, self._shuffle = require_int("seed", seed), shuffle
         self.num_parts, self.part = require_int("num_parts", num_parts), require_int("part", part)
@@ -158,7 +163,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iterations, which then start at the epoch's start."""
-        self.epoch, self.start = require_int("epoch", epoch), 0
+        self.epoch, self.start = require_int("epoch", epoch, least=0), 0
 
     def state_dict(self) -> dict[str, Any]:
         """The place where iterations start, and what identifies the order.
@@ -210,6 +215,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
             "tail": str(self._tail),
         }
 
+    @checked(start=0, count=0)
     def row_mask(self, start: int, count: int) -> np.ndarray:
         """Which of this part's rows are samples of their own; False for padding.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 
 
 class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
@@ -24,6 +24,7 @@ class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
         seed: of the values.
     """
 
+    @checked(num_samples=0, seconds_per_batch=0)
     def __init__(self, num_samples: int, *, seconds_per_batch: float = 0.0, seed: int = 0) -> None:
         self._num_samples = require_int("num_samples", num_samples, least=0)
         self._seconds_per_batch, self._seed = seconds_per_batch, require_int("seed", seed)
@@ -69,6 +70,7 @@ class SyntheticTokens(Synthetic):
         seconds_per_batch, seed: see `Synthetic`.
     """
 
+    @checked(num_samples=0, seconds_per_batch=0, seq=1, vocab_size=1)
     def __init__(
         self,
         num_samples: int,
@@ -99,6 +101,7 @@ class SyntheticImages(Synthetic):
         seconds_per_batch, seed: see `Synthetic`.
     """
 
+    @checked(num_samples=0, seconds_per_batch=0, size=1, channels=1, num_classes=1)
     def __init__(
         self,
         num_samples: int,

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from spmd_core.arguments import checked
 from spmd_core.errors import DataError
 
 _FORMAT = 2
@@ -99,6 +100,7 @@ class TokenCache:
         return np.cumsum([0, *(len(offsets) - 1 for offsets, _ in self._chunks)])
 
 
+@checked(num_documents=0)
 def cached_tokens(
     documents: Iterable[str],
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
@@ -148,7 +150,7 @@ def cached_tokens(
                     warnings.warn(
                         f"the cached tokens in {folder} are damaged, so they are written again: "
                         f"{damage}. If it happens again, check the disk, or pass another folder.",
-                        stacklevel=2,
+                        stacklevel=3,
                     )
                     _remove(folder, scratch)
                 scratch.mkdir()

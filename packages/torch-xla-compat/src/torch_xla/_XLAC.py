@@ -12,6 +12,7 @@ import torch
 import spmd_core as spmd
 from spmd_core import debugging, dtypes
 from spmd_core import metrics as _metrics
+from spmd_core.arguments import checked
 from spmd_core.errors import PartitionSpecError
 from spmd_core.graph import storage
 from spmd_core.manual.region import is_local, region_of
@@ -97,6 +98,7 @@ class OpSharding:
 class XlaShardingSpec:
     """A tensor's global shape and sharding, as torch_xla's loader passes them to its C++ code."""
 
+    @checked()
     def __init__(self, tensor: torch.Tensor, op_sharding: Any, minibatch: bool = False) -> None:
         self.global_shape, self.sharding, self.minibatch = (
             tuple(tensor.shape),

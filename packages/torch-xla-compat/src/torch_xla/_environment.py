@@ -31,9 +31,18 @@ _DEBUG_LEVELS = ("PT_XLA_DEBUG", "PT_XLA_DEBUG_LEVEL")
 
 
 def is_set(name: str) -> bool:
-    """Whether a switch is on: 'true' or a positive number."""
+    """Whether a switch is on: 'true' or a positive number; off are '', 'false' and 0.
+
+    Raises:
+        ValueError: it is something else.
+    """
     value = os.environ.get(name, "").strip().lower()
-    return value == "true" or (value.isdigit() and int(value) > 0)
+    if value not in ("", "true", "false") and not value.isdecimal():
+        raise ValueError(
+            f"{name} is 1 or true (on), or 0 or false (off); got {value!r}. "
+            f"Set {name}=1, or unset it."
+        )
+    return value == "true" or (value.isdecimal() and int(value) > 0)
 
 
 def apply() -> None:

@@ -24,7 +24,7 @@ def warn_of_one_replica(name: str) -> None:
         "this process. To use several devices, call torch_xla.runtime.use_spmd(), build a Mesh and "
         "mark tensors with mark_sharding; for several hosts, start a process on each and call "
         "spmd_core.distributed.initialize() first.",
-        stacklevel=3,
+        stacklevel=4,  # the caller of a function that arguments.checked wraps
     )
 
 

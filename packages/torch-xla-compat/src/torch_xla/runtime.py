@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
+from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError
 from spmd_core.program import compile_cache
 from spmd_core.runtime import processes, startup
@@ -109,6 +110,7 @@ def addressable_runtime_device_count() -> int:
     return processes.addressable_runtime_device_count()
 
 
+@checked()
 def use_spmd(auto: bool = False) -> None:
     """Turns SPMD mode on; tensors created before stay valid.
 
@@ -140,6 +142,7 @@ def get_master_ip() -> str:
         return processes.get_master_ip()
 
 
+@checked()
 def initialize_cache(path: str, readonly: bool = False) -> None:
     """Caches compiled programs in a folder. AssertionError once a program has been compiled."""
     with raising(AssertionError, SpmdError):

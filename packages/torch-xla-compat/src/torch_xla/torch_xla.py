@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
+from spmd_core.arguments import checked
 from spmd_core.runtime import processes
 from spmd_core.torch_backend import random_state
 from torch_xla._upstream import refuse, refused, warn_of_one_replica
@@ -37,6 +38,7 @@ def device_count() -> int:
     return 1
 
 
+@checked()
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
     """Ends a step: `spmd_core.sync`."""
     spmd.sync(wait=wait or os.environ.get("XLA_SYNC_WAIT", "0") == "1")
@@ -53,6 +55,7 @@ def step() -> Iterator[None]:
         raise
 
 
+@checked()
 def compile(
     f: Callable[..., Any] | None = None,
     full_graph: bool | None = False,
@@ -84,6 +87,7 @@ def manual_seed(seed: int, device: torch.device | None = None) -> None:
     random_state.manual_seed(seed)
 
 
+@checked()
 def launch(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),

@@ -126,6 +126,7 @@ def trace(logdir: str | os.PathLike[str]) -> Iterator[None]:
         stop_trace()
 
 
+@checked(duration_ms=1)
 def trace_remote(service_addr: str, logdir: str, duration_ms: int = 1000) -> None:
     """Refused: would profile another process through its server. Raises UnsupportedOpError."""
     raise UnsupportedOpError(

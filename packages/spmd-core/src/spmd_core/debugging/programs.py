@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.counters import ProgramRecord
 from spmd_core.debugging import communication
@@ -200,6 +201,7 @@ def graph_hash(*tensors: torch.Tensor) -> bytes:
     return hashlib.sha256(stablehlo(*tensors).encode()).digest()
 
 
+@checked()
 @contextmanager
 def source_lines(enabled: bool = True) -> Iterator[None]:
     """Inside, recorded operations keep the user's line and module, and compiled programs name them.

@@ -334,6 +334,8 @@ def ctc_loss(
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """`aten::one_hot`: torch compares with each class, which finds no other index."""
+    if num_classes == 0 and x.numel():
+        raise RuntimeError("Class values must be smaller than num_classes.")  # torch's words
     if num_classes > 0 and x.numel() and x.dtype is torch.int64:
         x = _checked(x, num_classes)
     encoded = aten.one_hot.default._op_dk(

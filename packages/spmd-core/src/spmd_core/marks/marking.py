@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from spmd_core.arguments import checked
+from spmd_core.arguments import checked, require_bool
 from spmd_core.config import config
 from spmd_core.errors import DeviceMismatchError, MeshError, PartitionSpecError
 from spmd_core.graph.recorders import lock
@@ -78,7 +78,7 @@ def mark_sharding(
             return process_data.from_process_local(_host_data(t), mesh)
         partition_spec, mesh = mesh.partition_spec, mesh.mesh
     tensor, sharding = _check_arguments(t, mesh, partition_spec, "mark_sharding")
-    if not inplace:
+    if not require_bool("inplace", inplace):
         return MarkSharding.apply(tensor, sharding)
     with lock:
         _mark(tensor._handle, sharding)

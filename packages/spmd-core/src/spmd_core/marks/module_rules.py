@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from spmd_core.arguments import checked
 from spmd_core.errors import PartitionSpecError
 from spmd_core.marks import marking
 from spmd_core.sharding.mesh import Mesh, given_or_global
@@ -58,6 +59,7 @@ class ShardingReport:
         return "\n".join([*lines, *self.problems])
 
 
+@checked()
 def shard_module(
     module: nn.Module, rules: Mapping[str, Rule], mesh: Mesh | None = None, *, strict: bool = False
 ) -> ShardingReport:
@@ -100,6 +102,11 @@ def shard_module(
         2.weight  (None, 'model')
         2.bias    ()
     """
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            "rules are a dict from expressions over names to partition specs; "
+            f"got {rules!r}, of type {type(rules).__name__}. Write for instance {{'weight': ()}}."
+        )
     compiled = {text: _compile(text) for text in rules}
     tensors = _named_tensors(module)
     matches = {

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from spmd_core.arguments import checked
 from spmd_core.errors import PartitionSpecError, UnsupportedOpError
 from spmd_core.marks.device_mesh import AnyMesh, from_device_mesh
 from spmd_core.sharding.mesh import Mesh
@@ -25,6 +26,7 @@ def placement_types() -> ModuleType:
     return placement_types
 
 
+@checked(ndim=0)
 def partition_spec_of(
     device_mesh: AnyMesh, placements: Sequence["Placement"], ndim: int
 ) -> tuple[Mesh, PartitionSpecLike]:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+from spmd_core.arguments import checked
 from spmd_core.counters import counter
 
 
@@ -37,6 +38,7 @@ class StepTimes:
         self._intervals: list[float] = []
         self.num_steps = 0
 
+    @checked(step=0, in_flight=0, num_compiles=0)
     def mark(
         self, *, step: int, in_flight: int = 0, num_compiles: int | None = None
     ) -> float | None:
@@ -66,6 +68,7 @@ class StepTimes:
         self.num_steps += step - last[0]
         return seconds
 
+    @checked(step=0, num_compiles=0)
     def resume(self, *, step: int, num_compiles: int | None = None) -> None:
         """Starts the next interval now, after other work that followed `step`.
 

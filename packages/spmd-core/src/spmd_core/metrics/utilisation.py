@@ -23,6 +23,7 @@ _LONG_ENOUGH_S = 0.03
 _LONG_ENOUGH_FLOPS = 8e9  # time alone is not enough: on a busy machine a small matmul is slow too
 
 
+@checked(num_params=0, num_layers=0, width=0, seq=0, num_trained=0)
 @dataclass(frozen=True)
 class ModelSize:
     """The numbers of a transformer that the formulas need.
@@ -38,6 +39,7 @@ class ModelSize:
     num_trained: int | None = None
 
 
+@checked(flops_per_s=0)
 @dataclass(frozen=True)
 class Peak:
     """Peak FLOP/s of one device, and its source: "data sheet, bf16" or "measured, ..."."""

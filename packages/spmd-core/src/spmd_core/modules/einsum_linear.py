@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from spmd_core.arguments import checked
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 _library = torch.library.Library("xla", "FRAGMENT")
@@ -129,6 +130,17 @@ class EinsumLinear(nn.Linear):
     """`nn.Linear` by `xla::einsum_linear_forward`: (..., in_features) to (..., out_features)."""
 
     __module__ = "spmd_core"  # a pickle names the public package, wherever this file lies
+
+    @checked(in_features=0, out_features=0)
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = torch.ops.xla.einsum_linear_forward(input, self.weight, self.bias)

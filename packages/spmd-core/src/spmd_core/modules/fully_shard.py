@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd_core.arguments import checked
 from spmd_core.errors import MeshError, WrapError
 from spmd_core.marks import along
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
@@ -28,6 +29,7 @@ ShardOutput = Callable[[Any, Mesh], Any]
 """`shard_output(output, mesh)` marks a module's result, in place; its own result is ignored."""
 
 
+@checked()
 def fully_shard(
     module: nn.Module,
     mesh: AnyMesh | None = None,
@@ -175,6 +177,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
 
     is_sharded_wrapper = True
 
+    @checked()
     def __init__(
         self,
         module: nn.Module,

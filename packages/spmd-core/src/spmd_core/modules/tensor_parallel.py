@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from spmd_core.arguments import checked, require_bool
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.marks import along
 from spmd_core.marks.along import Layout, Redistribute
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 
+@checked(src_data_rank=0)
 def parallelize_module(
     module: nn.Module,
     device_mesh: AnyMesh | None = None,
@@ -75,7 +77,7 @@ def parallelize_module(
         axis: the axis of a `Mesh` of several axes, by name or number.
         reshard_after_forward: False keeps inputs that are gathered from forward to backward, as
             torch does: more memory, and a gather less for each of these modules.
-        src_data_rank: accepted for torch's programs. All processes give the same values here.
+        src_data_rank: a rank of the mesh, without effect. All processes give the same values here.
 
     Returns:
         The module.
@@ -83,7 +85,7 @@ def parallelize_module(
     Raises:
         NotInSpmdModeError: `use_spmd()` was not called.
         MeshError: the mesh has several axes and none is named; see `from_device_mesh` too.
-        ValueError: a path matches no module. Nothing was changed.
+        ValueError: a path matches no module, or the mesh has no such rank. Nothing was changed.
         TypeError: the plan is neither a style nor a dict of styles.
         NotImplementedError: `ColwiseParallel` or `RowwiseParallel` of a module that is neither
             `nn.Linear` nor `nn.Embedding`.
@@ -99,11 +101,16 @@ def parallelize_module(
     """
     require_spmd("parallelize_module")
     over = replace(_axis_of(device_mesh, axis), reshards=reshard_after_forward)
+    if src_data_rank is not None and src_data_rank >= over.mesh.size():
+        raise ValueError(
+            f"src_data_rank is a rank of the mesh, below {over.mesh.size()}; "
+            f"got {src_data_rank!r}. Write src_data_rank=0, or leave it out."
+        )
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module changes nothing without a plan; got None. "
             "Pass a style, or a dict of styles by the paths of modules.",
-            stacklevel=2,
+            stacklevel=3,  # of the caller: `checked` wraps this function
         )
         return module
     style_class = _styles().ParallelStyle
@@ -458,7 +465,8 @@ def _hook(
 
 
 def _check(style: Any, module: nn.Module) -> None:
-    """Raises NotImplementedError if a style does not take this module."""
+    """Raises NotImplementedError if a style does not take this module; looks at its switches."""
+    require_bool("use_local_output", getattr(style, "use_local_output", True))
     styles = _styles()
     is_layer = isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel))
     if is_layer and not isinstance(module, (nn.Linear, nn.Embedding)):

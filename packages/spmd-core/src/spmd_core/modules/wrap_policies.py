@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked
 
 Policy = Callable[..., bool]
 """`policy(module, recurse, unwrapped_params) -> bool`.
@@ -28,6 +28,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
+@checked(nonwrapped_numel=0)
 def lambda_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -40,6 +41,7 @@ def lambda_auto_wrap_policy(
     return recurse or bool(lambda_fn(module))
 
 
+@checked(nonwrapped_numel=0)
 def transformer_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -61,6 +63,7 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
+@checked(min_num_params=0, nonwrapped_numel=0)
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -85,11 +88,12 @@ def size_based_auto_wrap_policy(
     num_params = unwrapped_params if nonwrapped_numel is None else nonwrapped_numel
     leaves = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
     excluded = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return num_params >= require_int("min_num_params", min_num_params, least=0) and not isinstance(
+    return num_params >= min_num_params and not isinstance(
         module, tuple(leaves if recurse else excluded)
     )
 
 
+@checked()
 def recursive_wrap(
     module: nn.Module,
     auto_wrap_policy: Any,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from spmd_core import releases
+from spmd_core.arguments import checked
 from spmd_core.errors import MeshError
 from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh
@@ -48,6 +49,7 @@ class HybridMesh(Mesh):
     ici_mesh_shape: tuple[int, ...]
     dcn_mesh_shape: tuple[int, ...]
 
+    @checked(num_slices=1)
     def __init__(
         self,
         ici_mesh_shape: Sequence[int],

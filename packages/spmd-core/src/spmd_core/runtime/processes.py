@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.runtime import devices, startup
 from spmd_core.sharding.mesh import Mesh
@@ -60,6 +60,7 @@ def host_index() -> int:
     return process_index() // local_process_count()
 
 
+@checked()
 def is_master(*, local: bool = False) -> bool:
     """Whether this is process 0; with `local`, whether it is the first process of its host."""
     return (process_index() % local_process_count() if local else process_index()) == 0

@@ -24,6 +24,21 @@ _jax_cache = releases.jax_module(
 )
 
 
+def _number(name: str) -> int:
+    """A variable of the environment that is a whole number.
+
+    Raises:
+        SpmdError: it is something else.
+    """
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise SpmdError(
+            f"{name} is a whole number that the launcher sets, from 0; got {text!r}. "
+            "Correct it or unset it."
+        )
+    return int(text)
+
+
 @dataclass(frozen=True)
 class _Launcher:
     """What a launcher writes to the environment of each process.
@@ -42,10 +57,10 @@ class _Launcher:
         return self.sizes[0] in os.environ and (self.unless or "") not in os.environ
 
     def size(self) -> int:
-        return int(os.environ[self.sizes[0]])
+        return _number(self.sizes[0])
 
     def rank(self) -> int | None:
-        return int(os.environ[self.ranks[0]]) if self.ranks[0] in os.environ else None
+        return _number(self.ranks[0]) if self.ranks[0] in os.environ else None
 
     def is_one_host(self) -> bool:
         here = os.environ.get(self.sizes[1], "")
@@ -103,6 +118,7 @@ def set_device_type(name: str) -> None:
     os.environ["PJRT_DEVICE"] = name
 
 
+@checked(num_processes=1, process_id=0, timeout_s=1, heartbeat_timeout_s=1)
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
@@ -152,7 +168,7 @@ def initialize(
             num_processes = launcher.size() if num_processes is None else num_processes
             process_id = launcher.rank() if process_id is None else process_id
             break
-    if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
+    if coordinator_address is not None and not _has_port(coordinator_address):
         raise ValueError(
             f"a coordinator's address is 'host:port'; got {coordinator_address!r}. "
             f"Write for instance '10.0.0.1:{_DEFAULT_PORT}'."
@@ -215,6 +231,11 @@ def _master_address(launcher: _Launcher) -> str | None:
     if host is None and launcher.is_one_host():
         host = "127.0.0.1"
     return None if host is None else f"{host}:{os.environ.get('MASTER_PORT', _DEFAULT_PORT)}"
+
+
+def _has_port(address: object) -> bool:
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def _bind_address(coordinator_address: str) -> str | None:

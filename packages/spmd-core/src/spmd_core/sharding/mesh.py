@@ -10,6 +10,7 @@ from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
 
+from spmd_core.arguments import require_int
 from spmd_core.errors import MeshError, PartitionSpecError
 
 _MESH_KEYS = ("device_ids", "mesh_shape", "axis_names")
@@ -276,7 +277,12 @@ def parse_mesh(text: str, num_devices: int) -> Mesh:
         >>> parse_mesh("data=2,fsdp=*", num_devices=8)
         Mesh(range(0, 8), (2, 4), ('data', 'fsdp'))
     """
-    if num_devices < 1:
+    if not isinstance(text, str):
+        raise TypeError(
+            "a mesh is described by a text, such as 'data=2,model=4'; "
+            f"got {text!r}, of type {type(text).__name__}. Write it as a text."
+        )
+    if require_int("num_devices", num_devices) < 1:
         raise MeshError(
             f"a mesh needs at least 1 device; got {num_devices} devices for {text!r}. "
             "Start the program with devices."

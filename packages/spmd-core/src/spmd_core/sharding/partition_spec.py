@@ -5,6 +5,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 
+from spmd_core.arguments import require_bool
 from spmd_core.errors import MeshError, PartitionSpecError
 from spmd_core.sharding.mesh import Mesh
 
@@ -78,6 +79,7 @@ class ShardingSpec:
 
     def __post_init__(self) -> None:
         validate_spec(self.mesh, self.partition_spec)
+        require_bool("minibatch", self.minibatch)
         entries = (
             tuple(entry) if isinstance(entry, list) else entry for entry in self.partition_spec
         )

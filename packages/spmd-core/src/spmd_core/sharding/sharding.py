@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import PartitionSpecError
 from spmd_core.sharding import xla_text
 from spmd_core.sharding.mesh import Mesh
@@ -32,6 +33,7 @@ class ShardingType(IntEnum):
     UNKNOWN = 6
 
 
+@checked()
 @dataclass(frozen=True)
 class OpSharding:
     """XLA's description of one sharding: which block each device holds.
@@ -113,6 +115,7 @@ class Sharding:
             MeshError: `mesh` is not a Mesh.
         """
         dims = validate_spec(mesh, partition_spec)
+        ndim = require_int("ndim", ndim, least=0)
         if len(dims) > ndim:
             raise PartitionSpecError(
                 "a partition spec must not have more entries than the tensor has dims; "
@@ -214,12 +217,12 @@ class Sharding:
 
     def padded_shape(self, shape: Shape) -> Shape:
         """`shape` with each size rounded up to a multiple of its dim's number of blocks."""
-        self._check_rank(shape)
+        self._check_shape(shape)
         return tuple(-(-size // tile) * tile for size, tile in zip(shape, self.tiles, strict=True))
 
     def shard_shape(self, shape: Shape) -> Shape:
         """Shape of each device's block of a tensor of logical shape `shape`, padding included."""
-        self._check_rank(shape)
+        self._check_shape(shape)
         return tuple(-(-size // tile) for size, tile in zip(shape, self.tiles, strict=True))
 
     def indices(self, shape: Shape) -> tuple[tuple[slice, ...], ...]:
@@ -284,7 +287,7 @@ class Sharding:
         rank_by_id = dict(zip(self.tile_assignment.reshape(-1).tolist(), ranks, strict=True))
         return tuple(rank_by_id[device_id] for device_id in self.mesh.ids)
 
-    def _check_rank(self, shape: Shape) -> None:
+    def _check_shape(self, shape: Shape) -> None:
         if len(shape) != self.ndim:
             raise PartitionSpecError(
                 "a sharding serves tensors of one rank; "
@@ -292,6 +295,9 @@ class Sharding:
                 f"{self.ndim}. "
                 f"Build a sharding for it: Sharding.of(mesh, partition_spec, {len(shape)})."
             )
+        for size in shape:
+            if type(size) is not int or size < 0:
+                require_int("a size of shape", size, least=0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from spmd_core.arguments import require_int
+from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch import eager
 from spmd_core.errors import ProgramError, SpmdError
 from spmd_core.program import compile_cache, execution
@@ -32,6 +32,7 @@ def compile(
     name: str | None = ...,
     max_different_graphs: int | None = ...,
 ) -> "StepProgram": ...
+@checked()
 def compile(
     f: Any = None,
     *,
@@ -70,6 +71,16 @@ def compile(
         >>> double(torch.ones(2, device="xla")).tolist()
         [2.0, 2.0]
     """
+    if f is not None and not callable(f):
+        raise TypeError(
+            f"a function or None is compiled; got {f!r}, of type {type(f).__name__}. "
+            "Write compile(f), or `with compile():` around a block."
+        )
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"a program's name is a text; got {name!r}, of type {type(name).__name__}. "
+            "Write for instance name='train'."
+        )
     region = StepProgram(
         full_graph=full_graph, name=name, max_different_graphs=max_different_graphs
     )
@@ -204,6 +215,7 @@ def _differences(new: Key, old: Key) -> str:
     return ", ".join(found)
 
 
+@checked()
 def allow_execution(allow: bool) -> None:
     """With False, every execution of a program in this thread raises, until a call with True.
 

@@ -66,6 +66,18 @@ def unlazy(tensors: Any) -> None:
             buffers.wait_for(value.data)
 
 
+def _smoothing() -> float:
+    """`RATE_TRACKER_SMOOTHING`, a number; 0.4 if it is unset."""
+    text = os.environ.get("RATE_TRACKER_SMOOTHING", "0.4")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"RATE_TRACKER_SMOOTHING is a number from 0 to below 1; got {text!r}. "
+            "Correct it or unset it."
+        ) from None
+
+
 class RateTracker:
     """Counts items, such as samples, and computes their number per second.
 
@@ -80,11 +92,7 @@ class RateTracker:
 
     @checked(smooth_factor=0)
     def __init__(self, smooth_factor: float | None = None) -> None:
-        factor = (
-            float(os.environ.get("RATE_TRACKER_SMOOTHING", 0.4))
-            if smooth_factor is None
-            else smooth_factor
-        )
+        factor = _smoothing() if smooth_factor is None else smooth_factor
         if not 0 <= factor < 1:
             raise ValueError(
                 f"a smoothing factor lies from 0 to below 1; got {factor}. Use 0 for no smoothing."

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spmd_core.arguments import checked
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
 from spmd_core.graph.storage import Handle, Storage, View, address
 from spmd_core.graph.values import Spec
@@ -257,6 +258,7 @@ class XLAShardedTensor(torch.Tensor):
         """The values as nested Python lists. Waits for the device."""
         return self.detach().cpu().tolist()
 
+    @checked()
     def numpy(self, *, force: bool = False) -> Any:
         """A copy of the values as a numpy array; needs `force=True`, as on any other device."""
         if not force:

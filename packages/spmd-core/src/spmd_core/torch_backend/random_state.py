@@ -11,6 +11,7 @@ import torch
 from spmd_core.arguments import checked
 
 
+@checked()
 def manual_seed(seed: int) -> None:
     """Seeds torch's CPU generator, from which all random operations on the device draw.
 

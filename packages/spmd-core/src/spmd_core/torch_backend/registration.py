@@ -15,6 +15,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from spmd_core.dispatch import automatic_cut, composite, router, selections, transfer
+from spmd_core.errors import DeviceMismatchError
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution, leaves
@@ -43,20 +44,30 @@ def _device_module() -> types.ModuleType:
         return 0
 
     def set_device(device: Any) -> None:
-        is_index = isinstance(device, int)
-        require_logical(torch.device("xla", device) if is_index else torch.device(device or "xla"))
+        if isinstance(device, int):
+            require_logical(torch.device("xla", device))
+            return
+        device = torch.device(device or "xla")
+        if device.type != "xla":
+            raise DeviceMismatchError(
+                f"torch.xla has one logical device, 'xla'; got {str(device)!r}. Write 'xla'."
+            )
+        require_logical(device)
 
     def device(index: Any = 0) -> AbstractContextManager[None]:
         set_device(index)
         return nullcontext()
 
     def get_rng_state(device: Any = "xla") -> torch.Tensor:
+        set_device(device)
         return torch.default_generator.get_state()
 
     def set_rng_state(new_state: torch.Tensor, device: Any = "xla") -> None:
+        set_device(device)
         torch.default_generator.set_state(new_state)
 
     def synchronize(device: Any = None) -> None:
+        set_device(device)
         execution.cut(wait=True)
 
     members = {

@@ -5,10 +5,13 @@ from typing import Any
 import torch
 from torch.amp import GradScaler as _GradScaler
 
+from spmd_core.arguments import checked
+
 
 class autocast(torch.autocast):
     """`torch.autocast("xla")` that also takes a device in place of the device type."""
 
+    @checked()
     def __init__(
         self,
         device: torch.device | str = "xla",
@@ -24,6 +27,7 @@ class autocast(torch.autocast):
 class GradScaler(_GradScaler):
     """torch's gradient scaler for device type xla."""
 
+    @checked(init_scale=0, growth_factor=0, backoff_factor=0, growth_interval=1)
     def __init__(
         self,
         init_scale: float = 2.0**16,

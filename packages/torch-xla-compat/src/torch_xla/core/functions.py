@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 
+from spmd_core.arguments import checked
 from torch_xla._upstream import refused
 from torch_xla.core import xla_model
 
 
+@checked()
 def all_reduce(
     reduce_type: str, value: torch.Tensor, scale: float = 1.0, groups: Any = None
 ) -> torch.Tensor:
@@ -16,6 +18,7 @@ def all_reduce(
     return result
 
 
+@checked()
 def all_gather(value: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """`xla_model.all_gather` over all replicas."""
     return xla_model.all_gather(value, dim)

@@ -10,6 +10,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core import debugging, releases
+from spmd_core.arguments import checked, require_int
 from spmd_core.marks import marking
 from spmd_core.modules import barrier
 from spmd_core.runtime import processes
@@ -32,6 +33,7 @@ REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
     "max",
 )
 _REDUCTIONS = (REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX)
+_PLATFORMS = ("TPU", "CPU", "GPU", "CUDA", "ROCM", "NEURON", "XLA_CPU", "XLA_GPU")
 
 RateTracker = loop.RateTracker
 
@@ -46,16 +48,31 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
     """The one logical device, `xla:0`. IndexError for any other index."""
+    _check_platform(devkind)
     if n not in (None, 0):
         raise IndexError(f"there is one logical device, with index 0; got {n}. Call xla_device().")
     return spmd.device()
 
 
+@checked(max_devices=0)
 def get_xla_supported_devices(
     devkind: str | None = None, max_devices: int | None = None
 ) -> list[str]:
-    """The logical devices: `["xla:0"]`."""
+    """The logical devices: `["xla:0"]`.
+
+    Raises:
+        ValueError: `devkind` is no platform, or `max_devices` is negative.
+    """
+    _check_platform(devkind)
     return [str(spmd.device())][:max_devices]
+
+
+def _check_platform(devkind: str | None) -> None:
+    if devkind is not None and devkind not in _PLATFORMS:
+        raise ValueError(
+            f"devkind is one of {', '.join(_PLATFORMS)}; got {devkind!r}. "
+            "Leave it out for the platform of this process."
+        )
 
 
 def xla_real_devices(devices: Sequence[Any] | None = None) -> list[str]:
@@ -114,6 +131,7 @@ def xrt_world_size() -> int:
     return 1
 
 
+@checked()
 def is_master_ordinal(local: bool = True) -> bool:
     """Whether this process is the first of this host, or with `local=False` of all hosts.
 
@@ -122,6 +140,7 @@ def is_master_ordinal(local: bool = True) -> bool:
     return processes.is_master(local=local)
 
 
+@checked()
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
     """`print` in the master process only, to `fd`; None is `sys.stdout` at the time of the call."""
     if is_master_ordinal(local=local):
@@ -143,6 +162,7 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
 # Steps.
 
 
+@checked()
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     """Ends a step: `torch_xla.sync`."""
     spmd.sync(wait=wait or os.environ.get("XLA_SYNC_WAIT", "0") == "1")
@@ -158,6 +178,7 @@ def unlazy(tensors: Any) -> None:
     loop.unlazy(tensors)
 
 
+@checked()
 def add_step_closure(
     closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False
 ) -> None:
@@ -165,6 +186,7 @@ def add_step_closure(
     closures.add_step_closure(closure, args, run_async)
 
 
+@checked()
 def optimizer_step(
     optimizer: torch.optim.Optimizer,
     barrier: bool = False,
@@ -180,6 +202,7 @@ def optimizer_step(
     return loop.optimizer_step(optimizer, barrier=barrier, optimizer_args=optimizer_args)
 
 
+@checked()
 def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True
 ) -> None:
@@ -273,6 +296,7 @@ def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
     return structures.to_cpu(data) if convert else data
 
 
+@checked()
 def save(
     data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False
 ) -> None:
@@ -321,6 +345,7 @@ def get_rng_state(device: Any = None) -> int:
     return random_state.as_seed()
 
 
+@checked()
 def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager[None]:
     """Context that restores the random state on exit."""
     return random_state.fork_rng(enabled=enabled)
@@ -345,6 +370,16 @@ def _reduction(reduce_type: str) -> None:
         )
 
 
+def _check_dim(name: str, dim: int, value: torch.Tensor) -> None:
+    """IndexError for a dim that the value lacks, as for the same call with several replicas."""
+    if not -value.dim() <= require_int(name, dim) < value.dim():
+        raise IndexError(
+            f"{name} is a dim of the value, which has {value.dim()}; got {dim!r}. "
+            f"Write for instance {name}=0."
+        )
+
+
+@checked()
 def all_reduce(
     reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
 ) -> Any:
@@ -372,6 +407,7 @@ def all_reduce(
     return None
 
 
+@checked()
 def all_gather(
     value: torch.Tensor,
     dim: int = 0,
@@ -380,6 +416,7 @@ def all_gather(
     pin_layout: bool = True,
 ) -> torch.Tensor:
     """Concatenates the values of all replicas: with one replica, returns the value."""
+    _check_dim("dim", dim, value)
     region = _replica_groups.region(value)
     if region is not None:
         gathered = _replica_groups.all_gather(region, value, dim, groups)
@@ -388,6 +425,7 @@ def all_gather(
     return value if output is None else output.copy_(value)
 
 
+@checked(shard_count=1)
 def reduce_scatter(
     reduce_type: str,
     input: torch.Tensor,
@@ -404,6 +442,7 @@ def reduce_scatter(
         ValueError: `shard_count` is not the number of replicas.
     """
     _reduction(reduce_type)
+    _check_dim("scatter_dim", scatter_dim, input)
     region = _replica_groups.region(input)
     if region is not None:
         part = _replica_groups.reduce_scatter(
@@ -420,6 +459,7 @@ def reduce_scatter(
     return result if output is None else output.copy_(result)
 
 
+@checked(split_count=1)
 def all_to_all(
     value: torch.Tensor,
     split_dimension: int,
@@ -433,6 +473,8 @@ def all_to_all(
     Raises:
         ValueError: `split_count` is not the number of replicas.
     """
+    _check_dim("split_dimension", split_dimension, value)
+    _check_dim("concat_dimension", concat_dimension, value)
     region = _replica_groups.region(value)
     if region is not None:
         return _replica_groups.all_to_all(
@@ -462,6 +504,7 @@ def collective_permute(value: torch.Tensor, pairs: Iterable[tuple[int, int]]) ->
     return value.clone() if given else torch.zeros_like(value)
 
 
+@checked()
 def collective_broadcast(
     tensors: Sequence[torch.Tensor],
     root_ordinal: int = 0,
@@ -517,7 +560,8 @@ def do_on_ordinals(
     target: Callable[..., Any], data: Any = (), ordinals: Sequence[int] = (0,)
 ) -> Any:
     """Runs `target(*data)` if replica 0, the only one, is in `ordinals`; else returns None."""
-    return target(*data) if 0 in ordinals else None
+    runs = any(require_int("ordinals", ordinal) == 0 for ordinal in ordinals)
+    return target(*data) if runs else None
 
 
 def check_view_sharing(obj: Any) -> None:

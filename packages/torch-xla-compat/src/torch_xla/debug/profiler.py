@@ -1,5 +1,6 @@
 """Records profiles of host and devices for TensorBoard's profile plugin."""
 
+from spmd_core.arguments import checked
 from spmd_core.debugging import profiler
 from spmd_core.debugging.profiler import StepTrace as StepTrace
 from spmd_core.debugging.profiler import Trace as Trace
@@ -20,6 +21,7 @@ def stop_trace() -> None:
         profiler.stop_trace()
 
 
+@checked(port=0)
 def start_server(port: int, only_on_master: bool = True) -> None:
     """Starts a server for tools that request profiles.
 
@@ -30,6 +32,14 @@ def start_server(port: int, only_on_master: bool = True) -> None:
         profiler.start_server(port, only_on_master=only_on_master)
 
 
+@checked(
+    duration_ms=1,
+    num_tracing_attempts=0,
+    host_tracer_level=0,
+    device_tracer_level=0,
+    delay_ms=0,
+    timeout_s=0,
+)
 def trace(
     service_addr: str,
     logdir: str,
@@ -45,6 +55,7 @@ def trace(
     profiler.trace_remote(service_addr, logdir, duration_ms)
 
 
+@checked(duration_ms=1)
 def trace_detached(service_addr: str, logdir: str, duration_ms: int = 1000, **kwargs: int) -> None:
     """Refused like `trace`."""
     profiler.trace_remote(service_addr, logdir, duration_ms)

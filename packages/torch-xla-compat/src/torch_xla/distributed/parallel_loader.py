@@ -6,11 +6,21 @@ from typing import Any
 import torch
 
 import spmd_data
+from spmd_core.arguments import checked, require_int
 from spmd_core.errors import DataError
 from spmd_core.steps import structures
 from torch_xla.core import xla_model
 
 _PREFETCH = 8
+# The numbers that both loaders take, with the least value of each.
+_LEAST = {
+    "batchdim": 0,
+    "batches_per_execution": 1,
+    "device_prefetch_size": 0,
+    "host_to_device_transfer_threads": 1,
+    "loader_prefetch_size": 0,
+}
+_NAMES = frozenset({*_LEAST, "input_sharding"})
 
 
 class MpDeviceLoader:
@@ -39,6 +49,8 @@ class MpDeviceLoader:
                 f"MpDeviceLoader takes {', '.join(sorted(_NAMES))}; "
                 f"got {', '.join(sorted(unknown))}. Remove what is not in the list."
             )
+        for name, least in _LEAST.items():
+            require_int(name, kwargs.get(name, 1), least=least)
         self._loader, self._device = loader, device
         # Programs change these arguments between two iterations.
         self._parallel_loader_kwargs: dict[str, Any] = kwargs
@@ -120,6 +132,7 @@ class PerDeviceLoader(Iterator[Any]):
 class ParallelLoader:
     """A loader for one iteration on the one logical device: see `per_device_loader`."""
 
+    @checked(**_LEAST)
     def __init__(
         self,
         cpu_loader: Iterable[Any],
@@ -158,16 +171,5 @@ class ParallelLoader:
         """Ends the iteration."""
         self._loader.close()
 
-
-_NAMES = frozenset(
-    {
-        "batchdim",
-        "batches_per_execution",
-        "device_prefetch_size",
-        "host_to_device_transfer_threads",
-        "input_sharding",
-        "loader_prefetch_size",
-    }
-)
 
 __all__ = ["MpDeviceLoader", "ParallelLoader", "PerDeviceLoader"]

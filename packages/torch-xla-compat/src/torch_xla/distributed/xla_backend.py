@@ -27,7 +27,12 @@ def _rendezvous(
         host, port = "127.0.0.1", port or 0
     else:
         host = processes.get_master_ip()
-        port = port or int(os.environ.get("MASTER_PORT", _DEFAULT_PORT))
+        text = os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
+        if not text.isdecimal() or not 0 < int(text) < 2**16:
+            raise ValueError(
+                f"MASTER_PORT is a port, from 1 to 65535; got {text!r}. Correct it or unset it."
+            )
+        port = port or int(text)
     yield dist.TCPStore(host, port, size, rank == 0, timeout, multi_tenant=True), rank, size
 
 

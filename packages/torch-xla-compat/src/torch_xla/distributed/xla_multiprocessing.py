@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import spmd_core as spmd
+from spmd_core.arguments import checked
 from torch_xla._upstream import refuse, warn_of_one_replica
 
 
+@checked(nprocs=1)
 def spawn(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from spmd_core.arguments import checked
 from torch_xla import runtime
 from torch_xla.debug import metrics
 
@@ -75,6 +76,7 @@ def get_summary_writer(logdir: str | None) -> Any:
     return SummaryWriter(log_dir=os.path.join(logdir, f"{runtime.process_index()}"))
 
 
+@checked(global_step=0)
 def write_to_summary(
     summary_writer: Any,
     global_step: int | None = None,

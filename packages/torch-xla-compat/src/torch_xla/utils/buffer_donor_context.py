@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from spmd_core.arguments import checked
 from torch_xla import _XLAC
 
 
+@checked()
 @contextmanager
 def alias_with_buffer_donor_config(should_alias: bool = True) -> Iterator[None]:
     """Sets `_XLAC`'s switch inside; see `_XLAC._set_buffer_donation` for what it means here."""

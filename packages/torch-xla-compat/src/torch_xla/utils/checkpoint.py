@@ -8,7 +8,10 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
+from spmd_core.arguments import checked
 
+
+@checked()
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -4,10 +4,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from spmd_core.arguments import checked
+
 
 class SampleGenerator:
     """An iterable that yields the same data `sample_count` times: a loader for benchmarks."""
 
+    @checked(sample_count=0)
     def __init__(self, data: Any, sample_count: int) -> None:
         self._data, self._sample_count = data, sample_count
 

@@ -1,0 +1,109 @@
+"""Numbers and switches that torch_xla's functions take are refused if they are none."""
+
+import inspect
+from types import UnionType
+from typing import get_args
+
+import pytest
+import torch
+
+import torch_xla
+import torch_xla.core.functions
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.profiler
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+import torch_xla.utils.checkpoint
+import torch_xla.utils.utils
+from torch_xla import amp, experimental
+
+BAD = ["many", float("nan"), [2], b"2"]
+# Arguments that no annotation checks here: what they are given to checks them.
+UNCHECKED = {
+    "device": "index",
+    "manual_seed": "seed",
+    "xla_device": "n",
+    "set_rng_state": "seed",
+    "HybridMesh": "num_slices",
+    "ShardingSpec": "minibatch",
+    "visualize_sharding": "min_width max_width use_color scale",
+    "eager_mode": "enable",
+    "eager_mode_context": "enable",
+}
+MODULES = (torch_xla, xm, xr, pl, xs, amp, experimental, torch_xla.core.functions)
+MODULES += (torch_xla.utils.checkpoint, torch_xla.utils.utils, torch_xla.debug.profiler)
+
+
+def _functions():
+    for module in MODULES:
+        for name, value in vars(module).items():
+            package = getattr(value, "__module__", None) or ""
+            if not name.startswith("_") and package.startswith("torch_xla"):
+                function = vars(value).get("__init__") if isinstance(value, type) else value
+                if inspect.isfunction(function):
+                    yield f"{module.__name__}.{name}", function
+
+
+def _numbers(function):
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation = parameter.annotation
+        kinds = get_args(annotation) if isinstance(annotation, UnionType) else [annotation]
+        if set(kinds) - {type(None)} in ({int}, {float}, {bool}):
+            yield name
+
+
+def test_every_number_and_switch_is_checked_or_listed():
+    for path, function in _functions():
+        unchecked = set(_numbers(function)) - set(getattr(function, "checks", ()))
+        listed = UNCHECKED.get(path.rpartition(".")[2], "").split()
+        assert unchecked <= set(listed), f"{path}: decorate it with arguments.checked"
+
+
+def test_bad_numbers_and_switches_are_refused_before_anything_happens():
+    num_checked = 0
+    for _, function in _functions():
+        parameters = inspect.signature(function).parameters
+        for argument in getattr(function, "checks", ()):
+            required = {
+                key: 1 if parameter.annotation in (int, float, bool) else object()
+                for key, parameter in parameters.items()
+                if parameter.default is parameter.empty
+                and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            }
+            for value in BAD:
+                bound = inspect.signature(function).bind(**{**required, argument: value})
+                with pytest.raises((TypeError, ValueError), match=f"{argument} is .*; got .*Write"):
+                    function(*bound.args, **bound.kwargs)
+            num_checked += 1
+    assert num_checked > 40
+
+
+@pytest.mark.parametrize("name", [*pl._LEAST])
+def test_counts_of_loaders_are_refused_when_the_loader_is_made(name):
+    for value in ("many", -1, 2.5, None, True):
+        with pytest.raises((TypeError, ValueError), match=f"{name} is a whole number.*; got"):
+            pl.MpDeviceLoader([], torch_xla.device(), **{name: value})
+        with pytest.raises((TypeError, ValueError), match=f"{name} is a whole number.*; got"):
+            pl.ParallelLoader([], [torch_xla.device()], **{name: value})
+    pl.MpDeviceLoader([], torch_xla.device(), **{name: 1})
+
+
+def test_dims_platforms_and_ordinals():
+    value = torch.ones(2, 3, device="xla")
+    for call in (
+        lambda: xm.all_gather(value, dim=2),
+        lambda: xm.all_gather(value, dim=-3),
+        lambda: xm.reduce_scatter("sum", value, 1.0, scatter_dim=5, shard_count=1),
+        lambda: xm.all_to_all(value, 2, 0, 1),
+        lambda: xm.all_to_all(value, 0, 2, 1),
+        lambda: xm.get_xla_supported_devices("ZZ"),
+        lambda: xm.get_xla_supported_devices(max_devices=-1),
+        lambda: xm.xla_device(devkind="ZZ"),
+        lambda: xm.do_on_ordinals(print, ordinals="x"),
+    ):
+        with pytest.raises((IndexError, ValueError, TypeError), match=r"; got .*(Write|Leave)"):
+            call()
+    assert xm.all_gather(value, dim=-1) is value
+    assert xm.get_xla_supported_devices(max_devices=1) == ["xla:0"]
+    assert xm.do_on_ordinals(lambda: 3, ordinals=(0, 1)) == 3
