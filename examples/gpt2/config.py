@@ -5,6 +5,7 @@ Plain values: neither torch nor jax is imported, so that a wrong option is told 
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, RESUME_AUTO
 from examples.training.knobs import (
     KnobError,
     add_smoke,
-    check_at_least,
+    check_ranges,
     knob,
     nearest_multiple,
     parse,
@@ -55,7 +56,10 @@ class TrainConfig:
         resumable=True,
     )
     rounds: int = knob(
-        2, "chunks of blocks that a stage has, with --schedule circular", resumable=True
+        2,
+        "chunks of blocks that a stage has, with --schedule circular",
+        resumable=True,
+        least=2,
     )
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", resumable=True)
     mesh_devices: int = knob(
@@ -83,16 +87,21 @@ class TrainConfig:
         200,
         "optimizer steps, over which the learning rate decays; of a resumed run, all together",
         resumable=True,
+        least=1,
     )
     batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
     accumulate: int = knob(
-        1, "parts of a batch that are computed one after the other; gradients are reduced once"
+        1,
+        "parts of a batch that are computed one after the other; gradients are reduced once",
+        least=1,
     )
     seq: int = knob(0, "tokens in a sequence; 0: the preset's")
     lr: float = knob(0.0, "peak learning rate; 0: the preset's")
     warmup: int = knob(20, "steps of linear warm-up")
     min_lr: float = knob(
-        -1.0, "learning rate at the end of the cosine decay; negative: a tenth of the peak"
+        -1.0,
+        "learning rate at the end of the cosine decay; negative: a tenth of the peak",
+        least=-math.inf,
     )
     weight_decay: float = knob(
         0.1, "weight decay of matrices and tables; biases and layer norms have none"
@@ -106,7 +115,9 @@ class TrainConfig:
         choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
-    dropout: float = knob(0.0, "probability of dropping an embedding, attention weight or residual")
+    dropout: float = knob(
+        0.0, "probability of dropping an embedding, attention weight or residual", most=1
+    )
     seed: int = knob(0, "seed of the weights, the order of the batches and dropout")
     data: Sequence[str] = knob(
         (PYTHON_STDLIB,),
@@ -118,7 +129,9 @@ class TrainConfig:
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
     vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
     pad_vocab: int = knob(
-        128, "round the model's vocabulary up to a multiple of this; 1: no padding"
+        128,
+        "round the model's vocabulary up to a multiple of this; 1: no padding",
+        least=1,
     )
     pack: bool = knob(
         False,
@@ -145,7 +158,7 @@ class TrainConfig:
     )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
-    log_every: int = knob(10, "steps between log lines", resumable=True)
+    log_every: int = knob(10, "steps between log lines", resumable=True, least=1)
     log_dir: str = knob(
         "",
         "folder for TensorBoard, metrics.jsonl and report.json; empty: no files",
@@ -197,6 +210,7 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
+    check_ranges(config)
     preset = PRESETS[config.preset]
     lr = config.lr or preset.lr
     config = dataclasses.replace(
@@ -208,8 +222,6 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
         min_lr=lr / 10 if config.min_lr < 0 else config.min_lr,
         data=tuple(config.data),
     )
-    check_at_least(config, 1, ("steps", "batch", "accumulate", "seq", "pad_vocab", "log_every"))
-    check_at_least(config, 0, ("devices", "mesh_devices", "save_every", "workers"))
     if config.resume == RESUME_AUTO and not config.checkpoint:
         raise KnobError(
             "--resume auto goes on from the file that --checkpoint names; got no --checkpoint. Add "
@@ -246,8 +258,6 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"--strategy {config.strategy} splits the batch over a mesh; got none. Add for "
             f"instance --mesh {axis}=8."
         )
-    check_at_least(config, 0, ("microbatches",))
-    check_at_least(config, 2, ("rounds",))
     if config.batch % config.accumulate:
         raise KnobError(
             f"--batch must divide by --accumulate; got {config.batch} and {config.accumulate}. "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from examples.training.knobs import KnobError, check_at_least, knob, parser_of
+from examples.training.knobs import KnobError, check_ranges, knob, parser_of
 
 DEFAULT_LENGTH = 2048
 KEY_VARIABLE = "LLAMA_API_KEY"
@@ -23,13 +23,13 @@ class ServeConfig:
     mesh: str = knob("", "device mesh with the axis tensor, as in tensor=8; empty: one device")
     devices: int = knob(0, "number of emulated CPU devices; 0: the real ones")
     dtype: str = knob("auto", "of parameters and cache; auto: as config.json says", choices=DTYPES)
-    slots: int = knob(16, "requests that are answered at the same time")
+    slots: int = knob(16, "requests that are answered at the same time", least=1)
     max_length: int = knob(
         0, f"tokens of a prompt and its answer; 0: the model's positions, at most {DEFAULT_LENGTH}"
     )
-    queue: int = knob(256, "requests that may wait for a slot")
+    queue: int = knob(256, "requests that may wait for a slot", least=1)
     host: str = knob("127.0.0.1", "address to listen at; 0.0.0.0: every one of this machine")
-    port: int = knob(8000, "port to listen at; 0: a free one")
+    port: int = knob(8000, "port to listen at; 0: a free one", most=65535)
     api_key: str = knob(
         "", f"clients must send it; other users see it here, and not in the variable {KEY_VARIABLE}"
     )
@@ -42,7 +42,7 @@ class ServeConfig:
     allow_origin: tuple[str, ...] = knob(
         (), "other web pages that may ask, as in https://chat.example; *: all", type=str, nargs="+"
     )
-    connections: int = knob(1024, "HTTP connections at the same time")
+    connections: int = knob(1024, "HTTP connections at the same time", least=1)
     name: str = knob("", "the model's name to clients; empty: the folder's")
     grace_s: float = knob(10.0, "seconds that requests in flight may take after Ctrl-C")
 
@@ -57,8 +57,7 @@ def checked(config: ServeConfig) -> None:
         raise KnobError(
             "--model names the folder of the model; got none. Add for instance --model llama/."
         )
-    check_at_least(config, 1, ("slots", "queue", "connections"))
-    check_at_least(config, 0, ("devices", "max_length", "port", "grace_s"))
+    check_ranges(config)
     if config.devices > 1 and not config.mesh:
         raise KnobError(
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "

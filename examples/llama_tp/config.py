@@ -4,6 +4,7 @@ Plain values: neither torch nor jax is imported, so that a wrong option is told 
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, RESUME_AUTO
 from examples.training.knobs import (
     KnobError,
     add_smoke,
-    check_at_least,
+    check_ranges,
     knob,
     parse,
     parser_of,
@@ -80,16 +81,21 @@ class TrainConfig:
         200,
         "optimizer steps, over which the learning rate decays; of a resumed run, all together",
         resumable=True,
+        least=1,
     )
     batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
     accumulate: int = knob(
-        1, "parts of a batch that are computed one after the other; gradients are reduced once"
+        1,
+        "parts of a batch that are computed one after the other; gradients are reduced once",
+        least=1,
     )
     seq: int = knob(0, "tokens in a sequence; 0: the preset's")
     lr: float = knob(0.0, "peak learning rate; 0: the preset's")
     warmup: int = knob(20, "steps of linear warm-up")
     min_lr: float = knob(
-        -1.0, "learning rate at the end of the cosine decay; negative: a tenth of the peak"
+        -1.0,
+        "learning rate at the end of the cosine decay; negative: a tenth of the peak",
+        least=-math.inf,
     )
     weight_decay: float = knob(0.1, "weight decay of matrices and tables; norms have none")
     clip: float = knob(1.0, "clip gradients to this norm; 0: no clipping")
@@ -135,10 +141,12 @@ class TrainConfig:
         "", "folder to write the LoRA adapters to, for peft; empty: none", resumable=True
     )
     prompt: str = knob("", "text that the trained model continues; empty: none", resumable=True)
-    new_tokens: int = knob(32, "tokens of that continuation, each the likeliest", resumable=True)
+    new_tokens: int = knob(
+        32, "tokens of that continuation, each the likeliest", resumable=True, least=1
+    )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
-    log_every: int = knob(10, "steps between log lines", resumable=True)
+    log_every: int = knob(10, "steps between log lines", resumable=True, least=1)
     log_dir: str = knob(
         "",
         "folder for TensorBoard, metrics.jsonl and report.json; empty: no files",
@@ -200,13 +208,11 @@ def check_options(config: TrainConfig) -> None:
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
+    check_ranges(config)
     if config.weights and config.vocab:
         raise KnobError(
             f"--weights brings its own vocabulary; got --vocab {config.vocab} too. Leave it out."
         )
-    check_at_least(config, 1, ("steps", "accumulate", "log_every"))
-    check_at_least(config, 1, ("new_tokens",))
-    check_at_least(config, 0, ("devices", "save_every", "lora", "batch", "seq"))
     if config.adapters and not config.lora:
         raise KnobError(
             f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "

@@ -12,7 +12,7 @@ from typing import Any
 from examples.resnet_spatial import search
 from examples.resnet_spatial.presets import MODELS
 from examples.training.choices import RESUME_AUTO
-from examples.training.knobs import KnobError, add_smoke, check_at_least, knob, parse, parser_of
+from examples.training.knobs import KnobError, add_smoke, check_ranges, knob, parse, parser_of
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class TrainConfig:
         "fake: random numbers; shapes: drawn on the fly; else a folder of images by class",
         resumable=True,
     )
-    classes: int = knob(1000, "classes of fake data; others know theirs")
-    image_size: int = knob(224, "rows and columns of an image")
-    workers: int = knob(4, "threads that read image files", resumable=True)
+    classes: int = knob(1000, "classes of fake data; others know theirs", least=1)
+    image_size: int = knob(224, "rows and columns of an image", least=1)
+    workers: int = knob(4, "threads that read image files", resumable=True, least=1)
     skip_unreadable: bool = knob(
         False,
         "take the next image for one that cannot be read, instead of an error",
@@ -64,8 +64,9 @@ class TrainConfig:
         200,
         "optimizer steps, over which the learning rate decays; of a resumed run, all together",
         resumable=True,
+        least=1,
     )
-    batch: int = knob(64, "images in a step, over all devices")
+    batch: int = knob(64, "images in a step, over all devices", least=1)
     lr: float = knob(0.0, "peak learning rate; 0: 0.1 for each 256 images of a batch")
     warmup: int = knob(20, "steps of linear warm-up, before the cosine")
     momentum: float = knob(0.9, "Nesterov momentum of SGD")
@@ -91,7 +92,7 @@ class TrainConfig:
     )
     eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
     eval_batches: int = knob(4, "batches in an evaluation; 0: no evaluations", resumable=True)
-    log_every: int = knob(10, "steps between log lines", resumable=True)
+    log_every: int = knob(10, "steps between log lines", resumable=True, least=1)
     log_dir: str = knob(
         "",
         "folder for TensorBoard, metrics.jsonl and report.json; empty: no files",
@@ -144,9 +145,8 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
+    check_ranges(config)
     config = dataclasses.replace(config, lr=config.lr or 0.1 * config.batch / 256)
-    check_at_least(config, 1, ("steps", "batch", "classes", "image_size", "workers", "log_every"))
-    check_at_least(config, 0, ("devices", "save_every", "eval_batches", "eval_every", "warmup"))
     for name in ("label_smoothing", "ema"):
         if not 0 <= getattr(config, name) < 1:
             raise KnobError(

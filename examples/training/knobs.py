@@ -2,30 +2,42 @@
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 EXIT_USAGE = 2
+_MOST = 2**63 - 1  # what an integer of the programs holds
 
 
 class KnobError(ValueError):
     """An option is out of range, or two options do not fit together."""
 
 
-def knob(default: Any, text: str, *, resumable: bool = False, **argument: Any) -> Any:
+def knob(
+    default: Any,
+    text: str,
+    *,
+    resumable: bool = False,
+    least: float = 0,
+    most: float = _MOST,
+    **argument: Any,
+) -> Any:
     """A field of a recipe's configuration.
 
     Args:
         default: its value where the command line does not name it.
         text: the line that --help prints.
+        least, most: the range of a number, which `check_ranges` checks.
         resumable: whether a resumed run may have another value: the option decides where or how
             fast the run is computed, or what it writes, and not what it computes.
         argument: more arguments of `ArgumentParser.add_argument`.
     """
     options = {"help": text, "type": type(default), **argument}
-    return dataclasses.field(default=default, metadata={"options": options, "resumable": resumable})
+    metadata = {"options": options, "resumable": resumable, "range": (least, most)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def option(name: str) -> str:
@@ -96,17 +108,26 @@ def check_command_line(read: Callable[[], object]) -> None:
         sys.exit(EXIT_USAGE)
 
 
-def check_at_least(config: Any, smallest: int, names: Sequence[str]) -> None:
-    """Checks that the named options are no smaller than `smallest`.
+def check_ranges(config: Any) -> None:
+    """Checks that each number is finite and in its knob's range.
 
     Raises:
-        KnobError: one of them is.
+        KnobError: one is not.
     """
-    for name in names:
-        if getattr(config, name) < smallest:
+    for field in dataclasses.fields(config):
+        if type(field.default) not in (int, float):
+            continue
+        value, (least, most) = getattr(config, field.name), field.metadata["range"]
+        rule = None
+        if not math.isfinite(value):
+            rule = "a number that is finite"
+        elif value < least:
+            rule = f"at least {least}"
+        elif value > most:
+            rule = f"at most {most}"
+        if rule is not None:
             raise KnobError(
-                f"{option(name)} must be at least {smallest}; got {getattr(config, name)}. "
-                "Leave it out for the default."
+                f"{option(field.name)} must be {rule}; got {value}. Leave it out for the default."
             )
 
 

@@ -363,7 +363,7 @@ def test_ctrl_c_or_sigterm_ends_with_a_report_and_a_save(
             ["--device", "cpu", "--seq", "999"],
             "--seq must not pass the preset's position table; got 999 for smoke with 128 positions",
         ),
-        (["--device", "cpu", "--batch", "-1"], "--batch must be at least 1; got -1"),
+        (["--device", "cpu", "--batch", "-1"], "--batch must be at least 0; got -1"),
         (
             ["--devices", "8"],
             "without a mesh one device computes; got --devices 8 and no --mesh. "

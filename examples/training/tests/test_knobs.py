@@ -1,18 +1,25 @@
 """Options made of a dataclass: the command line, --help, --smoke, and their errors."""
 
 import argparse
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+import examples.gpt2.config as gpt2
+import examples.llama_serving.config as serving
+import examples.llama_tp.config as llama
+import examples.resnet_spatial.config as resnet
 from examples.training.knobs import (
     KnobError,
     add_smoke,
-    check_at_least,
     check_command_line,
+    check_ranges,
     knob,
+    option,
     parse,
     parser_of,
 )
@@ -20,7 +27,8 @@ from examples.training.knobs import (
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = knob(10, "steps of a run")
+    steps: int = knob(10, "steps of a run", least=1)
+    lr: float = knob(0.1, "learning rate", most=1)
     log_dir: str = knob("", "folder for logs", resumable=True)
     data: Sequence[str] = knob(("a", "b"), "files", type=str, nargs="+")
     size: str = knob("small", "size of the model", choices=("small", "large"))
@@ -58,23 +66,53 @@ def test_help_has_each_option_with_its_default(capsys: pytest.CaptureFixture[str
 
 
 def test_abbreviations_and_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--step", "--nothing"):
+    for name in ("--step", "--nothing"):
         with pytest.raises(SystemExit):
-            parsed(option, "3")
+            parsed(name, "3")
     assert "unrecognized arguments: --nothing 3" in capsys.readouterr().err
 
 
-def test_a_number_that_is_too_small() -> None:
-    check_at_least(Config(), 1, ["steps"])
-    with pytest.raises(KnobError, match=r"--steps must be at least 1; got 0\. Leave it out"):
-        check_at_least(Config(steps=0), 1, ["steps"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, r"--steps must be at least 1; got 0\. Leave it out"),
+        ({"steps": 2**63}, r"--steps must be at most 9\d+; got 9\d+\. Leave it out"),
+        ({"lr": -0.1}, r"--lr must be at least 0; got -0\.1\. Leave it out"),
+        ({"lr": 1.5}, r"--lr must be at most 1; got 1\.5\. Leave it out"),
+        ({"lr": float("nan")}, r"--lr must be a number that is finite; got nan\. Leave it out"),
+        ({"lr": float("-inf")}, r"--lr must be a number that is finite; got -inf\. Leave it out"),
+    ],
+)
+def test_a_number_out_of_its_range(options: dict[str, float], message: str) -> None:
+    check_ranges(Config())
+    with pytest.raises(KnobError, match=message):
+        check_ranges(dataclasses.replace(Config(), **options))  # type: ignore[arg-type]
+
+
+def test_every_number_of_every_recipe_has_a_range() -> None:
+    checks: list[tuple[Any, Callable[[Any], object]]] = [
+        (gpt2.TrainConfig(), gpt2.with_defaults),
+        (llama.TrainConfig(), llama.check_options),
+        (resnet.TrainConfig(), resnet.with_defaults),
+        (serving.ServeConfig(model="folder"), serving.checked),
+    ]
+    for config, check in checks:
+        check(config)
+        for field in dataclasses.fields(config):
+            if type(field.default) in (int, float):
+                bad = [2**63, float("nan"), float("inf")]
+                bad += [] if field.name == "min_lr" else [-1]  # negative: a tenth of the peak
+                bad += [2] if field.name in ("dropout", "ema", "label_smoothing") else []
+                for value in bad:
+                    with pytest.raises(KnobError, match=rf"{option(field.name)} .* got {value}\. "):
+                        check(dataclasses.replace(config, **{field.name: value}))
 
 
 def test_what_cannot_work_ends_a_command_before_its_imports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    check_command_line(lambda: check_at_least(Config(), 1, ["steps"]))
+    check_command_line(lambda: check_ranges(Config()))
     with pytest.raises(SystemExit) as ended:
-        check_command_line(lambda: check_at_least(Config(steps=0), 1, ["steps"]))
+        check_command_line(lambda: check_ranges(Config(steps=0)))
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: --steps must be at least 1; got 0")
