@@ -286,6 +286,66 @@ FAULTS = (
         "return [((*given, *sequence), sequence)]",
         "return [(given, ())]",
     ),
+    Fault(
+        "spmd_core/program/ir.py",
+        "a rewriter's replacement counts for nothing: passes add what nobody reads",
+        "self._now[value] = by",
+        "pass",
+    ),
+    Fault(
+        "spmd_core/program/passes/recorded_order.py",
+        "products wait for what an earlier one has waited for",
+        "        self._made = []\n        if not late",
+        "        if not late",
+    ),
+    Fault(
+        "spmd_core/program/passes/paced_gradients.py",
+        "the second run of a block waits for all gradients",
+        "half = len(self._made) // 2",
+        "half = len(self._made)",
+    ),
+    Fault(
+        "spmd_core/program/passes/exact_values.py",
+        "what is compared by way of a view is stored behind the view alone",
+        "if _operation(value.op.entry.name) in _MOVES:",
+        "if False:",
+    ),
+    Fault(
+        "spmd_core/program/passes/refined_marks.py",
+        "a mark goes that a coarser one follows",
+        "axes[: len(first)] == first",
+        "first[: len(axes)] == axes",
+    ),
+    Fault(
+        "spmd_core/program/passes/image_layouts.py",
+        "convolutions do not know how their images are split",
+        "return graph.with_hints(hints)",
+        "return graph",
+    ),
+    Fault(
+        "spmd_core/program/passes/lookups.py",
+        "lookups are left to the partitioner",
+        "return graph.with_hints(hints)",
+        "return graph",
+    ),
+    Fault(
+        "spmd_core/program/passes/late_copies.py",
+        "what comes back from the host waits for nothing",
+        "                operands = [copied]\n",
+        "                pass\n",
+    ),
+    Fault(
+        "spmd_core/program/passes/index_checks.py",
+        "the programs check no index",
+        "    if not checks:\n",
+        "    if checks:\n",
+    ),
+    Fault(
+        "spmd_core/program/passes/whole_values.py",
+        "a program that the partitioner makes invalid keeps its marks",
+        "if target.whole is not Whole.EVERYTHING:",
+        "if True:",
+    ),
     # ---- tensor ----------------------------------------------------------------------------------
     Fault(
         "spmd_core/tensor/shards.py",
