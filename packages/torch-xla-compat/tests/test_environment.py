@@ -100,7 +100,19 @@ def test_sync_that_waits(monkeypatch):
     torch_xla.sync()
     monkeypatch.setenv("XLA_SYNC_WAIT", "1")
     torch_xla.sync()
-    assert waited == [False, True]
+    monkeypatch.setenv("XLA_SYNC_WAIT", "0")
+    torch_xla.core.xla_model.mark_step()
+    assert waited == [False, True, False]
+
+
+@pytest.mark.parametrize("text", ["yes", "on", "-1", "1.5"])
+def test_a_switch_is_on_or_off(monkeypatch, text):
+    for name, read in (("XLA_SYNC_WAIT", torch_xla.sync), ("XLA_AUTO_SPMD", _environment.apply)):
+        with monkeypatch.context() as context:
+            context.setenv(name, text)
+            message = rf"{name} is 1 or true .*; got '{text}'\. Set {name}=1, or unset it"
+            with pytest.raises(ValueError, match=message):
+                read()
 
 
 @pytest.mark.parametrize("name", sorted(_environment._WITHOUT_EFFECT))

@@ -69,6 +69,17 @@ def test_who_joins_is_checked_first(monkeypatch):
         ValueError, match=r"'host:port'; got 'localhost'. Write for instance '10.0.0.1:12355'"
     ):
         startup.initialize("localhost", 2, 0)
+    for address in ("localhost:0", "localhost:65536", ":1", "localhost:1.5", 5):
+        with pytest.raises(ValueError, match=r"'host:port'; got .*\. Write for instance"):
+            startup.initialize(address, 2, 0)
+    for name, text in (("WORLD_SIZE", "many"), ("RANK", "-1")):
+        with monkeypatch.context() as context:
+            context.setenv("WORLD_SIZE", "2")
+            context.setenv("RANK", "0")
+            context.setenv(name, text)
+            message = rf"{name} is a whole number that the launcher sets, from 0; got '{text}'\. "
+            with pytest.raises(spmd.errors.SpmdError, match=message + "Correct it or unset it"):
+                startup.initialize()
     with pytest.raises(
         ValueError, match=r"got process 2 of 2. Give each process its own number, from 0"
     ):

@@ -230,6 +230,9 @@ def test_rates(monkeypatch):
     tracker.add(30)
     now[0] += 2
     assert tracker.rate() == pytest.approx(0.6 * 15 + 0.4 * 5) and tracker.global_rate() == 10
+    monkeypatch.setenv("RATE_TRACKER_SMOOTHING", "some")
+    with pytest.raises(ValueError, match=r"RATE_TRACKER_SMOOTHING is a number .*; got 'some'"):
+        loop.RateTracker()
     monkeypatch.setenv("RATE_TRACKER_SMOOTHING", "0")
     plain = loop.RateTracker()
     plain.add(4)

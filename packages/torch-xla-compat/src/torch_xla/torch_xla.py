@@ -1,6 +1,5 @@
 """Top-level functions of the package: devices, steps, compiled functions, seeds."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import spmd_core as spmd
 from spmd_core.arguments import checked
 from spmd_core.runtime import processes
 from spmd_core.torch_backend import random_state
+from torch_xla._environment import is_set
 from torch_xla._upstream import refuse, refused, warn_of_one_replica
 
 
@@ -41,7 +41,7 @@ def device_count() -> int:
 @checked()
 def sync(wait: bool = False, reset_scope: bool = True) -> None:
     """Ends a step: `spmd_core.sync`."""
-    spmd.sync(wait=wait or os.environ.get("XLA_SYNC_WAIT", "0") == "1")
+    spmd.sync(wait=wait or is_set("XLA_SYNC_WAIT"))
 
 
 @contextmanager

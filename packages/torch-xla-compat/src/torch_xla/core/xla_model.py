@@ -1,6 +1,5 @@
 """torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, collectives."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,6 +17,7 @@ from spmd_core.steps import closures, loop, structures
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 from spmd_core.torch_backend import random_state
 from torch_xla import _exchanged
+from torch_xla._environment import is_set
 from torch_xla._upstream import refuse, refused
 from torch_xla.core import _replica_groups
 
@@ -165,7 +165,7 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
 @checked()
 def mark_step(wait: bool = False, reset_scope: bool = True) -> None:
     """Ends a step: `torch_xla.sync`."""
-    spmd.sync(wait=wait or os.environ.get("XLA_SYNC_WAIT", "0") == "1")
+    spmd.sync(wait=wait or is_set("XLA_SYNC_WAIT"))
 
 
 def wait_device_ops(devices: Sequence[Any] = ()) -> None:
