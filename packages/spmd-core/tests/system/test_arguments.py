@@ -244,3 +244,70 @@ def test_switches_and_texts_that_are_checked_inside():
             call()
     torch.xla.synchronize(0)
     torch.xla.set_device("xla")
+
+
+# Calls that eager torch refuses, by a device.
+REFUSED_BY_TORCH = {
+    **{
+        f"{factory.__name__}{sizes}": (lambda d, f=factory, s=sizes: f(*s, device=d))
+        for factory in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+        for sizes in ((-3,), (2, -1), (2**40, 2**40), (2**62, 4), (2.5,), ("3",), (True,))
+    },
+    "full": lambda d: torch.full((-3,), 1.0, device=d),
+    "full text": lambda d: torch.full((3,), "a", device=d),
+    "arange": lambda d: torch.arange(3, 1, device=d),
+    "arange, step 0": lambda d: torch.arange(0, 3, 0, device=d),
+    "arange to nan": lambda d: torch.arange(float("nan"), device=d),
+    "arange to inf": lambda d: torch.arange(float("inf"), device=d),
+    "linspace": lambda d: torch.linspace(0, 1, -1, device=d),
+    "linspace 2.5": lambda d: torch.linspace(0, 1, 2.5, device=d),
+    "logspace": lambda d: torch.logspace(0, 1, -1, device=d),
+    "randint": lambda d: torch.randint(5, 5, (3,), device=d),
+    "randint sizes": lambda d: torch.randint(0, 5, (-3,), device=d),
+    "randint uint8": lambda d: torch.randint(0, 300, (3,), dtype=torch.uint8, device=d),
+    "randperm": lambda d: torch.randperm(-1, device=d),
+    "eye": lambda d: torch.eye(-1, device=d),
+    "eye columns": lambda d: torch.eye(2, -1, device=d),
+    "empty_strided": lambda d: torch.empty_strided((3,), (-1,), device=d),
+    "empty_strided ranks": lambda d: torch.empty_strided((3, 2), (1,), device=d),
+    "new_empty": lambda d: torch.ones(1, device=d).new_empty(-3),
+    "new_zeros": lambda d: torch.ones(1, device=d).new_zeros(2**40, 2**40),
+    "expand": lambda d: torch.ones(1, device=d).expand(-3),
+    "repeat": lambda d: torch.ones(1, device=d).repeat(-3),
+    "reshape": lambda d: torch.ones(6, device=d).reshape(-2, 3),
+    "view": lambda d: torch.ones(6, device=d).view(-1, -1),
+    "one_hot": lambda d: nn.functional.one_hot(torch.zeros(2, dtype=torch.int64, device=d), 0),
+    "dropout": lambda d: nn.functional.dropout(torch.ones(2, device=d), 2.0),
+    "bernoulli": lambda d: torch.ones(2, device=d).bernoulli_(2.0),
+    "uniform": lambda d: torch.ones(2, device=d).uniform_(1, 0),
+    "normal": lambda d: torch.ones(2, device=d).normal_(0, -1),
+    "exponential": lambda d: torch.ones(2, device=d).exponential_(0),
+    "geometric": lambda d: torch.ones(2, device=d).geometric_(2),
+    "random": lambda d: torch.ones(2, device=d).random_(5, 5),
+    "multinomial 0": lambda d: torch.multinomial(torch.ones(4, device=d), 0),
+    "multinomial 9": lambda d: torch.multinomial(torch.ones(4, device=d), 9),
+    "Linear": lambda d: nn.Linear(-1, 2, device=d),
+    "Embedding": lambda d: nn.Embedding(-5, 2, device=d),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_TORCH)
+def test_sizes_and_numbers_that_torch_refuses_are_refused_as_there(name):
+    call = REFUSED_BY_TORCH[name]
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as eager:
+        call("cpu")
+    with pytest.raises(type(eager.value)):
+        call("xla")
+
+
+@pytest.mark.parametrize("device", ["xla:1", "xla:9", torch.device("xla", 9)])
+def test_another_index_than_that_of_the_logical_device_is_refused(device):
+    for call in (
+        lambda: torch.zeros(2, device=device),
+        lambda: torch.zeros(2).to(device),
+        lambda: torch.zeros_like(torch.zeros(2, device="xla"), device=device),
+        lambda: torch.zeros(2, device="xla").to(device),
+        lambda: nn.Linear(2, 2).to(device),
+    ):
+        with pytest.raises(spmd.errors.DeviceMismatchError, match=r"got 'xla:\d'\. Write 'xla'"):
+            call()
