@@ -1,5 +1,7 @@
 """Tests the cache of tokens: written once, whole or not at all, and read without copies."""
 
+import contextlib
+import io
 import os
 import pickle
 import shutil
@@ -65,9 +67,20 @@ def test_a_pickle_names_the_file(tmp_path: Path) -> None:
     assert pickle.loads(data).tokens(3).tolist() == list(TEXTS[3].encode())
 
 
-def test_a_bar_shows_the_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(tmp_path, progress=True, num_documents=len(TEXTS))
-    assert "tokenizing" in capsys.readouterr().err
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_shows_the_writing_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = Terminal()
+    with contextlib.redirect_stderr(terminal):
+        written(tmp_path / "terminal", progress=True, num_documents=len(TEXTS))
+    assert "tokenizing" in terminal.getvalue()
+    written(tmp_path / "file", progress=True, num_documents=len(TEXTS))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -209,6 +209,10 @@ def test_methods_that_say_when_to_communicate_change_no_value(x):
     model.set_reduce_scatter_unused_params(False)
     model.set_post_optim_event(None)
     model.reset_iter_state()
+    model.set_keep_unsharded_storage(True)
+    model.set_manual_backward_finalization(True)
+    assert model.finalize_backward() is None
+    model.finalize_backward(async_op=True).wait()
     assert model.unshard() is None and model.unshard(async_op=True).wait() is None
     model.reshard()
     with model.no_sync():

@@ -157,6 +157,7 @@ UNCHECKED = {
     "spmd_core.debugging.Change": (RESULT, "is_settling"),
     "spmd_core.debugging.Recompile": (RESULT, "seconds"),
     "spmd_core.metrics.HostFallback": (RESULT, "count"),
+    "spmd_core.metrics.Peak": (RESULT, "flops_per_s"),  # NaN in a plan
     "spmd_core.metrics.FlopCount": (RESULT, "by_compiler num_jax_calls"),
     "spmd_core.metrics.Traffic": (RESULT, "number result_bytes moved_bytes is_exact"),
     **{

@@ -124,7 +124,7 @@ def cached_tokens(
             tokenizer. Another key is another cache.
         cache_dir: the folder that holds caches; made where it is missing.
         num_documents: how many documents there are, for the progress bar.
-        progress: whether a bar on stderr shows the writing.
+        progress: whether a bar on stderr shows the writing, where that is a terminal.
 
     Raises:
         DataError: there are no documents, `encode` gives another number of lists than it got, or
@@ -208,7 +208,11 @@ def _write(
     datasets = _library()
     features = datasets.Features({_COLUMN: datasets.List(datasets.Value("int32"))})
     bar = tqdm(
-        total=num_documents, unit=" documents", desc="tokenizing", disable=not progress, leave=False
+        total=num_documents,
+        unit=" documents",
+        desc="tokenizing",
+        disable=None if progress else True,  # None: where stderr is no terminal
+        leave=False,
     )
     num_written = 0
     with bar, ArrowWriter(path=str(path), features=features) as writer:

@@ -39,7 +39,6 @@ class ModelSize:
     num_trained: int | None = None
 
 
-@checked(flops_per_s=0)
 @dataclass(frozen=True)
 class Peak:
     """Peak FLOP/s of one device, and its source: "data sheet, bf16" or "measured, ..."."""

@@ -95,6 +95,18 @@ class FsdpMethods:
     def set_post_optim_event(self, event: Any) -> None:
         """Changes nothing: a program reads the parameters that the update has written."""
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Changes nothing: a parameter has one address, gathered or not."""
+        _require_bool("set_keep_unsharded_storage", keep)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Changes nothing: a backward leaves nothing to finalize."""
+        _require_bool("set_manual_backward_finalization", enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> Handle | None:
+        """Changes nothing, as `set_manual_backward_finalization`."""
+        return Handle() if async_op else None
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Changes nothing: reductions are sums."""
 
