@@ -174,10 +174,8 @@ FAULTS = (
     Fault(
         "spmd_core/graph/storage.py",
         "a cut's result does not become the committed value",
-        "            self.committed = value\n"
-        "            self.failed = False\n"
-        "            value.owner",
-        "            self.failed = False\n            value.owner",
+        "            self.committed = value\n            self.recorder = None\n",
+        "            self.recorder = None\n",
     ),
     Fault(
         "spmd_core/graph/storage.py",
@@ -419,8 +417,8 @@ FAULTS = (
     Fault(
         "spmd_core/debugging/programs.py",
         "showing what is pending keeps the next sync() from computing it",
-        "    live = take_pending()\n    for storage in live:\n        storage.request()\n",
-        "    live = take_pending()\n",
+        "    live = pending()\n    if not live:",
+        "    live = pending()\n    for s in live:\n        s.fail()\n    if not live:",
     ),
     # ---- dispatch --------------------------------------------------------------------------------
     Fault(

@@ -127,9 +127,10 @@ def test_attention_counts_as_torchs_fused_kernels(key_heads: int, is_causal: boo
             q, k, v, is_causal=is_causal, enable_gqa=key_heads != 4
         )
 
-    forward = flop_counter.sdpa_flop_count(query, key, value)
-    grad = (*query[:-1], value[-1])
-    both = forward + flop_counter.sdpa_backward_flop_count(grad, query, key, value)
+    # With a head of keys for each of the queries', as torch 2.11's formula wants them.
+    shapes = (query, (2, 4, 24, 8), (2, 4, 24, 5))
+    forward = flop_counter.sdpa_flop_count(*shapes)
+    both = forward + flop_counter.sdpa_backward_flop_count((2, 4, 16, 5), *shapes)
     assert counted(run, "xla") == both
     with sdpa_kernel(SDPBackend.MATH):  # which computes no scores twice
         scores = 2 * 2 * 4 * 16 * 24 * 8
