@@ -20,7 +20,6 @@ from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.jax_sharding import replicated
 
 CUDA = "cuda"
-_for_cuda = functools.partialmethod(Traced.__init__, platforms=(CUDA,))
 
 
 class Target:
@@ -83,9 +82,10 @@ class Target:
             with mock.patch.object(abstract.Run, "compile_options", return_value={}):
                 yield
             return
+        for_cuda = functools.partialmethod(Traced.__init__, platforms=(CUDA,))
         with (
             mock.patch.object(devices, "platform", return_value="gpu"),
-            mock.patch.object(Traced, "__init__", _for_cuda),
+            mock.patch.object(Traced, "__init__", for_cuda),
             mock.patch.object(Program, "_compile", _place),
         ):
             yield

@@ -16,6 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", type=Path, help="the folder of programs")
+    parser.add_argument("--only", default="", help="runs whose label has this text")
+    args = parser.parse_args()
+
 import spmd_core as spmd
 from benchmarks.lowered import texts
 from spmd_core.errors import DeviceMemoryError
@@ -89,11 +95,7 @@ def lower(module: str, options: list[str], topology: str) -> None:
         spmd.plan(lambda: main(options), topology=topology, quiet_steps=1, compile_all=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("output", type=Path, help="the folder of programs")
-    parser.add_argument("--only", default="", help="runs whose label has this text")
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     with texts.recorded(args.output):
         for recipe, runs in RUNS.items():
             for run in runs:
@@ -111,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(args))

@@ -15,6 +15,7 @@ other, on what nobody reads, on the names of functions, or on the order in which
 barrier takes its operands.
 """
 
+import argparse
 import contextlib
 import gzip
 import hashlib
@@ -24,6 +25,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="the folder of one version's programs")
+    parser.add_argument("after", type=Path, help="that of the other one's")
+    args = parser.parse_args()
 
 import jax
 from jax._src.interpreters import mlir
@@ -147,9 +156,9 @@ def pytest_sessionfinish() -> None:
     _recording.close()
 
 
-def main(before: str, after: str) -> int:
+def main(before: Path, after: Path) -> int:
     """Prints which programs differ; 0 if none computes something else."""
-    old, new = (json.loads((Path(folder) / _INDEX).read_text()) for folder in (before, after))
+    old, new = (json.loads((folder / _INDEX).read_text()) for folder in (before, after))
     same, compared = 0, {}
     for label in [*old, *(label for label in new if label not in old)]:
         pairs = [*zip(old.get(label, []), new.get(label, []))]
@@ -160,7 +169,7 @@ def main(before: str, after: str) -> int:
                 same += 1
             elif pair not in compared:
                 texts = [
-                    gzip.decompress((Path(folder) / f"{name}.mlir.gz").read_bytes()).decode()
+                    gzip.decompress((folder / f"{name}.mlir.gz").read_bytes()).decode()
                     for folder, name in zip((before, after), pair)
                 ]
                 compared[pair] = graph_hash(texts[0]) == graph_hash(texts[1])
@@ -177,4 +186,4 @@ def main(before: str, after: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(args.before, args.after))
