@@ -294,7 +294,7 @@ def _refusal(found: Mapping[str, Any]) -> RefusedError:
     if kind == "mismatch":
         rule, got = found["ctx"]["rule"], found["ctx"]["got"]
         path += found["ctx"]["at"]
-    name = _cut(".".join(map(str, path)))
+    name = _cut(".".join(map(str, path))) or "''"  # JSON has a name without letters, too
     if kind == "missing":
         message = f"{name} is required; got a body without it. Add it."
         code = "missing_required_parameter"

@@ -78,6 +78,7 @@ ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 @example({"stream": "yes"}, "right")
 @example({"string": 1, "list[int]": 2, "function-before": []}, "")
 @example({"stop": [[[]]]}, "right")
+@example({"": None}, "right")
 def test_any_json_is_taken_or_refused(data: dict[str, Any], base: str) -> None:
     for kind, name in ((CompletionRequest, "prompt"), (ChatRequest, "messages")):
         given_ = {name: RIGHT[name]} | data if base else data
