@@ -178,3 +178,19 @@ def test_what_was_selected_is_what_was_there():
     mask.zero_()
     spmd.sync()
     assert rows.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_what_a_mask_leaves_out_does_not_reach_values_or_gradients():
+    """Logarithms, roots and quotients of all elements are NaN and infinite where it is False."""
+
+    def results(device):
+        x = torch.tensor([0.0, -1.0, 2.0, 3.0, torch.inf, -4.0, 5.0, torch.nan])
+        x, scale = x.to(device).requires_grad_(), torch.tensor(1.5).to(device).requires_grad_()
+        mask = (x > 0) & (x < 4.5)
+        total = (x[mask].log() * scale + x[mask].sqrt() / x[mask]).sum()
+        total.backward()
+        written = x.detach().clone()
+        written[mask] = written[mask].log()
+        return [t.detach().cpu() for t in (total, x.grad, scale.grad, written)]
+
+    torch.testing.assert_close(results("xla"), results("cpu"), equal_nan=True)
