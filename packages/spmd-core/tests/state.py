@@ -1,7 +1,7 @@
 """`reset()`: the modes, settings and queues of the process as they were when the tests began.
 
 Caches stay (compiled programs, recorded calls, interned values): they decide no result.
-ARCHITECTURE.md lists all mutable state, and `system/test_state.py` holds the list complete.
+`python scripts/mutable_state.py` lists all mutable state, with what takes it back.
 """
 
 import copy

@@ -190,6 +190,8 @@ def _number_of_programs() -> int | None:
     return int(chosen) if chosen else None
 
 
+# The user's settings.
+# Guarded by: the GIL. Cleared by: never; each test gets the defaults back.
 config = Config(
     cache_dir=_default_cache_dir(),
     strict=_switch("SPMD_STRICT"),

@@ -26,10 +26,19 @@ _KNOWN = (
     "uploaded_bytes",
     "resharded_bytes",
 )
+# Guarded by: nothing; threads that count at the same time may lose a count.
+# Cleared by: metrics.reset().
 _counters: Counter[str] = Counter()
+# By overload and line.
+# Guarded by: nothing, as above. Cleared by: metrics.reset().
 _fallbacks: Counter[tuple[str, str]] = Counter()
+# Records of the newest programs, at most `_MAX_PROGRAM_RECORDS`.
+# Guarded by: the graph lock. Cleared by: metrics.reset().
 _programs: list["ProgramRecord"] = []
 _MAX_PROGRAM_RECORDS = 512
+# Splits a thread's time into parts (`metrics.time_first_step`).
+# Guarded by: the GIL; a race may start two, of which one then counts nothing.
+# Cleared by: the end of the block.
 _clock: "Clock | None" = None
 
 

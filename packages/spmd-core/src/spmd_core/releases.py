@@ -41,6 +41,8 @@ _NO_STAND_IN = {
     "jax": "nothing: what needs it raises ImportError",
 }
 
+# Names that this torch or jax lacks.
+# Guarded by: imports. Cleared by: never.
 _absent: dict[str, str] = {}
 _T = TypeVar("_T")
 

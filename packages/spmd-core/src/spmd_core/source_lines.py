@@ -22,6 +22,7 @@ import jax
 import torch
 
 # Frames of files in these folders are not the user's.
+# Guarded by: imports. Cleared by: never.
 _LIBRARY_FOLDERS: tuple[str, ...] = ()
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(threading.__file__).parent) + os.sep
@@ -149,9 +150,12 @@ class _Stack(NamedTuple):
 
 
 # By the number of an autograd node: the thread that made it, and the origin. None if two threads
-# made nodes of the same number.
+# made nodes of the same number. At most `_MAX_FORWARD`.
+# Guarded by: `_forward_lock`. Cleared by: nobody but the tests.
 _forward: dict[int, tuple[threading.Thread, Origin] | None] = {}
 _forward_lock = threading.Lock()
+# Whether any origin was asked for.
+# Guarded by: the GIL. Cleared by: never: values with an origin may exist.
 _used = False
 
 

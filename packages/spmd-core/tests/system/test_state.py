@@ -1,8 +1,9 @@
-"""Every global that changes is listed in ARCHITECTURE.md, and `reset()` takes modes back."""
+"""Every object of a module that changes says what guards it, and `reset()` takes modes back."""
 
-import ast
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from state import reset
 
@@ -11,53 +12,42 @@ from spmd_core.dispatch.eager import is_eager_mode
 from spmd_core.program import execution
 from spmd_core.steps import closures
 
-SOURCE = Path(spmd.__file__).parent
-PAGE = Path(__file__).parents[4] / "ARCHITECTURE.md"
-# What makes an object that is changed in place.
-MAKERS = {
-    "dict",
-    "list",
-    "set",
-    "deque",
-    "OrderedDict",
-    "Counter",
-    "WeakValueDictionary",
-    "WeakKeyDictionary",
-    "RLock",
-    "Lock",
-    "ContextVar",
-    "count",
-    "local",
-}
+sys.path.append(str(Path(__file__).parents[4] / "scripts"))
+import mutable_state  # a script of the repository, outside of any package
 
 
-def changing_globals(path):
-    """A module's names that `global` rebinds, or that hold an empty container or a lock."""
-    tree = ast.parse(path.read_text())
-    rebound = {name for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-        value = getattr(node, "value", None)
-        for target in (t for t in targets if isinstance(t, ast.Name)):
-            call = value.func if isinstance(value, ast.Call) else None
-            maker = getattr(call, "attr", getattr(call, "id", None))
-            empty = isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("{}[]")
-            # A container that is filled where it is written is a table.
-            made = maker in MAKERS and not (value.args and maker in ("dict", "list", "set"))
-            if target.id in rebound or empty or made:
-                yield target.id
+@pytest.mark.parametrize("source", mutable_state.PACKAGES, ids=lambda path: path.name)
+def test_every_object_that_changes_says_what_guards_and_clears_it(source):
+    found = list(mutable_state.states(source))
+    silent = [f"{state.file}: {state.name}" for state in found if state.guard is None]
+    assert silent == [], "write above each: # Guarded by: .... Cleared by: ...."
+    for state in found:
+        lock, *_ = state.guard.split("`")[1:] or [None]
+        text = (source.parent / state.file).read_text()
+        is_lock = state.guard.startswith("`") and f"\n{lock} = threading." in text
+        assert is_lock or state.guard.startswith(mutable_state.GUARDS), state
+    num_comments = sum(path.read_text().count("# Guarded by: ") for path in source.rglob("*.py"))
+    assert num_comments == len(found), "a comment stands at no object that it could describe"
 
 
-def test_every_global_that_changes_is_listed():
-    listed = PAGE.read_text()
-    missing = [
-        f"{path.relative_to(SOURCE)}: {name}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for name in changing_globals(path)
-        if f"`{name}`" not in listed
-    ]
-    assert missing == []
+def test_objects_that_change_are_found(tmp_path):
+    (tmp_path / "module.py").write_text(
+        "import threading\n"
+        "class Named(NamedTuple):\n    pass\n"
+        "class State:\n    known: ClassVar[dict[int, int]] = {}\n"
+        "table = {1: 2}\nNAMED = Named()\n_lock = threading.Lock()\n"
+        "# The state.\n# Guarded by: `_lock`.\n# Cleared by: never, a cache.\n_state = State()\n"
+        "cache = {}\nlocal = threading.local()\n_flag = False\n"
+        "def change():\n    global _flag\n    _flag = True\n"
+    )
+    found = {state.name: state[2:] for state in mutable_state.states(tmp_path)}
+    assert found == {
+        "known": ("", None, None),
+        "_state": ("The state", "`_lock`", "never, a cache"),
+        "cache": ("", None, None),
+        "local": ("", None, None),
+        "_flag": ("", None, None),
+    }
 
 
 def test_reset_takes_back_what_a_test_set():

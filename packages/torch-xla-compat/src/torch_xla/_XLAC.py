@@ -457,6 +457,7 @@ def _get_buffer_donation(t: torch.Tensor) -> bool:
 
 
 # Whether programs take over only the buffers that `_set_buffer_donation` noted.
+# Guarded by: the GIL. Cleared by: the end of `alias_with_buffer_donor_config`.
 _donor_config = {"enabled": False}
 
 

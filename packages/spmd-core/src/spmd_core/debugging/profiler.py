@@ -18,8 +18,14 @@ from spmd_core.program import execution
 from spmd_core.runtime import buffers, devices, processes
 
 F = TypeVar("F", bound=Callable[..., Any])
+# The running profiler server.
+# Guarded by: nothing, as the main thread starts and stops it. Cleared by: stop_server().
 _server: Any = None
+# The folder of the running trace.
+# Guarded by: nothing, as the main thread starts and stops it. Cleared by: stop_trace().
 _logdir: str | None = None
+# Whether a `StepTrace` has ended the step.
+# Guarded by: nothing, as one thread ends steps. Cleared by: take_step_mark().
 _is_step_marked = False
 
 

@@ -32,6 +32,8 @@ class _Place:
     has_warned: bool = False
 
 
+# At most `_MAX_PLACES`.
+# Guarded by: the graph lock. Cleared by: clear().
 _places: OrderedDict[tuple[object, ...], _Place] = OrderedDict()
 
 

@@ -66,8 +66,11 @@ class _ThreadState(threading.local):
     inside = False
 
 
+# Whether this thread is inside of a call while a loop is watched.
+# Guarded by: thread-local storage. Cleared by: the end of each call.
 _thread = _ThreadState()
 # Whether the user knows.
+# Guarded by: the GIL; a race warns twice. Cleared by: reset().
 _has_warned = False
 
 

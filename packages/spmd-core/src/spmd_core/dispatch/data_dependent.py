@@ -26,6 +26,8 @@ from spmd_core.tensor.selected_tensor import Count
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
 aten = torch.ops.aten
+# Operations that have warned of a read on the host.
+# Guarded by: the GIL; a race warns twice. Cleared by: nobody but the tests.
 _warned: set[str] = set()
 _MASKS = (torch.bool, torch.uint8)
 

@@ -23,8 +23,11 @@ class _ThreadState(threading.local):
     inside = False
 
 
+# Whether this thread is inside of a call in eager mode.
+# Guarded by: thread-local storage. Cleared by: the end of each call.
 _thread = _ThreadState()
 # The `__torch_dispatch__` that the mode replaced; None while the mode is off.
+# Guarded by: the GIL; one mode for all threads. Cleared by: eager_mode(False).
 _replaced_dispatch: Any = None
 
 

@@ -49,8 +49,10 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, replace_handle, sp
 aten = torch.ops.aten
 # By identity: an overload is one object, and torch hashes it in Python, which costs as much as the
 # whole lookup.
+# Guarded by: the GIL; a race makes a handler twice. Cleared by: router.forget().
 _handlers: dict[int, Handler] = {}
 # What packages on top of this one put around a handler.
+# Guarded by: imports. Cleared by: never.
 _wrappers: dict[torch._ops.OpOverload, Callable[[Handler], Handler]] = {}
 
 

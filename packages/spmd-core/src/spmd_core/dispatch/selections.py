@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _PRESERVED = (None, torch.contiguous_format, torch.preserve_format)
 # Called once, when the first tensor without a known size is made: from then on autograd gives
 # SymInts to operations. Set by `dispatch.router`.
+# Guarded by: imports.
+# Cleared by: its call; not needed: a handler that takes no SymInt takes numbers, too.
 on_first: Callable[[], None] | None = None
 
 

@@ -22,6 +22,8 @@ class Placement:
     """
 
     __slots__ = ("jax_sharding", "manual", "room", "sharding")
+    # Interned placements.
+    # Guarded by: the GIL (`setdefault`). Cleared by: never, a cache.
     _known: ClassVar[dict[tuple[Any, ...], "Placement"]] = {}
 
     def __init__(

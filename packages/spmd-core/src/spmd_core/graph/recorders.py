@@ -54,11 +54,19 @@ class _UntilEnd:
         self.recorder.has_ended = True
 
 
+# The recorder of this thread, and what notices that the thread has ended.
+# Guarded by: thread-local storage. Cleared by: the end of the thread.
 this_thread = threading.local()
 # Of autograd's own threads, of which torch does not tell whose backward they run.
+# Guarded by: the graph lock. Cleared by: each cut.
 _unowned = Recorder()
 _unowned.has_ended = True
+# Those of all threads.
+# Guarded by: the graph lock.
+# Cleared by: each cut: a thread that has ended, and has nothing pending, goes.
 _recorders = [_unowned]
+# How many recorders were made.
+# Guarded by: the graph lock. Cleared by: never: only the number counts.
 _num_made = 0
 
 

@@ -28,11 +28,14 @@ from spmd_core.sharding.sharding import Sharding
 _weak = weakref.ref
 _this_thread = recorders.this_thread
 _is_inference_mode = torch.is_inference_mode_enabled
+# The next number for `data_ptr()`.
+# Guarded by: the graph lock. Cleared by: never: addresses stay distinct.
 _next_address = 1 << 40
 # How many new pending storages of a thread are looked through at a time.
 PENDING_BLOCK = 1024
 # Called by the thread after so many: a loop that never cuts is noticed. Set by
 # `dispatch.automatic_cut`.
+# Guarded by: imports. Cleared by: never.
 on_pending_block: Callable[[Recorder], None] | None = None
 
 

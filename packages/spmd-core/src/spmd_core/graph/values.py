@@ -21,11 +21,18 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import Recorder
 from spmd_core.sharding.sharding import Border, Sharding
 
+# Interned specs.
+# Guarded by: the graph lock while recording; elsewhere a race makes a second object, which costs an
+# entry and a compile.
+# Cleared by: never, a cache.
 _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValueDictionary()
+# The next position in the order of recording.
+# Guarded by: the GIL. Cleared by: never: only the order counts.
 _serial = itertools.count()
 
 # While a forward runs again in a backward of any thread: (node, operands) -> the operands that the
 # node gets, the same object for a node of another thread. Set by `recording.second_runs`.
+# Guarded by: the graph lock. Cleared by: the end of the last such forward.
 second_run: "Callable[[Value, Sequence[Value]], Sequence[Value]] | None" = None
 
 

@@ -16,6 +16,7 @@ Axes: TypeAlias = Axis | Iterable[Axis]
 """A mesh axis, by number or name, or several, major first."""
 
 # The region whose code is running; None outside of any.
+# Guarded by: the context. Cleared by: the end of the region.
 current_region: ContextVar[Manual | None] = ContextVar("region", default=None)
 
 

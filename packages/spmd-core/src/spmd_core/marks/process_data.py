@@ -89,7 +89,11 @@ class Stream:
             self.compare([_END], group)
 
 
+# How many loops over loaders have begun.
+# Guarded by: nothing, as one thread begins loops. Cleared by: never: all processes count alike.
 _loops = itertools.count(1)
+# What the processes have compared of the data of calls.
+# Guarded by: its own lock. Cleared by: never, a cache.
 CALLS = Stream("data")
 """What the program gives by calls, in its own order."""
 

@@ -212,9 +212,11 @@ class Lowering:
     indices: IndexRules | None = None
 
 
+# Guarded by: imports. Cleared by: never.
 _LOWERINGS: dict[torch._ops.OpOverload, Lowering] = {}
 # For a view overload: (old value of the base, new value of the view, the view's static arguments)
 # -> new value of the base.
+# Guarded by: imports. Cleared by: never.
 _VIEW_WRITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 

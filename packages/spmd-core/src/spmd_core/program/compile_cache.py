@@ -62,15 +62,21 @@ class Compiled:
 
 
 # The most recent compilations, newest last.
+# Guarded by: the graph lock. Cleared by: compile_cache.clear().
 history: deque[Compiled] = deque(maxlen=64)
 # Called after each compilation.
+# Guarded by: imports. Cleared by: never.
 observers: list[Callable[[Compiled], None]] = []
+# At most `config.max_programs`.
+# Guarded by: the graph lock. Cleared by: compile_cache.clear().
 _programs: OrderedDict[Key, Program] = OrderedDict()
 # Below this number of free memory maps, programs are dropped before the next one is compiled. It is
 # more than any program seen so far needs, and leaves room for what else the process maps.
 _MIN_FREE_MAPS = 20_000
 # Programs dropped since jax's caches were cleared, and the number at which they are, where jax
 # would keep the programs.
+# Guarded by: the graph lock.
+# Cleared by: never: only the next clearing of jax's caches depends on it.
 _num_dropped = 0
 _MAX_DROPPED = 64
 

@@ -43,6 +43,7 @@ from spmd_core.runtime.abstract import AbstractArray
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
 # that this one must not import registers here to take part in every step.
+# Guarded by: imports. Cleared by: never.
 around_step: list[Callable[[], AbstractContextManager[None]]] = []
 
 
@@ -75,6 +76,8 @@ class _ThreadState(threading.local):
     cut_guard: CutGuard | None = None
 
 
+# What a region of `compile` requires of the cuts of its thread.
+# Guarded by: thread-local storage. Cleared by: the end of the region.
 this_thread = _ThreadState()
 
 

@@ -51,8 +51,11 @@ class Family:
     refusals: list[str] = field(default_factory=list)
 
 
+# At most `_MAX_FAMILIES`.
+# Guarded by: the graph lock. Cleared by: growing_sizes.clear().
 _families: OrderedDict[Any, Family] = OrderedDict()
 # The number of each form of an entry's key. Entries keep these numbers, so none is given twice.
+# Guarded by: the graph lock. Cleared by: never: entries keep the numbers.
 _form_numbers: dict[Any, int] = {}
 
 

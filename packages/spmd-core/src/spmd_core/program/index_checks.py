@@ -50,7 +50,9 @@ class _Started:
 
 
 # The programs whose tokens no read has checked yet, and the number of all with checks.
+# Guarded by: `_lock`. Cleared by: forget().
 _unread: deque[_Started] = deque()
+# Guarded by: `_lock`. Cleared by: never: only the order counts.
 _num_started = 0
 _lock = threading.Lock()
 # Beyond this number of programs without a read, the oldest is checked and dropped.

@@ -25,6 +25,7 @@ from spmd_core.sharding.sharding import Sharding
 
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, Spec)
 # For each program, the hash of its key and the processes that run it.
+# Guarded by: the graph lock. Cleared by: never, a cache.
 _known: "weakref.WeakKeyDictionary[Any, tuple[bytes, tuple[int, ...]]]" = (
     weakref.WeakKeyDictionary()
 )

@@ -28,9 +28,14 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 Handler = Callable[[Sequence[Any], dict[str, Any]], Any]
 Made = TypeVar("Made")
 
-# Entries by key; for views, their links and the positions that `recording.views` met (`_moves`).
+# Entries by key; for views, their links and the positions that `recording.views` met (`_moves`). At
+# most `config.max_op_entries`.
+# Guarded by: the graph lock; the GIL for views and factories, where a race makes an entry twice.
+# Cleared by: calls.forget().
 entries: dict[Any, Any] = {}
 NUMBERS = frozenset({float, int, bool, complex})
+# Recognised by identity.
+# Guarded by: nothing, as it never changes. Cleared by: never.
 NO_KWARGS: dict[str, Any] = {}
 _default_dtype = torch.get_default_dtype
 _TENSOR, _NUMBER = object(), object()

@@ -16,6 +16,9 @@ import torch
 
 from spmd_core.graph.recorders import lock
 
+# Into this, seeds are drawn. Threads share torch's generator, so their order decides which seed
+# each gets.
+# Guarded by: the graph lock. Cleared by: never: holds nothing between draws.
 _cell = torch.empty((), dtype=torch.int64)
 _MAX = 2**63 - 1
 
@@ -37,6 +40,8 @@ class _Position(threading.local):
     tensor: torch.Tensor | None = None
 
 
+# What random operations mix into their keys.
+# Guarded by: thread-local storage. Cleared by: the end of `mixing`.
 position = _Position()
 
 

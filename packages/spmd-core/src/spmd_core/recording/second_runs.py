@@ -73,6 +73,7 @@ def _barrier(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
 
 
 # The innermost run of each thread.
+# Guarded by: the graph lock. Cleared by: the end of the run.
 _runs: dict[int, _SecondRun] = {}
 
 

@@ -13,4 +13,6 @@ SplitSequences: TypeAlias = Callable[
     tuple[torch.Tensor, ...],
 ]
 
+# What marks the sequences of attention.
+# Guarded by: the context. Cleared by: the end of the context.
 current: ContextVar[SplitSequences | None] = ContextVar("split_sequences", default=None)

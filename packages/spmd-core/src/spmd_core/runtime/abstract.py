@@ -98,6 +98,8 @@ class Run:
         return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
+# The plan that is being made.
+# Guarded by: the GIL. Cleared by: the end of `planning`.
 _run: Run | None = None
 
 

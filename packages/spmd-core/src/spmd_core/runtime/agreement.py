@@ -20,10 +20,13 @@ from spmd_core.runtime import devices, interrupts, presence
 
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 # How often process 0 has decided on each topic.
+# Guarded by: `_lock`. Cleared by: never: all processes count alike.
 _count: dict[str, int] = {}
 # The series of this process, by name: those in use, and the newest, of which some may have ended
 # here and not elsewhere.
+# Guarded by: `_lock`. Cleared by: the end of the loop over the data.
 _series: "weakref.WeakValueDictionary[str, Series]" = weakref.WeakValueDictionary()
+# Guarded by: `_lock`. Cleared by: never: the newest stay.
 _newest_series: "deque[Series]" = deque(maxlen=64)
 _lock = threading.Lock()
 # How often a process that waits for another's word asks whether it is still wanted, or looks for

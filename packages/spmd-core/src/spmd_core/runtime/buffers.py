@@ -499,4 +499,6 @@ class InFlight:
         return explain(error)
 
 
+# Guarded by: the graph lock to add; a wait takes tokens without a lock.
+# Cleared by: in_flight.wait_all().
 in_flight = InFlight()

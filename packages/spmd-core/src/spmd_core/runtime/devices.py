@@ -41,9 +41,13 @@ class _State:
     abstract: bool = False
 
 
+# The started devices, and whether SPMD mode is on.
+# Guarded by: `_lock`; the mode is one assignment.
+# Cleared by: never: a process starts its devices once.
 _state = _State()
 _lock = threading.Lock()
 # Each forgets what a module keeps of the devices; called when they are exchanged.
+# Guarded by: imports. Cleared by: never.
 on_exchange: list[Callable[[], None]] = []
 
 

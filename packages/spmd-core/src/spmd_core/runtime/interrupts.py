@@ -46,6 +46,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # What these change must be whole. They call no user's code that does not end the walk, and wait for
 # nothing but where a function is marked with `waits`.
+# Guarded by: imports. Cleared by: never.
 _whole_files: tuple[str, ...] = (
     *(
         _PACKAGE + name + os.sep
@@ -78,6 +79,8 @@ _WHOLE_INSIDE = tuple(_STANDARD + n for n in ("contextlib.py", "weakref.py", "_w
 _BELOW = tuple(
     str(Path(module.__file__).parent) + os.sep for module in (numpy, jaxlib) if module.__file__
 )
+# Functions in these files that wait.
+# Guarded by: imports. Cleared by: never.
 _waiting_code: set[CodeType] = set()
 
 
@@ -200,6 +203,8 @@ class _Deferred:
         _run_all(signals, frame)
 
 
+# Guarded by: nothing, as only the main thread handles signals.
+# Cleared by: the run of their handlers.
 _deferred = _Deferred()
 
 

@@ -78,6 +78,8 @@ _LAUNCHERS = (
 )
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
 _DEFAULT_PORT = 12355
+# The address that `initialize` was given.
+# Guarded by: the GIL. Cleared by: never: a process joins once.
 _coordinator: str | None = None
 
 

@@ -85,6 +85,8 @@ def _chosen(client: Any, folder: str, num_processes: int) -> str:
     return "0"
 
 
+# Guarded by: its own lock; the GIL for the request, which signal handlers make.
+# Cleared by: each stop.
 _stop = _Stop()
 
 

@@ -505,6 +505,8 @@ def _difference(
     )
 
 
+# What watches the other processes; set by `initialize`.
+# Guarded by: the GIL; inside, its own lock. Cleared by: never: a process joins once.
 watch: Watch | None = None
 
 

@@ -215,6 +215,8 @@ class Mesh:
         )
 
 
+# The mesh for calls that name none.
+# Guarded by: the GIL. Cleared by: set_global_mesh(None).
 _global_mesh: Mesh | None = None
 
 

@@ -317,6 +317,7 @@ class Border:
 
 # Weak: a sharding lives as long as some tensor or program refers to it, so a process that builds
 # many meshes does not keep them all.
+# Guarded by: `_interned_lock`. Cleared by: never, a cache.
 _interned: "weakref.WeakValueDictionary[tuple[Mesh, tuple[tuple[int, ...], ...]], Sharding]" = (
     weakref.WeakValueDictionary()
 )

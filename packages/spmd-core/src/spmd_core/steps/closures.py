@@ -33,6 +33,8 @@ class _StepClosure:
     thread: threading.Thread = field(default_factory=threading.current_thread)
 
 
+# Those of the current step of each thread.
+# Guarded by: the GIL to add, the graph lock to take. Cleared by: the end of the thread's step.
 _waiting: deque[_StepClosure] = deque()
 
 
@@ -221,6 +223,8 @@ class _Background:
             sys.excepthook(type(error), error, error.__traceback__)
 
 
+# The thread of asynchronous closures, with its queue and first error.
+# Guarded by: its own lock. Cleared by: wait_for_closures().
 _background = _Background()
 atexit.register(_background.print_error)
 execution.around_step.append(_closures_of_step)

@@ -17,6 +17,7 @@ from spmd_core.source_lines import user_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 # By region name, for regions with `max_different_graphs`: the keys of the programs that ran.
+# Guarded by: the graph lock. Cleared by: nobody but the tests.
 _keys_of_name: dict[str, list[Key]] = {}
 
 

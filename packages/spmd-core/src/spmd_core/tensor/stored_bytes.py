@@ -35,6 +35,7 @@ class HostBytes(torch.UntypedStorage):
 
 # The bytes that are being written, so that tensors of one storage share them, by storage: its
 # version at the time, and the bytes.
+# Guarded by: the GIL. Cleared by: never: freed with the pickle.
 _written: "weakref.WeakKeyDictionary[Storage, tuple[int, weakref.ref[HostBytes]]]" = (
     weakref.WeakKeyDictionary()
 )

@@ -13,6 +13,7 @@ from typing import Any
 Change = Callable[[ModuleType], None]
 
 # What waits for modules that are not imported yet, by their names.
+# Guarded by: the GIL, and Python's lock of the import. Cleared by: the import of the module.
 _waiting: dict[str, list[Change]] = {}
 
 

@@ -36,6 +36,7 @@ class _Mark(NamedTuple):
 
 
 # The marks of parameters that left the device, by weak reference.
+# Guarded by: the GIL. Cleared by: never: freed with the parameter.
 _marks = WeakIdKeyDictionary()
 
 
