@@ -20,7 +20,7 @@ class Fault:
     new: str
 
 
-# By room, from the ground up; the rooms of one floor in the order of their names.
+# By folder, from the lowest layer up; the folders of one layer in the order of their names.
 FAULTS = (
     # ---- config, counters, dtypes, source_lines --------------------------------------------------
     Fault(

@@ -1,9 +1,8 @@
-"""Prints a package's import graph: rooms, their floors, and the arrows and circles between them.
+"""Prints a package's import graph: its folders by layers, the imports between them, and cycles.
 
-A room is a folder of the package, or a file directly in the package's folder. An arrow is an
-import. A room is one floor above the highest room that it imports; a room on floor 1 imports none.
-A circle is a set of rooms or files that import each other. `tests/system/test_rooms.py` checks the
-result.
+A file directly in the package's folder counts as a folder of its own. A folder is one layer above
+the highest folder that it imports; a folder on layer 1 imports none. A cycle is a set of folders or
+files that import each other. `tests/system/test_layers.py` checks the result.
 """
 
 import argparse
@@ -12,10 +11,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "packages" / "spmd-core" / "src" / "spmd_core"
-Arrows = dict[str, set[str]]
+Imports = dict[str, set[str]]
 
 
-def file_arrows(source: Path) -> Arrows:
+def file_imports(source: Path) -> Imports:
     """The imports inside a package: for each file, such as `ops/norm.py`, the imported files."""
     return {
         path.relative_to(source).as_posix(): {
@@ -51,54 +50,58 @@ def _file_of(name: str, source: Path) -> str | None:
     return None
 
 
-def room_of(file: str) -> str:
+def folder_of(file: str) -> str:
     """`ops` for `ops/norm.py`; `errors` for `errors.py`."""
     return file.split("/")[0].removesuffix(".py")
 
 
-def room_arrows(files: Arrows) -> Arrows:
-    """The imports between rooms: for each room, the rooms that its files import."""
-    rooms: Arrows = defaultdict(set)
+def folder_imports(files: Imports) -> Imports:
+    """The imports between folders: for each folder, the folders that its files import."""
+    folders: Imports = defaultdict(set)
     for file, targets in files.items():
-        rooms[room_of(file)] |= {room_of(target) for target in targets} - {room_of(file)}
-    return dict(rooms)
+        folders[folder_of(file)] |= {folder_of(target) for target in targets} - {folder_of(file)}
+    return dict(folders)
 
 
-def circles(arrows: Arrows) -> list[list[str]]:
+def cycles(imports: Imports) -> list[list[str]]:
     """Strongly connected components of at least two nodes: the import cycles."""
-    reach: Arrows = {}
-    for start in arrows:
-        seen, stack = set(), list(arrows[start])
+    reach: Imports = {}
+    for start in imports:
+        seen, stack = set(), list(imports[start])
         while stack:
             here = stack.pop()
             if here not in seen:
                 seen.add(here)
-                stack.extend(arrows.get(here, ()))
+                stack.extend(imports.get(here, ()))
         reach[start] = seen
-    found = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in arrows}
-    return [list(circle) for circle in sorted(found) if len(circle) > 1]
+    found = {tuple(sorted(b for b in reach[a] if a in reach.get(b, ()))) for a in imports}
+    return [list(cycle) for cycle in sorted(found) if len(cycle) > 1]
 
 
-def floors(arrows: Arrows) -> dict[str, int]:
-    """The floor of each room. Raises ValueError if rooms import each other."""
-    found = circles(arrows)
+def layers(imports: Imports) -> dict[str, int]:
+    """The layer of each folder. Raises ValueError if folders import each other."""
+    found = cycles(imports)
     if found:
-        raise ValueError(f"rooms that import each other have no floor; got {found}. Open them.")
-    floor: dict[str, int] = {}
+        raise ValueError(
+            f"folders that import each other have no layer; got {found}. Break the cycle."
+        )
+    layer: dict[str, int] = {}
 
-    def of(room: str) -> int:
-        if room not in floor:
-            floor[room] = 1 + max((of(other) for other in arrows[room]), default=0)
-        return floor[room]
+    def of(folder: str) -> int:
+        if folder not in layer:
+            layer[folder] = 1 + max((of(other) for other in imports[folder]), default=0)
+        return layer[folder]
 
-    for room in arrows:
-        of(room)
-    return floor
+    for folder in imports:
+        of(folder)
+    return layer
 
 
-def purpose(source: Path, room: str) -> str:
-    """The purpose of a room: the first line of its docstring."""
-    path = source / room / "__init__.py" if (source / room).is_dir() else source / f"{room}.py"
+def purpose(source: Path, folder: str) -> str:
+    """The purpose of a folder: the first line of its docstring."""
+    path = (
+        source / folder / "__init__.py" if (source / folder).is_dir() else source / f"{folder}.py"
+    )
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
 
 
@@ -106,44 +109,50 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="a package's folder")
-    parser.add_argument("--arrows", action="store_true", help="also list each room's arrows")
+    parser.add_argument("--imports", action="store_true", help="also list what each folder imports")
     options = parser.parse_args()
-    files = file_arrows(options.source)
-    rooms = room_arrows(files)
+    files = file_imports(options.source)
+    folders = folder_imports(files)
     inside = {
-        room: {
-            f: {t for t in targets if room_of(t) == room}
+        folder: {
+            f: {t for t in targets if folder_of(t) == folder}
             for f, targets in files.items()
-            if room_of(f) == room
+            if folder_of(f) == folder
         }
-        for room in rooms
+        for folder in folders
     }
-    num_files = Counter(map(room_of, files))
+    num_files = Counter(map(folder_of, files))
     lines = {
-        room: sum(
-            len((options.source / f).read_text().splitlines()) for f in files if room_of(f) == room
+        folder: sum(
+            len((options.source / f).read_text().splitlines())
+            for f in files
+            if folder_of(f) == folder
         )
-        for room in rooms
+        for folder in folders
     }
-    floor = floors(rooms) if not circles(rooms) else dict.fromkeys(rooms, 0)
-    print("| floor | room | files | lines | imports rooms | purpose |\n|---|---|---|---|---|---|")
-    for room in sorted(rooms, key=lambda name: (-floor[name], name)):
-        sentence = purpose(options.source, room)
-        print(
-            f"| {floor[room]} | {room} | {num_files[room]} | {lines[room]} "
-            f"| {len(rooms[room])} | {sentence} |"
-        )
-    num_arrows = sum(map(len, files.values()))
+    layer = layers(folders) if not cycles(folders) else dict.fromkeys(folders, 0)
     print(
-        f"\n{len(rooms)} rooms on {max(floor.values())} floors, "
-        f"{sum(map(len, rooms.values()))} arrows "
-        f"between rooms; {len(files)} files, {num_arrows} arrows between files."
+        "| layer | folder | files | lines | imports folders | purpose |\n|---|---|---|---|---|---|"
     )
-    between, within = circles(rooms), [c for arrows in inside.values() for c in circles(arrows)]
-    print(f"Circles of rooms: {between or 'none'}. Circles of files in a room: {within or 'none'}.")
-    if options.arrows:
-        for room in sorted(rooms, key=lambda name: -floor[name]):
-            print(f"{room} -> {', '.join(sorted(rooms[room])) or 'nothing'}")
+    for folder in sorted(folders, key=lambda name: (-layer[name], name)):
+        sentence = purpose(options.source, folder)
+        print(
+            f"| {layer[folder]} | {folder} | {num_files[folder]} | {lines[folder]} "
+            f"| {len(folders[folder])} | {sentence} |"
+        )
+    num_imports = sum(map(len, files.values()))
+    print(
+        f"\n{len(folders)} folders on {max(layer.values())} layers, "
+        f"{sum(map(len, folders.values()))} imports "
+        f"between folders; {len(files)} files, {num_imports} imports between files."
+    )
+    between, within = cycles(folders), [c for imports in inside.values() for c in cycles(imports)]
+    print(
+        f"Cycles of folders: {between or 'none'}. Cycles of files in a folder: {within or 'none'}."
+    )
+    if options.imports:
+        for folder in sorted(folders, key=lambda name: -layer[name]):
+            print(f"{folder} -> {', '.join(sorted(folders[folder])) or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache
-from spmd_core.program.ir import Graph
 
 ROOT = Path(__file__).parents[4]
+PAGE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
 def samples():
@@ -70,33 +70,41 @@ def test_the_first_sample_runs_as_a_program():
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_the_architecture_page_tells_the_truth():
-    if spmd.global_runtime_device_count() != 8:
-        pytest.skip("the page's program has eight devices")
-    page = (ROOT / "ARCHITECTURE.md").read_text()
-    code = re.search(r"```python\n(.*?)```", page, re.S).group(1)
+def test_the_architecture_page_tells_the_truth(num_devices):
+    """It follows the README's first sample."""
+    if num_devices != 8:
+        pytest.skip("the sample has eight devices")
     scope = {}
-    exec(code, scope)
-    w, y = scope["w"], scope["y"]
-    assert w.sharding_spec == "{devices=[4,2]0,1,2,3,4,5,6,7}"
-    key = compile_cache.keys()[-1]
+    exec(next(samples()).values[0], scope)
+    program, key = compile_cache.newest(), compile_cache.keys()[-1]
     names = [part.name if hasattr(part, "name") else part for part in key.structure]
-    assert names == ["aten::mm", -1, -2, "aten::relu", 0, "aten::mul.Tensor", -2]
-    assert key.donated == (1,) and key.device_ids == tuple(range(8)) and len(key.outputs) == 2
-    program = compile_cache.newest()
-    assert f"```\n{Graph.of(program.graph).text()}```" in page
-    passes = spmd.debugging.passes(program=program)
-    assert passes == f"recorded:\n{Graph.of(program.graph).text()}"  # none changes it
-    text = program.lowered_text()
-    for fragment in (
-        'sdy.mesh @mesh = <["fsdp"=4, "tensor"=2]>',
-        "tensor<1xf64>",
-        "aliasing_output = 0",
-        "precision = [HIGHEST, HIGHEST]",
-    ):
-        assert fragment in text
-    assert (program.record.argument_bytes, program.record.alias_bytes) == (3080, 1024)
-    assert "all-reduce" in program.compiled.as_text() and "f32[8,32]" in program.compiled.as_text()
-    torch.testing.assert_close(
-        y.cpu(), torch.relu(scope["x"].cpu() @ (w.cpu() * 2)), rtol=1e-4, atol=1e-4
-    )
+    assert names[:10] == ["aten::linear", -1, -2, -3, "aten::gelu", 0, "aten::linear", 1, -4, -5]
+    assert key.donated == tuple(range(1, 13)) and key.device_ids == tuple(range(8))
+    assert (program.record.argument_bytes, program.record.alias_bytes) == (53744, 51456)
+    assert "f32[128,16]" in program.compiled.as_text()
+    for text in (spmd.debugging.passes(program=program), program.lowered_text()):
+        _check_shown(text)
+    model, x = scope["model"], torch.ones(32, 64, device="xla")
+    loss = (model(x) - x).square().mean()
+    loss.backward()
+    assert f"loss                   {loss._handle.value}\n" in PAGE
+    weight = model[0].weight
+    assert f"model[0].weight.grad   {weight.grad._handle.value}\n" in PAGE
+    assert f"model[0].weight.sharding_spec    {weight.sharding_spec}\n" in PAGE
+
+
+def _check_shown(text):
+    """Compares the blocks of the page that are from a text, in which `...` stands for the rest."""
+    lines = text.splitlines()
+    found = 0
+    for block in re.findall(r"```\n(.*?)```", PAGE, re.S):
+        shown = block.splitlines()
+        if shown[0] not in {line.strip().partition(" {")[0] for line in lines}:
+            continue
+        found += 1
+        position = 0
+        for part in (line.partition("...")[0].strip() for line in shown):
+            at = next((i for i in range(position, len(lines)) if part in lines[i]), None)
+            assert at is not None, f"{part!r} is not in\n{text}"
+            position = at
+    assert found, text

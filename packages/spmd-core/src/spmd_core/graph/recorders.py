@@ -4,6 +4,13 @@ What a thread records is computed by its own cuts, so that the step of one threa
 of another one. What a thread that has ended left pending is computed by the next cut of any thread.
 So is what autograd's own threads record; but a thread that records has autograd run its backward
 passes in itself.
+
+A cut computes what its thread recorded, what threads that have ended left, and what these values
+need of others, whose storages it computes, too. A buffer that another thread's pending graph reads
+is not donated (`program.planning`). Errors of programs and of indices are raised in the thread that
+started the program, and in those that read its results. The lock is held while an operation is
+recorded, and from the plan of a cut to the start of its program, with its compilation: threads
+share compiled programs, and wait for each other's compilations.
 """
 
 import threading

@@ -1,4 +1,9 @@
-"""Overlap and density of a strided tensor, from its shape and strides."""
+"""Overlap and density of a strided tensor, from its shape and strides.
+
+Results have the strides that torch's CPU kernels give (`recording.cpu_kernels`), so `.view` of a
+transposed tensor fails as in eager mode, and `as_strided` means the same elements. They are
+metadata: the data itself is always stored in logical order.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -3,6 +3,9 @@
 `torch.utils.checkpoint` runs a function again in backward. Where the function's tensors are on the
 device, the second run waits for the gradient of the first one's result, and shares nothing with the
 first (`recording.second_runs`).
+
+Policies of selective checkpointing work as they are, as the values that they keep come from the
+first run.
 """
 
 import functools

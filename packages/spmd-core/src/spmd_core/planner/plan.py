@@ -1,4 +1,10 @@
-"""Plans a function: records it, compiles its programs for a topology, and runs none of them."""
+"""Plans a function: records it, compiles its programs for a topology, and runs none of them.
+
+The process's devices are exchanged for those of the topology (`runtime.devices.exchanged`), for
+which libtpu compiles without a TPU. Arrays then have no elements (`runtime.abstract`), and whatever
+reads one is refused; nothing else knows of plans. XLA writes the buffers of each program to a
+folder (`planner.buffer_text`), and the graph says what they are for (`planner.parts`).
+"""
 
 import gc
 import shutil

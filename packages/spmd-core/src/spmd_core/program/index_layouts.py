@@ -2,6 +2,9 @@
 
 Each device then checks those that it has. As for images, a layout that was guessed wrong costs that
 these are moved, and no value.
+
+Indices whose layout is not known, such as a slice of a split dim, cost one more reduction of a
+number.
 """
 
 import math

@@ -4,6 +4,8 @@ The partitioner errs on some primitives, such as a scatter of one index. A rule 
 such an equation of a kernel's jaxpr in another form; all other equations stay as they are. So
 lowerings, jax's own library and a user's jax functions are written without a thought of it.
 `docs/xla_errors.md` has each error, the jaxlib versions that have it, and what ends the rule.
+
+`benchmarks/partitioner` looks for more errors, by random programs.
 """
 
 import math

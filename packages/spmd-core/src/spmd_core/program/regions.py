@@ -4,6 +4,9 @@ A local value is one array with an additional first dim for the positions along 
 split over these axes, so that it can pass from one operation to the next, and from one program to
 the next. Each operation on local values is a `jax.shard_map` of its kernel over the manual axes:
 every device runs it by itself. The other axes of the mesh are left to the partitioner.
+
+Autograd sees ordinary operations, so the values that backward needs are kept as any others. The
+transpose of a collective is another collective (`manual.collectives`).
 """
 
 from collections.abc import Callable, Sequence

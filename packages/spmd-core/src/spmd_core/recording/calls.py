@@ -3,6 +3,10 @@
 What is inferred of a call is kept as an `Entry`, memoised on the overload, the inputs' specs and
 the static arguments. This is the hot path of the system: `benchmarks/op_overhead.py` measures its
 cost per operation.
+
+An error in the shapes of a call is raised here, at the user's line: `recording.inference` asks
+torch's meta kernel for shapes and dtypes, and `recording.cpu_kernels` the CPU's kernel for errors
+and strides.
 """
 
 from collections.abc import Callable, Sequence

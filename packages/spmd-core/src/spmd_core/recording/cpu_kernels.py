@@ -6,6 +6,9 @@ stand-ins: tensors of the same dtypes, in the same layouts, that share memory wh
 tensors do, with values that suit nearly every operation. Large tensors get smaller stand-ins.
 
 The answers are kept: a call of the same kind asks nothing again.
+
+`benchmarks/refusals.py` compares what every operation refuses with eager torch, and
+`benchmarks/strides.py` the strides.
 """
 
 import math

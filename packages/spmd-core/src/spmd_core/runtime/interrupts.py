@@ -9,6 +9,10 @@ these frames has returned: the frame that called it gets a trace function, which
 next bytecode. Recording does nothing for this.
 
 What calls the user's code (a closure, a hook, a loader) need not be whole: the walk ends there.
+
+A compilation looks for a signal between its parts, and a wait is interrupted at once. So is
+everything by a signal that comes a second after one that still waits. `benchmarks/interruptions.py`
+interrupts programs at random.
 """
 
 import _signal  # type: ignore[import-not-found]  # of which `signal` is a slow wrapper

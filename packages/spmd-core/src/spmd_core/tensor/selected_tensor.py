@@ -4,6 +4,9 @@ How many elements a mask selects is known to the data alone. Until the number is
 selected elements stand where they stood: in a tensor with all elements, of which those at True
 count. torch's C++ has the number as a `SymInt`, which is read from the device when C++ compares it
 with another one, or needs its value.
+
+A class of its own has its own `__torch_dispatch__`, so other tensors pay nothing for it. Autograd
+works on it as it is.
 """
 
 import operator

@@ -1,4 +1,7 @@
-"""`XLAShard`: one device's part of a tensor, in host memory; reads and writes the local shards."""
+"""`XLAShard`: one device's part of a tensor, in host memory; reads and writes the local shards.
+
+`fill` takes blocks one by one, so that weights are loaded shard by shard.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -88,7 +88,8 @@ class Documents(NamedTuple):
     """A mask of two short arrays: a query attends to the keys of its own document.
 
     Each block of the mask is made from them where it is needed, so no array of size (queries, keys)
-    exists. Together with a causal mask if the plan has one.
+    exists. Together with a causal mask if the plan has one. Blocks of rows and columns without a
+    common document are computed, and hidden.
 
     Attributes:
         rows: the document of each query, integers, as a mask with one key.

@@ -13,7 +13,7 @@ sys.path.append(str(SOURCE.parents[3] / "scripts"))
 import import_graph  # noqa: E402 - a script of the repository, outside of any package
 
 # From top to bottom. Folders on one line do not import each other.
-FLOORS = [
+LAYERS = [
     ("plan", "distributed", "dtensor", "former_names"),
     ("planner",),
     ("metrics", "modules", "steps"),
@@ -35,37 +35,37 @@ FLOORS = [
         "source_lines",
     ),
 ]
-FILES = import_graph.file_arrows(SOURCE)
-ROOMS = import_graph.room_arrows(FILES)
+FILES = import_graph.file_imports(SOURCE)
+FOLDERS = import_graph.folder_imports(FILES)
 
 
-def test_every_room_has_its_place():
-    assert {room for floor in FLOORS for room in floor} | {"__init__"} == set(ROOMS)
+def test_every_folder_has_its_layer():
+    assert {folder for layer in LAYERS for folder in layer} | {"__init__"} == set(FOLDERS)
 
 
-def test_a_room_imports_only_from_rooms_below():
-    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-    for room, targets in ROOMS.items():
-        if room != "__init__":
-            assert {t for t in targets if floor_of[t] <= floor_of[room]} == set(), room
+def test_a_folder_imports_only_from_lower_layers():
+    layer_of = {folder: number for number, layer in enumerate(LAYERS) for folder in layer}
+    for folder, targets in FOLDERS.items():
+        if folder != "__init__":
+            assert {t for t in targets if layer_of[t] <= layer_of[folder]} == set(), folder
 
 
-@pytest.mark.parametrize("room", sorted(ROOMS))
-def test_no_circle_inside_a_room(room):
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_no_cycle_inside_a_folder(folder):
     inside = {
-        file: {t for t in targets if import_graph.room_of(t) == room}
+        file: {t for t in targets if import_graph.folder_of(t) == folder}
         for file, targets in FILES.items()
-        if import_graph.room_of(file) == room
+        if import_graph.folder_of(file) == folder
     }
-    assert import_graph.circles(inside) == []
+    assert import_graph.cycles(inside) == []
 
 
-def test_a_circle_is_found():
-    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
-    assert import_graph.circles(arrows) == [["a", "b", "c"]]
-    with pytest.raises(ValueError, match="rooms that import each other have no floor"):
-        import_graph.floors(arrows)
-    assert import_graph.floors({"a": {"b"}, "b": set()}) == {"a": 2, "b": 1}
+def test_a_cycle_is_found():
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert import_graph.cycles(imports) == [["a", "b", "c"]]
+    with pytest.raises(ValueError, match="folders that import each other have no layer"):
+        import_graph.layers(imports)
+    assert import_graph.layers({"a": {"b"}, "b": set()}) == {"a": 2, "b": 1}
 
 
 def test_a_folder_says_its_purpose_and_nothing_else():
