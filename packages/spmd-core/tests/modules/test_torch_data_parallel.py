@@ -159,7 +159,7 @@ def test_fully_shard_twice_and_outside_of_spmd_mode(monkeypatch):
     with pytest.raises(spmd.errors.WrapError, match="a module is sharded once"):
         fully_shard(model)
     monkeypatch.setattr(spmd.runtime.devices._state, "spmd", False)
-    with pytest.raises(spmd.errors.NotInSpmdModeError, match=r"Call spmd_core\.use_spmd"):
+    with pytest.raises(spmd.errors.NotInSpmdModeError, match=r"Call spmd\.use_spmd"):
         fully_shard(net())
 
 

@@ -81,7 +81,7 @@ def test_the_address_of_the_master(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
         spmd.errors.SpmdError,
-        match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call initialize",
+        match=r"got none of MASTER_ADDR, .*Set MASTER_ADDR, or call spmd\.distributed\.initialize",
     ):
         processes.get_master_ip()
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "10.1.2.3,10.1.2.4")

@@ -58,7 +58,7 @@ print(startup.device_type(), devices.is_started(), devices.platform(), startup.d
 def test_processes_join_before_the_first_use():
     with pytest.raises(
         spmd.errors.SpmdError,
-        match=r"the devices are in use and initialize\(\) came later. Call it at the top",
+        match=r"the devices are in use and spmd\.distributed\.initialize\(\) came later. Call it at the top",
     ):
         startup.initialize("localhost:1", 1, 0)
 
@@ -300,6 +300,6 @@ def test_the_folder_is_chosen_before_the_first_program(tmp_path):
     torch.ones(2, device="xla").tolist()
     with pytest.raises(
         spmd.errors.SpmdError,
-        match=r"a program has run and initialize_cache\(.*\) came later. Call it at the top",
+        match=r"a program has run and spmd\.initialize_cache\(.*\) came later. Call it at the top",
     ):
         startup.initialize_cache(tmp_path)

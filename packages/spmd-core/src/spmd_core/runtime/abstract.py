@@ -62,7 +62,7 @@ class AbstractArray:
 
 
 def array(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Any:
-    """An `AbstractArray` where the code for computed arrays declares a `jax.Array`."""
+    """An `AbstractArray`, typed as the `jax.Array` that it stands in for."""
     return AbstractArray(shape, dtype, sharding)
 
 

@@ -1,7 +1,7 @@
-"""What processes tell each other on the host: texts that must be equal in all of them.
+"""Compares texts between processes on the host, where they must be equal in all.
 
-They go through the store of jax's coordination service, in process 0, and not over the devices: no
-program has to run, and a process that does not come is named after a time.
+The texts go through the key-value store of jax's coordination service, which process 0 hosts, and
+not over the devices: no program has to run, and a process that does not answer in time is named.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ _series: "weakref.WeakValueDictionary[str, Series]" = weakref.WeakValueDictionar
 # Guarded by: `_lock`. Cleared by: never: the newest stay.
 _newest_series: "deque[Series]" = deque(maxlen=64)
 _lock = threading.Lock()
-# How often a process that waits for another's word asks whether it is still wanted, or looks for
-# the texts of the others.
+# The longest pauses of a waiting process between two looks at the store: while it waits for the
+# result of the first process of its group, and while it is that process.
 _LOOK_S = 0.2
 _MOST_PAUSE_S = 0.05
-# How long a process waits for the others to come by themselves, and the newest texts that it has
-# ready for others.
+# How long a process waits before it asks the threads of the others, and how many of its newest
+# texts it keeps to answer such questions.
 _ASK_AFTER_S = 1.0
 _NUM_KEPT = 256
 _QUESTIONS = "spmd/asked/"
@@ -47,7 +47,7 @@ def client() -> Any:
 
 @interrupts.waits
 def of_process_0(topic: str, text: str) -> str:
-    """Process 0's text, in all processes; all must call this, as often as the others.
+    """Process 0's text, in every process. A collective call: all must make it equally often.
 
     For what is measured, such as a time, before the program depends on it. Waits for process 0.
 
@@ -79,10 +79,10 @@ class Abandoned(Exception):
 
 
 class Series:
-    """Texts that each process of a group has, one after the other; they must be equal in all.
+    """A sequence of texts that must be equal in all processes of a group.
 
-    A process compares a text that is new to it. Processes to which theirs is not new need not come:
-    the thread of `runtime.watch` tells what they had at that place.
+    A process compares only a text that is new to it. A process to which its text is not new takes
+    no part: its thread of `runtime.watch` answers with the text that it had at that position.
 
     Args:
         topic: names the series; equal in all processes, and of no other series of the group.
@@ -109,10 +109,10 @@ class Series:
 
     @interrupts.waits
     def disagreement(self, *, is_wanted: Callable[[], bool] = lambda: True) -> dict[int, str]:
-        """Waits for the others, and compares what all have at the newest place.
+        """Waits for the others, and compares the newest text of each.
 
-        The first process of the group that is here reads the texts of all; the others wait for what
-        it found, or read them, too.
+        The first process of the group reads the texts of all; the others wait for its result, or
+        read all texts themselves.
 
         Args:
             is_wanted: asked while this waits; another thread may change the answer to False.
@@ -121,8 +121,8 @@ class Series:
             Each process's text, if they differ; else nothing.
 
         Raises:
-            ProcessError: a process did not come to this place within `config.process_timeout_s`.
-            Abandoned: `is_wanted` said no.
+            ProcessError: a process did not reach this position within `config.process_timeout_s`.
+            Abandoned: `is_wanted` returned False.
         """
         service = client()
         if service is None or len(self._group) < 2:
@@ -158,7 +158,7 @@ class Series:
         return texts if len(set(texts.values())) > 1 else {}
 
     def _found(self, service: Any, folder: str, own: int, pause_s: float) -> dict[int, str] | None:
-        """The texts of all, if they differ, or nothing; None if they have not come: then waits."""
+        """The texts of all, or {} for equal ones; None, after a pause, if some are missing."""
         if own != self._group[0]:
             try:
                 found = service.blocking_key_value_get(
@@ -197,11 +197,11 @@ class Series:
         )
 
     def close(self, text: str) -> None:
-        """Notes that no text follows, but for this one at all later places."""
+        """Ends the series: this text stands for all later positions."""
         self._last = text
 
     def text(self, number: int) -> str | None:
-        """The text at a place; None if it has not come, or is too long ago."""
+        """The text at a position; None if this process has none there yet, or no longer."""
         return self._newest.get(number, self._last if number > self.count else None)
 
 

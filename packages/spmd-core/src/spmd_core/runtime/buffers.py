@@ -23,15 +23,15 @@ from spmd_core.sharding.process_parts import ProcessPart
 
 # Of arrays that are smaller, jax may keep a copy in host memory (see `_assembled`).
 _KEPT_BYTES = 1 << 20
-# How XLA's CPU client begins the error of a program whose operand, or a part of which, has failed.
+# The prefix of XLA's CPU errors for a program of which an operand, or a part, has failed.
 _PASSED_ON = "Error dispatching computation: "
 _PREFIXES = re.compile(rf"^(?:[A-Z_]+: |{_PASSED_ON})+")
-# What jax raises for a program that has failed; a ValueError where a process is gone with which it
-# exchanges data.
+# What jax raises for a program that has failed. It is a ValueError if a process with which the
+# program exchanges data is gone.
 FAILURES = (jax.errors.JaxRuntimeError, ValueError)
 # jax's error of a program -> the error to raise
 Explain = Callable[[Exception], Exception]
-# What jax asks of a numpy array whose memory a CPU device shall use.
+# The alignment, in bytes, at which a CPU device uses the memory of a numpy array without a copy.
 _ALIGNMENT = 64
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
@@ -287,8 +287,8 @@ def download(array: jax.Array, shape: tuple[int, ...]) -> torch.Tensor:
 def _assembled(array: jax.Array) -> np.ndarray:
     """The array in host memory, from its blocks.
 
-    What jax assembles it holds as long as the array lives: after a checkpoint, a copy of the whole
-    model.
+    jax would keep what it assembles as long as the array lives: after a checkpoint, a copy of the
+    whole model in host memory.
     """
     host = np.empty(array.shape, array.dtype)
     blocks = {str(shard.index): shard for shard in array.addressable_shards}  # without replicas
@@ -325,7 +325,7 @@ def wait_for(array: jax.Array) -> None:
 
 
 def _cause(error: Exception) -> str:
-    """The words that a program's failure has in common with those of what depends on it."""
+    """The part of an error's text that the errors of dependent programs repeat."""
     return _PREFIXES.sub("", str(error)).rstrip(". ")
 
 
@@ -358,7 +358,7 @@ class _Started:
 
     @property
     def is_told_here(self) -> bool:
-        """Whether this thread is told of a failure."""
+        """Whether a failure is raised in this thread."""
         return self.thread is threading.current_thread() or not self.thread.is_alive()
 
 
@@ -448,21 +448,21 @@ class InFlight:
                 raise told[1]
 
     def explained(self, error: Exception) -> Exception:
-        """The error of an array, as the first program that fails explains its own."""
+        """The error for an array: that of the first program that failed for the same cause."""
         return self._explained_by_another(error) or of_unknown_program(error)
 
     def explained_at_start(self, error: Exception, own: Explain) -> Exception:
-        """The error of a program that does not start, maybe as one before it has failed.
+        """The error to raise for a program that cannot start, possibly as an earlier one failed.
 
         Args:
             error: jax's.
-            own: what the program says if the failure is its own.
+            own: explains the failure if it is the program's own.
         """
         found = self._explained_by_another(error) if _PASSED_ON in str(error) else None
         return found or own(error)
 
     def _explained_by_another(self, error: Exception) -> Exception | None:
-        """The error as the first failed program of the same cause explains it; None without one."""
+        """The error of the first program that failed for the same cause; None without one."""
         cause = _cause(error)
         self._untold[:] = [u for u in self._untold if _cause_of(u[1]) != cause]
         found = self._take_failed(cause)
@@ -474,9 +474,9 @@ class InFlight:
         return None if known is None else known(error)
 
     def _take_failed(self, cause: str) -> tuple[Exception, Explain] | None:
-        """Takes the programs that have failed for a cause; returns the first, with its error.
+        """Removes the programs that failed for a cause; returns the first, with its error.
 
-        Those behind it are taken for what depends on it. Waits for all programs.
+        Later ones count as depending on it. Waits for all programs.
         """
         first, others = None, []
         try:

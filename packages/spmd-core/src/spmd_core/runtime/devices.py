@@ -46,7 +46,7 @@ class _State:
 # Cleared by: never: a process starts its devices once.
 _state = _State()
 _lock = threading.Lock()
-# Each forgets what a module keeps of the devices; called when they are exchanged.
+# Called when the devices are exchanged: each drops what a module has cached about them.
 # Guarded by: imports. Cleared by: never.
 on_exchange: list[Callable[[], None]] = []
 
@@ -61,7 +61,7 @@ def simulate(num_devices: int) -> None:
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(
             f"simulate needs a positive number of devices; got {num_devices!r}. "
-            "Write e.g. simulate(8)."
+            "Write e.g. spmd.simulate(8)."
         )
     if _state.devices is not None:
         if len(_state.devices) == num_devices and _state.devices[0].platform == "cpu":
@@ -78,7 +78,7 @@ def simulate(num_devices: int) -> None:
             "the number of emulated devices is fixed when the device is first used; "
             f"it is in use with {len(_state.devices)} "
             f"{_state.devices[0].platform} devices and simulate({num_devices}) came later. "
-            "Call simulate at the top of the program."
+            "Call spmd.simulate at the top of the program."
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices)
@@ -112,8 +112,8 @@ def _start() -> tuple[jax.Device, ...]:
     os.environ["XLA_FLAGS"] = with_positional_shardings(
         os.environ.get("XLA_FLAGS", ""), jaxlib.__version__
     )
-    # jax names the platforms if it sees a TPU when it is imported. If nobody names them, it tries
-    # each platform that is installed: with libtpu TPUs, though there are none.
+    # jax sets `jax_platforms` if it sees a TPU at import. If it is unset, jax tries each installed
+    # platform: with libtpu that is TPU, also on hosts without one.
     is_named = bool(jax.config.values["jax_platforms"])
     try:
         with contextlib.nullcontext() if is_named else libtpu_without_tpus():
@@ -127,9 +127,9 @@ def _start() -> tuple[jax.Device, ...]:
 
 
 def expects_tpus() -> bool:
-    """Whether jax found TPUs on this host as it was imported, or was told of them; starts nothing.
+    """Whether jax found TPUs on this host at import, or was configured for them; starts nothing.
 
-    An installed libtpu says nothing: it compiles for TPUs on hosts that have none.
+    An installed libtpu is no sign of a TPU: it also compiles for TPUs on hosts that have none.
     """
     return "tpu" in (jax.config.values["jax_platforms"] or "").split(",")
 
@@ -152,8 +152,8 @@ def libtpu_without_tpus() -> Iterator[None]:
 def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
     """XLA's flags, with the form of shardings by named axes off where it is on by default.
 
-    With that form, XLA's partitioner ends the process for some products (docs/xla_errors.md). XLA
-    also ends the process for a flag that it does not know, so only tested releases get it.
+    With that form, XLA's partitioner aborts the process for some products (docs/xla_errors.md). XLA
+    also aborts for a flag that it does not know, so only tested releases get it.
 
     Example:
         >>> with_positional_shardings("--a=1", "0.12.0.1")
@@ -170,7 +170,7 @@ def with_positional_shardings(flags: str, jaxlib_version: str) -> str:
 def exchanged(devices: tuple[jax.Device, ...]) -> Iterator[None]:
     """Inside, these are the devices of this process, and programs for them are not run.
 
-    SPMD mode is off at first. Nothing may be pending, before and at the end.
+    SPMD mode is off inside at first. No operation may be pending at the start and at the end.
 
     Args:
         devices: those of a topology; all count as this process's own.
@@ -308,5 +308,5 @@ def require_spmd(what: str) -> None:
     """Raises NotInSpmdModeError unless SPMD mode is on."""
     if not _state.spmd:
         raise NotInSpmdModeError(
-            f"{what} works in SPMD mode only; it is off. Call spmd_core.use_spmd() first."
+            f"{what} works in SPMD mode only; it is off. Call spmd.use_spmd() first."
         )

@@ -1,9 +1,9 @@
-"""The folder of compiled programs: its owner's alone, bounded, and damaged entries are replaced.
+"""The persistent cache of compiled programs: private, bounded, and damaged entries are replaced.
 
 jax keeps compiled programs in a folder, and executes what it finds there. It never replaces an
-entry that it cannot read, and bounds the folder only under a lock for each read. So this object
-takes the place of jax's: a digest stands behind each entry, and the file's time says when it was
-last used. Entries without one, of earlier releases or of jax itself, are read if they unpack.
+entry that it cannot read, and bounds the folder only under a lock for each read. So `ProgramCache`
+replaces jax's cache: each entry ends with a digest, and the time of its file says when it was last
+used. Entries without a digest, of earlier releases or of jax itself, are read if they unpack.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ _jax_cache = releases.jax_module("jax._src.compilation_cache", "get_file_cache")
 _SUFFIX, _UNFINISHED = "-cache", ".part"
 _MARK = b"spmd-sha256:"
 _NUM_BEHIND = len(_MARK) + hashlib.sha256().digest_size
-_KEPT = 0.9  # of the limit, when entries are dropped: so that not every write drops one
-_LEFTOVER_S = 3600.0  # after which what is unfinished is a killed process's
+_KEPT = 0.9  # entries are dropped down to this part of the limit, so that not every write drops one
+_LEFTOVER_S = 3600.0  # an unfinished file that is older is left from a killed process
 
 
 class ProgramCache:
-    """Compiled programs by key, in a folder; what jax asks of such an object.
+    """Compiled programs by key, in a folder; has the interface of jax's cache.
 
     Args:
         folder: is made, for its owner alone, if it is missing.
@@ -50,7 +50,7 @@ class ProgramCache:
         self._has_warned = False
 
     def get(self, key: str) -> bytes | None:
-        """The entry; None if there is none. A damaged one is removed, and told of once."""
+        """The entry; None if there is none. A damaged one is removed, with one warning."""
         path = self._file(key)
         try:
             data = path.read_bytes()
@@ -70,9 +70,9 @@ class ProgramCache:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{path} is damaged: it is removed, and its program compiled again. So are others "
-                f"that are damaged, without a word. If it happens again, check the disk of "
-                f"{self._path}, or set SPMD_CACHE_DIR to another folder.",
+                f"{path} is damaged: it is removed, and its program compiled again. "
+                f"Further damaged entries are, too, without a warning. If it happens again, "
+                f"check the disk of {self._path}, or set SPMD_CACHE_DIR to another folder.",
                 stacklevel=2,
             )
         return None
@@ -105,7 +105,7 @@ class ProgramCache:
                 self._num_bytes = self._drop()
 
     def clear(self) -> None:
-        """Forgets nothing: the entries are the folder's."""
+        """Does nothing: the entries stay in the folder."""
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}{_SUFFIX}"
@@ -138,11 +138,11 @@ class ProgramCache:
 def install() -> None:
     """Has jax keep the programs of `config.cache_dir` by a `ProgramCache`.
 
-    Other folders, which somebody has given to jax, stay jax's.
+    Other folders, which the user has given to jax, are left to jax's own cache.
     """
     try:
         made_by_jax = _jax_cache.get_file_cache
-    except ImportError:  # this jax has no such function, and `versions` lists what stands in
+    except ImportError:  # this jax has no such function; `releases.versions` says so
         return
     if hasattr(made_by_jax, "is_of_spmd_core"):
         return
@@ -167,13 +167,13 @@ def install() -> None:
 def _unpacks(data: bytes) -> bool:
     try:
         _jax_cache.decompress_executable(data)
-    except Exception:  # another one for each of the packages that may unpack it
+    except Exception:  # the type depends on the package that unpacks it
         return False
     return True
 
 
 def _warn_of_others(folder: Path) -> None:
-    """Warns if other users can write what this process will execute; mends what is one's own."""
+    """Warns if other users can write what this process will execute; fixes the mode of its own."""
     about = folder.stat()
     mine = about.st_uid == os.geteuid()
     if mine and about.st_mode & 0o022 and _is_default(folder):

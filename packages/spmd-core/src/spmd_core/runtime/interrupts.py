@@ -1,14 +1,15 @@
-"""Signals that arrive where an exception would be lost, or leave a change half made, wait.
+"""Defers signals that arrive where an exception would be lost or leave a change half made.
 
 Python calls the handler of a signal, which may raise (KeyboardInterrupt, SystemExit), between any
 two bytecodes of the main thread. Below torch's C++ that can be the middle of a write, of a
 finalizer, whose exceptions Python only prints, or of an `__exit__` that puts a mode back. So this
-module stands around the handlers. It walks up the frames that were interrupted. If none of them
-must be whole, the handler runs at once. Otherwise the signal is tripped again when the outermost of
-these frames has returned: the frame that called it gets a trace function, which Python calls at its
-next bytecode. Recording does nothing for this.
+module wraps the handlers. It walks up the frames that were interrupted. If an exception may leave
+all of them, the handler runs at once. Otherwise the signal is raised again when the outermost frame
+that must be completed has returned: the frame that called it gets a trace function, which Python
+calls at its next bytecode. Recording pays nothing for this.
 
-What calls the user's code (a closure, a hook, a loader) need not be whole: the walk ends there.
+The walk ends at code that calls the user's (a closure, a hook, a loader), which any exception may
+leave.
 
 A compilation looks for a signal between its parts, and a wait is interrupted at once. So is
 everything by a signal that comes a second after one that still waits. `benchmarks/interruptions.py`
@@ -48,8 +49,8 @@ _NUMBERS = tuple(
 _MOST_WAIT_S = 1.0
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-# What these change must be whole. They call no user's code that does not end the walk, and wait for
-# nothing but where a function is marked with `waits`.
+# Functions in these files must complete what they change. They call the user's code only where the
+# walk ends, and wait only in functions that are marked with `waits`.
 # Guarded by: imports. Cleared by: never.
 _whole_files: tuple[str, ...] = (
     *(
@@ -77,7 +78,8 @@ _whole_files: tuple[str, ...] = (
 )  # fmt: skip
 _STANDARD = str(Path(os.__file__).parent) + os.sep
 _SITE = tuple(_STANDARD + name for name in ("site-packages", "dist-packages"))
-# Must be whole while Python is in them itself, not while they call something else.
+# Functions in these files must be completed while they are the innermost frame, not while they call
+# others.
 _WHOLE_INSIDE = tuple(_STANDARD + n for n in ("contextlib.py", "weakref.py", "_weakrefset.py"))
 # Libraries below torch, jax and this package.
 _BELOW = tuple(
@@ -107,14 +109,14 @@ def _kind(file: str) -> _Kind:
 
 
 def keep_whole(file: str) -> None:
-    """Has functions of a file, of a package that is built on this one, end before a signal's."""
+    """Defers signals while functions of a file, of a package built on this one, run."""
     global _whole_files
     _whole_files = (*_whole_files, file)
     _kind.cache_clear()
 
 
 def waits(function: Function) -> Function:
-    """Marks a function that may wait for long and changes nothing: a signal interrupts it."""
+    """Marks a function that may wait long and changes nothing, so that a signal interrupts it."""
     _waiting_code.add(function.__code__)
     return function
 
@@ -147,13 +149,13 @@ class _Deferred:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Handler, int]] = []
-        self._tripped: list[tuple[Handler, int]] = []  # Python calls their handlers again
+        self._tripped: list[tuple[Handler, int]] = []  # Python will call their handlers again
         self._frame: FrameType | None = None
         self._traces: tuple[Any, bool, Any] = (None, False, None)
         self._since = 0.0
 
     def add(self, signals: Sequence[tuple[Handler, int]], frame: FrameType) -> None:
-        """Has handlers run when Python comes back to a frame, or at the next `raise_deferred()`."""
+        """Runs handlers when Python returns to a frame, or at the next `raise_deferred()`."""
         if not self._waiting:
             self._since = time.monotonic()
         self._waiting += signals
@@ -168,10 +170,10 @@ class _Deferred:
         return bool(self._waiting) and time.monotonic() - self._since > _MOST_WAIT_S
 
     def _on_event(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Python is back in the frame: trips the signals, which Python handles when it next looks.
+        """The trace function of the frame: raises the signals again, for Python's next check.
 
-        An exception here would come at a bytecode at which Python looks for none. It could be the
-        one before an `__exit__`, which then never runs.
+        An exception raised here could come between bytecodes where Python expects none, such as
+        before an `__exit__`, which would then never run.
         """
         self._stop_watching()
         signals, self._waiting = self._waiting, []
@@ -217,7 +219,7 @@ def _run_all(signals: Sequence[tuple[Handler, int]], frame: FrameType | None) ->
         handler, number = signals[0]
         try:
             handler(number, frame)
-        finally:  # the next one runs even if this one raises, whose exception is then its context
+        finally:  # the next one runs even if this one raises; that exception becomes its context
             _run_all(signals[1:], frame)
 
 
@@ -242,10 +244,10 @@ class _Deferring:
 
 
 def protect() -> None:
-    """Stands around the handlers in Python of signals that programs end by, as they are now.
+    """Wraps the present Python handlers of the signals that end programs.
 
-    A program may set a handler at any time, so each cut calls this. Outside of the main thread, in
-    which alone Python handles signals, it does nothing.
+    A program may set a handler at any time, so each cut calls this. It does nothing outside of the
+    main thread, the only one in which Python handles signals.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -256,6 +258,6 @@ def protect() -> None:
 
 
 def raise_deferred() -> None:
-    """Runs the handlers of signals that wait: here, an exception leaves nothing half made."""
+    """Runs deferred handlers, at a point where an exception leaves nothing half done."""
     if threading.current_thread() is threading.main_thread():
         _deferred.raise_here(sys._getframe(1))

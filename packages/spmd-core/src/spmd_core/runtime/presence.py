@@ -1,9 +1,8 @@
-"""Which processes still answer, and where in the program each of them is.
+"""Which processes still answer, and at which line of the program each of them is.
 
 Of a process whose program starts nothing for some seconds, the thread of `runtime.watch` publishes
-the line that the main thread is at. So what keeps the others waiting, a sleep, a loop or a lock, is
-told by its place. A process that publishes nothing is stopped or dead, or stays in a call that
-holds Python's lock.
+the line that the main thread is at. So the user sees which sleep, loop or lock keeps the others
+waiting. A process that publishes nothing is stopped or dead, or is in a call that holds the GIL.
 """
 
 import json
@@ -56,7 +55,7 @@ class Stillness:
 
 
 def whereabouts(client: Any, process: int) -> str:
-    """Where a process that keeps others waiting is, as far as it has told."""
+    """Where a process that keeps others waiting is, as far as it has published that."""
     found = dict(client.key_value_dir_get("spmd/still/")).get(f"spmd/still/{process}")
     line, still_s, told_at = json.loads(found) if found is not None else ("", 0, 0.0)
     # Clocks of hosts differ by less.
@@ -69,7 +68,7 @@ def whereabouts(client: Any, process: int) -> str:
 
 
 class Ping:
-    """A question to the threads of other processes, whether they are there.
+    """Asks the threads of other processes whether they are alive.
 
     Args:
         client: jax's client of the coordination service.

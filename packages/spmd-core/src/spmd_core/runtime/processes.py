@@ -106,7 +106,7 @@ def _local_devices() -> list[jax.Device]:
 
 
 def memory_stats(device: int | str | torch.device | None = None) -> dict[str, int]:
-    """What the allocator of one of this process's devices counts, in bytes. Does not wait.
+    """The allocator's statistics of one of this process's devices, in bytes. Does not wait.
 
     Among the keys are `bytes_in_use`, `bytes_limit` and `peak_bytes_in_use`.
 
@@ -163,7 +163,7 @@ def is_bf16_supported() -> bool:
 def get_master_ip() -> str:
     """The IP address of the host of process 0.
 
-    It comes from the first of these that is set: the address given to `startup.initialize`,
+    It comes from the first of these that is set: the address given to `distributed.initialize`,
     `MASTER_ADDR`, jax's `JAX_COORDINATOR_ADDRESS`, a TPU pod's variables.
 
     Raises:
@@ -176,7 +176,7 @@ def get_master_ip() -> str:
         "TPU_WORKER_HOSTNAMES",
     )
     for name, text in (
-        ("initialize()", startup.coordinator_address()),
+        ("spmd.distributed.initialize()", startup.coordinator_address()),
         *((name, os.environ.get(name)) for name in variables),
     ):
         if text:
@@ -189,9 +189,9 @@ def get_master_ip() -> str:
                     "Set it to one that this host knows."
                 ) from error
     raise SpmdError(
-        "the master's address is given to initialize() or told by the environment; "
+        "the master's address is given to spmd.distributed.initialize() or in the environment; "
         f"got none of {', '.join(variables)}. "
-        "Set MASTER_ADDR, or call initialize(coordinator_address=...)."
+        "Set MASTER_ADDR, or call spmd.distributed.initialize(coordinator_address=...)."
     )
 
 

@@ -41,12 +41,12 @@ def _number(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """What a launcher writes to the environment of each process.
+    """The environment variables by which a launcher numbers its processes.
 
     Attributes:
         sizes: the variable of the number of processes, and of those on this host.
         ranks: the variable of this process's number, and of that on this host.
-        unless: a variable with which jax finds everything itself.
+        unless: a variable that, if set, lets jax find everything itself.
     """
 
     sizes: tuple[str, str]
@@ -67,7 +67,7 @@ class _Launcher:
         return here.isdecimal() and int(here) == self.size()
 
 
-# Under SLURM and on TPU pods jax finds everything, and under Open MPI before 5.
+# jax itself finds everything under SLURM, on TPU pods, and under Open MPI before 5.
 _LAUNCHERS = (
     _Launcher(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")),
     _Launcher(
@@ -157,12 +157,13 @@ def initialize(
             join.
 
     Example:
-        initialize("10.0.0.1:12355", num_processes=2, process_id=0)
+        spmd.distributed.initialize("10.0.0.1:12355", num_processes=2, process_id=0)
     """
     if devices.is_started():
         raise SpmdError(
             "processes join before a device is first used; "
-            "the devices are in use and initialize() came later. Call it at the top of the program."
+            "the devices are in use and spmd.distributed.initialize() came later. "
+            "Call it at the top of the program."
         )
     for launcher in _LAUNCHERS:
         if launcher.is_present():
@@ -203,7 +204,7 @@ def initialize(
             num_processes,
             process_id,
             _local_device_ids(),
-            # jax would look for a cluster, in which it need not be.
+            # jax would look for a cluster, which need not exist here.
             "deactivate" if None not in (coordinator_address, num_processes, process_id) else None,
             initialization_timeout=timeout_s,
             heartbeat_timeout_seconds=heartbeat_timeout_s,
@@ -260,7 +261,7 @@ def _bind_address(coordinator_address: str) -> str | None:
     for family, kind, protocol, _, address in [*found, everywhere]:
         try:
             with socket.socket(family, kind, protocol) as tried:
-                # A port that a program has just left is free.
+                # So that a port that another program has just closed counts as free.
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(address)
         except OSError as error:
@@ -333,7 +334,7 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
     if buffers.in_flight.has_started:
         raise SpmdError(
             "the folder of compiled programs is chosen before the first one is compiled; "
-            f"a program has run and initialize_cache({str(path)!r}) "
+            f"a program has run and spmd.initialize_cache({str(path)!r}) "
             "came later. Call it at the top of the program."
         )
     config.cache_dir = str(path)

@@ -1,9 +1,9 @@
 """An early end of a loop, which all processes leave after the same step.
 
 A process that is asked to stop cannot leave a loop by itself: the others would wait for it. So the
-thread of `runtime.watch` tells the others that one was asked. Each process then says how often its
-loop has come to `should_stop`, and stays there until process 0 has chosen the first time to which
-none has come yet. Without such a request, nothing waits, and nothing is sent.
+thread of `runtime.watch` passes the request on to the others. Each process then publishes how often
+its loop has called `should_stop`, and waits in that call until process 0 has chosen the first call
+that none has made yet. Without a request, nothing waits, and nothing is sent.
 """
 
 import threading
@@ -13,14 +13,14 @@ from typing import Any
 from spmd_core import releases
 
 _distributed = releases.jax_module("jax._src.distributed", "global_state")
-# How long process 0 waits for the others' words. One that says nothing has left its loop, has
-# failed, or has not come to it.
+# How long process 0 waits for the counts of the others. A process without one has left its loop,
+# has failed, or has not reached the loop.
 _ANSWER_S = 10.0
 _PAUSE_S = 0.01
 
 
 class _Stop:
-    """What one process knows of stops.
+    """One process's state of requested and agreed stops.
 
     Attributes:
         is_requested: whether this process was asked to stop. Written by handlers of signals, so
@@ -29,10 +29,10 @@ class _Stop:
 
     def __init__(self) -> None:
         self.is_requested = False
-        self._lock = threading.Lock()  # which the thread holds while the processes choose
+        self._lock = threading.Lock()  # held by the thread while the processes choose
         self._num_calls = 0
-        self._last: int | None = None  # the call that says yes, if the processes have chosen one
-        self._round = 0  # how often they have
+        self._last: int | None = None  # the call that returns True, once chosen
+        self._round = 0  # how often they have chosen
 
     def take_request(self) -> bool:
         """In a program of one process."""
@@ -75,7 +75,7 @@ class _Stop:
 
 
 def _chosen(client: Any, folder: str, num_processes: int) -> str:
-    """The first call that no process has made yet; 0 if a process does not tell its calls."""
+    """The first call that no process has made yet; 0 if a process does not publish its count."""
     deadline = time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         calls = [int(text) for _, text in client.key_value_dir_get(f"{folder}/calls/")]
@@ -91,9 +91,9 @@ _stop = _Stop()
 
 
 def request_stop() -> None:
-    """Has `should_stop` say yes once, in all processes.
+    """Makes `should_stop` return True once, in all processes.
 
-    A handler of signals may call it.
+    May be called by a signal handler.
 
     Example:
         >>> request_stop(), should_stop(), should_stop()
@@ -103,12 +103,12 @@ def request_stop() -> None:
 
 
 def should_stop() -> bool:
-    """Whether a loop ends here, as this process or another one was asked to stop.
+    """Whether the loop should end here, because some process was asked to stop.
 
-    Call it at the end of each step, in every process. It says yes after the same step in all of
-    them: with several processes, not in the step in which one was asked, but in one of the next.
-    If a process has left its loop meanwhile, the request is dropped, as the others leave theirs.
-    Does not wait for the devices; for the other processes, up to a second, after a request.
+    Call it at the end of each step, in every process. It returns True after the same step in all of
+    them: with several processes, in one of the steps after the one in which the request came. If a
+    process has left its loop meanwhile, the request is dropped, as the others leave theirs. Does
+    not wait for the devices; after a request it waits up to a second for the other processes.
     """
     state = _distributed.global_state
     if state.client is None or state.num_processes < 2:
@@ -117,7 +117,7 @@ def should_stop() -> bool:
 
 
 def answer(client: Any, process: int, num_processes: int) -> None:
-    """Tells the others of a request, and settles on the step after which all stop.
+    """Passes a request on to the others, and agrees with them on the step after which all stop.
 
     Args:
         client: jax's client of the coordination service.

@@ -1,4 +1,4 @@
-"""Splits a reduce-scatter into stages that the compiler of a TPU's torus keeps one.
+"""Splits a reduce-scatter over a TPU's torus into stages that libtpu compiles as reduce-scatters.
 
 libtpu 0.0.52 compiles a reduce-scatter, also jax's own `psum_scatter`, as an all-reduce and a slice
 if the devices of a group differ in three coordinates of the torus: each device then holds the
@@ -48,7 +48,7 @@ def scatter(x: jax.Array, mesh: Mesh, axis: int, dim: int) -> jax.Array:
 def stages(mesh: Mesh, axis: int) -> tuple[Groups | None, ...]:
     """The groups of positions along an axis that scatter together, stage by stage.
 
-    One stage of None, which stands for the whole axis, where a split is not needed or not known.
+    A single None, which stands for the whole axis, if no split is needed or none is known.
     """
     found = devices.all_devices()
     coords = [getattr(found[i], "coords", None) for i in mesh.ids]

@@ -1,10 +1,12 @@
-"""Watches the other processes: that they start the same programs, and how they end.
+"""Checks that all processes start the same programs, and notices how other processes end.
 
 Each process keeps a log for each group of processes that it runs programs with: a hash for each
 start of a program, which covers all starts before it. A thread publishes the newest ones through
 the store of jax's coordination service, and compares them with those of one neighbour in the group,
 so that the cost does not grow with the number of processes. It also reads how processes ended, and
-answers for the data that this process had (`runtime.agreement`). The devices take no part.
+answers questions about the data that this process had (`runtime.agreement`). The devices take no
+part. A program that is new to this process is compared before it is compiled; a known one costs its
+thread a list entry.
 
 Where processes differ, or one has failed, the thread has the next start of a program raise. If the
 program does not come to one, because it waits for a device, the thread prints the error and ends
@@ -31,11 +33,12 @@ from spmd_core.runtime import agreement, interrupts, presence, stopping
 
 _NUM_PUBLISHED = 64
 _NUM_DESCRIBED = 128
-# How long the user's program has for raising the error itself, and a failed process for telling.
+# How long the user's program may take to raise the error itself, and a failed process to publish
+# its own.
 _GRACE_S = 5.0
 _MAX_LINES = 20_000
-# How long process 0, which keeps the store, may take for an answer before that is said. jax ends
-# this process after a heartbeat's time, and names nobody.
+# How long process 0, which hosts the store, may take to answer before a message says so. jax would
+# end this process after the heartbeat's timeout, and name nobody.
 _STORE_S = 15.0
 _TOGETHER = "all processes of a program end together"
 
@@ -185,14 +188,14 @@ class Watch:
 
         Args:
             group: the processes whose devices the program runs on, this one among them.
-            what: the program and its numbers, equal in processes that do the same.
+            what: the program and its scalar inputs, equal in processes that do the same.
             line: the user's.
             describe: see `Start`.
-            compares: whether to wait until the neighbour has come here, and compare now.
+            compares: whether to wait until the neighbour has reached this start, and compare now.
 
         Raises:
             ProcessError: the processes differ, one has failed, or with `compares` the neighbour
-                does not come within `config.process_timeout_s`.
+                does not reach this start within `config.process_timeout_s`.
         """
         self._raise_if_over()
         with self._lock:
@@ -270,7 +273,7 @@ class Watch:
             while silent and self._error is None and time.monotonic() < deadline:
                 time.sleep(0.05)
                 silent = others - ping.answered()
-            time.sleep(0.0 if silent else 1.0)  # what fails in another one may be told just now
+            time.sleep(0.0 if silent else 1.0)  # another may be publishing its failure
         except Exception:
             silent = {0}
         if self._error is None and silent:
@@ -300,7 +303,7 @@ class Watch:
                 return
 
     def _run_beside(self) -> None:
-        """Says when the other thread waits for the store, which has no time limit."""
+        """Warns while the other thread waits for the store, as its calls have no time limit."""
         is_told = False
         while not self._is_over.wait(1.0) and self._error is None:
             is_late = time.monotonic() - self._looked_at > min(
@@ -505,13 +508,13 @@ def _difference(
     )
 
 
-# What watches the other processes; set by `initialize`.
+# The watch of this process; set by `initialize`.
 # Guarded by: the GIL; inside, its own lock. Cleared by: never: a process joins once.
 watch: Watch | None = None
 
 
 def note_transfer(what: str, line: str, group: tuple[int, ...]) -> None:
-    """Notes that this process and others exchange data outside of a program; does so in order.
+    """Logs that this process and others exchange data outside of a program, in order with programs.
 
     Raises:
         ProcessError: see `Watch.note`.
@@ -521,7 +524,7 @@ def note_transfer(what: str, line: str, group: tuple[int, ...]) -> None:
 
 
 def failure_of_others(error: BaseException) -> ProcessError | None:
-    """The error of a program that failed as another process has failed, or is gone.
+    """The error of a program that failed because another process has failed or is gone.
 
     Waits some seconds for the others to answer.
 
