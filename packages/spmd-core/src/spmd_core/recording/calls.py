@@ -43,13 +43,13 @@ NUMBERS = frozenset({float, int, bool, complex})
 NO_KWARGS: dict[str, Any] = {}
 _default_dtype = torch.get_default_dtype
 _TENSOR, _NUMBER = object(), object()
-_MOST_ACCEPTED = 1024  # numbers and classes of them that an entry keeps
+_MOST_ACCEPTED = 1024  # accepted numbers, and classes of them, that an entry remembers
 
 registry.load_all()
 
 
 class Call:
-    """How calls of one overload are looked up: which arguments are numbers, how to make entries."""
+    """How to look up calls of one overload: which arguments are scalars, how to make entries."""
 
     __slots__ = ("func", "infer", "numbers", "static_when_int")
 
@@ -62,7 +62,7 @@ class Call:
     ) -> None:
         facts = schema.of(func, static)
         self.func, self.infer = func, make_entry
-        # Both by position and by name, as an argument may come either way.
+        # By position and by name, as an argument may be passed either way.
         self.numbers = frozenset(facts.number_positions) | facts.number_names | numbers
         self.static_when_int = (
             frozenset(facts.names.index(n) for n in facts.static_when_int) | facts.static_when_int
@@ -72,7 +72,7 @@ class Call:
 def look_up(
     call: Call, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Entry, list[Value], list[Any]]:
-    """The call's entry, its input values and its numbers.
+    """The call's entry, its input values and its scalar inputs.
 
     The hot path: a few bytecodes per argument, and one lookup.
     """
@@ -115,7 +115,7 @@ def look_up(
 
 
 def _refuse_dtypes(entry: Entry) -> None:
-    """Raises where the device lacks the dtype of a result, in torch's class for a missing kernel.
+    """Raises torch's error for a missing kernel if the device lacks the dtype of a result.
 
     Python's operators hide a TypeError.
     """
@@ -133,7 +133,7 @@ def _refuse_numbers(
     kwargs: dict[str, Any],
     numbers: list[Any],
 ) -> None:
-    """Raises what eager torch raises for these numbers, which no key has."""
+    """Raises what eager torch raises for the values of scalar inputs, which no key contains."""
     given = tuple(numbers)
     if given in accepted:
         return
@@ -163,7 +163,7 @@ def _look_up_keywords(
             key.append((name, _look_up_list(call, a, inputs)))
         elif isinstance(a, torch.Tensor):
             key.append((name, _host_scalar(call, a, inputs)))
-        elif name != "generator":  # a generator is no part of what is recorded
+        elif name != "generator":  # the generator is not recorded: only the seed that it gave
             key.append((name, a))
 
 
@@ -181,7 +181,7 @@ def _look_up_list(call: Call, items: Sequence[Any], inputs: list[Value]) -> Any:
 
 
 def _host_scalar(call: Call, a: torch.Tensor, inputs: list[Value]) -> Spec:
-    """Makes a 0-dim CPU tensor among the arguments an input, as torch does for any device.
+    """Makes a 0-dim CPU tensor among the arguments an input, as torch allows for any device.
 
     Raises:
         DeviceMismatchError: any other tensor that is not on the device.
@@ -228,7 +228,7 @@ def record_own(entry: Entry, inputs: Sequence[torch.Tensor], numbers: Sequence[f
     Args:
         entry: the operation, from `known`.
         inputs: tensors on the device, with the specs that the entry was made for.
-        numbers: one for each of the entry's `number_kinds`.
+        numbers: the scalar inputs, one for each of the entry's `number_kinds`.
     """
     with lock:
         node = Value(entry, tuple(read(t._handle) for t in inputs), numbers)  # type: ignore[attr-defined]
@@ -317,7 +317,7 @@ def new_entry(
 def _named_arguments(
     lowering: registry.Lowering, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The call's arguments as `Entry.arguments` has them."""
+    """The call's arguments in the form of `Entry.arguments`."""
     facts = schema.of(lowering.overload, lowering.static)
     plan, keywords = _bind(facts, lowering, args, kwargs)
     named: dict[str, Any] = {"torch.get_default_dtype()": _default_dtype()}
@@ -346,7 +346,7 @@ def _indices(lowering: registry.Lowering, arguments: dict[str, Any]) -> tuple[In
 
 
 def _static(planned: Any, given: Any) -> Any:
-    """One argument as `Entry.arguments` has it, from its entry in the plan and its value."""
+    """One argument in the form of `Entry.arguments`, from its planned form and its value."""
     if planned is _TENSOR:
         return spec_of(given)
     if planned is _NUMBER:

@@ -1,11 +1,12 @@
 """Asks eager torch's CPU kernels what they refuse, and which strides their results have.
 
-torch's meta kernels give the shapes and dtypes of results. They check less than the real kernels
-do, in other words, and some give other strides. So a new call is carried out once on the CPU, over
-stand-ins: tensors of the same dtypes, in the same layouts, that share memory where the call's
-tensors do, with values that suit nearly every operation. Large tensors get smaller stand-ins.
+torch's meta kernels give the shapes and dtypes of results. They check less than the real kernels,
+word their errors differently, and some give other strides. So a new call is executed once on the
+CPU, on stand-ins: tensors of the same dtypes and layouts, which share memory where the call's
+tensors do, with values that are valid for nearly every operation. Large tensors get smaller
+stand-ins.
 
-The answers are kept: a call of the same kind asks nothing again.
+The answers are memoised: a call of the same kind runs no kernel again.
 
 `benchmarks/refusals.py` compares what every operation refuses with eager torch, and
 `benchmarks/strides.py` the strides.
@@ -29,25 +30,25 @@ from spmd_core.ops import registry
 from spmd_core.recording import schema
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
-# Where results are stored concerns neither a lowering nor what is inferred and asked.
+# Arguments that say where results are stored: neither lowerings nor inference need them.
 PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking", "device")
-# A call of at most `_SMALL` elements, results included, is carried out in its own sizes. A larger
-# one is made smaller; if it has no smaller form, its own sizes are used up to `_LARGEST`.
+# A call of at most `_SMALL` elements, results included, runs in its own sizes. A larger one is made
+# smaller; if it has no smaller form, its own sizes are used up to `_LARGEST`.
 _SMALL, _LARGEST = 1 << 14, 1 << 22
-# Sizes up to this one stay: they are windows, heads or a few channels.
+# Sizes up to this one are not reduced: they are windows, heads or a few channels.
 _SMALL_SIZE = 8
 _NUMBERS = (bool, int, float, complex)
-# These kernels read rows at pivots, counted from 1: beyond their memory at pivots of 0.
+# These kernels read rows at pivots, which count from 1: a pivot of 0 reads beyond their memory.
 _COUNT_FROM_1 = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
-# These take lengths with a given sum, which no stand-in has. They are asked for words only, where
-# the meta kernel refuses a call.
+# These take lengths that must have a given sum, which stand-ins do not have. They run only to
+# obtain torch's error message, after the meta kernel has refused a call.
 _REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
-# Of integers, which other devices than the CPU have.
+# Operations on integers that other devices than the CPU have.
 _OF_INTEGERS_ELSEWHERE = ("histc",)
-# What torch says where only the CPU's libraries cannot compute a call.
+# torch's errors for calls that only the CPU's libraries cannot compute.
 _OF_THE_CPU = re.compile(r"not implemented on the CPU|MKL FFT error")
-# The CPU has no kernel of many operations for these, which other devices have. So a missing kernel
-# counts as a refusal if it is missing for the wider dtype, too.
+# Dtypes for which the CPU lacks many kernels that other devices have. A missing kernel counts as a
+# refusal only if it is missing for the wider dtype, too.
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -76,10 +77,10 @@ class _StandIn:
 
 @dataclass(frozen=True)
 class _Static:
-    """Any other argument; with its type, as 1, 1.0 and True are equal.
+    """Any other argument; compared with its type, as 1, 1.0 and True are equal.
 
-    A number that is an input of a program changes from call to call. Unless the call is asked for
-    its numbers, it has the same value in every such call, and another one in the second trial.
+    A scalar input of a program changes from call to call. Unless the answer is to be about its
+    value, every such call gets the same value, and the second trial another one.
     """
 
     kind: type
@@ -141,7 +142,7 @@ _UNKNOWN = Answer()
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """What lies in nested lists and tuples."""
+    """The leaves of nested lists and tuples."""
     if isinstance(tree, (list, tuple)):
         for x in tree:
             yield from leaves_of(x)
@@ -150,7 +151,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` applied to what lies in nested lists and tuples, which become tuples."""
+    """`function` applied to the leaves of nested lists and tuples, which become tuples."""
     if isinstance(tree, (list, tuple)):
         return tuple(map_leaves(x, function) for x in tree)
     return function(tree)
@@ -173,12 +174,12 @@ def ask(
 
     Args:
         func: the overload.
-        args: of the call; of its tensors only the specs and the shared memory count.
+        args: of the call; only the specs of tensors, and which memory they share, matter.
         kwargs: of the call.
         result: what the meta kernel returned, or None.
         is_refused: whether the meta kernel refused the call.
-        number: gives what to ask for in place of a number that is an input of a program. None: the
-            answer is to hold for most numbers.
+        number: gives the value to use for a scalar input of the program. None: the answer should
+            hold for most values.
     """
     if not _can_be_asked(func, is_refused):
         return _UNKNOWN
@@ -195,10 +196,10 @@ def ask(
         if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
             if number is not None:
                 return _Static(type(a), number(a), is_input=True, second=number(a))
-            # They ascend in the order of the schema, as bounds must.
+            # Ascending in the order of the schema, as lower and upper bounds must be.
             kind, position = type(a), facts.names.index(name)
             return _Static(kind, kind(1 + position), is_input=True, second=kind(0))
-        # Nothing that a user sees is drawn here.
+        # No random number drawn here is visible to the user.
         return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
 
     call = _Call(
@@ -235,7 +236,8 @@ def refuse(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
 def may_not_fit(a: Any, dtype: torch.dtype) -> bool:
     """Whether eager torch may refuse a number of this type, by its value, for results of a dtype.
 
-    Floats beyond float32 and bfloat16 are not counted: to ask for them would cost every step.
+    Floats that overflow float32 or bfloat16 are not considered: checking them would cost every
+        step.
     """
     if type(a) is complex:
         return not dtype.is_complex
@@ -245,7 +247,7 @@ def may_not_fit(a: Any, dtype: torch.dtype) -> bool:
 def number_class(a: Any) -> Any:
     """The integer of the largest magnitude with as many bits; that of the whole part of a float.
 
-    A multiple of 256 stands for itself: it may be 0 in a narrow dtype.
+    A multiple of 256 is its own class: it may be 0 in a narrow dtype.
     """
     if type(a) is float and math.isfinite(a):
         return float(number_class(int(a)))
@@ -288,7 +290,7 @@ def _can_be_asked(func: torch._ops.OpOverload, is_refused: bool) -> bool:
 
 
 def _reads_statistics(name: str) -> bool:
-    """Whether it is the gradient of a norm, whose CPU kernel takes statistics of 16 bits.
+    """Whether it is the gradient of a norm, whose CPU kernel takes 16-bit statistics.
 
     Those that the device saved are float32: see `_ROUND_STATISTICS`.
     """
@@ -326,18 +328,18 @@ def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible
 
 @lru_cache(maxsize=8192)
 def _answer_for_any_size(smaller: _Call, default_dtype: torch.dtype) -> Answer | None:
-    """The answer for all calls that become this one; None where their own sizes may count."""
+    """The answer for all calls that reduce to this one; None if their own sizes may matter."""
     metas = _meta_specs(smaller)
     if metas is None:
         return None
     answer = _carry_out(smaller)
-    # Another error may come from the sizes.
+    # Another error may be due to the reduced sizes.
     is_right = answer.error is None or _is_for_the_dtypes(smaller)
     return replace(answer, metas=metas) if is_right else None
 
 
 def _carry_out(call: _Call) -> Answer:
-    """What the CPU kernel does: it refuses a call only if it refuses it for different values."""
+    """What the CPU kernel does. It refuses a call only if it refuses it for two sets of values."""
     first: Exception | None = None
     with torch.no_grad(), _in_silence(call.func):
         name = call.func._schema.name.removeprefix("aten::")
@@ -367,7 +369,7 @@ def _carry_out(call: _Call) -> Answer:
 
 @contextmanager
 def _in_silence(func: torch._ops.OpOverload) -> Iterator[None]:
-    """Without warnings, which the call itself gives, and without an advance of torch's stream."""
+    """Suppresses warnings, which the call itself gives, and keeps torch's random state."""
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -401,12 +403,12 @@ def _memory(
 
 
 def _ones_and_zeros(t: torch.Tensor) -> None:
-    """Floats, which may be weights, and indices, each of which exists."""
+    """Fills with values that serve as weights, and as indices that exist."""
     t.fill_(1 if t.dtype.is_floating_point or t.dtype.is_complex else 0)
 
 
 def _fractions_and_ones(t: torch.Tensor) -> None:
-    """Invertible matrices of probabilities, and divisors."""
+    """Fills with values that serve as invertible matrices, probabilities and divisors."""
     if t.dtype.is_floating_point or t.dtype.is_complex:
         t.fill_(0.25)
         if t.dim() > 1:
@@ -436,7 +438,7 @@ def _specs(result: Any) -> Any:
 
 
 def _smaller(call: _Call) -> _Call | None:
-    """The call with a smaller size for each size, the same one wherever it occurs.
+    """The call with each size replaced by a smaller one, the same wherever it occurs.
 
     None if another number among the arguments may be made from sizes, such as a product.
     """
@@ -503,8 +505,8 @@ def _is_for_the_dtypes(call: _Call) -> bool:
 
 # The strides and dtypes of results.
 
-# Their CPU kernels round the saved statistics to 16 bits; the meta kernels, and the kernels of
-# other devices, keep float32.
+# The CPU kernels of these round the saved statistics to 16 bits; meta kernels, and those of other
+# devices, keep float32.
 _ROUND_STATISTICS = ("native_batch_norm", "_native_batch_norm", "_batch_norm", "native_layer_norm")
 
 
@@ -529,7 +531,7 @@ def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
     Args:
         meta: by the meta kernel.
         right: the spec by the CPU kernel.
-        asked: the meta kernel's spec for the sizes that the CPU kernel was asked for, or `meta`.
+        asked: the meta kernel's spec for the sizes that the CPU kernel ran with, or `meta`.
         has_dtypes: whether the CPU kernel's dtype counts.
     """
     if not isinstance(meta, torch.Tensor) or not isinstance(right, Spec):
@@ -553,7 +555,7 @@ def _corrected(meta: Any, right: Any, asked: Any, has_dtypes: bool) -> Any:
 def strides_of(right: Any, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The strides of a result of this shape, from a spec of `Answer.results`.
 
-    None where the spec does not tell them, or the CPU kernel's result has another rank.
+    None if the spec does not determine them, or the CPU kernel's result has another rank.
     """
     if not isinstance(right, Spec) or len(right.shape) != len(shape):
         return None

@@ -16,7 +16,8 @@ from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
 aten = torch.ops.aten
-# In-place operations that write one value wherever they write, each with the condition for that.
+# In-place operations that write the same value to every element they write, and under which
+# condition.
 _WRITES_ONE_VALUE: dict[Any, Callable[[Sequence[Any]], bool]] = {
     **dict.fromkeys(
         (
@@ -70,7 +71,7 @@ def in_place_handler(func: torch._ops.OpOverload, lowering: registry.Lowering) -
     call = Call(func, lowering.static, make)
     random = lowering.random
     writes_one_value = _WRITES_ONE_VALUE.get(func)
-    accepted: set[Any] = set()  # entries with the places of inputs that are the written tensor
+    accepted: set[Any] = set()  # (entry, positions of the inputs that are the written tensor)
     # Defaults of arguments that the functional form has no default for: `bernoulli_()` is
     # `bernoulli(p=0.5)`.
     given = {a.name: a for a in func._schema.arguments}

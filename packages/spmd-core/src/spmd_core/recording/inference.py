@@ -45,8 +45,8 @@ def infer(
         args: of the call.
         kwargs: of the call.
         spec_of: the spec of a tensor argument.
-        meta: called in place of the meta kernel, where torch has none or one whose checks are for
-            another device only.
+        meta: replaces the meta kernel, if torch has none, or one whose checks hold for another
+            device only.
     """
     if kwargs.get("layout") not in (None, torch.strided):
         raise refusal(Layout.SPARSE, f"{func.name()} with layout={kwargs['layout']}")
@@ -63,13 +63,13 @@ def infer(
         name: map_tensors(a, to_meta) for name, a in kwargs.items() if name != "pin_memory"
     }
     if "generator" in meta_kwargs:
-        # Nothing is drawn here, and torch refuses a generator of another device.
+        # Meta kernels draw nothing, and torch refuses a generator of another device.
         meta_kwargs["generator"] = None
     if meta_kwargs.get("device") is not None:
         require_logical(meta_kwargs["device"])
         meta_kwargs["device"] = torch.device("meta")
     try:
-        # A mode on the stack, such as that of a selective checkpoint, would take what runs here for
+        # An active mode, such as that of a selective checkpoint, would see what runs here as
         # operations of the program.
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             result = (meta or func)(*meta_args, **meta_kwargs)
@@ -110,14 +110,17 @@ def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) 
         and not given.get("training", "no_training" not in func._schema.name)
         and len(result) >= 3
     ):
-        # Outside of training nothing is saved for the backward, but the meta kernels return one
-        # value per channel.
+        # In evaluation nothing is saved for the backward, but the meta kernels return one value per
+        # channel.
         return (result[0], result[1].new_empty(0), result[2].new_empty(0), *result[3:])
     return result
 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that a lowering receives: those that do not say where results go."""
+    """The keyword arguments that a lowering receives:
+
+    all but those that say where results are stored.
+    """
     return {name: a for name, a in kwargs.items() if name not in cpu_kernels.PLACEMENT_KEYWORDS}
 
 

@@ -80,8 +80,8 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     The operation is partitioned, fused and differentiated like every other. Tensors on device
     `xla`, anywhere in nested lists, tuples and dicts, become jax arrays of the same shape and
-    dtype; every other argument is passed as it is, and is a constant of the program. The function
-    is traced once for each combination of shapes, dtypes and other arguments. Define it once: a new
+    dtype; every other argument is passed unchanged, as a constant of the program. The function is
+    traced once for each combination of shapes, dtypes and other arguments. Define it once: a new
     function object, such as a lambda made at each call, is another operation and compiles again.
     Gradients are those of `jax.vjp`, of any order. Does not wait for the device.
 
@@ -114,7 +114,7 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         )
     except TypeError as error:
         raise TypeError(
-            "the arguments of a jax function are tensors or can be hashed; "
+            "the arguments of a jax function are tensors or hashable; "
             f"got {[type(leaf).__name__ for leaf in leaves]}: {error}"
         ) from None
     results, out_tree = _run(call, [device_tensor(t, "call_jax") for t in tensors])
@@ -122,7 +122,7 @@ def call_jax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _BoundFunction:
-    """A jax function with all arguments bound but its arrays; takes and returns lists of arrays.
+    """A jax function of arrays alone, with its other arguments bound; from a list to a list.
 
     Attributes:
         name: the function's.

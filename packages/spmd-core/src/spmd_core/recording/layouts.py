@@ -8,7 +8,7 @@ from spmd_core.errors import UnsupportedOpError
 
 
 class Layout(StrEnum):
-    """What a tensor of the device cannot be; the values are words of the message."""
+    """Layouts that the device does not support; the values are words of the message."""
 
     SPARSE = "sparse"
     NESTED = "nested"

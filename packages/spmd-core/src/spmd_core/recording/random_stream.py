@@ -2,10 +2,10 @@
 
 Therefore `torch.manual_seed`, `get_rng_state`, `fork_rng`, `torch.Generator` and the replay of
 `torch.utils.checkpoint` work as on the CPU. The seed is an input of the program, so a new seed
-compiles nothing. Threads share torch's generator, as on the CPU: which of them draws which seed is
-up to their order, unless each passes a generator of its own. The values do not depend on the mesh,
-as the device's generator (threefry, counter based) computes each element from the seed and the
-element's global position.
+compiles nothing. Threads share torch's generator, as on the CPU: which thread draws which seed
+depends on their order, unless each passes a generator of its own. The values do not depend on the
+mesh, as the device's generator (threefry, counter based) computes each element from the seed and
+the element's global position.
 """
 
 import threading
@@ -16,8 +16,7 @@ import torch
 
 from spmd_core.graph.recorders import lock
 
-# Into this, seeds are drawn. Threads share torch's generator, so their order decides which seed
-# each gets.
+# The tensor into which seeds are drawn.
 # Guarded by: the graph lock. Cleared by: never: holds nothing between draws.
 _cell = torch.empty((), dtype=torch.int64)
 _MAX = 2**63 - 1
@@ -49,7 +48,7 @@ position = _Position()
 def mixing(tensor: torch.Tensor) -> Iterator[None]:
     """Inside, random operations of this thread mix the value of a tensor into their keys.
 
-    Equal seeds then give other numbers for each value, which may differ from device to device.
+    Equal seeds then give different numbers for each value, which may differ from device to device.
 
     Args:
         tensor: 0-dim, of integers, on device `xla`, local to the manual region whose tensors the

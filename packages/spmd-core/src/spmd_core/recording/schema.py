@@ -1,4 +1,4 @@
-"""Facts of a torch schema: what it writes and aliases, its numbers, functional form."""
+"""Facts of a torch schema: what it writes and aliases, its scalars, its functional form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-# Scalars that are nearly always the int 1, and as static arguments vanish from the program; floats
-# are inputs of the program like any other number.
+# Scalars that are nearly always the int 1. As static arguments they vanish from the program; floats
+# are inputs of the program like any other scalar.
 _STATIC_WHEN_INT = ("alpha", "beta")
 # In-place samplers whose functional form has a name of its own.
 _FUNCTIONAL_NAME = {"normal_": "normal_functional"}
@@ -20,7 +20,7 @@ class Schema:
 
     Attributes:
         names: of all arguments.
-        number_positions: arguments that may be Python numbers, which are inputs of the program.
+        number_positions: arguments that may be Python numbers: the scalar inputs of the program.
         number_names: the same arguments by name.
         static_when_int: those of them that are static arguments when the number is an int.
         written: arguments that the operation writes.

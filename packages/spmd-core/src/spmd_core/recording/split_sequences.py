@@ -1,4 +1,4 @@
-"""What splits the sequences of the attentions that are being recorded."""
+"""The function that splits the sequences of attention while a context is active."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -13,6 +13,6 @@ SplitSequences: TypeAlias = Callable[
     tuple[torch.Tensor, ...],
 ]
 
-# What marks the sequences of attention.
+# Marks the sequences of attention; None outside of `context_parallel`.
 # Guarded by: the context. Cleared by: the end of the context.
 current: ContextVar[SplitSequences | None] = ContextVar("split_sequences", default=None)

@@ -26,8 +26,8 @@ aten = torch.ops.aten
 _new = torch.Tensor._make_wrapper_subclass
 _STRIDED = torch.strided
 _is_inference_mode = torch.is_inference_mode_enabled
-# After new positions in this many different programs, a position in a view's arguments becomes an
-# input of the program: as a constant, each new one would cost a compilation.
+# When a position in a view's arguments has changed in this many programs, it becomes an input of
+# the program: as a constant, each new position would cost a compilation.
 _MOVING_AFTER = 3
 
 
@@ -45,7 +45,7 @@ def view_handler(lowering: registry.Lowering) -> Handler:
     """
     func = lowering.overload
     token = object()  # stands for the overload in the keys of `entries`
-    links: dict[Any, Link] = {}  # of this overload alone, so that keys need not contain it
+    links: dict[Any, Link] = {}  # for this overload alone, so that keys need not contain it
     find = links.get
     moving = _MOVING.get(func)
 
@@ -121,7 +121,7 @@ def _explain_local_sizes(error: RuntimeError, base: Spec, sizes: Sequence[int]) 
 
 
 def _without_base(entry: Entry) -> dict[str, Any]:
-    """A view's arguments without its base, which is known from the view's inputs in the graph."""
+    """A view's arguments without its base, which is the view's input in the graph."""
     own = entry.arguments or {}
     return {name: given for name, given in own.items() if not isinstance(given, Spec)}
 
@@ -225,9 +225,10 @@ def alias(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def pieces_handler(func: Any) -> Handler:
-    """Records `split`, `split_with_sizes` and `unbind`: each piece is a separate view.
+    """Records `split`, `split_with_sizes` and `unbind`: each result is a separate view.
 
-    The `unsafe` ones too, whose pieces share memory as well; autograd alone tells them apart.
+    Their `unsafe` forms, too, whose results share memory as well: only autograd treats them
+    differently.
     """
     select, cut = (
         view_handler(lowering_of(aten.select.int)),
@@ -344,7 +345,7 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
     assert back is not None
 
     def reinterpret(flat: Any, dtype: torch.dtype) -> Any:
-        """The memory as elements of `dtype`, without a rest that is too short for one."""
+        """The memory as elements of `dtype`, without a remainder that is too short for one."""
         ratio = max(dtype.itemsize // flat.dtype.itemsize, 1)
         flat = flat[: flat.shape[0] // ratio * ratio]
         length = flat.size * flat.dtype.itemsize // dtype.itemsize
@@ -383,7 +384,7 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
 
 
 def conjugated(tensor: torch.Tensor) -> bool:
-    """Whether torch would hold the tensor as a lazy conjugate, so that resolving it copies it."""
+    """Whether the tensor would be a lazy conjugate in torch, so that resolving it copies it."""
     odd = False
     handle = tensor._handle if isinstance(tensor, XLAShardedTensor) else None
     for view in handle.chain() if isinstance(handle, View) else ():

@@ -58,10 +58,10 @@ def write(handle: Handle, value: Value) -> None:
 
 
 def write_one_value(handle: Handle, value: Value) -> None:
-    """`write` for an operation that writes one and the same value wherever it writes.
+    """`write` for an operation that writes the same value to every element.
 
-    Then elements of the view may share memory, as those of `x.expand(3, 4)` do. A location gets the
-    value if any of its elements got it.
+    Elements of the view may then share memory, as those of `x.expand(3, 4)` do. A location gets the
+    value if any element there did.
     """
     spec, offset = handle.spec, handle.offset
     if isinstance(handle, Storage) or not overlaps(spec.shape, spec.strides):
