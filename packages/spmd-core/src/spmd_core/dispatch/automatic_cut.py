@@ -1,10 +1,10 @@
 """Cuts in a loop that records step after step without a `sync()` or a read.
 
-One program of all its steps would take minutes to compile. So where much is pending, the recorded
-graph is looked at. If its operations repeat themselves and update a state, it is a loop, and each
-of its steps so far becomes a run of one small program. From then on another `__torch_dispatch__`
-counts the recorded operations and cuts after each period. Any other cut brings the router back.
-Each thread's loop is its own.
+One program of all its steps would take minutes to compile. So the recorded graph is examined when
+many operations are pending. If they repeat themselves and update a state, they are a loop: a
+program for one step is compiled, and run for each step so far. From then on another
+`__torch_dispatch__` counts the recorded operations and cuts after each period. Any other cut
+reinstalls the router. Each thread's loop is detected by itself.
 """
 
 import sys
@@ -24,12 +24,12 @@ from spmd_core.graph.values import Entry, Value, take_serial
 from spmd_core.program import execution, planning
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
-# A graph of fewer operations stays whole, whatever it repeats.
+# A graph of fewer operations is never cut, whatever it repeats.
 MIN_OPERATIONS = 1024
-# From here on a graph that repeats itself is cut even where it updates no state. Below, its parts
-# may be the layers of one step.
+# A graph of this many operations that repeats itself is cut even if it updates no state. In a
+# smaller one, the repetitions may be the layers of one step.
 MIN_STATELESS = 16 * MIN_OPERATIONS
-# From here on a graph is cut where it is.
+# A graph of this many operations is cut at its end, even without a repetition.
 MAX_OPERATIONS = 64 * MIN_OPERATIONS
 
 
@@ -39,16 +39,16 @@ class _Watch:
 
     Attributes:
         is_on: whether this thread's calls are watched.
-        cuts: how often the thread had cut at the last look; another number means that the program
-            cut.
+        cuts: how often the thread had cut at the last look; if the number differs, the user's
+            program has cut since.
         blocks: how often `storage.PENDING_BLOCK` new storages were pending since that cut.
-        usual_blocks: how many of them a step has that the program ends itself.
+        usual_blocks: how many of them there are in a step that the user's program ends itself.
         due: the serial after which the next cut comes; None before a loop is found.
         period: how many serials lie between two cuts.
         calls: calls of `_watch_and_cut`, each of which takes a serial.
         entries: the operations of the last period; None before the first one ended.
-        piece: how many operations the last program of `cut_pieces` had, where another look follows
-            it; else 0.
+        piece: how many operations the last program of `cut_pieces` had, if another look follows it;
+            else 0.
     """
 
     is_on: bool = False
@@ -69,18 +69,18 @@ class _ThreadState(threading.local):
 # Whether this thread is inside of a call while a loop is watched.
 # Guarded by: thread-local storage. Cleared by: the end of each call.
 _thread = _ThreadState()
-# Whether the user knows.
+# Whether the user was warned.
 # Guarded by: the GIL; a race warns twice. Cleared by: reset().
 _has_warned = False
 
 
 def install() -> None:
-    """Has storages report when many are pending."""
+    """Registers to be called when many storages are pending."""
     storage.on_pending_block = _on_pending_block
 
 
 def reset() -> None:
-    """Forgets the loop of this thread that is watched, and that the warning was given."""
+    """Forgets this thread's watched loop, and that a warning was given."""
     global _has_warned
     recorder = recorders.current()
     if recorder.watch is not None:
@@ -90,7 +90,7 @@ def reset() -> None:
 
 
 def _on_pending_block(recorder: Recorder) -> None:
-    """Has the pending operations looked at by the next call, at doubling distances."""
+    """Makes the next call examine the pending operations, at doubling distances."""
     if recorder.watch is None:
         recorder.watch = _Watch()
     watch: _Watch = recorder.watch
@@ -106,7 +106,7 @@ def _on_pending_block(recorder: Recorder) -> None:
         and _installed() in (router.route, _watch_and_cut)
         and execution.this_thread.cut_guard is None
     ):
-        # In the middle of an operation nothing may be cut: some of its values have no tensor yet.
+        # No cut in the middle of an operation: some of its values have no tensor yet.
         watch.is_on = True
         XLAShardedTensor.__torch_dispatch__ = classmethod(_watch_and_cut)  # type: ignore[assignment, method-assign]
 
@@ -116,7 +116,7 @@ def _installed() -> Any:
 
 
 def _stop(watch: _Watch) -> None:
-    """Watches this loop no more; brings the router back if no other one is watched."""
+    """Stops watching this loop; reinstalls the router if no other loop is watched."""
     watch.is_on = False
     if _installed() is _watch_and_cut and not any(
         recorder.watch is not None and recorder.watch.is_on for recorder in recorders.elsewhere()
@@ -132,7 +132,7 @@ def _watch_and_cut(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Calls the router; cuts before an operation that no other one is part of, where one is due."""
+    """Calls the router; if a cut is due, cuts before an outermost operation."""
     recorder = recorders.current()
     if _thread.inside or recorder.watch is None or not recorder.watch.is_on:
         return router.route(cls, func, types, args, kwargs)
@@ -162,7 +162,7 @@ def _cut_if_due(recorder: Recorder, watch: _Watch) -> None:
 
 
 def _is_inside_an_operation() -> bool:
-    """Whether the router is at work further up, called before `_watch_and_cut` was installed."""
+    """Whether a call of the router from before `_watch_and_cut` was installed is on the stack."""
     frame = sys._getframe()
     while (outer := frame.f_back) is not None:
         frame = outer
@@ -183,7 +183,7 @@ def _look(
     ):
         _warn(len(nodes), "as one program for each step")
         piece = repetition.piece_length(found)
-        # After the pieces of the last look, further ones share their program if they begin alike.
+        # Pieces that begin as those of the last look share their program.
         positions = (
             list(range(piece, found.end - found.period + 1, piece))
             if watch.piece == piece and found.start == 0
@@ -198,11 +198,11 @@ def _look(
             raise
         watch.period, watch.cuts, watch.blocks = period, recorder.num_cuts, 0
         if storage.pending_elsewhere():
-            # What other threads record takes serials, too: the end of a period is not known.
+            # Other threads take serials, too, so the end of a period is not known.
             _stop(watch)
             watch.piece = piece
             return
-        # The calls since the last piece have taken serials, too.
+        # The calls since the last piece took serials, too.
         watch.due, watch.calls = end + period + watch.calls, 0
         return
     _stop(watch)
@@ -213,7 +213,7 @@ def _look(
 
 
 def _cut_period(recorder: Recorder, watch: _Watch, nodes: list[Value]) -> None:
-    """Cuts at the end of a period, unless the program does something else by now."""
+    """Cuts at the end of a period, unless the operations have changed."""
     entries = [node.entry for node in nodes]
     if watch.entries is not None and entries != watch.entries:
         _stop(watch)

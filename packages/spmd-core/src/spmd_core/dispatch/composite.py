@@ -1,4 +1,4 @@
-"""Composite operations that are recorded whole, by kernels above autograd, not in torch's parts."""
+"""Composite operations recorded as one, by kernels above autograd, not as torch decomposes them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,9 +34,9 @@ def _recording(overload: torch._ops.OpOverload) -> Handler:
 def recorder(name: str) -> Handler:
     """Records calls of an operation of this package.
 
-    They go through torch's dispatcher only where a mode is on its stack, which sees nothing else:
-    one that saves results for a checkpoint's second run, for instance, or one that counts FLOPs.
-    The dispatcher takes no tensor for a seed.
+    They go through torch's dispatcher only if a mode is active, which sees nothing else: one that
+    saves results for a checkpoint's recomputation, for instance, or one that counts FLOPs. The
+    dispatcher accepts no tensor as a seed.
     """
     overload = registry.resolve(name)
     record = _recording(overload)
@@ -66,9 +66,9 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
-    """`aten::layer_norm`, recorded whole if no gradient is needed.
+    """`aten::layer_norm`, recorded as one operation if no gradient is needed.
 
-    torch's parts also return the statistics for a backward; without a backward they only cost.
+    torch's composition also returns the statistics for a backward, which cost without one.
     """
     if torch.is_grad_enabled() or not isinstance(x, XLAShardedTensor):
         return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)[0]
@@ -105,7 +105,7 @@ def attention(
 
 
 def may_record_attention() -> bool:
-    """Whether an attention of plain tensors may be recorded whole."""
+    """Whether an attention of plain tensors may be recorded as one operation."""
     return (_flash_enabled() or _fused_enabled()) and forward_ad._current_level < 0
 
 
@@ -119,7 +119,7 @@ def recorded_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """Attention over tensors of this device as one operation; a mask of integers has documents."""
+    """Attention over tensors of this device as one operation; an integer mask has document ids."""
     split = split_sequences.current.get()
     if split is not None:
         query, key, value = split(query, key, value, attn_mask, dropout_p, is_causal)
@@ -151,7 +151,7 @@ def recorded_attention(
 
 
 def _seed() -> int | torch.Tensor:
-    """A seed for dropout: a number, or inside `random_stream.mixing` a tensor of one device's."""
+    """A seed for dropout: a number, or inside `random_stream.mixing` a tensor local to a device."""
     tensor = random_stream.position.tensor
     if tensor is None:
         return random_stream.draw()
@@ -186,9 +186,10 @@ def _fused_enabled() -> bool:
 def _align_leading_dims(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """Makes the leading dims equal, by views.
+    """Makes the leading dims of query, key and value equal, by views.
 
-    Only grouped heads stay apart, also if one kv head serves all without `enable_gqa`.
+    Only grouped heads keep a dim of their own, also if one kv head serves all query heads without
+    `enable_gqa`.
     """
     if min(query.dim(), key.dim(), value.dim()) < 3:
         grouped = False
@@ -214,7 +215,7 @@ def _align_leading_dims(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention whose backward computes the probabilities and the dropout mask again.
+    """Attention whose backward recomputes the probabilities and the dropout mask.
 
     Only the result and the log of the sum of exponents are kept.
     """
@@ -270,7 +271,7 @@ def _differentiable_backward(
     scale: float | None,
     enable_gqa: bool,
 ) -> list[torch.Tensor | None]:
-    """Gradients through torch's composition of attention, which autograd can differentiate again.
+    """Gradients through torch's composition of attention, which autograd can differentiate.
 
     The dropout is that of the forward.
     """
@@ -323,8 +324,8 @@ def ctc_loss(
 ) -> torch.Tensor:
     """`aten::ctc_loss` with the lengths as tensors on the device.
 
-    They may be lists or on the CPU. On the device they are inputs of the program, so that other
-    lengths compile nothing.
+    The lengths may be lists or tensors on the CPU. On the device they are inputs of the program, so
+    that other lengths compile nothing.
     """
     lengths = [torch.as_tensor(x).to(log_probs.device) for x in (input_lengths, target_lengths)]
     return aten.ctc_loss.Tensor.decompose(
@@ -333,7 +334,10 @@ def ctc_loss(
 
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`aten::one_hot`: torch compares with each class, which finds no other index."""
+    """`aten::one_hot`, with checked indices:
+
+    torch compares with each class, and so ignores others.
+    """
     if num_classes == 0 and x.numel():
         raise RuntimeError("Class values must be smaller than num_classes.")  # torch's words
     if num_classes > 0 and x.numel() and x.dtype is torch.int64:
@@ -345,7 +349,7 @@ def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _checked(x: torch.Tensor, size: int) -> torch.Tensor:
-    """The same tensor, of which programs check that its elements are indices of a dim."""
+    """The same tensor; programs check that its elements are indices of a dim."""
     if not config.check_indices or x.__class__ is not XLAShardedTensor:
         return x
     spec = Spec.contiguous(tuple(x.shape), x.dtype)
@@ -362,7 +366,7 @@ def _checked(x: torch.Tensor, size: int) -> torch.Tensor:
 def _out_kernel(overload: torch._ops.OpOverload, *, counts: bool) -> Callable[..., Any]:
     """A kernel for an `out=` overload: computes the result, then copies it to `out`.
 
-    torch's composition writes through reshaped results, which it takes for the memory of `out`.
+    torch's composition writes through reshaped results, assuming that they alias `out`.
 
     Args:
         overload: the overload.
@@ -408,9 +412,9 @@ def _handler(kernel: Callable[..., Any], otherwise: Handler) -> Handler:
 
 
 def _unreachable_kernel(name: str) -> Callable[..., Any]:
-    """A backend's kernel that is never called: tensors of the device are recorded before.
+    """A backend kernel that is never called: calls are recorded before they reach it.
 
-    torch only looks whether it exists.
+    torch only checks that it exists.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -432,7 +436,7 @@ def install() -> torch.library.Library:
         )
     for name, kernel in (*_KERNELS.items(), *recurrent.kernels()):
         library.impl(name.removesuffix(".default"), kernel, "AutogradXLA")
-        # Under inference_mode a call comes to the router, without a stop at autograd's kernels.
+        # Under inference_mode a call reaches the router without passing autograd's kernels.
         router.wrap(registry.resolve(f"aten.{name}"), partial(_handler, kernel))
     for name in _NOT_DECOMPOSED:
         library.impl(name, _unreachable_kernel(name), "XLA")

@@ -1,9 +1,9 @@
 """Operations with data-dependent result shapes: positions or counts are read on the host.
 
 Each read cuts the program and waits. It is counted in the metrics as `data_dependent_reads`; the
-first one of each operation causes a warning with the static alternative. It is no host fallback:
-the host computes nothing but positions, so strict mode allows it. The values are gathered on the
-device, so gradients flow.
+first read of each operation warns, with the static alternative. It is no host fallback: the host
+computes only positions, so strict mode allows it. The values are gathered on the device, so
+gradients flow.
 """
 
 import warnings
@@ -262,7 +262,7 @@ def in_range(
             elif len(args) > 2 and -x.dim() <= args[1] < x.dim():
                 check_range(args[2], x.shape[args[1]], args[1] % x.dim(), wraps=wraps, error=error)
         except error:
-            # With two mistakes, eager torch reports the one in the shapes.
+            # If the shapes are wrong, too, eager torch reports the shapes.
             inference.infer(func, args, kwargs, spec_of)
             raise
         return record(args, kwargs)
@@ -270,7 +270,7 @@ def in_range(
     return handler
 
 
-# Distinct elements. A sort puts equal elements together; the host reads only where groups start.
+# Distinct elements. A sort makes equal elements adjacent; the host reads only where groups start.
 
 _UNIQUE = (
     "There is no unique of static shape; "
@@ -342,7 +342,7 @@ def unique(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def unique_consecutive(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`unique_consecutive(x, return_inverse, return_counts, dim)`: one of each run of equals."""
+    """`unique_consecutive(x, return_inverse, return_counts, dim)`: one element of each run."""
     cpu_kernels.refuse(aten.unique_consecutive.default, args, kwargs)
     x, inverse, counts, dim = _defaults(
         args, kwargs, return_inverse=False, return_counts=False, dim=None
@@ -508,8 +508,8 @@ _HANDLERS: dict[str, Handler] = {
     "aten.bincount.default": bincount,
     "aten.equal.default": equal,
 }
-# torch raises a RuntimeError for an index outside its dim here, an IndexError where `in_range`
-# stands alone.
+# For these, torch raises a RuntimeError for an index outside its dim, an IndexError for those with
+# `in_range` alone.
 _at_elements = partial(in_range, error=RuntimeError)
 _MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
     "aten.index.Tensor": indexing,
@@ -527,7 +527,7 @@ _MADE: dict[str, Callable[[torch._ops.OpOverload], Handler]] = {
     "aten.index_add_.default": in_range,
     "aten.index_fill.int_Scalar": partial(in_range, wraps=True),
     "aten.index_fill.int_Tensor": partial(in_range, wraps=True),
-    # torch 2.15 writes a number at an index tensor by it.
+    # torch 2.15 uses it to write a number at an index tensor.
     "aten.index_fill_.int_Scalar": partial(in_range, wraps=True),
     "aten.index_fill_.int_Tensor": partial(in_range, wraps=True),
     "aten.index_copy.default": in_range,

@@ -2,8 +2,8 @@
 
 While the mode is on, another `__torch_dispatch__` calls the router and cuts after each outermost
 call; while it is off, the router runs unchanged. Operations that torch composes of others are cut
-once, at their end. Operations that do not go through the router wait for the next operation or
-read: empty tensors, attention and layer norm (`dispatch.composite`), `call_jax` and marks.
+once, at their end. What does not go through the router runs with the next operation or read: empty
+tensors, attention and layer norm (`dispatch.composite`), `call_jax` and marks.
 """
 
 import threading
@@ -60,7 +60,7 @@ def eager_mode(enable: bool) -> None:
 
     Each operation is a program of its own, compiled once for its shapes and started without
     waiting; views and in-place updates work as always. A step is many times slower than one that is
-    recorded whole.
+    a single program.
     """
     global _replaced_dispatch
     if enable and _replaced_dispatch is None:

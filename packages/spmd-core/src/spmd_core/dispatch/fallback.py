@@ -56,8 +56,8 @@ def _composed(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Hand
 def composite_explicit(func: torch._ops.OpOverload) -> Handler:
     """A handler for torch's own C++ compositions, such as foreach forms.
 
-    The parts come back to the router. Autograd counts the parts' writes of eager torch, but not
-    those that are recorded below it: the tensors of a written list are counted here.
+    The parts are dispatched to the router. In eager torch autograd counts the writes of the parts,
+    but not those that are recorded below it: the writes to the tensors of a list are counted here.
     """
     lists = written_lists(func)
     compose = _composed(
@@ -92,13 +92,13 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> Handler:
-    """A handler for an entry of torch's decomposition table; the host runs what it declines."""
+    """An entry of torch's decomposition table; the host runs calls that it declines."""
     compose = _composed(func, function)
     is_written = bool(schema.of(func).written)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         answer = cpu_kernels.ask(func, args, kwargs)
-        if answer.error is not None:  # the parts may accept more
+        if answer.error is not None:  # the decomposition may accept more
             raise cpu_kernels.again(answer.error)
         result = compose(args, kwargs)
         return result if is_written or answer.results is None else _restrided(result, answer)
@@ -107,7 +107,7 @@ def decomposition(func: torch._ops.OpOverload, function: Callable[..., Any]) -> 
 
 
 def _restrided(result: Any, answer: cpu_kernels.Answer) -> Any:
-    """New tensors with the strides that eager torch gives them; the parts may give others."""
+    """New tensors with the strides of eager torch; the decomposition may give others."""
     if isinstance(result, torch.Tensor):
         strides = cpu_kernels.strides_of(answer.results, tuple(result.shape))
         if strides is None or all(
@@ -132,7 +132,7 @@ def note_host_run(
     Args:
         name: of the overload.
         why: the reason, as the continuation of a sentence that begins with the name.
-        strict_advice: what to do where strict mode refuses it.
+        strict_advice: what to do if strict mode refuses it.
 
     Raises:
         HostFallbackError: in strict mode.

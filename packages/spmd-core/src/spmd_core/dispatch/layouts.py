@@ -1,6 +1,6 @@
 """Handlers of operations that make sparse, nested, quantized and mkldnn tensors: they refuse.
 
-Otherwise the host would compute the result, which has no place on the device.
+Otherwise the host would compute a result that cannot be stored on the device.
 """
 
 from typing import Any, NoReturn
@@ -56,7 +56,7 @@ def _dense_bags(func: torch._ops.OpOverload) -> Handler:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """Of the operation; none where torch does not have it, as it drops some from time to time."""
+    """The overloads of an operation; none if this torch lacks it."""
     packet = getattr(torch.ops.aten, name, None)
     return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
 
@@ -67,7 +67,7 @@ HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     for name in names
     for func in _overloads(name)
 }
-# Of operations that are refused for some arguments only.
+# Handlers of operations that are refused for some arguments only.
 PARTIAL_HANDLERS: dict[torch._ops.OpOverload, Handler] = {
     func: _dense_bags(func) for func in _overloads("_embedding_bag_backward")
 }

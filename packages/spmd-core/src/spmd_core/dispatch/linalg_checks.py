@@ -94,7 +94,7 @@ def _svd(record: Handler) -> Handler:
 def _factored(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The LU factorization that the backward of a determinant takes from its forward.
 
-    Of the transpose, if the matrix is real and contiguous.
+    It is that of the transpose if the matrix is real and contiguous.
     """
     return aten.linalg_lu_factor_ex(a.mT if a.is_contiguous() and not a.is_complex() else a)
 
@@ -197,7 +197,7 @@ def _least_squares(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.T
     if m > n and driver != "gelsy" and (driver == "gels" or bool((rank == n).all())):
         residuals = (a @ x - b).abs().square().sum(-2).broadcast_to(*batch, b.shape[-1])
         residuals = residuals.squeeze(-1) if is_vector else residuals
-    # LAPACK's results have their columns one after another.
+    # LAPACK's results are column-major.
     x = x.mT.contiguous().mT
     return x.squeeze(-1) if is_vector else x, residuals, rank, values
 
@@ -248,7 +248,7 @@ _HANDLERS: dict[str, Handler] = {
     "aten._linalg_slogdet.default": _slogdet,
     "aten.linalg_lstsq.default": _least_squares,
 }
-# From the handler that records the overload.
+# Each makes a handler from the one that records the overload.
 _AROUND: dict[str, Callable[[Handler], Handler]] = {
     "aten.linalg_cholesky_ex.default": partial(_ex, api_name="linalg.cholesky_ex"),
     "aten.linalg_inv_ex.default": partial(_ex, api_name="linalg.inv_ex"),

@@ -1,8 +1,8 @@
-"""`x[mask] = values` without the number of elements that the mask selects, which the data knows.
+"""`x[mask] = values` without reading how many elements the mask selects.
 
-Values that are the same at each True are selected with `where`. Of others, each True takes the one
-of its rank among the Trues. That their number is the number of Trues is checked in the program, as
-an index outside of its dim (`config.check_indices`).
+A single value for every True is selected with `where`. Of several values, each True takes the one
+at its rank among the Trues. The program checks that there are as many values as Trues, in the same
+way as indices outside of their dim (`config.check_indices`).
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ def writes_same_values(x: torch.Tensor, indices: Sequence[Any], values: torch.Te
 def by_rank(
     x: torch.Tensor, indices: Sequence[Any], values: torch.Tensor, *, accumulate: bool
 ) -> torch.Tensor | None:
-    """What `x[mask] = values` leaves in `x`, of its shape; None if the count is to be read.
+    """`x` after `x[mask] = values`, in its shape; None if the count must be read.
 
-    It is where the number of Trues must be checked before, as without `config.check_indices`.
+    It must be read if the number of Trues has to be checked now, as without `config.check_indices`.
 
     Args:
         x: the tensor.
@@ -51,13 +51,13 @@ def by_rank(
     count = values.shape[dim]
     known = _host_mask(mask)
     if known is not None and int(known.sum()) != count:
-        return None  # is refused at once
+        return None  # refused right away
     region = _region(x, place, mask, count)
     if any(n not in (1, m) for n, m in zip(reversed(values.shape), reversed(region))):
         return None
     flat = mask.reshape(-1).long()
     ranks = (flat.cumsum(0) - 1) * flat
-    # Another number of Trues puts every rank outside of the values.
+    # If the number of Trues differs, every rank is outside of the values.
     ranks = ranks + (flat.sum() != count) * count
     taken = values.index_select(dim, ranks).unflatten(dim, mask.shape)
     selected = mask.reshape(*mask.shape, *(1 for _ in range(rest)))
@@ -66,14 +66,14 @@ def by_rank(
 
 
 def mask_of(indices: Sequence[Any]) -> int | None:
-    """Where the one index stands, which is a boolean mask; None if there are others."""
+    """The position of the only index, a boolean mask; None if there are other indices."""
     given = [i for i, index in enumerate(indices) if index is not None]
     is_mask = len(given) == 1 and indices[given[0]].dtype is torch.bool
     return given[0] if is_mask else None
 
 
 def _host_mask(mask: torch.Tensor) -> torch.Tensor | None:
-    """The mask, if it is still on the host, where it is read without waiting."""
+    """The mask, if it is still on the host, so that reading it does not wait."""
     if not isinstance(mask, XLAShardedTensor):
         return mask
     handle = mask._handle
@@ -82,5 +82,5 @@ def _host_mask(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _region(x: torch.Tensor, place: int, mask: torch.Tensor, count: int) -> tuple[int, ...]:
-    """The shape of `x[mask]` for a mask with so many Trues."""
+    """The shape of `x[mask]` for a mask with `count` Trues."""
     return (*x.shape[:place], count, *x.shape[place + mask.dim() :])

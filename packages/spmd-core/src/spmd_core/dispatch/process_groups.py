@@ -1,9 +1,9 @@
-"""Collectives of `torch.distributed` on xla tensors: through the host, by the process group.
+"""Collectives of `torch.distributed` on xla tensors, by the process group, over the host.
 
-A process group such as gloo's exchanges host memory between processes. Its kernels know nothing of
-the device, so each call reads its tensors, runs on the CPU and takes the results back, counted as
-any operation that runs on the host. Between the devices of one process there is nothing to
-exchange by a process group: there the partitioner, or `shard_map`, inserts collectives.
+A process group such as gloo's exchanges host memory between processes. Its kernels do not support
+the device, so each call reads its tensors, runs on the CPU and copies the results back, counted as
+any operation that runs on the host. A process group exchanges nothing between the devices of one
+process: that is for the partitioner's collectives, or those of `shard_map`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,11 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
 _WHY = "exchanges host memory between processes, over a torch.distributed process group,"
 _STRICT_ADVICE = (
-    "Use spmd_core.distributed.initialize and a mesh over the devices of all processes, or leave "
+    "Use spmd.distributed.initialize and a mesh over the devices of all processes, or leave "
     "strict mode."
 )
 
-# The argument that each operation writes: its schema does not say so. True where the operation
+# The argument that each operation writes, which its schema does not say, and whether the operation
 # also reads it.
 _WRITTEN = {
     c10d.allreduce_: ("tensors", True),
@@ -83,7 +83,7 @@ def _collective(func: torch._ops.OpOverload, written: str, reads: bool) -> Handl
 
 
 def _receive(func: torch._ops.OpOverload) -> Handler:
-    """A handler that returns at once, as the sender may run later; `wait` stores what came."""
+    """Returns at once, as the sender may run later; `wait` stores the received data."""
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _note(func)
@@ -96,13 +96,13 @@ def _receive(func: torch._ops.OpOverload) -> Handler:
 
 
 class _Received(distributed.Work):
-    """The work of a receive: `wait` stores what came into the target."""
+    """The work of a receive: `wait` stores the received data in the target."""
 
     def __init__(self, inner: Any, target: torch.Tensor, host: torch.Tensor) -> None:
         super().__init__()
         self._inner, self._target, self._host = inner, target, host
-        # torch's C++ holds its half of this object alone; without a reference to the other half,
-        # `wait` would not be found.
+        # torch's C++ keeps only the C++ half of this object alive; without a reference to the
+        # Python half, `wait` would not be found.
         target.__dict__.setdefault("_receives", []).append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -168,7 +168,7 @@ def _host(t: torch.Tensor) -> torch.Tensor:
 
 
 def _host_empty(t: torch.Tensor) -> torch.Tensor:
-    """Host memory for what will be written into the tensor, whose own values are not read."""
+    """Host memory for data that will overwrite the tensor, whose own values are not read."""
     return torch.empty(t.shape, dtype=t.dtype) if isinstance(t, XLAShardedTensor) else t
 
 
@@ -181,7 +181,7 @@ def _leaves(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _finished(results: list[torch.Tensor]) -> Any:
-    """The work of a collective that is done, with its results."""
+    """A completed collective's work, with its results."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(results)
     # torch's annotations lack this function.

@@ -1,7 +1,7 @@
 """torch's recurrent layers, recorded as one scan over time for each layer and direction.
 
-torch's own composition has some ten operations for each time, so a program would grow, and compile
-ever longer, with the length of the sequence.
+torch's own composition has about ten operations for each time step, so the size and the compile
+time of a program would grow with the length of the sequence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ def _is_recorded(
     weights: list[list[torch.Tensor]],
     has_biases: bool,
 ) -> bool:
-    """Whether the scan takes this call.
+    """Whether the scan supports this call.
 
-    torch's composition refuses what is wrong, and computes in forward-mode AD, and under
+    torch's composition reports wrong arguments, and is used in forward-mode AD and under
     torch.func's transforms, whose tensors are wrapped.
     """
     tensors = [x, *states, *(t for group in weights for t in group)]
@@ -160,7 +160,7 @@ def _input_kernel(kind: str) -> Callable[..., Any]:
 
 
 def _packed_kernel(kind: str) -> Callable[..., Any]:
-    """Packed sequences: the rows of each time, of the sequences that are as long, follow another.
+    """Packed sequences: for each time step, one row of each sequence that is long enough.
 
     They are laid out as (T, B), scanned with a length for each sequence, and packed again.
     """
@@ -180,7 +180,7 @@ def _packed_kernel(kind: str) -> Callable[..., Any]:
         states = list(hx) if kind == "lstm" else [hx]
         weights = _grouped(params, num_layers, bidirectional)
         sizes = batch_sizes.tolist() if data.dim() == 2 and len(batch_sizes) else []
-        # Only their shape and dtype count here.
+        # Only their shapes and dtypes matter here.
         like = data[:1].expand(sizes[0], -1)[None] if sizes else data
         if not sizes or not weights or not _is_recorded(kind, like, states, weights, has_biases):
             return overload.decompose(

@@ -51,13 +51,13 @@ aten = torch.ops.aten
 # whole lookup.
 # Guarded by: the GIL; a race makes a handler twice. Cleared by: router.forget().
 _handlers: dict[int, Handler] = {}
-# What packages on top of this one put around a handler.
+# Functions by which packages built on this one wrap a handler.
 # Guarded by: imports. Cleared by: never.
 _wrappers: dict[torch._ops.OpOverload, Callable[[Handler], Handler]] = {}
 
 
 class Route(StrEnum):
-    """The way in which the calls of an overload are carried out."""
+    """How the calls of an overload are executed."""
 
     LOWERED = "lowered"
     VIEW = "a view of shared storage"
@@ -97,7 +97,7 @@ def forget() -> None:
 
 
 def wrap(func: torch._ops.OpOverload, wrapper: Callable[[Handler], Handler]) -> None:
-    """Has calls of an overload go to `wrapper(handler)`, for packages on top of this one."""
+    """Sends calls of an overload to `wrapper(handler)`, for packages built on this one."""
     _wrappers[func] = wrapper
     _handlers.pop(id(func), None)
 
@@ -181,7 +181,7 @@ def _registered(func: torch._ops.OpOverload) -> Handler:
 
 
 def _in_place_view(form: torch._ops.OpOverload) -> Handler:
-    """`t_`, `squeeze_` and similar overloads, which change the tensor's view of its storage."""
+    """`t_`, `squeeze_` and similar overloads, which make a tensor another view of its storage."""
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         replace_handle(args[0], form(*args, **kwargs)._handle)
@@ -200,7 +200,7 @@ def _derived_in_place(func: torch._ops.OpOverload, form: torch._ops.OpOverload) 
     return handler
 
 
-# Reductions that convert to the dtype of `out` first, as if it were their `dtype`.
+# Reductions that first convert their input to the dtype of `out`, as if it were their `dtype`.
 _COMPUTE_IN_OUT_DTYPE = ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")
 
 
@@ -209,7 +209,8 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
     facts = schema.of(func)
     names = facts.out_names
     computes_in_out_dtype = form._schema.name.removeprefix("aten::") in _COMPUTE_IN_OUT_DTYPE
-    # A form with a handler of its own, `linalg_inv_ex` for instance, is called through the router.
+    # A functional form with a handler of its own, such as `linalg_inv_ex`, is called through the
+    # router.
     lowering = None if form in _SPECIAL else registry.find(form)
     compute = form if lowering is None else _call_of(_computed(lowering))
     # torch omits arguments that are None, even without a default in the schema
@@ -226,8 +227,8 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         given = [kwargs[name] for name in names]
         outs = [t for out in given for t in (out if isinstance(out, (list, tuple)) else [out])]
         is_accepted = cpu_kernels.refuse(func, args, kwargs)
-        # For torch's other errors, its warning if `out` gets another shape, and the strides that it
-        # then gets. Overloads without a meta kernel are checked in their parts.
+        # For torch's other errors, its warning if `out` is resized, and the strides that it then
+        # gets. Overloads without a meta kernel are checked in their parts.
         layouts: list[Any] = [None] * len(outs)
         with suppress(NotImplementedError):
             found = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
@@ -277,7 +278,7 @@ def _call_of(handler: Handler) -> Callable[..., Any]:
 def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
     """Raises torch's error for a number that does not fit the dtype into which it is written.
 
-    The number is an input of the program, so only the recording can refuse it.
+    The number is an input of the program, so it can only be refused when it is recorded.
     """
     inner: list[Handler] = []
 
@@ -289,14 +290,14 @@ def _check_number_fits(func: torch._ops.OpOverload, position: int) -> Handler:
             try:
                 torch.zeros((), dtype=dtype).fill_(args[position])
             except RuntimeError:
-                cpu_kernels.refuse(func, args, kwargs)  # with two mistakes, the other one counts
+                cpu_kernels.refuse(func, args, kwargs)  # torch reports another mistake first
                 raise
         return inner[0](args, kwargs)
 
     return handler
 
 
-# Handlers made so far do not expect a SymInt; no operation gets one before.
+# Drops the handlers made so far, which do not expect SymInts; no operation gets one before.
 selections.on_first = _handlers.clear
 _HANDLERS: dict[str, Handler] = {
     "aten.detach.default": alias,

@@ -1,8 +1,8 @@
-"""Operations on what a mask selects, `x[mask]`, without the number of elements that it selects.
+"""Operations on `x[mask]` without reading how many elements the mask selects.
 
 Elementwise operations compute all elements, selected or not. `x[mask] = values` then takes those at
-True, by `where`, and so does a sum. An operation that is neither, or whose operands have to have
-the selected number of elements, gets the selected elements alone: that reads the mask.
+True, by `where`, and so does a sum. Any other operation, and one whose operands must have the
+selected number of elements, gets the selected elements alone, for which the mask is read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,9 @@ def select(x: torch.Tensor, mask: XLAShardedTensor, place: int) -> SelectedTenso
 
     Args:
         x: a tensor on the device.
-        mask: a boolean one on the device, with dims, which agree with those of x at `place`.
-        place: how many dims of x are before those of the mask.
+        mask: a boolean tensor on the device, not 0-dim, whose dims agree with those of x from
+            `place` on.
+        place: the number of dims of x before those of the mask.
     """
     global on_first
     if on_first is not None:
@@ -57,7 +58,7 @@ def route(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`SelectedTensor.__torch_dispatch__`: records an operation, if it can be, on all elements."""
+    """`SelectedTensor.__torch_dispatch__`: records an operation on all elements, if possible."""
     kwargs = kwargs or {}
     if func in _SIZES:
         return _sizes(func, args[0], args[1:])
@@ -104,7 +105,7 @@ def _on_dense(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str
 
 @cache
 def is_elementwise(func: torch._ops.OpOverload) -> bool:
-    """Whether each element of the one result is computed from the operands' elements there."""
+    """Whether the only result is computed element by element from the operands."""
     form = (schema.functional(func) if schema.of(func).written else func) or func
     tags = {*func.tags, *form.tags}
     return (
@@ -118,7 +119,7 @@ def is_elementwise(func: torch._ops.OpOverload) -> bool:
 
 
 def _elementwise(func: torch._ops.OpOverload) -> Handler:
-    """A handler that records the operation on all elements, for operands that agree with them."""
+    """A handler that records the operation on all elements, if its operands broadcast to them."""
     is_written = bool(schema.of(func).written)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +148,7 @@ def _elementwise(func: torch._ops.OpOverload) -> Handler:
 
 
 def _placed(t: torch.Tensor, selection: Selection) -> torch.Tensor | None:
-    """An operand for all elements; None where it would have to have the selected number of them."""
+    """An operand for all elements; None if it must have the selected number of elements."""
     full = selection.full
     assert full is not None
     behind, num_dims = selection.num_behind, selection.count.mask.dim()
@@ -173,7 +174,7 @@ def _broadcast(shapes: list[Sequence[int]], into: Sequence[int] | None) -> bool:
     try:
         found = torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        return False  # torch's error tells the shapes of the selected elements
+        return False  # torch's error should name the shapes of the selected elements
     return into is None or tuple(found) == tuple(into)
 
 
@@ -193,7 +194,7 @@ def _dense(selection: Selection) -> XLAShardedTensor:
 
 
 def _write(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What `x[mask] = values` leaves in x, where the values were selected by the same mask."""
+    """`x` after `x[mask] = values`, if the values were selected by the same mask."""
     x, indices, values = args[0], args[1], args[2]
     accumulate = bool(args[3]) if len(args) > 3 else kwargs.get("accumulate", False)
     if isinstance(x, SelectedTensor) or not isinstance(values, SelectedTensor):
@@ -262,7 +263,7 @@ def _sum(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_all(func: torch._ops.OpOverload) -> Handler:
-    """A handler for what makes a tensor like its first argument, or writes all of it."""
+    """A handler for operations that make a tensor like their first argument, or overwrite it."""
     is_written = bool(schema.of(func).written)
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -282,7 +283,7 @@ def _aliased(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _new_like(func: torch._ops.OpOverload) -> Handler:
-    """A handler for `t.new_zeros(size)` and others, which take dtype and device of t alone."""
+    """A handler for `t.new_zeros(size)` and others, which use only the dtype and device of t."""
 
     def handler(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._selection.full, *args[1:], **kwargs)
@@ -291,7 +292,7 @@ def _new_like(func: torch._ops.OpOverload) -> Handler:
 
 
 def expanded(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`x.expand(sizes)` with the count of a mask among the sizes; None if x must have its size."""
+    """`x.expand(sizes)` with a mask's count among the sizes; None if x must have that size."""
     x, sizes = args[0], args[1]
     found = counted(sizes)
     if found is None or kwargs or isinstance(x, SelectedTensor):
@@ -308,7 +309,7 @@ def expanded(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def with_sizes(func: torch._ops.OpOverload, handler: Handler) -> Handler:
-    """The handler of an operation on plain tensors that autograd may give SymInts for sizes."""
+    """The handler of an operation on plain tensors to which autograd may pass SymInts as sizes."""
 
     def with_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if any(map(_is_symbolic, args)) or any(map(_is_symbolic, kwargs.values())):
@@ -351,7 +352,7 @@ def _is_symbolic(a: Any) -> bool:
 
 
 def _sizes(func: torch._ops.OpOverload, t: SelectedTensor, args: Sequence[Any]) -> Any:
-    """What torch's C++ asks about a tensor's sizes; None leaves it to the SymInts it has."""
+    """Answers torch's C++ about a tensor's sizes; None leaves the answer to its SymInts."""
     selection = t._selection
     if selection.dense is None:
         if func is aten.sym_size.default:
@@ -364,7 +365,7 @@ def _sizes(func: torch._ops.OpOverload, t: SelectedTensor, args: Sequence[Any]) 
 
 
 Selection.select = staticmethod(_dense)
-# What C++ asks Python about a tensor that was made with the policy "sizes".
+# The operations by which C++ asks Python about a tensor with the policy "sizes".
 _SIZES = frozenset(
     releases.overloads(
         dict.fromkeys(

@@ -1,6 +1,6 @@
 """Handlers that exchange or compare the memory under a tensor: `set_`, `resize_`, `is_set_to`.
 
-Values stay where they are; tensors get other handles.
+No values move; tensors get other handles.
 """
 
 import sys
@@ -78,14 +78,14 @@ def _over_bytes(
     if 0 in size:
         return new_storage(size, dtype)
     spec = Spec.of(size, strides, dtype)
-    # A first tensor that has all of the bytes is the storage itself, not a view of it, as marks and
+    # If the first tensor covers all bytes, it is the storage itself, not a view of it, as marks and
     # updates of a storage cost least.
     covers = spec is spec.logical and offset == 0 and spec.num_bytes == source.nbytes()
     storage = None if source.restored is None else source.restored()
     if storage is None:
         if not covers:
             spec = Spec.contiguous((source.nbytes() // dtype.itemsize,), dtype)
-        # No copy, as torch reads old files after it has made the tensors.
+        # Without a copy, as torch reads old files after it has made the tensors.
         data = torch.empty(0, dtype=dtype, device="cpu").set_(source, 0, spec.size, spec.strides)
         storage = Storage.of_leaf(spec, data, leaves.host_placement())
         source.restored = weakref.ref(storage)

@@ -30,7 +30,7 @@ from spmd_core.tensor.logical_device import require_logical
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of, wrap
 
 aten = torch.ops.aten
-# The result of these stands for its source, with the same shape, so it gets the same sharding.
+# The result of these replaces its source, with the same shape, so it gets the same sharding.
 _INHERITS_SHARDING = frozenset(
     {
         "zeros_like",
@@ -82,7 +82,7 @@ def to_host(tensor: XLAShardedTensor) -> torch.Tensor:
         return execution.to_host(handle)
     storage = handle.storage
     if storage.spec.num_bytes <= 1 << 24:
-        # A small base is read whole, and torch makes the view on the host: a program for each view
+        # All of a small base is read, and torch makes the view on the host: a program for each view
         # would cost a compilation.
         return _view_on_host(handle)
     with lock:
@@ -149,7 +149,7 @@ def copy_(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     handle = target._handle
     if source.__class__ is not XLAShardedTensor:
         if source.__class__ is not torch.Tensor:
-            # A user's class, which may refuse even to say its shape: uninitialized parameters do.
+            # A user's class, which may not even have a shape, as uninitialized parameters.
             with torch._C.DisableTorchFunctionSubclass():
                 source = source.detach()
         require_dense(source, "a copy from a tensor")
@@ -195,7 +195,7 @@ def new_storage(
 ) -> Handle:
     """A storage of zeros: memory on the device is never uninitialised.
 
-    With strides that leave gaps or overlap, a view of a dense storage.
+    If the strides leave gaps or overlap, it is a view of a dense storage.
     """
     dtypes.to_jax(dtype)
     if strides is not None and not is_dense(shape, strides):

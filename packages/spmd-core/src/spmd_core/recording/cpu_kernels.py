@@ -237,7 +237,7 @@ def may_not_fit(a: Any, dtype: torch.dtype) -> bool:
     """Whether eager torch may refuse a number of this type, by its value, for results of a dtype.
 
     Floats that overflow float32 or bfloat16 are not considered: checking them would cost every
-        step.
+    step.
     """
     if type(a) is complex:
         return not dtype.is_complex

@@ -117,10 +117,7 @@ def _corrected(func: torch._ops.OpOverload, result: Any, given: dict[str, Any]) 
 
 
 def without_placement(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that a lowering receives:
-
-    all but those that say where results are stored.
-    """
+    """A lowering's keyword arguments: all but those that say where results are stored."""
     return {name: a for name, a in kwargs.items() if name not in cpu_kernels.PLACEMENT_KEYWORDS}
 
 
