@@ -110,7 +110,7 @@ class Phase(StrEnum):
     # The line called the operation, in a hook or a user's own `backward`.
     IN_BACKWARD = "in the backward pass"
     # The line called the operation, and a checkpoint computes it again.
-    SECOND_RUN = "computed again in the backward pass"
+    RECOMPUTATION = "computed again in the backward pass"
     # The line called `backward()`: torch does not tell which forward operation this belongs to.
     BACKWARD_CALL = "in this call of backward()"
 

@@ -311,7 +311,9 @@ def test_hooks_and_recomputation_have_the_lines_that_they_run():
     z = torch.ones(3, device="xla", requires_grad=True)
     with debugging.source_lines():
         checkpoint(layer, z, use_reentrant=False).sum().backward()
-    again = [o for o in origins(z.grad)["aten::sinh"] if o.phase is source_lines.Phase.SECOND_RUN]
+    again = [
+        o for o in origins(z.grad)["aten::sinh"] if o.phase is source_lines.Phase.RECOMPUTATION
+    ]
     assert again and {o.line for o in again} == {line_of("recomputed")}
 
 

@@ -323,7 +323,7 @@ def test_recomputations_of_several_threads(worker):
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(step, (1.0, 2.0)))
-    assert values.second_run is None
+    assert values.recomputation is None
     for gradient, start in zip(found, (1.0, 2.0)):
         torch.testing.assert_close(gradient, 3 * torch.full((3,), 3 * start).cos())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd_core.modules.pipeline_plan import Plan
+from spmd_core.modules.pipeline_plan import PipelinePlan
 from spmd_core.modules.pipeline_stages import Stacking
 
 SIZES = [(p, m, v) for p in (1, 2, 4, 8) for m in (1, 2, 3, 5, 8, 16) for v in (1, 2, 3)]
@@ -10,7 +10,7 @@ SIZES = [(p, m, v) for p in (1, 2, 4, 8) for m in (1, 2, 3, 5, 8, 16) for v in (
 
 @pytest.mark.parametrize(("p", "m", "v"), SIZES)
 def test_each_microbatch_visits_all_chunks_in_order(p, m, v):
-    plan = Plan(p, m, v)
+    plan = PipelinePlan(p, m, v)
     visited = {i: [] for i in range(m)}
     at = [None] * p  # the microbatch at each stage
     left = []
@@ -31,7 +31,7 @@ def test_each_microbatch_visits_all_chunks_in_order(p, m, v):
 
 @pytest.mark.parametrize(("p", "m", "v"), SIZES)
 def test_the_bubble_is_that_of_the_formula(p, m, v):
-    plan = Plan(p, m, v)
+    plan = PipelinePlan(p, m, v)
     assert len(list(plan.ticks())) == plan.num_ticks
     formula = (p - 1) / (v * m + p - 1)
     if v == 1 or m % p == 0:
@@ -41,7 +41,7 @@ def test_the_bubble_is_that_of_the_formula(p, m, v):
 
 
 def test_chunks_of_a_stage_do_not_follow_each_other():
-    stacking = Stacking.of(8, Plan(2, 4, rounds=2))
+    stacking = Stacking.of(8, PipelinePlan(2, 4, rounds=2))
     assert (stacking.num_slots, stacking.blocks_per_chunk) == (4, 2)
     assert [stacking.block_index(slot, 0) for slot in range(4)] == [0, 1, 4, 5]
     assert [stacking.block_index(slot, 1) for slot in range(4)] == [2, 3, 6, 7]

@@ -135,7 +135,7 @@ def test_fully_shard_has_torchs_arguments(x):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_placement_fn": lambda p: Shard(1)}, r"spmd_core\.mark_sharding\(parameter, mesh"),
+        ({"shard_placement_fn": lambda p: Shard(1)}, r"spmd\.mark_sharding\(parameter, mesh"),
         ({"offload_policy": CPUOffloadPolicy()}, r"Leave it out.*save_on_host\(\)"),
         ({"reshard_after_forward": 2}, r"got reshard_after_forward=2\. Pass True, or False"),
     ],
@@ -275,11 +275,11 @@ REFUSED = {
     "DDP": (lambda m: DDP(m), "mark_sharding(x, mesh, ('data',))"),
     "replicate": (lambda m: replicate(m), "mark_sharding(x, mesh, ('data',))"),
     "replicate with fsdp": (lambda m: replicate_with_fsdp(m), "Use the model as it is"),
-    "FSDP": (lambda m: FSDP(m), "Write spmd_core.fully_shard(module, mesh) with mesh"),
+    "FSDP": (lambda m: FSDP(m), "Write spmd.fully_shard(module, mesh) with mesh"),
     "hybrid": (
         lambda m: FSDP(m, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-        "spmd_core.fully_shard(module, mesh, extra_data_axis='data') with mesh = "
-        "spmd_core.Mesh(range(n), (replicas, shards), ('data', 'fsdp'))",
+        "spmd.fully_shard(module, mesh, extra_data_axis='data') with mesh = "
+        "spmd.Mesh(range(n), (replicas, shards), ('data', 'fsdp'))",
     ),
     "gradients": (
         lambda m: FSDP(m, None, ShardingStrategy.SHARD_GRAD_OP),
@@ -291,11 +291,11 @@ REFUSED = {
     ),
     "stage": (
         lambda m: PipelineStage(m, 0, 2, torch.device("xla")),
-        "Write spmd_core.pipeline(model, mesh, num_microbatches=8)",
+        "Write spmd.pipeline(model, mesh, num_microbatches=8)",
     ),
     "pipeline": (
         lambda m: pipeline(m, (torch.ones(2, 16),), split_spec={"second": SplitPoint.BEGINNING}),
-        "Write spmd_core.pipeline(model, mesh, num_microbatches=8)",
+        "Write spmd.pipeline(model, mesh, num_microbatches=8)",
     ),
     "zero": (
         lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=0.1),

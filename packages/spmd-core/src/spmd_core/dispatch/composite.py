@@ -334,10 +334,7 @@ def ctc_loss(
 
 
 def one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """`aten::one_hot`, with checked indices:
-
-    torch compares with each class, and so ignores others.
-    """
+    """`aten::one_hot`, with checked indices, as torch would ignore those of no class."""
     if num_classes == 0 and x.numel():
         raise RuntimeError("Class values must be smaller than num_classes.")  # torch's words
     if num_classes > 0 and x.numel() and x.dtype is torch.int64:

@@ -10,10 +10,10 @@ import torch
 from spmd_core.ops import registry
 from spmd_core.recording import schema
 from spmd_core.recording.calls import Handler, functional_handler
-from spmd_core.recording.layouts import Layout, refusal
+from spmd_core.recording.layouts import RefusedLayout, refusal
 
 _MAKERS = {
-    Layout.SPARSE: (
+    RefusedLayout.SPARSE: (
         "_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc",
         "sparse_coo_tensor", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims",
         "_sparse_coo_tensor_with_dims_and_tensors", "sparse_compressed_tensor",
@@ -21,20 +21,20 @@ _MAKERS = {
         "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
         "sparse_mask",
     ),
-    Layout.NESTED: (
+    RefusedLayout.NESTED: (
         "_nested_tensor_from_tensor_list", "_nested_tensor_from_mask", "_nested_from_padded",
         "_nested_view_from_buffer", "_nested_view_from_buffer_copy", "_nested_view_from_jagged",
         "_nested_view_from_jagged_copy",
     ),
-    Layout.QUANTIZED: (
+    RefusedLayout.QUANTIZED: (
         "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel",
         "_make_per_tensor_quantized_tensor", "_make_per_channel_quantized_tensor",
     ),
-    Layout.MKLDNN: ("to_mkldnn",),
+    RefusedLayout.MKLDNN: ("to_mkldnn",),
 }  # fmt: skip
 
 
-def _refusing(layout: Layout, func: torch._ops.OpOverload) -> Handler:
+def _refusing(layout: RefusedLayout, func: torch._ops.OpOverload) -> Handler:
     def handler(args: Any, kwargs: dict[str, Any]) -> NoReturn:
         raise refusal(layout, func.name())
 
@@ -49,7 +49,7 @@ def _dense_bags(func: torch._ops.OpOverload) -> Handler:
 
     def handler(args: Any, kwargs: dict[str, Any]) -> Any:
         if args[position]:
-            raise refusal(Layout.SPARSE, f"{func.name()} with sparse=True")
+            raise refusal(RefusedLayout.SPARSE, f"{func.name()} with sparse=True")
         return record(args, kwargs)
 
     return handler

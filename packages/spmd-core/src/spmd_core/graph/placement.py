@@ -17,7 +17,7 @@ class Placement:
         manual: for a tensor that is local to a manual region, the region's axes; else None. The
             array then has one value for each position along those axes, stacked along an additional
             first dim.
-        room: the shape of an array that has room for more elements than the tensor has (see
+        room: the padded shape of an array with capacity for more elements than the tensor has (see
             `program.growing_sizes`); else None. The tensor is its first elements in each dim.
     """
 
@@ -50,7 +50,7 @@ class Placement:
         return found
 
     def with_room(self, room: tuple[int, ...] | None) -> "Placement":
-        """The placement with another room; None for none."""
+        """The placement with another padded shape; None for an array without padded capacity."""
         if room == self.room:
             return self
         return Placement.of(self.jax_sharding, self.sharding, self.manual, room)

@@ -1,4 +1,4 @@
-"""A pending graph for each thread, and the lock under which all threads record.
+"""The pending graph of each thread, and the lock under which all threads record.
 
 What a thread records is computed by its own cuts, so that the step of one thread does not cut that
 of another one. What a thread that has ended left pending is computed by the next cut of any thread.
@@ -34,8 +34,8 @@ class Recorder:
         has_ended: whether the thread has ended, or is one of autograd's own: then any thread's
             cut computes what it left.
         num_cuts: how often the thread has cut.
-        watch: what `dispatch.automatic_cut` knows of a loop that does not cut; else None.
-        sources: the threads whose programs this thread's have read results of.
+        watch: the state of `dispatch.automatic_cut` for a loop that does not cut; else None.
+        sources: the threads whose results this thread's programs have read.
     """
 
     __slots__ = ("__weakref__", "failed", "has_ended", "num_cuts", "sources", "storages", "watch")
@@ -50,7 +50,7 @@ class Recorder:
 
 
 class _UntilEnd:
-    """Says at the end of the thread that holds it that the thread has ended."""
+    """Held by a thread; notes the end of the thread when it is deleted."""
 
     __slots__ = ("recorder",)
 
@@ -64,7 +64,7 @@ class _UntilEnd:
 # The recorder of this thread, and what notices that the thread has ended.
 # Guarded by: thread-local storage. Cleared by: the end of the thread.
 this_thread = threading.local()
-# Of autograd's own threads, of which torch does not tell whose backward they run.
+# For autograd's own threads, as torch does not say whose backward they run.
 # Guarded by: the graph lock. Cleared by: each cut.
 _unowned = Recorder()
 _unowned.has_ended = True

@@ -1,4 +1,4 @@
-"""Finds the repeated part of a recorded graph, and the places where it is cut at the least cost."""
+"""Finds the repeated part of a recorded graph, and where cutting it costs least."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from spmd_core.graph.values import Part, Value
 
-# A piece of a repeated graph has at least so many operations: a program costs a start.
+# The least number of operations between two cuts, as starting a program has a cost.
 MIN_PIECE = 32
 
 
@@ -27,11 +27,11 @@ class Repetition:
 
 
 def find(nodes: Sequence[Value]) -> Repetition | None:
-    """The run that takes up most of the graph; None where no four repetitions do.
+    """The run that makes up most of the graph; None if it has fewer than four repetitions.
 
     The run need not begin with the graph, nor end with it: a loop has something before it, and its
-    last round holds results that nothing will read. So the middle half of the graph is looked at,
-    with the failure function of Knuth, Morris and Pratt (1977), in linear time.
+    last round holds results that nothing will read. So the period is sought in the middle half of
+    the graph, with the failure function of Knuth, Morris and Pratt (1977), in linear time.
 
     Args:
         nodes: the pending operations, in the order of recording.
@@ -65,8 +65,8 @@ def _period(items: Sequence[object]) -> int:
 def has_steps(nodes: Sequence[Value], found: Repetition, states: Iterable[Value]) -> bool:
     """Whether the repetitions are steps of a loop, and not, say, the layers of one step.
 
-    Steps update a state that they also read for something else than its update, as parameters are.
-    Sums over the microsteps of one step, such as gradients, are only read for their update.
+    Steps update a state that they also read for another purpose, as they do with parameters. Sums
+    over the microsteps of one step, such as gradients, are read for their update alone.
 
     Args:
         nodes: the pending operations.
@@ -92,7 +92,7 @@ def result_of(value: Value) -> tuple[Value, int]:
 
 
 def _depends(node: Value, earlier: Value, position_of: dict[Value, int]) -> bool:
-    """Whether an operation needs the result of an earlier one, over any others between them."""
+    """Whether an operation depends on an earlier one, through any operations between them."""
     bound = position_of[earlier]
     stack, seen = [node], {node}
     while stack:
@@ -107,7 +107,7 @@ def _depends(node: Value, earlier: Value, position_of: dict[Value, int]) -> bool
 
 
 def boundaries(nodes: Sequence[Value], found: Repetition) -> list[int]:
-    """Where to cut the run: one place in each period, over which the fewest bytes pass.
+    """Where to cut the run: in each period, where the fewest bytes are live.
 
     In a training loop that is after the optimizer's last update. Short periods are cut together.
 
@@ -140,6 +140,6 @@ def piece_length(found: Repetition) -> int:
 
 
 def serials_between(nodes: Sequence[Value], found: Repetition) -> int:
-    """How many operations are recorded between two cuts, with those that nothing needs."""
+    """How many operations are recorded between two cuts, including those that nothing needs."""
     last = nodes[found.end - 1].serial - nodes[found.end - 1 - found.period].serial
     return last * piece_length(found) // found.period

@@ -31,9 +31,9 @@ _is_inference_mode = torch.is_inference_mode_enabled
 # The next number for `data_ptr()`.
 # Guarded by: the graph lock. Cleared by: never: addresses stay distinct.
 _next_address = 1 << 40
-# How many new pending storages of a thread are looked through at a time.
+# After how many new pending storages of a thread the dead ones are dropped from its list.
 PENDING_BLOCK = 1024
-# Called by the thread after so many: a loop that never cuts is noticed. Set by
+# Called by the thread after that many, to notice a loop that never cuts. Set by
 # `dispatch.automatic_cut`.
 # Guarded by: imports. Cleared by: never.
 on_pending_block: Callable[[Recorder], None] | None = None
@@ -77,7 +77,7 @@ class Storage:
         self.version = 0
         self.sharding = self.committed = None
         self.inference = _is_inference_mode()
-        # As `recorders.current`, but inline: this is the hot path.
+        # Inlined `recorders.current`: this is the hot path.
         try:
             recorder = _this_thread.recorder
         except AttributeError:
@@ -106,12 +106,12 @@ class Storage:
         self.version += 1
 
     def request(self) -> None:
-        """Has this thread's next cut compute a pending storage, also after its program failed."""
+        """Makes this thread's next cut compute a pending storage, also after its program failed."""
         self.recorder = recorders.current()
         self.recorder.storages.append(_weak(self))
 
     def fail(self) -> None:
-        """Leaves the pending value to whoever reads it, as its program failed."""
+        """Excludes the pending value from cuts until it is read, as its program failed."""
         self.recorder = None
         recorders.current().failed.add(self)
 

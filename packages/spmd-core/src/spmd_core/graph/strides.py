@@ -23,8 +23,8 @@ def overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
                 return True
             nested &= step > span
             span += (n - 1) * step
-    # No elements meet if each stride exceeds the span of the dims with smaller strides. Otherwise,
-    # only the offsets themselves tell.
+    # No two elements coincide if each stride exceeds the span of the dims with smaller strides.
+    # Otherwise the offsets must be compared.
     return not nested and len(np.unique(_offsets(shape, strides))) != int(np.prod(shape))
 
 
@@ -59,7 +59,7 @@ def dense_strides(
         like_shape: of the other tensor; as many dims.
         like_strides: its strides. Where one is 0, the result's is 0, too.
     """
-    # Of dims with one stride, those of size 1 come first: the next one begins where they do.
+    # Of dims with the same stride, those of size 1 come first, as they add nothing to it.
     order = sorted(range(len(shape)), key=lambda d: (like_strides[d], like_shape[d] != 1, -d))
     strides, step = [0] * len(shape), 1
     for d in order:

@@ -30,10 +30,10 @@ _specs: "weakref.WeakValueDictionary[tuple[Any, ...], Spec]" = weakref.WeakValue
 # Guarded by: the GIL. Cleared by: never: only the order counts.
 _serial = itertools.count()
 
-# While a forward runs again in a backward of any thread: (node, operands) -> the operands that the
-# node gets, the same object for a node of another thread. Set by `recording.second_runs`.
+# Set while any thread recomputes a forward in a backward: (node, operands) -> the operands for the
+# node; the same object for a node of another thread. Set by `recording.recomputation`.
 # Guarded by: the graph lock. Cleared by: the end of the last such forward.
-second_run: "Callable[[Value, Sequence[Value]], Sequence[Value]] | None" = None
+recomputation: "Callable[[Value, Sequence[Value]], Sequence[Value]] | None" = None
 
 
 def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Indices:
         input: the position among the operation's inputs.
         low: the lowest index.
         high: the highest index.
-        skip: an index outside of these that stands for none, such as a loss's `ignore_index`.
+        skip: an index outside of these that means none, such as a loss's `ignore_index`.
     """
 
     input: int
@@ -128,15 +128,15 @@ class Entry:
         structure: how torch expects the results: None for a single tensor, else a tuple of indices
             into `outs`, or None where torch's result is None.
         as_list: whether torch expects the structure as a list instead of a tuple.
-        number_kinds: the types of the Python numbers that are inputs of the program.
+        number_kinds: the types of the scalar inputs: Python numbers that are inputs of the program.
         random: whether the operation draws random numbers.
         sharding: the mark, if the operation is one.
-        along: the axes of the mesh that the mark speaks of; None for all. It leaves the others to
-            the partitioner.
-        summed_over: if the operation marks a sum of what devices compute, the axes over which they
-            add up, the major one first; for the gradient of a leaf, those that split the batch,
+        along: the mesh axes that the mark is about; None for all. The others are left to the
+            partitioner.
+        summed_over: if the operation marks a partial sum, the mesh axes over which it is to be
+            reduced, the major one first; for the gradient of a leaf, those that split the batch,
             empty where they are not known. Else None.
-        border: the way in or out, if the operation enters or leaves a manual region.
+        border: the entry to, or the exit from, a manual region, if the operation is one.
         arguments: the arguments of torch's call by name: a `Spec` for a tensor, a type for a number
             that is an input of the program, else the value itself. None if the operation is not one
             of torch's.
@@ -220,7 +220,7 @@ class Value:
         serial: the position in the order of recording; set for recorded operations only.
         entry: the operation, while the value is pending.
         inputs: the operands, while the value is pending; then `()`, so that their memory is freed.
-        numbers: the entry's numbers, while the value is pending; then `()`.
+        numbers: the scalar inputs, while the value is pending; then `()`.
         data: None while the value is pending; else a `jax.Array`, or a CPU tensor that is not
             uploaded yet.
         placement: where `data` lies; set together with it.
@@ -260,13 +260,13 @@ class Value:
         self.entry, self.inputs, self.numbers = entry, inputs, numbers
         self.spec = entry.spec
         self.data: Any = None
-        if second_run is not None:
-            self.inputs = second_run(self, inputs)
+        if recomputation is not None:
+            self.inputs = recomputation(self, inputs)
         self.serial = next(_serial)
         if config.record_source_lines:
             origin = source_lines.origin()
             if origin is not None and self.inputs is not inputs:
-                origin = origin._replace(phase=source_lines.Phase.SECOND_RUN)
+                origin = origin._replace(phase=source_lines.Phase.RECOMPUTATION)
             self.origin = origin
         if entry.indices and config.check_indices:
             self.line = source_lines.user_line()
@@ -319,7 +319,7 @@ class Part(Value):
 
 
 def take_serial() -> int:
-    """A serial that no operation has: all that are recorded later have a greater one."""
+    """A serial that no operation has, below those of all later operations."""
     return next(_serial)
 
 

@@ -19,7 +19,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """How some axes of a mesh split a tensor.
 
     Attributes:
@@ -60,7 +60,9 @@ class Redistribute(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: XLAShardedTensor, to: Layout, of_gradient: Layout) -> XLAShardedTensor:
+    def forward(
+        ctx: Any, x: XLAShardedTensor, to: AxisLayout, of_gradient: AxisLayout
+    ) -> XLAShardedTensor:
         ctx.layouts = of_gradient, to
         return constrained_to(x, to)
 
@@ -69,7 +71,7 @@ class Redistribute(torch.autograd.Function):
         return Redistribute.apply(grads[0], *ctx.layouts), None, None
 
 
-def constrain(x: XLAShardedTensor, layout: Layout) -> None:
+def constrain(x: XLAShardedTensor, layout: AxisLayout) -> None:
     """Constrains a tensor's present value, in place; as `marking.constrain`, along some axes."""
     handle, sharding = x._handle, layout.sharding(x.dim())
     with lock:
@@ -80,7 +82,7 @@ def constrain(x: XLAShardedTensor, layout: Layout) -> None:
             handle.value = value
 
 
-def constrained_to(x: XLAShardedTensor, layout: Layout) -> XLAShardedTensor:
+def constrained_to(x: XLAShardedTensor, layout: AxisLayout) -> XLAShardedTensor:
     """A new tensor of the same values in a layout. Not differentiable."""
     name, summed_over = (MARK_SUM, layout.axes) if layout.is_sum else (MARK_ALONG, None)
     sharding = layout.sharding(x.dim())

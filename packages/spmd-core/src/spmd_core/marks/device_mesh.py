@@ -44,7 +44,8 @@ def init_device_mesh(
     """
     if device_type != "xla":
         raise MeshError(
-            f"init_device_mesh makes meshes of device type 'xla'; got {device_type!r}. "
+            "spmd.dtensor.init_device_mesh makes meshes of device type 'xla'; "
+            f"got {device_type!r}. "
             "For others use torch.distributed.init_device_mesh."
         )
     shape, count = tuple(mesh_shape), devices.global_runtime_device_count()
@@ -86,7 +87,7 @@ def from_device_mesh(device_mesh: AnyMesh | None) -> AxesOf:
         )
         raise MeshError(
             f"a mesh of device type 'xla' is needed; got {got}. "
-            "Build one: init_device_mesh('xla', shape, mesh_dim_names=names)."
+            "Build one: spmd.dtensor.init_device_mesh('xla', shape, mesh_dim_names=names)."
         )
     root = device_mesh._get_root_mesh()
     names = root.mesh_dim_names
@@ -203,9 +204,9 @@ def _refuse(what: str) -> NoReturn:
     raise UnsupportedOpError(
         "a mesh of device type 'xla' has no process groups, as the partitioner moves the data "
         f"between its devices; got {what}. Use the functions for whole tensors: "
-        "spmd_core.dtensor.distribute_tensor or mark_sharding in place of DTensor, "
-        "spmd_core.fully_shard in place of FSDP1, spmd_core.context_parallel in place of torch's, "
-        "spmd_core.shard_map for collectives of your own."
+        "spmd.dtensor.distribute_tensor or mark_sharding in place of DTensor, "
+        "spmd.fully_shard in place of FSDP1, spmd.context_parallel in place of torch's, "
+        "spmd.shard_map for collectives of your own."
     )
 
 

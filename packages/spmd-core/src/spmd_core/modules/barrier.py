@@ -31,7 +31,7 @@ def optimization_barrier(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Puts one barrier behind all tensors, in place.
+    """Puts one barrier after all tensors, in place.
 
     Operations on any of the tensors run after all of them are computed, and are not fused with the
     operations that computed them. The values do not change, so autograd does not see the barrier:
@@ -52,7 +52,7 @@ def optimization_barrier_(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Non
 
 
 def apply_backward_optimization_barrier(module: torch.nn.Module) -> torch.nn.Module:
-    """Puts a barrier behind the module's gradients in every backward pass. Returns the module.
+    """Puts a barrier after the module's gradients in every backward pass. Returns the module.
 
     These are the gradients of its parameters and of its inputs, behind one barrier.
     """

@@ -1,8 +1,8 @@
-"""Gradient checkpointing: the compiler keeps the two runs of a checkpointed forward apart.
+"""Gradient checkpointing: keeps the compiler from merging a forward with its recomputation.
 
-`torch.utils.checkpoint` runs a function again in backward. Where the function's tensors are on the
-device, the second run waits for the gradient of the first one's result, and shares nothing with the
-first (`recording.second_runs`).
+`torch.utils.checkpoint` runs a function again in backward. If the function's tensors are on the
+device, the recomputation waits for the gradient of the first run's result, and shares no value with
+the first run (`recording.recomputation`).
 
 Policies of selective checkpointing work as they are, as the values that they keep come from the
 first run.
@@ -23,7 +23,7 @@ from spmd_core.arguments import checked
 from spmd_core.modules.barrier import optimization_barrier
 from spmd_core.modules.offloading import save_on_host
 from spmd_core.recording import split_sequences
-from spmd_core.recording.second_runs import second_run
+from spmd_core.recording.recomputation import recomputing
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
@@ -60,7 +60,7 @@ class _Rerun:
             gradient, self.gradient = self.gradient, None
             token = split_sequences.current.set(self._split)
             try:
-                with second_run(pytree.tree_leaves((args, kwargs)), gradient):
+                with recomputing(pytree.tree_leaves((args, kwargs)), gradient):
                     return self.function(*args, **kwargs)
             finally:
                 split_sequences.current.reset(token)
@@ -87,14 +87,14 @@ _reentrant_forward, _reentrant_backward = _Reentrant.forward, _Reentrant.backwar
 
 @functools.wraps(_without_reentrant)
 def _rerunning(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A function that comes as it is runs without this the first time: torch calls it itself.
+    # Wrap only if not wrapped already: torch calls an unwrapped function itself the first time.
     return _without_reentrant(fn if isinstance(fn, _Rerun) else _Rerun(fn), *args, **kwargs)
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint` without reentrance, of a function of tensors.
 
-    The second run waits for the gradient of the first one's result.
+    The recomputation waits for the gradient of the first run's result.
 
     Args:
         function: computes the result.
@@ -122,7 +122,7 @@ _Reentrant.backward = staticmethod(_backward)  # type: ignore[method-assign]
 
 
 class CheckpointedForward:
-    """Replaces a module's `forward`: what it saves is not kept, and backward runs it again.
+    """Replaces a module's `forward`: keeps no activations, and recomputes them in backward.
 
     Attributes:
         module: the module.
@@ -212,7 +212,7 @@ def checkpoint_module(
     if getattr(own, "gathers", False) or getattr(module, "is_sharded_wrapper", False) is True:
         raise ValueError(
             "checkpointing comes before sharding, so that parameters are gathered anew for the "
-            f"second run; got a {type(module).__name__} that is "
+            f"recomputation; got a {type(module).__name__} that is "
             "sharded. Call checkpoint_module on the block first, and shard it then."
         )
     options = {} if context_fn is None else {"context_fn": context_fn}

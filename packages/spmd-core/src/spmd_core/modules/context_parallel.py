@@ -7,7 +7,7 @@ import torch
 
 from spmd_core.errors import SpmdError
 from spmd_core.manual.region import axes_of, is_local
-from spmd_core.marks.along import Layout, Redistribute
+from spmd_core.marks.along import AxisLayout, Redistribute
 from spmd_core.recording.split_sequences import current
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh, given_or_global
@@ -38,7 +38,7 @@ def context_parallel(mesh: Mesh | None = None, axis: Axis = "context") -> Iterat
     """
     require_spmd("context_parallel")
     chosen = given_or_global(mesh, "context_parallel")
-    layout = Layout(chosen, axes_of(chosen, axis), -2)
+    layout = AxisLayout(chosen, axes_of(chosen, axis), -2)
 
     def split(
         query: torch.Tensor,

@@ -24,11 +24,11 @@ def document_attention(
 ) -> torch.Tensor:
     """`F.scaled_dot_product_attention` in which a query attends to keys of its own document alone.
 
-    On the device, kernels compare the ids block by block: those that the platform brings where they
-    take ids (TPUs' splash attention), else this project's. No array of (rows, rows) exists, in
-    forward or backward, nor under `context_parallel`. A second derivative (`create_graph=True`)
-    computes all scores. Tensors of other devices, and torch's other backends (`sdpa_kernel`), get
-    an explicit mask. Does not wait.
+    On the device, kernels compare the ids block by block: the platform's if they take ids (TPUs'
+    splash attention, where they are segment ids; not cuDNN's), else this project's. No array of
+    (rows, rows) exists, in forward or backward, nor under `context_parallel`. A second derivative
+    (`create_graph=True`) computes all scores. Tensors of other devices, and torch's other backends
+    (`sdpa_kernel`), get an explicit mask. Does not wait.
 
     Args:
         query: (batch, heads, rows, dim), floating-point.

@@ -2,7 +2,7 @@
 
 So each of the other dims can be split over a mesh axis of its own. On device `xla` every linear
 layer is recorded in this way. This module adds the operators `xla::einsum_linear_forward` and its
-backward: a graph that is traced with fake tensors keeps them whole, whereas it decomposes
+backward: a graph that is traced with fake tensors keeps these operators, whereas it decomposes
 `aten::linear` and merges dims.
 """
 

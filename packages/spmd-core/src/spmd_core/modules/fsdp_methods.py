@@ -207,5 +207,5 @@ def _refuse_collectives(what: str) -> NoReturn:
     _refuse(
         what,
         "the partitioner puts the collectives into the program",
-        "Leave the call out; spmd_core.config.compiler_options has XLA's options for them.",
+        "Leave the call out; spmd.config.compiler_options has XLA's options for them.",
     )

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from spmd_core.marks.marking import mark_sharding, marked_gradient
 from spmd_core.modules.checkpointing import barrier, in_backward, inner_forward
 from spmd_core.modules.regather import Regather, outer_hooks
-from spmd_core.recording.second_runs import awaited
+from spmd_core.recording.recomputation import awaited
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding
@@ -28,8 +28,8 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The mesh axes of a unit, as indices.
+class UnitAxes:
+    """The mesh axes of a unit, by index.
 
     Attributes:
         mesh: the mesh.
@@ -60,7 +60,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _GatherPlan:
     """How one parameter is gathered, and where its gradient goes.
 
     Attributes:
@@ -83,15 +83,15 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | None:
-    """The plan of a parameter; None if the unit's axis does not split it: it is used as it is."""
+def _plan(sharding: Sharding, layout: UnitAxes, precision: Precision) -> _GatherPlan | None:
+    """How to gather a parameter; None if the unit's axis does not split it."""
     if sharding.mesh != layout.mesh or not any(layout.axis in axes for axes in sharding.dims):
         return None
     sharded = tuple(axes or None for axes in sharding.dims)
     whole = tuple(
         tuple(axis for axis in axes if axis != layout.axis) or None for axes in sharding.dims
     )
-    return _Plan(
+    return _GatherPlan(
         layout.mesh,
         sharded,
         whole,
@@ -102,16 +102,16 @@ def _plan(sharding: Sharding, layout: Layout, precision: Precision) -> _Plan | N
     )
 
 
-def _gathered(shard: torch.Tensor, plan: _Plan) -> XLAShardedTensor:
+def _gathered(shard: torch.Tensor, plan: _GatherPlan) -> XLAShardedTensor:
     """The whole parameter as a new value. Not differentiable.
 
-    It is converted before it is gathered, so that the gather moves the dtype that is used.
+    It is converted before it is gathered, so that the gather moves `param_dtype`.
     """
     with torch.no_grad():
         value = shard if plan.dtype is None or plan.dtype == shard.dtype else shard.to(plan.dtype)
         if value.sharding is None:  # type: ignore[attr-defined]
-            # Otherwise the partitioner, because of the constraint below, could put the gather
-            # before the conversion, or before a barrier.
+            # Without this constraint the partitioner could, because of the one below, move the
+            # gather before the conversion, or before a barrier.
             mark_sharding(value, plan.mesh, plan.sharded)
         return mark_sharding(value.clone(), plan.mesh, plan.whole)
 
@@ -120,7 +120,7 @@ class _Gather(torch.autograd.Function):
     """A parameter's whole value. The transpose: each device's shard of the gradient's sum."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def forward(ctx: Any, parameter: torch.Tensor, plan: _GatherPlan) -> torch.Tensor:
         ctx.plan, ctx.dtype = plan, parameter.dtype
         return _gathered(parameter, plan)
 
@@ -148,7 +148,7 @@ class _Substitute(torch.autograd.Function):
 
 
 def _gathered_parameter(
-    parameter: torch.Tensor, shard: torch.Tensor, plan: _Plan
+    parameter: torch.Tensor, shard: torch.Tensor, plan: _GatherPlan
 ) -> XLAShardedTensor:
     """The whole parameter, gathered from `shard`; its gradient goes to `parameter`."""
     source = parameter if shard is parameter else _Substitute.apply(parameter, shard)
@@ -202,7 +202,7 @@ class Unit:
     def __init__(
         self,
         module: nn.Module,
-        layout: Layout,
+        layout: UnitAxes,
         precision: Precision,
         *,
         reshard_after_forward: bool,
@@ -224,8 +224,8 @@ class Unit:
         ]
         parameters = {id(ref.parameter): (ref.parameter, plan) for ref, plan in refs}
         if in_backward():
-            # The second run of a checkpoint, which must not share its gathers with the first, nor
-            # gather before the gradient has come for which it waits.
+            # A checkpoint's recomputation, which must not share its gathers with the first run, nor
+            # gather before the gradient that it waits for.
             own = [p for p, _ in parameters.values()]
             shards = barrier([*own, *awaited()])[: len(own)] if own else []
         else:
@@ -237,8 +237,8 @@ class Unit:
         keeps_gathered = (
             not self.reshard_after_forward or self.inside_checkpoint or not torch.is_grad_enabled()
         )
-        # The backward of a checkpoint's second run follows at once, so the run may keep what it
-        # gathered. With hooks from outside, it must save what the first run saved.
+        # The backward of a checkpoint's recomputation follows at once, so it may keep the gathered
+        # parameters. With saved-tensor hooks from outside, it must save what the first run saved.
         keeps_gathered = keeps_gathered or (in_backward() and outer_hooks() is None)
         regather = None
         if not keeps_gathered:
@@ -256,7 +256,7 @@ class Unit:
         self.shard_output(output)
         return output if regather is None else regather.before_backward(output)
 
-    def _plan_of(self, parameter: torch.Tensor) -> _Plan | None:
+    def _plan_of(self, parameter: torch.Tensor) -> _GatherPlan | None:
         sharding = parameter.sharding if isinstance(parameter, XLAShardedTensor) else None
         return None if sharding is None else _plan(sharding, self.layout, self.precision)
 

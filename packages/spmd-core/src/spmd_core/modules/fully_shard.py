@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters are sharded, and each unit gathers its own to run.
+"""Fully sharded data parallelism: each unit gathers its sharded parameters when it runs.
 
 `fully_shard` works in place, as torch's function of that name. `SpmdFullyShardedDataParallel` wraps
 a module, and the modules inside that a policy selects.
@@ -19,7 +19,7 @@ from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh
 from spmd_core.marks.marking import mark_sharding, sync
 from spmd_core.modules import fsdp_methods
 from spmd_core.modules.checkpointing import CheckpointedForward
-from spmd_core.modules.fsdp_unit import Layout, Precision, Unit, parameter_refs, unit_of
+from spmd_core.modules.fsdp_unit import Precision, Unit, UnitAxes, parameter_refs, unit_of
 from spmd_core.modules.wrap_policies import has_forward, recursive_wrap
 from spmd_core.runtime.devices import require_spmd
 from spmd_core.sharding.mesh import Mesh, given_or_global
@@ -52,8 +52,8 @@ def fully_shard(
     A parameter without a sharding is split over `axis` along the largest of the dims that the axis
     divides evenly (the first of equals); where it divides none, along its largest dim, padded. A
     parameter that other axes of the mesh split, as by `parallelize_module`, is split over `axis`
-    too, along a dim that divides evenly, if there is one. A parameter whose mark has `axis`, or
-    replicates it, keeps its mark. A unit gathers over `axis` alone. Names, class and
+    too, along a dim that divides evenly, if there is one. A parameter whose mark names `axis`, or
+    replicates the parameter, keeps its mark. A unit gathers over `axis` alone. Names, class and
     `state_dict()` of the module stay as they are. It gets the methods of torch's `FSDPModule`, such
     as `set_requires_gradient_sync`, as attributes (`modules/fsdp_methods.py`).
 
@@ -76,8 +76,8 @@ def fully_shard(
             one tensor is split over the batch's axes, if it has at least as many rows as there are
             shards: of the result itself, of the first of a tuple or list, or of the `logits`, else
             the first tensor, of a dict or dataclass.
-        reshard_after_forward: False keeps the gathered parameters from forward to backward: more
-            memory, and one gather less.
+        reshard_after_forward: False keeps the gathered parameters from forward to backward: it
+            takes more memory and saves one gather.
         mp_policy: an object with any of the attributes of torch's `MixedPrecisionPolicy`:
             `param_dtype` (parameters are gathered and used in it), `reduce_dtype` (gradients are
             summed over devices in it), `output_dtype`, `cast_forward_inputs`.
@@ -122,14 +122,15 @@ def fully_shard(
 
     unit = Unit(
         module,
-        Layout(mesh, index, batch_axes),
+        UnitAxes(mesh, index, batch_axes),
         _precision(mp_policy),
         reshard_after_forward=reshard_after_forward,
         shard_output=lay_out,
     )
     own = module.__dict__.get("forward")
     if isinstance(own, CheckpointedForward):
-        # Inside the checkpoint, so that the second run gathers again and no gathered value is kept.
+        # Inside the checkpoint, so that the recomputation gathers again and no gathered value is
+        # kept.
         unit.inner, own.inner, unit.inside_checkpoint = own.inner, unit, True
     else:
         unit.inner = own
@@ -239,7 +240,7 @@ class SpmdFullyShardedDataParallel(nn.Module):
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"what is sharded is a torch.nn.Module; got {type(module).__name__}. "
+            f"fully_shard takes a torch.nn.Module; got {type(module).__name__}. "
             "Pass the module that computes the result."
         )
     if not has_forward(module):
@@ -323,7 +324,7 @@ def _to_device(module: nn.Module, mesh: Mesh, axis: int) -> None:
     for ref in parameter_refs(module):
         _mark(ref.parameter, mesh, axis)
     if initialised:
-        # So that the memory for one unit's initialisation is free before the next one's.
+        # So that the memory for one unit's initialisation is freed before the next.
         sync()
 
 
@@ -338,7 +339,7 @@ def _initialise(name: str, owner: nn.Module, mesh: Mesh, axis: int) -> None:
         )
     for parameter in owner._parameters.values():
         if parameter is not None and parameter.is_meta:
-            # The parameter stays the same object, so that modules that share it still do.
+            # The parameter stays the same object, so that modules go on sharing it.
             made = torch.empty(parameter.shape, dtype=parameter.dtype, device="xla")
             torch.utils.swap_tensors(parameter, nn.Parameter(made, parameter.requires_grad))
             _mark(parameter, mesh, axis)
@@ -365,7 +366,7 @@ def _mark(parameter: torch.Tensor, mesh: Mesh, axis: int) -> None:
     even = [dim for dim in range(rank) if shape[dim] % (tiles[dim] * size) == 0]
     if marked is not None and not even:
         return
-    # A dim of its own, and then the largest.
+    # Prefers a dim that no other axis splits, then the largest.
     choices = even or range(rank)
     dim = max(choices, key=lambda d: (not before[d], shape[d]), default=-1)
     mark_sharding(
@@ -401,7 +402,7 @@ def _shard_first(output: Any, mesh: Mesh, batch_axes: tuple[int, ...]) -> None:
         if others == 1:
             mark_sharding(first, mesh, (batch_axes,))
         else:  # they may split another dim, such as the sequence
-            along.constrain(first, along.Layout(mesh, batch_axes, 0))
+            along.constrain(first, along.AxisLayout(mesh, batch_axes, 0))
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

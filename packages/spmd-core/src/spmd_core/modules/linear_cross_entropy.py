@@ -1,6 +1,6 @@
-"""The cross entropy of a linear layer's logits, of which only a chunk is in memory at a time.
+"""The cross entropy of a linear layer's logits, computed in chunks of rows.
 
-torch's function of that name is computed here too, for tensors of this device, when its `options`
+torch's function of that name is computed by this one, for tensors of this device, if its `options`
 ask for chunks.
 """
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from spmd_core.arguments import checked, require_int
 from spmd_core.dispatch.composite import recorder
-from spmd_core.marks.along import Layout, Redistribute
+from spmd_core.marks.along import AxisLayout, Redistribute
 from spmd_core.recording.calls import NO_KWARGS
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -78,7 +78,7 @@ def linear_cross_entropy(
         linear_bias: (classes,), or None.
         weight: a factor for each class, (classes,), or None.
         reduction: "mean" (over the weights of the targets), "sum" or "none".
-        ignore_index: a target that counts nothing.
+        ignore_index: a target whose row is ignored.
         label_smoothing: the share of the targets that is spread over all classes.
         num_chunks: into how many chunks the rows are cut.
 
@@ -177,12 +177,12 @@ if _torch_function is not None:
 
 
 def _whole_along_classes(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The rows, whole along the axes that split the classes; their gradient is a sum over these."""
+    """The rows, replicated along the axes that split the classes and sum the rows' gradient."""
     sharding = weight.sharding if isinstance(weight, XLAShardedTensor) else None
     if sharding is None or not sharding.dims[0]:
         return rows
-    whole = Layout(sharding.mesh, sharding.dims[0])
-    of_gradient = Layout(sharding.mesh, sharding.dims[0], is_sum=True)
+    whole = AxisLayout(sharding.mesh, sharding.dims[0])
+    of_gradient = AxisLayout(sharding.mesh, sharding.dims[0], is_sum=True)
     redistributed: torch.Tensor = Redistribute.apply(rows, whole, of_gradient)
     return redistributed
 

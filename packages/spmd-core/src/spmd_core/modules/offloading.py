@@ -32,10 +32,10 @@ def save_on_host() -> Iterator[None]:
     Parameters and other leaves that need a gradient stay on the device, and so do tensors of other
     devices. Does not wait.
 
-    It holds within one program: what a `sync()` between forward and backward finds on the host
-    comes back as its result. CPU devices have no memory but the host's, so nothing moves there. The
-    partitioner of jaxlib 0.10.0 refuses such programs of several devices, so a ProgramError is
-    raised there; use jaxlib 0.10.2 or newer.
+    It works within one program: a `sync()` between forward and backward moves what is on the host
+    back to the device, as a result. CPU devices have no memory but the host's, so nothing moves
+    there. The partitioner of jaxlib 0.10.0 refuses such programs of several devices, so a
+    ProgramError is raised there; use jaxlib 0.10.2 or newer.
 
     Example:
         >>> x = torch.ones(2, 4, device="xla", requires_grad=True)

@@ -15,7 +15,7 @@ from spmd_core.arguments import require_int
 from spmd_core.errors import MeshError, SpmdError, WrapError
 from spmd_core.manual.region import current_region, inside
 from spmd_core.modules.checkpointing import checkpointed
-from spmd_core.modules.pipeline_plan import Plan
+from spmd_core.modules.pipeline_plan import PipelinePlan
 from spmd_core.modules.pipeline_region import Region
 from spmd_core.modules.pipeline_stages import (
     Stacking,
@@ -56,7 +56,7 @@ class Pipeline(nn.Module):
         self,
         slots: Sequence[nn.Module],
         stacking: Stacking,
-        plan: Plan,
+        plan: PipelinePlan,
         region: Region,
         schedule: str,
     ) -> None:
@@ -64,7 +64,8 @@ class Pipeline(nn.Module):
         self.slots = nn.ModuleList(slots)
         self.stacking, self.plan, self.region, self.schedule = stacking, plan, region, schedule
         self.num_runs = self.num_useful_runs = 0
-        # Around a call that has the tensors as arguments: a second run must not read the module's.
+        # Around a call that has the tensors as arguments: a recomputation must not read the
+        # module's.
         self._checkpoints = [checkpointing_of(slot) for slot in slots]
         self.interception: Callable[..., torch.Tensor] | None = None
 
@@ -73,7 +74,7 @@ class Pipeline(nn.Module):
 
         Args:
             x: on device `xla`, with the batch in dim 0.
-            args: for each block, as they are; tensors must not have the batch in dim 0.
+            args: passed to each block unchanged; tensors must not have the batch in dim 0.
             kwargs: likewise.
 
         Returns:
@@ -118,13 +119,13 @@ class Pipeline(nn.Module):
         region, plan = self.region, self.plan
         parameters = self.local_parameters()
         microbatches = region.enter_batch(x).chunk(plan.num_microbatches)
-        # Entered, so that the gradient of such a tensor is summed over the devices.
+        # Enters the region, so that the gradient of such a tensor is summed over the devices.
         args, kwargs = pytree.tree_map_only(torch.Tensor, region.enter_whole, (args, kwargs))
         done = []
         self.num_runs, self.num_useful_runs = 0, plan.num_microbatches * plan.rounds
         with inside(region.manual):
             stage = region.stage()
-            # All stages start with real rows: of zeros, a block might make infinities.
+            # All stages start with rows of the batch: from zeros, a block might compute infinities.
             state = microbatches[0]
             for t, tick in enumerate(plan.ticks()):
                 if t > 0:
@@ -214,7 +215,7 @@ def _called(
             f"{type(slot).__name__} that writes to {written[0]!r}. Use layers without running "
             "statistics, or call eval()."
         )
-    # Autocast may have changed the dtype; all ticks pass on one.
+    # Autocast may have changed the dtype; all ticks pass on the same one.
     return result if result.dtype == x.dtype else result.to(x.dtype)
 
 
@@ -344,7 +345,7 @@ def _region(mesh: Mesh, axis: str, batch_axes: Sequence[str]) -> Region:
     )
 
 
-def _plan(num_stages: int, num_microbatches: int, schedule: str, rounds: int) -> Plan:
+def _plan(num_stages: int, num_microbatches: int, schedule: str, rounds: int) -> PipelinePlan:
     if schedule not in SCHEDULES:
         raise ValueError(
             f"the schedule of a pipeline is one of {', '.join(SCHEDULES)}; got {schedule!r}. "
@@ -363,4 +364,4 @@ def _plan(num_stages: int, num_microbatches: int, schedule: str, rounds: int) ->
             f"got rounds={rounds} for {schedule!r}. "
             + ("Pass rounds=2." if schedule == "circular" else "Leave rounds out.")
         )
-    return Plan(num_stages, num_microbatches, rounds)
+    return PipelinePlan(num_stages, num_microbatches, rounds)

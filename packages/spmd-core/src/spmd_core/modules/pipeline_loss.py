@@ -1,4 +1,4 @@
-"""`pipeline_loss`: a model's loss, with the schedule 1F1B: backwards begin among the forwards.
+"""`pipeline_loss`: a model's loss by the schedule 1F1B, which interleaves forwards and backwards.
 
 p stages, m microbatches. In tick t, stage s runs the forward of microbatch t - s, then the backward
 of microbatch t - 2(p-1) + s: the last stage's backward follows its forward at once, and what stage
@@ -9,7 +9,8 @@ keeps the inputs of the last 2p - 1 ticks, and computes a chunk again in its bac
 
 What the model does before and after the blocks runs in the region too, for one microbatch in each
 tick. For that the loss function is called twice: up to the blocks, where an exception ends it, and
-from them, where what was before is recorded again, is not needed, and so is not computed.
+past them, where the part before the blocks is recorded again but, as nothing needs it, not
+computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,10 +43,10 @@ def pipeline_loss(
     result hands them out; the memory that activations take does not grow with the number of
     microbatches. Then `loss_function` sees one device's rows of one microbatch, and must be a mean
     over rows that count equally: the result is the mean over all parts. It calls the model once,
-    marks nothing over the pipeline's axes, and is called several times. What the model draws before
-    the blocks is drawn again for what comes after them: the two masks of a dropout before the
-    blocks differ, if its result also goes around them. With other schedules, and without gradients,
-    this is the plain call.
+    marks nothing over the pipeline's axes, and is called several times. Random numbers before the
+    blocks are drawn again for the part after them: a dropout before the blocks has two different
+    masks if its result also bypasses them. With other schedules, and without gradients, this is the
+    plain call.
 
     Args:
         loss_function: `loss_function(model, *batch)` returns a 0-dim tensor of floats.
@@ -115,7 +116,7 @@ class _Stop(BaseException):
 
 @dataclass(frozen=True)
 class _Reached:
-    """What a model calls its blocks with.
+    """The arguments with which a model calls its blocks.
 
     Attributes:
         x: the first argument.
@@ -137,7 +138,7 @@ class _Inside:
     """
 
     def __init__(self, model: nn.Module, stages: Pipeline, trained: Sequence[torch.Tensor]) -> None:
-        """Enters leaves of their own, so that `gradients` can leave the same way."""
+        """Enters new leaf tensors, so that `gradients` can leave the region in the same way."""
         region = stages.region
         stacked = {id(t) for t in (*stages.parameters(), *stages.buffers())}
         self._leaves = [p.detach().requires_grad_() for p in trained]
@@ -231,7 +232,7 @@ class _Schedule:
     # --- The model's parts, in the region ---------------------------------------------------------
 
     def _before(self, microbatch: int) -> _Reached:
-        """What reaches the blocks of a microbatch."""
+        """The arguments of the blocks for a microbatch."""
         found: list[_Reached] = []
 
         def reach(x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -248,7 +249,7 @@ class _Schedule:
         )
 
     def _after(self, y: torch.Tensor, batch: Sequence[Any]) -> torch.Tensor:
-        """The loss from what the blocks gave."""
+        """The loss from the result of the blocks."""
         num_calls = 0
 
         def give(x: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -276,7 +277,10 @@ class _Schedule:
             self._stages.interception = None
 
     def _blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """The stage's blocks. Each call draws the same seeds: `mixing` tells microbatches apart."""
+        """The stage's blocks.
+
+        Each call uses the same seeds, into which `mixing` mixes the microbatch.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seeds[1])
             return self._stages.run(self._inside.slots, x, self._args, self._kwargs)
@@ -322,7 +326,7 @@ class _Schedule:
         return total, sums
 
     def _input(self, t: int, y: torch.Tensor | None) -> torch.Tensor:
-        """What the stages start a tick with."""
+        """The stages' inputs of a tick."""
         sent = None if y is None else self._region.sent_on(y)
         if t >= len(self._microbatches):
             assert sent is not None
@@ -338,10 +342,11 @@ class _Schedule:
     def _loss(
         self, y: torch.Tensor, microbatch: int, sums: list[torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A device's part of the loss of a microbatch that the last stage ends, and its gradient.
+        """A device's part of a microbatch's loss, and its gradient.
 
-        The stages share its rows out, if they divide them. Else all of them compute the same, and
-        what the last one computes counts.
+        The microbatch is the one that the last stage completes. The stages divide its rows among
+        them, if these divide evenly. Otherwise all compute the same, and the result of the last
+        stage is used.
         """
         region, p = self._region, self._stages.plan.num_stages
         batch = self._microbatches[microbatch]
@@ -378,13 +383,13 @@ class _Schedule:
     ) -> torch.Tensor:
         """The gradients of the stages' inputs, from those that the next stages sent back.
 
-        A stage whose turn has not come, or has passed, gets zeros, and so adds zeros.
+        A stage that has no backward in this tick gets zeros, and so adds zeros.
         """
         p, stage = self._stages.plan.num_stages, self._stage
         newest = max(inputs)
         x = inputs[min(t, newest)]
         for s in range(p - 1):
-            # Of the tick of the microbatch's forward; of another one where it is nobody's turn.
+            # From the tick of the microbatch's forward; from any other if no stage has a backward.
             its_tick = min(max(t - 2 * (p - 1 - s), min(inputs)), newest)
             x = torch.where(stage == s, inputs[its_tick], x)
         nothing = torch.zeros_like(x)
@@ -400,7 +405,7 @@ class _Schedule:
     def _backward_before(
         self, microbatch: int, gradient: torch.Tensor, sums: list[torch.Tensor | None]
     ) -> None:
-        """Adds the gradients of what stands before the blocks: the first stage's."""
+        """Adds the gradients of the part before the blocks, which is the first stage's."""
         with torch.enable_grad(), random_stream.mixing(torch.full_like(self._stage, microbatch)):
             x = self._before(microbatch).x
             if x.requires_grad:
@@ -434,7 +439,7 @@ class _Schedule:
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Makes the next tick wait for this one: the compiler would run all forwards first.
 
-        The inputs wait too, from which the next ticks compute again.
+        The saved inputs wait, too, from which later ticks recompute.
         """
         added = [i for i, each in enumerate(sums) if each is not None]
         following = list(self._microbatches[t + 1]) if t + 1 < len(self._microbatches) else []
@@ -454,7 +459,7 @@ class _Schedule:
 
 
 def _checked(reached: _Reached) -> tuple[Any, Any]:
-    """The further arguments of the blocks: those of the first microbatch, for all."""
+    """The other arguments of the blocks: those of the first microbatch are used for all."""
     rows = reached.x.shape[0]
     for leaf in pytree.tree_leaves((reached.arguments, reached.keywords)):
         if isinstance(leaf, torch.Tensor) and (

@@ -33,7 +33,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """The sizes of a pipeline.
 
     Attributes:
@@ -67,7 +67,7 @@ class Plan:
         num_visits = -(-self.num_microbatches // p) * v  # of all groups at a stage
         for t in range(self.num_ticks):
             visit, position = divmod(t, p)
-            # Where the stages ahead or behind are idle they run what the others do: no selection.
+            # Idle stages run the same round as the others, so that no selection is needed.
             ahead = min(visit, num_visits - 1) % v
             behind = (max(visit - 1, 0)) % v
             yield Tick(
@@ -79,7 +79,7 @@ class Plan:
             )
 
     def _microbatch(self, slot: int, *, round: int) -> int | None:
-        """The microbatch with which a stage is busy in its tick `slot`, if it is in that round."""
+        """The microbatch that a stage works on in its tick `slot`, if it is in that round."""
         visit, position = divmod(slot, self.num_stages)
         group, its_round = divmod(visit, self.rounds)
         microbatch = group * self.num_stages + position

@@ -47,7 +47,7 @@ class _Gather:
     others: tuple[tuple[str, ...], ...]
 
     def record(self, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
-        """Gathers, or (transposed) sums over the axes and keeps this device's part of the dim."""
+        """Gathers, or if transposed, sums over the axes and keeps this device's part of the dim."""
         assert isinstance(x, XLAShardedTensor)
         spec, shape = x._handle.spec, list(x.shape)
         shape[self.dim] = (
@@ -99,7 +99,7 @@ class _Gathered(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Region:
-    """The axes of a pipeline, as indices, over its mesh.
+    """The mesh axes of a pipeline, by index.
 
     Attributes:
         mesh: the mesh, over all devices.
@@ -144,7 +144,7 @@ class Region:
         return enter(x, self.manual, (self.batch_axes or None,))
 
     def enter_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that each device has whole."""
+        """A tensor that is replicated in the region."""
         return enter(x, self.manual, ())
 
     def enter_parameter(self, parameter: torch.Tensor, *, stacked: bool) -> torch.Tensor:
@@ -162,7 +162,7 @@ class Region:
             mine[0] = (self.axis,)
         for dim, axes in enumerate(mine):
             if parameter.shape[dim] % self.size(axes):
-                mine[dim] = ()  # uneven blocks: the partitioner gathers
+                mine[dim] = ()  # uneven blocks: left to the partitioner
         x: torch.Tensor = enter(parameter, self.manual, tuple(axes or None for axes in mine))
         with inside(self.manual):
             if stacked:
@@ -202,9 +202,9 @@ class Region:
         return sharding.dims
 
     def leave_last(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of the last stage's rows, which the stages share out if they divide.
+        """The global tensor of the last stage's rows, split over the stages if they divide evenly.
 
-        Each stage then goes on with a part of the rows, so that none computes for nothing.
+        Each stage then continues with a part of the rows, so that no computation is duplicated.
 
         Args:
             x: local, with a device's rows in dim 0.

@@ -1,4 +1,4 @@
-"""The blocks of a pipeline, stacked: one tensor holds a parameter of the blocks of all stages.
+"""Stacks the blocks of a pipeline: one tensor holds the same parameter of all stages' blocks.
 
 A stage has `num_slots` blocks. Slot k is a module whose parameters have an additional first dim,
 that of the stages; `block_index` says which of the plain model's blocks a slot is on a stage.
@@ -15,7 +15,7 @@ from spmd_core.errors import WrapError
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.modules.checkpointing import CheckpointedForward
 from spmd_core.modules.fsdp_unit import unit_of
-from spmd_core.modules.pipeline_plan import Plan
+from spmd_core.modules.pipeline_plan import PipelinePlan
 from spmd_core.modules.pipeline_region import Region
 from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
@@ -23,7 +23,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
 @dataclass(frozen=True)
 class Stacking:
-    """Which block of the plain model is where.
+    """Which block of the plain model is in which slot of which stage.
 
     Attributes:
         num_blocks: of the plain model.
@@ -36,7 +36,7 @@ class Stacking:
     rounds: int
 
     @staticmethod
-    def of(num_blocks: int, plan: Plan) -> "Stacking":
+    def of(num_blocks: int, plan: PipelinePlan) -> "Stacking":
         """For the blocks of a plain model, which the plan's chunks divide evenly.
 
         Raises:
@@ -148,7 +148,7 @@ def stacked_slots(
 
 
 def _with_stacked(members: Sequence[nn.Module], region: Region) -> nn.Module:
-    """The first of the modules, with the tensors of all."""
+    """The first of the modules, with the stacked tensors of all."""
     slot = members[0]
     made: dict[int, torch.Tensor] = {}  # a tensor with several names is stacked once
     for path, module in list(slot.named_modules(remove_duplicate=False)):
@@ -175,7 +175,7 @@ def _stacked(tensors: Sequence[torch.Tensor], region: Region) -> torch.Tensor:
 
 
 def checkpointing_of(slot: nn.Module) -> dict[str, Any] | None:
-    """Takes a slot's checkpoint off, and returns its options; None if it has none."""
+    """Removes a slot's checkpoint, and returns its options; None if it has none."""
     own = slot.__dict__.get("forward")
     if not isinstance(own, CheckpointedForward):
         return None
@@ -243,4 +243,4 @@ def stack(
                     f"current model is {tuple(own.shape[1:])}."
                 )
             missing_keys += absent
-            state[stacked_key] = own  # as it is: torch's own check would name the stacked tensor
+            state[stacked_key] = own  # unchanged: torch's own check would name the stacked tensor

@@ -1,4 +1,4 @@
-"""Keeps shards instead of what was gathered from them, from a forward to its backward.
+"""Saves shards for backward instead of the tensors that were gathered from them.
 
 Where autograd would save a value that is made of gathered tensors, a recipe is saved instead. In
 backward it is replayed on tensors that are gathered again from their shards, behind a barrier
@@ -22,7 +22,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 
 class Regather:
-    """What a forward keeps for its backward: shards, to gather again from.
+    """The shards that a forward keeps, to gather from them again in its backward.
 
     Args:
         tensors: the shards, on device `xla`.
@@ -48,7 +48,7 @@ class Regather:
     def saving_recipes(self) -> Iterator[None]:
         """Inside, autograd saves recipes for values that are made of gathered tensors.
 
-        Other values are passed to the saved-tensor hooks from outside, if there are any.
+        Other values are passed to outer saved-tensor hooks, if there are any.
         """
         outer = outer_hooks()
         outer_pack, outer_unpack = outer if outer is not None else (_unchanged, _unchanged)
@@ -75,16 +75,16 @@ class Regather:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            # This object lives until backward, and must not hold the values of forward until then.
+            # This object lives until backward, and must not keep the values of forward alive.
             self._sources = {}
 
     def before_backward(self, output: Any) -> Any:
-        """Makes the arrival of the first gradient of `output` gather the parameters again.
+        """Gathers the parameters again when the first gradient of `output` arrives.
 
         A barrier makes the gather wait for that gradient, and the gradient for the shards.
         """
-        # What autograd saved holds this object, and lets go of it in backward. A hook lives as long
-        # as the loss does: over the end of the step, where what is held becomes a result.
+        # A weak reference, because the hook outlives backward and would keep gathered tensors alive
+        # at the end of the step, where they would become results of the program.
         reference = weakref.ref(self)
 
         def gather(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -126,8 +126,7 @@ class Regather:
         with torch.no_grad():
             results = barrier([*self._shards, *([] if gradient is None else [gradient])])
             whole = [gather(shard) for gather, shard in zip(self._gather, results)]
-        # Values instead of tensors: a value that a tensor holds at a cut becomes a result of the
-        # program.
+        # Values, not tensors: a value that a tensor holds at a cut becomes a result of the program.
         values = [read(w._handle) for w in whole]
         if in_backward():
             # Kept until the end of this backward; a later one gathers again.
@@ -140,7 +139,7 @@ class Regather:
 
 
 def is_saved_by_others() -> bool:
-    """Whether other hooks than a `Regather`'s, such as a checkpoint's, take what autograd saves."""
+    """Whether saved-tensor hooks other than a `Regather`'s, such as a checkpoint's, are active."""
     outer = outer_hooks()
     return outer is not None and not getattr(outer[0], "saves_recipes", False)
 
@@ -154,13 +153,13 @@ def _unchanged(saved: torch.Tensor) -> torch.Tensor:
     return saved
 
 
-# How a value is made of gathered tensors: the number of one of them, or an operation with the
-# recipes of its inputs and its numbers.
+# How a value is computed from gathered tensors: the index of one of them, or an operation with the
+# recipes of its inputs and its scalars.
 _Recipe: TypeAlias = "int | tuple[Entry, tuple[_Recipe, ...], Sequence[Any]]"
 
 
 def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> "_Recipe | None":
-    """The recipe of a value; None if it is not made of gathered tensors alone.
+    """The recipe of a value; None if it is not computed from gathered tensors alone.
 
     Args:
         value: the value.
@@ -181,7 +180,7 @@ def _recipe(value: Value, sources: dict[Value, int], *, depth: int) -> "_Recipe 
 
 
 def _replay(recipe: _Recipe, values: list[Value]) -> Value:
-    """The value that a recipe makes of the gathered tensors `values`."""
+    """Evaluates a recipe on the gathered tensors `values`."""
     if isinstance(recipe, int):
         return values[recipe]
     entry, inputs, numbers = recipe

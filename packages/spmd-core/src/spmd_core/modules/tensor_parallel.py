@@ -1,10 +1,11 @@
-"""Tensor parallelism by a plan: `parallelize_module`, with the styles of torch as marks.
+"""Tensor parallelism by a plan: `parallelize_module`, which turns torch's styles into marks.
 
-The styles are torch's own classes, from `torch.distributed.tensor.parallel`. There each process has
-its blocks of parameters and activations. Here a tensor is always the whole one: a style marks the
-parameters of its module, and its hooks say how the mesh's axis splits what goes in and comes out,
-and the gradients of both. So the program has the collectives of torch's, and the model's code needs
-no local sizes. The other axes of the mesh stay free, as for the batch.
+The styles are torch's own classes, from `torch.distributed.tensor.parallel`. In torch each process
+holds local blocks of parameters and activations. Here tensors are global: a style marks the
+parameters of its module, and its hooks constrain how the mesh axis splits the inputs and outputs,
+and the gradients of both. So the program has the same collectives as torch's, and the model's code
+needs no local sizes. The other axes of the mesh are left to the partitioner, for instance for the
+batch.
 """
 
 import difflib
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from spmd_core.arguments import checked, require_bool
 from spmd_core.errors import MeshError, PartitionSpecError, UnsupportedOpError
 from spmd_core.marks import along
-from spmd_core.marks.along import Layout, Redistribute
+from spmd_core.marks.along import AxisLayout, Redistribute
 from spmd_core.marks.device_mesh import AnyMesh, DeviceMesh, from_device_mesh, to_device_mesh
 from spmd_core.marks.marking import mark_sharding
 from spmd_core.marks.placements import placement_types
@@ -58,8 +59,8 @@ def parallelize_module(
     `RowwiseParallel`, `SequenceParallel`, `PrepareModuleInput`, `PrepareModuleOutput`,
     `PrepareModuleInputOutput`, with their arguments and layouts, `Shard(dim)` and `Replicate()`;
     or a `ParallelStyle` of your own. Modules keep their whole sizes: `view(batch, sequence, heads,
-    head_dim)` takes the number of all heads. `use_local_output` changes nothing, as no tensor is
-    local to a device. What a plan moves between devices is what it moves in torch: for a pair of
+    head_dim)` takes the number of all heads. `use_local_output` has no effect, as no tensor is
+    local to a device. A plan moves the same data between devices as in torch: for a pair of
     `ColwiseParallel` and `RowwiseParallel` one all-reduce in forward and one in backward. A
     module's input that is gathered from shards, as with `SequenceParallel` before it, is kept in
     shards until backward, and gathered again there.
@@ -75,8 +76,8 @@ def parallelize_module(
             as in `named_modules()`. Each part of a path may have wildcards (`layers.*.wq`); the
             empty path is the module.
         axis: the axis of a `Mesh` of several axes, by name or number.
-        reshard_after_forward: False keeps inputs that are gathered from forward to backward, as
-            torch does: more memory, and a gather less for each of these modules.
+        reshard_after_forward: False keeps gathered inputs from forward to backward, as torch does:
+            it takes more memory and saves a gather for each of these modules.
         src_data_rank: a rank of the mesh, without effect. All processes give the same values here.
 
     Returns:
@@ -149,12 +150,12 @@ def loss_parallel() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Along what a plan is applied.
+    """The mesh axes along which a plan is applied.
 
     Attributes:
         mesh: the mesh.
         axes: one of its axes, or several that a dimension of a DeviceMesh flattens.
-        device_mesh: what was given.
+        device_mesh: the user's argument.
         reshards: whether gathered inputs are kept in shards until backward.
     """
 
@@ -163,21 +164,21 @@ class _Axis:
     device_mesh: AnyMesh
     reshards: bool = True
 
-    def layout(self, placement: Any, *, is_sum: bool = False) -> Layout:
-        """The layout that a placement says.
+    def layout(self, placement: Any, *, is_sum: bool = False) -> AxisLayout:
+        """The layout that a placement describes.
 
         Raises:
             UnsupportedOpError: neither `Shard` nor `Replicate`.
         """
         types = placement_types()
         if isinstance(placement, types.Replicate):
-            return Layout(self.mesh, self.axes, None, is_sum)
+            return AxisLayout(self.mesh, self.axes, None, is_sum)
         if not isinstance(placement, types.Shard):
             raise UnsupportedOpError(
                 "a tensor of the global view is sharded or replicated along an axis; "
                 f"got {placement!r}. Use Shard(dim) or Replicate()."
             )
-        return Layout(self.mesh, self.axes, placement.dim, is_sum)
+        return AxisLayout(self.mesh, self.axes, placement.dim, is_sum)
 
     def as_device_mesh(self) -> DeviceMesh:
         """The axis as torch's mesh, for a style of the user's."""
@@ -193,11 +194,11 @@ class _Axis:
             )
         return whole[self.mesh.axis_names[self.axes[0]]]
 
-    def split(self, dim: int) -> Layout:
-        return Layout(self.mesh, self.axes, dim)
+    def split(self, dim: int) -> AxisLayout:
+        return AxisLayout(self.mesh, self.axes, dim)
 
-    def whole(self) -> Layout:
-        return Layout(self.mesh, self.axes)
+    def whole(self) -> AxisLayout:
+        return AxisLayout(self.mesh, self.axes)
 
 
 def _axis_of(device_mesh: AnyMesh | None, axis: str | int | None) -> _Axis:
@@ -282,13 +283,17 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _columns(style: Any, module: nn.Module, over: _Axis) -> None:
-    """Splits a layer's output features. Its input is whole, so the input's gradient is a sum."""
+    """Splits a layer's output features.
+
+    Its input is replicated, so the input's gradient is a sum.
+    """
     _mark(module, over, {"weight": 0, "bias": 0} if _is_linear(module) else {"weight": 1})
     of_input = over.layout(style.input_layouts[0], is_sum=True)
     own, output = over.split(-1), over.layout(style.output_layouts[0])
 
     def redistributed(y: torch.Tensor) -> torch.Tensor:
-        # First as it is computed: for few rows, the partitioner would gather the weight instead.
+        # First in the layout in which it is computed: for few rows, the partitioner would otherwise
+        # gather the weight.
         split: torch.Tensor = Redistribute.apply(y, own, own) if output != own else y
         result: torch.Tensor = Redistribute.apply(split, output, own)
         return result
@@ -312,7 +317,7 @@ def _rows(style: Any, module: nn.Module, over: _Axis) -> None:
 
 
 def _sequence(style: Any, module: nn.Module, over: _Axis) -> None:
-    """Splits what goes through a module along the sequence; its parameters are whole."""
+    """Splits a module's input and output along the sequence; its parameters are replicated."""
     _mark(module, over, {})
     split = over.layout(style.sequence_sharding[0])
     _hook(
@@ -374,15 +379,15 @@ def _redistributed(x: Any, over: _Axis, layout: Any, desired: Any) -> Any:
     if layout is None or not isinstance(x, XLAShardedTensor):
         return x
     to = over.layout(layout if desired is None else desired)
-    # The gradient of what all devices use whole is a sum over them.
+    # The gradient of a tensor that all devices use is a sum over them.
     return _gathered(x, to, over.layout(layout, is_sum=to.dim is None))
 
 
-def _gathered(x: Any, to: Layout, of_gradient: Layout) -> torch.Tensor:
-    """A module's input in the layout of its forward; `_KeepsShards` finds what that gathers.
+def _gathered(x: Any, to: AxisLayout, of_gradient: AxisLayout) -> torch.Tensor:
+    """A module's input in the layout of its forward; `_KeepsShards` finds the gathered ones.
 
-    What the module around it has laid out stays as it is: its gradients add up before they are
-    redistributed.
+    An input that the enclosing module has redistributed is unchanged: its gradients are added up
+    before they are redistributed.
     """
     if x.__dict__.get("_laid_out") == to:
         return x
@@ -395,26 +400,27 @@ def _gathered(x: Any, to: Layout, of_gradient: Layout) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Shards:
-    """What an input was gathered from, and the layouts of both."""
+    """The shards from which an input was gathered, and the layouts of both."""
 
     tensor: XLAShardedTensor
-    layout: Layout
-    whole: Layout
+    layout: AxisLayout
+    whole: AxisLayout
 
     def gather(self, shards: torch.Tensor) -> XLAShardedTensor:
         """Gathers an alias of the tensor. Not differentiable."""
         with torch.no_grad():
-            # First as it lies: the partitioner could put the gather before a barrier.
+            # First in its own layout: the partitioner could otherwise move the gather before a
+            # barrier.
             own = along.constrained_to(shards, self.layout)  # type: ignore[arg-type]
             return along.constrained_to(own, self.whole)
 
 
 class _KeepsShards:
-    """Replaces the forward of a module: from forward to backward, inputs are kept in shards.
+    """Replaces the forward of a module: inputs are saved for backward in shards.
 
     What Korthikanti et al. (2022) call sequence parallelism: the gathered input of a pair of layers
-    is dropped after forward, and gathered again in backward. Only what the hooks gathered from
-    other layouts is treated so, and nothing where a checkpoint decides what is kept.
+    is dropped after forward, and gathered again in backward. It applies only to inputs that the
+    hooks gathered, and not where a checkpoint decides what is saved.
 
     Attributes:
         module: the module.
@@ -465,20 +471,20 @@ def _hook(
 
 
 def _check(style: Any, module: nn.Module) -> None:
-    """Raises NotImplementedError if a style does not take this module; looks at its switches."""
+    """Raises NotImplementedError if a style does not support this module."""
     require_bool("use_local_output", getattr(style, "use_local_output", True))
     styles = _styles()
     is_layer = isinstance(style, (styles.ColwiseParallel, styles.RowwiseParallel))
     if is_layer and not isinstance(module, (nn.Linear, nn.Embedding)):
         raise NotImplementedError(
             f"{type(style).__name__} is for nn.Linear and nn.Embedding; "
-            f"got {type(module).__name__}. Mark other parameters by spmd_core.mark_sharding, "
+            f"got {type(module).__name__}. Mark other parameters by spmd.mark_sharding, "
             "and their module's inputs and results by PrepareModuleInputOutput."
         )
 
 
 def _mark(module: nn.Module, over: _Axis, dims: Mapping[str, int]) -> None:
-    """Moves a module to the device; the axis splits one dim of the parameters that are named."""
+    """Moves a module to the device; the axis splits one dim of each of the named parameters."""
     module.to("xla")
     for name, parameter in module.named_parameters():
         dim = dims.get(name)
@@ -500,7 +506,7 @@ def _refuse(name: str, found: Sharding, wanted: Sharding) -> None:
 
 
 def _take_over_styles(styles: ModuleType) -> None:
-    """Has torch's styles, which its own `parallelize_module` applies, marked on meshes of xla."""
+    """Makes torch's styles mark parameters when torch's `parallelize_module` applies them."""
     for name in (
         *("ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput"),
         *("PrepareModuleOutput", "PrepareModuleInputOutput"),

@@ -1,9 +1,10 @@
-"""torch's data parallelism for modules of device `xla`: `fully_shard` works, wrappers say how.
+"""torch's data parallelism for modules of device `xla`: `fully_shard` works, wrappers are refused.
 
-torch's `fully_shard` is this project's for such a module. Classes that run one replica in each
+For such a module, torch's `fully_shard` calls this project's. Classes that run one replica in each
 process (DDP, FSDP1, pipeline stages, ZeRO) have no meaning in one program over all devices; their
-constructors raise with the line to write. Programs bind torch's names early, so what is replaced is
-inside of them: the function in a decorator's closure, a class's `__init__`.
+constructors raise an error that says what to write instead. Programs import torch's names early, so
+the replacement is made inside the named objects: the function in a decorator's closure, a class's
+`__init__`.
 """
 
 import functools
@@ -27,15 +28,15 @@ from spmd_core.torch_backend.after_import import after_import
 
 _ONE_PROGRAM = "in SPMD mode one program drives all devices"
 _AS_IT_IS = (
-    "Use the model as it is, and split the batch: spmd_core.mark_sharding(x, mesh, ('data',)); "
+    "Use the model as it is, and split the batch: spmd.mark_sharding(x, mesh, ('data',)); "
     "gradients are then those of the whole batch."
 )
 _FULLY_SHARD = {
-    "FULL_SHARD": "spmd_core.fully_shard(module, mesh)",
-    "SHARD_GRAD_OP": "spmd_core.fully_shard(module, mesh, reshard_after_forward=False)",
-    "HYBRID_SHARD": "spmd_core.fully_shard(module, mesh, extra_data_axis='data')",
+    "FULL_SHARD": "spmd.fully_shard(module, mesh)",
+    "SHARD_GRAD_OP": "spmd.fully_shard(module, mesh, reshard_after_forward=False)",
+    "HYBRID_SHARD": "spmd.fully_shard(module, mesh, extra_data_axis='data')",
     "_HYBRID_SHARD_ZERO2": (
-        "spmd_core.fully_shard(module, mesh, extra_data_axis='data', reshard_after_forward=False)"
+        "spmd.fully_shard(module, mesh, extra_data_axis='data', reshard_after_forward=False)"
     ),
 }
 
@@ -65,11 +66,11 @@ def _fully_shard(
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """torch's `fully_shard`, by this project's of that name. Without a mesh: `_default_mesh`."""
+    """torch's `fully_shard`, by this project's function. Without a mesh it uses `_default_mesh`."""
     if shard_placement_fn is not None:
         _refuse_argument(
             "shard_placement_fn",
-            "Mark these parameters before: spmd_core.mark_sharding(parameter, mesh, spec); a mark "
+            "Mark these parameters before: spmd.mark_sharding(parameter, mesh, spec); a mark "
             "with the axis that splits parameters is kept.",
         )
     if dp_mesh_dims is not None:
@@ -77,7 +78,7 @@ def _fully_shard(
     if hasattr(offload_policy, "pin_memory"):
         _refuse_argument(
             "offload_policy=CPUOffloadPolicy()",
-            "Leave it out: parameters stay on the devices, in shards; spmd_core.save_on_host() "
+            "Leave it out: parameters stay on the devices, in shards; spmd.save_on_host() "
             "keeps activations on the host.",
         )
     if not isinstance(reshard_after_forward, (bool, type(None))):
@@ -111,12 +112,12 @@ def _default_mesh() -> tuple[Mesh, str]:
     raise MeshError(
         "fully_shard without a mesh takes the global mesh, whose axis 'fsdp' splits parameters; "
         f"got {mesh!r}. Name one of its axes 'fsdp', or pass a slice of "
-        "spmd_core.dtensor.to_device_mesh(mesh), such as mesh['data']."
+        "spmd.dtensor.to_device_mesh(mesh), such as mesh['data']."
     )
 
 
 def _replicate(module: nn.Module, ignored: Collection[nn.Parameter], mesh: Mesh) -> None:
-    """Has each device keep the whole of the ignored parameters, which `fully_shard` then leaves."""
+    """Replicates the ignored parameters, which `fully_shard` then leaves unsharded."""
     if any(t.is_meta for t in module.parameters()):
         _refuse_argument(
             "ignored_params of a module with parameters on the meta device",
@@ -137,7 +138,7 @@ def _refuse_argument(what: str, instead: str) -> NoReturn:
 
 
 def _replace_in_contract(function: Any, ours: Callable[..., Any]) -> None:
-    """Has a function that torch decorates by `contract` call another one for xla modules."""
+    """Makes a function that torch decorates by `contract` call another one for xla modules."""
     (cell,) = (
         cell
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ())
@@ -150,8 +151,8 @@ def _replace_in_contract(function: Any, ours: Callable[..., Any]) -> None:
         if not _is_for_xla(module, kwargs.get("mesh", kwargs.get("device_mesh"))):
             return theirs(module, *args, **kwargs)
         for each in module if isinstance(module, (list, tuple)) else [module]:
-            # The decorator has noted the call on the module, where other functions of torch would
-            # look for a state that torch's own function makes.
+            # The decorator has registered the call on the module, where other functions of torch
+            # would look for the state of torch's own function.
             for key in (names["STATE_KEY"], names["REGISTRY_KEY"]):
                 noted = each.__dict__.get(key, {})
                 noted.pop(chosen, None)
@@ -177,7 +178,7 @@ def _refuse_replicas(module: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _guard(cls: Any, refuse: Callable[..., None], is_for_xla: Callable[..., bool]) -> None:
-    """Has a class's constructor call `refuse` first where it is called for this device."""
+    """Makes a class's constructor call `refuse` first if it is called for this device."""
     theirs = cls.__init__
 
     @functools.wraps(theirs)
@@ -194,8 +195,8 @@ def _first_is_for_xla(module: Any = None, *args: Any, **kwargs: Any) -> bool:
 
 
 def _ddp_is_for_xla(module: Any = None, *args: Any, **kwargs: Any) -> bool:
-    # Between processes that each have their devices, DDP exchanges gradients through the host. Each
-    # such exchange is counted and warned of (`dispatch.process_groups`).
+    # Between processes with devices of their own, DDP exchanges gradients through the host. Each
+    # exchange is counted, with a warning (`dispatch.process_groups`).
     between_processes = distributed.is_initialized() and not devices.is_spmd()
     return not between_processes and _first_is_for_xla(module, **kwargs)
 
@@ -213,8 +214,8 @@ def _refuse_fsdp(*args: Any, **kwargs: Any) -> NoReturn:
     _refuse_wrapper(
         f"FullyShardedDataParallel({strategy})",
         "parameters are split by marks",
-        f"Write {_FULLY_SHARD[strategy]} with mesh = spmd_core.Mesh(range(n), {shape}); "
-        "spmd_core.SpmdFullyShardedDataParallel takes an auto_wrap_policy.",
+        f"Write {_FULLY_SHARD[strategy]} with mesh = spmd.Mesh(range(n), {shape}); "
+        "call it for each block first, in place of an auto_wrap_policy.",
     )
 
 
@@ -222,7 +223,7 @@ def _refuse_stage(*args: Any, **kwargs: Any) -> NoReturn:
     _refuse_wrapper(
         "a pipeline stage",
         "its stages are positions of a mesh axis",
-        "Write spmd_core.pipeline(model, mesh, num_microbatches=8), whose mesh has an axis 'pipe'.",
+        "Write spmd.pipeline(model, mesh, num_microbatches=8), whose mesh has an axis 'pipe'.",
     )
 
 
@@ -230,7 +231,7 @@ def _refuse_zero(*args: Any, **kwargs: Any) -> NoReturn:
     raise WrapError(
         f"{_ONE_PROGRAM}, and an optimizer's state is split as its parameter is; got "
         "ZeroRedundancyOptimizer over parameters of device 'xla'. Split the parameters by "
-        "spmd_core.fully_shard(model, mesh), and use the optimizer itself: "
+        "spmd.fully_shard(model, mesh), and use the optimizer itself: "
         "torch.optim.AdamW(model.parameters())."
     )
 
@@ -273,7 +274,7 @@ def _guard_tracing(module: ModuleType) -> None:
 
 
 def _stage_by_copies(module: ModuleType) -> None:
-    """Has `torch.distributed.checkpoint.async_save` copy tensors of the device, not their bytes."""
+    """Makes torch's `async_save` of checkpoints copy tensors of the device, not their bytes."""
     stager = module.StateDictStager
     theirs = stager._offload_tensor
 

@@ -115,7 +115,7 @@ def recursive_wrap(
             overrides `kwargs`.
         wrapper_cls: makes a unit of a module.
         ignored_modules: are neither wrapped nor visited.
-        ignored_params: do not count.
+        ignored_params: are not counted.
         only_wrap_children: whether to leave out the root, as its caller wraps it.
         kwargs: for `wrapper_cls`.
 
@@ -158,7 +158,7 @@ def recursive_wrap(
 
 
 class _Walk:
-    """One traversal of a module tree that asks a policy and wraps; it keeps what it has visited."""
+    """One traversal of a module tree: wraps as a policy says, and remembers what it visited."""
 
     def __init__(
         self,

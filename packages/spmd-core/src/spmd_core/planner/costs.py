@@ -88,11 +88,11 @@ def costs_of(
 
 
 def _recorded_flops(graph: Graph) -> tuple[int, int]:
-    """FLOPs of the recorded operations: those of the model, and those of second runs."""
+    """FLOPs of the recorded operations: those of the model, and those of recomputations."""
     model = again = 0
     for position, _, flops in operation_flops(graph):
         origin = graph.nodes[position].origin
-        if origin is not None and origin.phase is Phase.SECOND_RUN:
+        if origin is not None and origin.phase is Phase.RECOMPUTATION:
             again += flops
         else:
             model += flops

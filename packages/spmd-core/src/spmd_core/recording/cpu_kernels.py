@@ -90,16 +90,16 @@ class _Static:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _StandInCall:
     """A call over stand-ins: the positional arguments, and the others by name."""
 
     func: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
 
-    def map(self, function: Callable[[Any], Any]) -> "_Call":
+    def map(self, function: Callable[[Any], Any]) -> "_StandInCall":
         """The call with `function` applied to each stand-in and each static argument."""
-        return _Call(
+        return _StandInCall(
             self.func,
             tuple(map_leaves(a, function) for a in self.args),
             tuple((name, map_leaves(a, function)) for name, a in self.kwargs),
@@ -202,7 +202,7 @@ def ask(
         # No random number drawn here is visible to the user.
         return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
 
-    call = _Call(
+    call = _StandInCall(
         func,
         tuple(map_leaves(a, partial(describe, name)) for name, a in zip(facts.names, args)),
         tuple(
@@ -317,7 +317,9 @@ def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
 
 
 @lru_cache(maxsize=8192)
-def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible: bool) -> Answer:
+def _answer(
+    call: _StandInCall, default_dtype: torch.dtype, is_small: bool, is_feasible: bool
+) -> Answer:
     smaller = None if is_small else _smaller(call)
     if smaller is not None:
         answer = _answer_for_any_size(smaller, default_dtype)
@@ -327,7 +329,7 @@ def _answer(call: _Call, default_dtype: torch.dtype, is_small: bool, is_feasible
 
 
 @lru_cache(maxsize=8192)
-def _answer_for_any_size(smaller: _Call, default_dtype: torch.dtype) -> Answer | None:
+def _answer_for_any_size(smaller: _StandInCall, default_dtype: torch.dtype) -> Answer | None:
     """The answer for all calls that reduce to this one; None if their own sizes may matter."""
     metas = _meta_specs(smaller)
     if metas is None:
@@ -338,7 +340,7 @@ def _answer_for_any_size(smaller: _Call, default_dtype: torch.dtype) -> Answer |
     return replace(answer, metas=metas) if is_right else None
 
 
-def _carry_out(call: _Call) -> Answer:
+def _carry_out(call: _StandInCall) -> Answer:
     """What the CPU kernel does. It refuses a call only if it refuses it for two sets of values."""
     first: Exception | None = None
     with torch.no_grad(), _in_silence(call.func):
@@ -378,7 +380,7 @@ def _in_silence(func: torch._ops.OpOverload) -> Iterator[None]:
 
 
 def _memory(
-    call: _Call, fill: Callable[[torch.Tensor], object]
+    call: _StandInCall, fill: Callable[[torch.Tensor], object]
 ) -> Callable[[_StandIn], torch.Tensor]:
     """A function that makes a call's stand-ins."""
     shared: dict[int, torch.Tensor] = {}
@@ -437,7 +439,7 @@ def _specs(result: Any) -> Any:
 # Smaller stand-ins for large tensors.
 
 
-def _smaller(call: _Call) -> _Call | None:
+def _smaller(call: _StandInCall) -> _StandInCall | None:
     """The call with each size replaced by a smaller one, the same wherever it occurs.
 
     None if another number among the arguments may be made from sizes, such as a product.
@@ -462,7 +464,7 @@ def _smaller(call: _Call) -> _Call | None:
     return call.map(shrink)
 
 
-def _ints(call: _Call) -> Iterator[_Static]:
+def _ints(call: _StandInCall) -> Iterator[_Static]:
     leaves = (*call.args, *(a for _, a in call.kwargs))
     return (a for a in leaves_of(leaves) if _is_static_int(a))
 
@@ -471,7 +473,7 @@ def _is_static_int(a: Any) -> bool:
     return isinstance(a, _Static) and a.kind is int and not a.is_input
 
 
-def _meta_specs(call: _Call) -> Any:
+def _meta_specs(call: _StandInCall) -> Any:
     """The meta kernel's specs of the results, or None if it refuses the call."""
     make = lambda a: torch.empty_strided(  # noqa: E731
         a.spec.shape, a.spec.strides, dtype=a.spec.dtype, device="meta"
@@ -483,7 +485,7 @@ def _meta_specs(call: _Call) -> Any:
             return None
 
 
-def _is_for_the_dtypes(call: _Call) -> bool:
+def _is_for_the_dtypes(call: _StandInCall) -> bool:
     """Whether a refused call is accepted with other dtypes, so that its sizes are right."""
     floats = dict.fromkeys((torch.float64, torch.float16, torch.bfloat16), torch.float32)
     narrow = dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int64)

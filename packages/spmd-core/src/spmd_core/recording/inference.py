@@ -10,7 +10,7 @@ import torch
 
 from spmd_core.graph.values import Spec
 from spmd_core.recording import cpu_kernels, schema
-from spmd_core.recording.layouts import Layout, refusal
+from spmd_core.recording.layouts import RefusedLayout, refusal
 from spmd_core.tensor.logical_device import require_logical
 
 
@@ -49,7 +49,7 @@ def infer(
             device only.
     """
     if kwargs.get("layout") not in (None, torch.strided):
-        raise refusal(Layout.SPARSE, f"{func.name()} with layout={kwargs['layout']}")
+        raise refusal(RefusedLayout.SPARSE, f"{func.name()} with layout={kwargs['layout']}")
     metas: dict[int, torch.Tensor] = {}
 
     def to_meta(t: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from spmd_core.errors import UnsupportedOpError
 
 
-class Layout(StrEnum):
+class RefusedLayout(StrEnum):
     """Layouts that the device does not support; the values are words of the message."""
 
     SPARSE = "sparse"
@@ -17,17 +17,23 @@ class Layout(StrEnum):
 
 
 _INSTEAD = {
-    Layout.SPARSE: "Use dense tensors: sparse.to_dense().to('xla'), sparse=False for embeddings; "
-    "torch.where and scatter choose elements.",
-    Layout.NESTED: "Pad the sequences to one length: torch.nn.utils.rnn.pad_sequence(tensors, "
-    "batch_first=True).to('xla'), with a mask.",
-    Layout.QUANTIZED: "Use integers with a scale of your own, (x / scale).round().to(torch.int8), "
-    "or torch.fake_quantize_per_tensor_affine; quantized.dequantize().to('xla') moves the values.",
-    Layout.MKLDNN: "Leave out to_mkldnn(), which is for kernels of the CPU.",
+    RefusedLayout.SPARSE: (
+        "Use dense tensors: sparse.to_dense().to('xla'), sparse=False for embeddings; "
+        "torch.where and scatter choose elements."
+    ),
+    RefusedLayout.NESTED: (
+        "Pad the sequences to one length: torch.nn.utils.rnn.pad_sequence(tensors, "
+        "batch_first=True).to('xla'), with a mask."
+    ),
+    RefusedLayout.QUANTIZED: (
+        "Use integers with a scale of your own, (x / scale).round().to(torch.int8), "
+        "or torch.fake_quantize_per_tensor_affine; quantized.dequantize().to('xla') moves the values."
+    ),
+    RefusedLayout.MKLDNN: ("Leave out to_mkldnn(), which is for kernels of the CPU."),
 }
 
 
-def refusal(layout: Layout, what: str) -> UnsupportedOpError:
+def refusal(layout: RefusedLayout, what: str) -> UnsupportedOpError:
     """The exception for an operation, named by `what`, that would make such a tensor."""
     return UnsupportedOpError(
         f"tensors of device 'xla' are dense; got {what}, which makes a {layout} tensor there. "
@@ -43,13 +49,13 @@ def require_dense(t: torch.Tensor, name: str) -> None:
         name: what the message calls it.
     """
     if t.is_nested:
-        layout = Layout.NESTED
+        layout = RefusedLayout.NESTED
     elif t.is_quantized:
-        layout = Layout.QUANTIZED
+        layout = RefusedLayout.QUANTIZED
     elif t.layout is torch._mkldnn:  # type: ignore[attr-defined]
-        layout = Layout.MKLDNN
+        layout = RefusedLayout.MKLDNN
     elif t.layout is not torch.strided:
-        layout = Layout.SPARSE
+        layout = RefusedLayout.SPARSE
     else:
         return
     raise refusal(layout, f"{name} of layout {t.layout} and dtype {t.dtype}")

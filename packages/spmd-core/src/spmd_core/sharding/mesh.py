@@ -57,7 +57,7 @@ class Mesh:
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None
     _hash: int
-    # Set by `sharding.sharding` and `runtime.jax_sharding`, as this module knows neither.
+    # Set by `sharding.sharding` and `runtime.jax_sharding`, which this module cannot import.
     get_op_sharding: ClassVar[Callable[["Mesh", Any], Any]]
     get_jax_mesh: ClassVar[Callable[["Mesh"], Any]]
 
@@ -226,7 +226,7 @@ def set_global_mesh(mesh: Mesh | None) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise MeshError(
             f"the global mesh must be a Mesh or None; got {type(mesh).__name__}. "
-            "Build one: Mesh(device_ids, mesh_shape, axis_names)."
+            "Build one: spmd.Mesh(device_ids, mesh_shape, axis_names)."
         )
     _global_mesh = mesh
 
@@ -237,17 +237,18 @@ def get_global_mesh() -> Mesh | None:
 
 
 def given_or_global(mesh: Mesh | None, what: str) -> Mesh:
-    """`mesh`, or the global mesh where it is None; `what` names who needs one.
+    """`mesh`, or the global mesh if it is None; `what` names the caller.
 
     Raises:
-        MeshError: there is neither, or `mesh` is something else than a Mesh.
+        MeshError: there is neither, or `mesh` is not a Mesh.
     """
     chosen = get_global_mesh() if mesh is None else mesh
     if not isinstance(chosen, Mesh):
         got = "None, and no global mesh is set" if chosen is None else type(chosen).__name__
         raise MeshError(
-            f"{what} needs a mesh; got {got}. Pass mesh=Mesh(device_ids, mesh_shape, axis_names), "
-            "or call set_global_mesh(mesh)."
+            f"{what} needs a mesh; got {got}. "
+            "Pass mesh=spmd.Mesh(device_ids, mesh_shape, axis_names), "
+            "or call spmd.set_global_mesh(mesh)."
         )
     return chosen
 
@@ -316,7 +317,7 @@ def parse_mesh(text: str, num_devices: int) -> Mesh:
 
 
 def _parsed_axis(part: str, text: str, num_devices: int) -> tuple[str, int | None]:
-    """`("data", 2)` for `"data=2"`; the size is None where the text says -1 or `*`."""
+    """`("data", 2)` for `"data=2"`; the size is None for -1 or `*`."""
     name, separator, size = (piece.strip() for piece in part.partition("="))
     is_rest = size in ("-1", "*")
     if not name or not separator or not (is_rest or _SIZE.fullmatch(size)):
@@ -352,7 +353,7 @@ def _rebuild_mesh(
     mesh_shape: tuple[int, ...],
     axis_names: tuple[str, ...] | None,
 ) -> Mesh:
-    """The mesh of a pickle. A subclass keeps its type, although its constructor may differ."""
+    """Unpickles a mesh. A subclass keeps its type, although its constructor may differ."""
     mesh = cls.__new__(cls)
     Mesh.__init__(mesh, device_ids, mesh_shape, axis_names)
     return mesh

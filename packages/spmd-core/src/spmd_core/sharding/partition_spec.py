@@ -133,7 +133,7 @@ def validate_spec(mesh: Mesh, spec: PartitionSpecLike) -> tuple[tuple[int, ...],
 def _entry_axes(
     mesh: Mesh, entry: Axis | tuple[Axis, ...] | None, spec: PartitionSpecLike
 ) -> tuple[int, ...]:
-    """The axis indices of one entry of `spec`; the whole spec is for error messages."""
+    """The axis indices of one entry of `spec`; `spec` is for error messages."""
     if entry is None:
         return ()
     if not isinstance(entry, (tuple, list)):

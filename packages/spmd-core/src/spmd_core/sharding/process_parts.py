@@ -1,4 +1,4 @@
-"""The part of a global array that each of several processes holds: arithmetic, without a device."""
+"""Arithmetic on the part of a global array that each of several processes holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from spmd_core.sharding.sharding import Shape, Sharding
 
 @dataclass(frozen=True)
 class ProcessPart:
-    """What one process holds of tensors of one sharding: some blocks of each dim.
+    """The part of tensors of one sharding that one process holds: some blocks of each dim.
 
-    The process's own data, the local data, has its blocks of each dim one after another in the
-    order of their numbers; in the global tensor they need not be neighbours.
+    In the process's local data, its blocks along each dim are concatenated in the order of their
+    numbers; in the global tensor they need not be adjacent.
 
     Attributes:
         tiles: for each dim, into how many blocks the sharding splits it.
         blocks: for each dim, the numbers of this process's blocks, ascending.
-        is_whole: for each dim, whether every process of the mesh holds all blocks. Such a dim has
-            the same size in all processes, which need not be a multiple of the number of blocks.
+        is_whole: for each dim, whether every process of the mesh holds all blocks along it. Such a
+            dim has the same size in all processes, which need not be a multiple of the number of
+            blocks.
         processes: the processes that have a device of the mesh, ascending.
     """
 
@@ -53,7 +54,7 @@ class ProcessPart:
         return tuple(map(int, self.scaled_shape(local_shape)))
 
     def scaled_shape(self, local_shape: Shape) -> tuple[Fraction, ...]:
-        """The shape of the global tensor; with fractions where the blocks are not of one size."""
+        """The shape of the global tensor; with fractions if the blocks differ in size."""
         return tuple(
             Fraction(size) if whole else Fraction(size * tiles, len(blocks))
             for size, blocks, tiles, whole in zip(

@@ -13,5 +13,5 @@ def require_logical(device: torch.device | None) -> None:
         raise DeviceMismatchError(
             "device 'xla' is one logical device, which stands for all devices; "
             f"got {str(device)!r}. Write 'xla', and split a tensor over the devices by a mark: "
-            "spmd_core.mark_sharding(tensor, mesh, partition_spec)."
+            "spmd.mark_sharding(tensor, mesh, partition_spec)."
         )

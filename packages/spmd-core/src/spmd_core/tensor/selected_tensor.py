@@ -1,9 +1,9 @@
-"""`SelectedTensor`: what a boolean mask selects, as a tensor whose size nobody has looked at yet.
+"""`SelectedTensor`: the elements that a boolean mask selects, before their number is read.
 
-How many elements a mask selects is known to the data alone. Until the number is asked for, the
-selected elements stand where they stood: in a tensor with all elements, of which those at True
-count. torch's C++ has the number as a `SymInt`, which is read from the device when C++ compares it
-with another one, or needs its value.
+How many elements a mask selects depends on the data. Until the number is needed, the selected
+elements are represented by a tensor of all elements, of which those at True count. torch's C++
+holds the number as a `SymInt`, which is read from the device when C++ compares it with another one,
+or needs its value.
 
 A class of its own has its own `__torch_dispatch__`, so other tensors pay nothing for it. Autograd
 works on it as it is.
@@ -21,11 +21,11 @@ from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap, wrap_alias
 
 _new = torch.Tensor._make_wrapper_subclass
-# So many pairs of pending operations are compared before two masks count as different.
+# How many pairs of pending operations are compared before two masks count as different.
 _MOST_COMPARED = 64
 
 
-class Number:
+class SymNode:
     """A number as a node of torch's `SymInt`, `SymFloat` and `SymBool`.
 
     torch's C++ calls these methods by name.
@@ -64,8 +64,9 @@ class Number:
         return False
 
     def has_hint(self) -> bool:
-        """False: C++ then leaves out what it would only do to save work, such as this comparison:
-        `x[mask] = values` drops leading dims of one element from the values.
+        """False, so that C++ skips comparisons that only save work.
+
+        By one of these, `x[mask] = values` drops leading dims of one element from the values.
         """
         return False
 
@@ -75,16 +76,16 @@ class Number:
     def maybe_as_bool(self) -> None:
         return None
 
-    def wrap_int(self, number: int) -> "Number":
-        return Number(number)
+    def wrap_int(self, number: int) -> "SymNode":
+        return SymNode(number)
 
-    def wrap_float(self, number: float) -> "Number":
-        return Number(number)
+    def wrap_float(self, number: float) -> "SymNode":
+        return SymNode(number)
 
-    def wrap_bool(self, number: bool) -> "Number":
-        return Number(number)
+    def wrap_bool(self, number: bool) -> "SymNode":
+        return SymNode(number)
 
-    def clone(self) -> "Number":
+    def clone(self) -> "SymNode":
         return self
 
     def _guard(self, file: str = "", line: int = 0) -> Any:
@@ -108,44 +109,44 @@ class Number:
 
     _graph_repr = str
 
-    def is_same(self, other: "Number") -> bool:
-        """Whether the two are one number, by what they are of. Does not wait."""
+    def is_same(self, other: "SymNode") -> bool:
+        """Whether the two are the same number by construction. Does not wait."""
         return self is other
 
-    def eq(self, other: "Number") -> "Number":
+    def eq(self, other: "SymNode") -> "SymNode":
         if self.is_same(other):
-            return Number(True)
+            return SymNode(True)
         (low, high), (least, most) = self.bounds(), other.bounds()
         if high < least or most < low:
-            return Number(False)
+            return SymNode(False)
         return Unknown(lambda: self.value() == other.value())
 
-    def ne(self, other: "Number") -> "Number":
+    def ne(self, other: "SymNode") -> "SymNode":
         return self.eq(other).sym_not()
 
-    def lt(self, other: "Number") -> "Number":
+    def lt(self, other: "SymNode") -> "SymNode":
         if self.is_same(other):
-            return Number(False)
+            return SymNode(False)
         (low, high), (least, most) = self.bounds(), other.bounds()
         if high < least or low >= most:
-            return Number(high < least)
+            return SymNode(high < least)
         return Unknown(lambda: self.value() < other.value())
 
-    def gt(self, other: "Number") -> "Number":
+    def gt(self, other: "SymNode") -> "SymNode":
         return other.lt(self)
 
-    def le(self, other: "Number") -> "Number":
+    def le(self, other: "SymNode") -> "SymNode":
         return other.lt(self).sym_not()
 
-    def ge(self, other: "Number") -> "Number":
+    def ge(self, other: "SymNode") -> "SymNode":
         return self.lt(other).sym_not()
 
-    def sym_not(self) -> "Number":
-        return Number(not self._number)
+    def sym_not(self) -> "SymNode":
+        return SymNode(not self._number)
 
 
-class Unknown(Number):
-    """A bool that a mask decides. Where C++ has a way for both cases, it need not be known."""
+class Unknown(SymNode):
+    """A bool that depends on a mask. If C++ has code for both cases, it need not be known."""
 
     def __init__(self, compute: Callable[[], bool]) -> None:
         self._compute = compute
@@ -162,7 +163,7 @@ class Unknown(Number):
     def statically_known_true(self, file: str = "", line: int = 0) -> bool:
         return False
 
-    def sym_not(self) -> Number:
+    def sym_not(self) -> SymNode:
         return Unknown(lambda: not self._compute())
 
     def guard_or_false(self, file: str = "", line: int = 0) -> bool:
@@ -173,8 +174,8 @@ class Unknown(Number):
 
 
 def _computed(function: Callable[..., Any]) -> Any:
-    def method(self: Number, *others: Number) -> Number:
-        return Number(function(self.value(), *(other.value() for other in others)))
+    def method(self: SymNode, *others: SymNode) -> SymNode:
+        return SymNode(function(self.value(), *(other.value() for other in others)))
 
     return method
 
@@ -196,14 +197,14 @@ for _name, _function in {
     "sym_min": min,
     "sym_max": max,
 }.items():
-    setattr(Number, _name, _computed(_function))  # type: ignore[arg-type]
+    setattr(SymNode, _name, _computed(_function))  # type: ignore[arg-type]
 
 
-class Count(Number):
+class Count(SymNode):
     """How many elements a mask selects.
 
     Attributes:
-        mask: a copy of the mask as it was, on the device.
+        mask: a copy of the mask at the time of the selection, on the device.
         read_mask: returns the mask on the host, and waits for it. Set by `dispatch.selections`.
     """
 
@@ -233,19 +234,19 @@ class Count(Number):
     def bounds(self) -> tuple[int, int]:
         return (0, self.mask.numel()) if self._on_host is None else (self.value(), self.value())
 
-    def is_same(self, other: Number) -> bool:
+    def is_same(self, other: SymNode) -> bool:
         return isinstance(other, Count) and self.is_of(other._given)
 
     def is_of(self, mask: Value) -> bool:
-        """Whether this is the number of elements that a mask of this value selects, by its name.
+        """Whether this is the number of elements that a mask with this value selects.
 
-        It is where the mask is the same one, or was computed by the same operations.
+        So it is if the mask is the same value, or was computed by the same operations.
         """
         return _are_same(self._given, mask)
 
 
 def _are_same(a: Value, b: Value) -> bool:
-    """Whether two values are one, or computed from one by the same operations."""
+    """Whether two values are identical, or computed from identical ones by the same operations."""
     pairs, num_compared = [(a, b)], 0
     while pairs:
         a, b = pairs.pop()
@@ -268,20 +269,20 @@ def _are_same(a: Value, b: Value) -> bool:
 
 
 def _are_equal_on_host(a: Any, b: Any) -> bool:
-    """Whether both are data that is not uploaded yet, and equal: a CPU mask that is used twice."""
+    """Whether both are equal data that is not uploaded yet, such as a CPU mask used twice."""
     return a.__class__ is b.__class__ is torch.Tensor and a.dtype is b.dtype and torch.equal(a, b)
 
 
 class Selection:
-    """Which elements of a tensor a mask selects; what they are.
+    """A mask's selection from a tensor.
 
     Attributes:
         full: all elements, of which those at True count: (dims before the mask, dims of the mask,
-            dims behind it). Another tensor after a write. None once the size was looked at.
+            dims after it). Replaced by a write. None once the size was read.
         count: how many elements the mask selects.
-        place: how many dims are before the mask.
-        dense: the selected elements alone: (dims before, count, dims behind). None until the size
-            is looked at.
+        place: the number of dims before the mask.
+        dense: the selected elements alone: (dims before, count, dims after). None until the size is
+            read.
         select: makes `dense` from the others. Set by `dispatch.selections`.
     """
 
@@ -295,12 +296,12 @@ class Selection:
 
     @property
     def num_behind(self) -> int:
-        """How many dims are behind the mask."""
+        """The number of dims after the mask."""
         assert self.full is not None
         return self.full.dim() - self.place - self.count.mask.dim()
 
     def like(self, full: XLAShardedTensor) -> "Selection":
-        """What the same mask selects of another tensor."""
+        """The same mask's selection from another tensor."""
         return Selection(full, self.count, self.place)
 
     def look(self) -> XLAShardedTensor:
@@ -312,10 +313,10 @@ class Selection:
 
 
 class SelectedTensor(XLAShardedTensor):
-    """What a boolean mask selects of a tensor, as `x[mask]` returns it.
+    """The elements that a boolean mask selects from a tensor, as `x[mask]` returns them.
 
-    Elementwise operations, and writes at the same mask, need no size. Whatever else is done with it
-    reads the mask, and waits.
+    Elementwise operations, and writes at the same mask, do not need the size. All other operations
+    read the mask, and wait.
     """
 
     _selection: Selection
@@ -365,7 +366,7 @@ class SelectedTensor(XLAShardedTensor):
         """A tensor of known size over the same elements. Waits for the mask at the first call."""
         return wrap_alias(self._handle)
 
-    # torch's own would hand out the SymInt.
+    # torch's own implementations would return the SymInt.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -378,7 +379,7 @@ class SelectedTensor(XLAShardedTensor):
 
 
 def concrete(tree: Any) -> Any:
-    """An argument with numbers in place of SymInts. Waits for the masks that they are of."""
+    """An argument with numbers in place of SymInts. Waits for their masks."""
     if isinstance(tree, torch.SymInt):
         return int(tree)
     if isinstance(tree, (list, tuple)):

@@ -81,8 +81,8 @@ class XLAShardedTensor(torch.Tensor):
         TypeError: `elem` is no tensor, or only one of `mesh_shape` and `partition_spec` is given.
     """
 
-    # Libraries that serve several frameworks choose by the first name of a tensor's module. So it
-    # is torch's, whose module for this device has the class.
+    # Libraries for several frameworks look at the first part of a tensor's `__module__`. So it is
+    # in torch, whose module for this device has the class.
     __module__ = "torch.xla"
 
     _handle: Handle
@@ -138,7 +138,7 @@ class XLAShardedTensor(torch.Tensor):
 
     @property
     def sharding(self) -> Sharding | None:
-        """The canonical sharding, marked or inherited; None where the partitioner may choose."""
+        """The canonical sharding, marked or inherited; None if the partitioner may choose."""
         return self._handle.sharding
 
     @property
@@ -173,7 +173,7 @@ class XLAShardedTensor(torch.Tensor):
         if not text:
             raise ShardError(
                 "sharding_type needs a tensor with a sharding; this one has none. "
-                "Call mark_sharding(tensor, mesh, partition_spec) first."
+                "Call spmd.mark_sharding(tensor, mesh, partition_spec) first."
             )
         return from_text(text, self.dim()).type
 
@@ -274,9 +274,9 @@ class XLAShardedTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         """Raises BufferError: the next program may take over the tensor's buffers."""
         raise BufferError(
-            "DLPack shares memory, and that of an xla tensor belongs to the programs; "
+            "DLPack shares memory, and programs may take over the memory of an xla tensor; "
             f"got a tensor of shape {tuple(self.shape)}. "
-            "Pass tensor.detach().cpu(), or spmd_core.to_jax(tensor) to jax."
+            "Pass tensor.detach().cpu(), or spmd.to_jax(tensor) to jax."
         )
 
     def __dlpack_device__(self) -> Any:
@@ -297,10 +297,10 @@ class XLAShardedTensor(torch.Tensor):
                 copied = torch.nn.Parameter(copied, self.requires_grad)
             else:
                 copied.requires_grad_(self.requires_grad)
-        copied.__class__ = self.__class__  # perhaps a user's
+        copied.__class__ = self.__class__  # it may be a user's subclass
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(attributes_of(self), memo))
-        # torch's Parameter leaves its gradient out.
+        # torch's Parameter does not copy its gradient.
         if self.grad is not None and not isinstance(self, torch.nn.Parameter):
             copied.grad = self.grad.__deepcopy__(memo)
         return copied
@@ -321,7 +321,7 @@ class XLAShardedTensor(torch.Tensor):
     def __getstate__(self) -> dict[str, Any] | None:
         return attributes_of(self) or None
 
-    # torch implements the following in C++, where the handle would not notice a change.
+    # torch implements the following in C++, which would not update the handle.
 
     @property
     def data(self) -> torch.Tensor:
@@ -484,10 +484,10 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def device_tensor(
     t: Any, what: str, *, advice: str = "Move it first: t = t.to('xla')."
 ) -> XLAShardedTensor:
-    """The tensor itself, where it is one on device `xla`; `what` names the caller.
+    """The tensor itself, if it is on device `xla`; `what` names the caller.
 
     Raises:
-        DeviceMismatchError: it is on another device, or no tensor.
+        DeviceMismatchError: it is on another device, or not a tensor.
     """
     if not isinstance(t, XLAShardedTensor):
         got = f"a tensor on {t.device}" if isinstance(t, torch.Tensor) else type(t).__name__
@@ -515,10 +515,10 @@ def wrap(handle: Handle) -> XLAShardedTensor:
 
 
 def wrap_alias(handle: Handle) -> XLAShardedTensor:
-    """A new tensor over a handle whose storage has other tensors.
+    """A new tensor over a handle whose storage other tensors have, too.
 
-    An inference tensor if and only if those are, whatever the mode: torch's C++ gives both tensors
-    one version counter, or none.
+    It is an inference tensor if and only if those are, whatever the mode: torch's C++ gives all of
+    them one version counter, or none.
     """
     inference = handle.storage.inference
     if inference is torch.is_inference_mode_enabled():
@@ -541,7 +541,7 @@ def replace_handle(tensor: XLAShardedTensor, handle: Handle) -> None:
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """Reads parameters in files of earlier versions."""
+    """Unpickles parameters of earlier versions."""
     return torch.nn.Parameter(data.to(XLA_DEVICE), requires_grad)
 
 

@@ -66,7 +66,7 @@ def sharded_storage(handle: Handle, what: str) -> Storage:
         raise ShardError(
             f"{what} needs a tensor with a sharding; "
             f"this one, of shape {handle.spec.shape}, has none. "
-            "Call mark_sharding(tensor, mesh, partition_spec) first, "
+            "Call spmd.mark_sharding(tensor, mesh, partition_spec) first, "
             "on the tensor itself rather than a view of it."
         )
     return handle
@@ -159,7 +159,7 @@ def fill(storage: Storage, read: Callable[[tuple[slice, ...], torch.Tensor], Non
 
 
 def local_blocks(storage: Storage) -> list[tuple[slice, ...]]:
-    """What `fill` will ask for: the blocks of a storage that this process's devices hold."""
+    """The blocks of a storage that this process's devices hold, which `fill` will ask for."""
     spec, placement = storage.spec, leaves.device_placement(storage.sharding)
     stored_shape = padded_shape(spec, placement.sharding)
     blocks = buffers.blocks_of(placement.device_sharding, stored_shape)

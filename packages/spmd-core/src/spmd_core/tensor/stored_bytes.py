@@ -1,4 +1,4 @@
-"""Bytes of a storage of the device as torch's files hold them: written by pickles, read by loads.
+"""A device storage's bytes in the form of torch's files: written by pickles, read by loads.
 
 torch writes a tensor as a storage with a location ("cpu", "cuda:0"), an offset, sizes and strides.
 Tensors that share a storage share it in the file and after loading. Tensors of the device are
@@ -33,8 +33,8 @@ class HostBytes(torch.UntypedStorage):
     restored: "weakref.ref[Storage] | None" = None
 
 
-# The bytes that are being written, so that tensors of one storage share them, by storage: its
-# version at the time, and the bytes.
+# For each storage that is being written: its version and its bytes, so that tensors of one storage
+# share them.
 # Guarded by: the GIL. Cleared by: never: freed with the pickle.
 _written: "weakref.WeakKeyDictionary[Storage, tuple[int, weakref.ref[HostBytes]]]" = (
     weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def reduced(tensor: torch.Tensor, handle: Handle) -> Any:
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         handle = copy._handle  # type: ignore[attr-defined]
     spec = handle.spec
-    # For some dtypes torch has no typed storage; their tensors name the dtype themselves.
+    # torch has no typed storage for some dtypes; tensors of these are pickled with their dtype.
     names_dtype = spec.dtype in torch.storage._new_dtypes()
     storage = torch.storage.TypedStorage(
         wrap_storage=_bytes_of(handle.storage),
@@ -74,7 +74,7 @@ def _shows_memory(handle: Handle) -> bool:
 
 
 def _bytes_of(storage: Storage) -> HostBytes:
-    """The storage's memory on the host; the same object while someone holds it."""
+    """The storage's memory on the host; the same object as long as it is referenced."""
     version, reference = _written.get(storage, (-1, None))
     kept = None if reference is None or version != storage.version else reference()
     if kept is not None:

@@ -21,7 +21,7 @@ def refusal(shape: Sequence[Any]) -> UnsupportedOpError:
         "Call the function itself. Where you cannot change the call, set TORCHDYNAMO_DISABLE=1 in "
         "the environment or call torch.compiler.set_stance('force_eager'): "
         "the compiled function then is the function itself. "
-        "spmd_core.debugging.stablehlo(result) gives the program's text; "
+        "spmd.debugging.stablehlo(result) gives the program's text; "
         "torch.export takes module.cpu()."
     )
     dynamo = sys.modules.get("torch._dynamo.exc")

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from spmd_core.dispatch import router, transfer
 from spmd_core.errors import UnsupportedOpError
-from spmd_core.recording.layouts import Layout, refusal, require_dense
+from spmd_core.recording.layouts import RefusedLayout, refusal, require_dense
 from spmd_core.tensor import tracing
 from spmd_core.torch_backend import subclasses
 from spmd_core.torch_backend.after_import import after_import
@@ -25,8 +25,8 @@ from spmd_core.torch_backend.after_import import after_import
 _validate_device = flex_attention._validate_device
 # torch's kernels that move such tensors, or make them of others, by dispatch key.
 _KERNELS = (
-    ("_to_copy", "AutogradNestedTensor", Layout.NESTED),
-    ("_nested_tensor_from_tensor_list", "CPU", Layout.NESTED),
+    ("_to_copy", "AutogradNestedTensor", RefusedLayout.NESTED),
+    ("_nested_tensor_from_tensor_list", "CPU", RefusedLayout.NESTED),
 )
 # What torch makes of Python's numbers, whatever the default dtype.
 _DTYPES_OF_NUMBERS = {
@@ -49,7 +49,7 @@ _QUANTIZERS = (
 )
 
 
-def _unless_for_device(name: str, key: str, layout: Layout) -> Callable[..., torch.Tensor]:
+def _unless_for_device(name: str, key: str, layout: RefusedLayout) -> Callable[..., torch.Tensor]:
     """torch's own kernel, except for results on the device."""
     own = torch.library.get_kernel(f"aten::{name}", key)
 

@@ -1,9 +1,9 @@
-"""Keeps what a forward records when it runs again apart from what it recorded the first time.
+"""Keeps the values that a forward's recomputation records apart from those of its first run.
 
 Gradient checkpointing runs a forward again in backward, so as not to keep its values until then.
-The compiler sees both runs in one program, and would compute them once. So inside a `SecondRun`
-each value from outside is read through an optimization barrier, of which the compiler does not know
-that it returns its operand.
+The compiler sees both runs in one program, and would merge them into one. So inside `recomputing`
+each value from outside is read through an optimization barrier: the compiler does not know that a
+barrier returns its operand.
 """
 
 import threading
@@ -22,11 +22,12 @@ from spmd_core.recording.calls import known
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
 
-class _SecondRun:
-    """The operands of what one run records, behind barriers.
+class _Recomputation:
+    """One recomputation: replaces the operands that it records by values behind barriers.
 
-    Pending values of another run or of none are read through a barrier. So are the arguments;
-    other data on the device, such as parameters, is read as it is: it is there in any case.
+    Pending values that this run has not recorded are read through a barrier, and so are the
+    arguments. Other data on the device, such as parameters, is read directly, as it is in memory
+    anyway.
     """
 
     def __init__(self, arguments: Sequence[Value], after: Value | None) -> None:
@@ -40,7 +41,7 @@ class _SecondRun:
 
     @property
     def after(self) -> Value | None:
-        """What the program computes before this run."""
+        """The value that the program computes before this run."""
         return self._after
 
     def _own_or_apart(self, value: Value) -> Value:
@@ -55,11 +56,11 @@ class _SecondRun:
         return found
 
     def _behind_barrier(self, value: Value) -> Value:
-        """The value, which the program uses after it has computed `after`."""
+        """The value behind a barrier that also waits for `after`."""
         operands = (value,) if self._after is None else (value, self._after)
         specs = tuple(operand.spec for operand in operands)
         entry = known(
-            ("second run", specs),
+            ("recomputation", specs),
             lambda: Entry(
                 "spmd::optimization_barrier", _barrier, specs, structure=tuple(range(len(specs)))
             ),
@@ -72,9 +73,9 @@ def _barrier(context: Any, inputs: list[Any], numbers: list[Any]) -> list[Any]:
     return list(lax.optimization_barrier(tuple(inputs)))
 
 
-# The innermost run of each thread.
+# The innermost recomputation of each thread.
 # Guarded by: the graph lock. Cleared by: the end of the run.
-_runs: dict[int, _SecondRun] = {}
+_runs: dict[int, _Recomputation] = {}
 
 
 def _operands(node: Value, operands: Sequence[Value]) -> Sequence[Value]:
@@ -83,8 +84,8 @@ def _operands(node: Value, operands: Sequence[Value]) -> Sequence[Value]:
 
 
 @contextmanager
-def _running(run: _SecondRun | None) -> Iterator[None]:
-    """Inside, this run is the one of this thread."""
+def _running(run: _Recomputation | None) -> Iterator[None]:
+    """Inside, this is the innermost recomputation of this thread."""
     around = _set(run)
     try:
         yield
@@ -92,34 +93,34 @@ def _running(run: _SecondRun | None) -> Iterator[None]:
         _set(around)
 
 
-def _set(run: _SecondRun | None) -> _SecondRun | None:
-    """Makes this run the one of this thread; returns the one before."""
+def _set(run: _Recomputation | None) -> _Recomputation | None:
+    """Sets the innermost recomputation of this thread; returns the former one."""
     with lock:
         around = _runs.pop(threading.get_ident(), None)
         if run is not None:
             _runs[threading.get_ident()] = run
-        values.second_run = _operands if _runs else None
+        values.recomputation = _operands if _runs else None
         return around
 
 
 @contextmanager
-def second_run(arguments: Sequence[Any], after: torch.Tensor | None) -> Iterator[None]:
-    """Inside, this thread records the second run of a function.
+def recomputing(arguments: Sequence[Any], after: torch.Tensor | None) -> Iterator[None]:
+    """Inside, what this thread records is the recomputation of a function.
 
     Args:
         arguments: of the function; tensors on device `xla` among them are read through a barrier,
             wherever their data lies.
-        after: a tensor on device `xla`; the program computes it before it starts the second run.
+        after: a tensor on device `xla`; the program computes it before it starts the recomputation.
     """
     with lock:
         given = [read(t._handle) for t in arguments if isinstance(t, XLAShardedTensor)]
         last = read(after._handle) if isinstance(after, XLAShardedTensor) else None
-    with _running(_SecondRun(given, last)):
+    with _running(_Recomputation(given, last)):
         yield
 
 
 def awaited() -> list[XLAShardedTensor]:
-    """The tensor that this thread's second run waits for, in a list that is else empty."""
+    """The tensor that this thread's recomputation waits for, in a list; empty without one."""
     running = _runs.get(threading.get_ident())
     if running is None or running.after is None:
         return []
