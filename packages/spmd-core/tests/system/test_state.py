@@ -17,7 +17,7 @@ import mutable_state  # a script of the repository, outside of any package
 
 
 @pytest.mark.parametrize("source", mutable_state.PACKAGES, ids=lambda path: path.name)
-def test_every_object_that_changes_says_what_guards_and_clears_it(source):
+def test_every_global_that_changes_is_listed(source):
     found = list(mutable_state.states(source))
     silent = [f"{state.file}: {state.name}" for state in found if state.guard is None]
     assert silent == [], "write above each: # Guarded by: .... Cleared by: ...."

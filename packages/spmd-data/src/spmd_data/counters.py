@@ -1,9 +1,9 @@
-"""What the stages of a loader took: counters, and the table that says which stage is slowest."""
+"""The times of a loader's stages: counters, and a table that shows which stage is slowest."""
 
 import dataclasses
 import threading
 
-# A loop that waits for less than this share of its time is not held up by its input.
+# If the loop waits for less than this share of its time, the input is not the bottleneck.
 _LITTLE = 0.03
 _ADVICE = {
     "reading": "Give the DataLoader more workers (num_workers), or do less per sample",
@@ -20,7 +20,7 @@ class Counters:
         bytes: of the tensors that were moved to the device, in host memory.
         read_s: waiting for the wrapped loader.
         transfer_s: moving batches to the device, summed over the threads.
-        room_s: the reader waiting for room in the queue: the time that the input is ahead.
+        room_s: the reader waiting for space in the queue: the time that the input is ahead.
         first_wait_s: the loop waiting for the first batch of each iteration.
         wait_s: the loop waiting for the other batches.
         step_s: the loop between getting a batch and asking for the next.

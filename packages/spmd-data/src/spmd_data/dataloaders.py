@@ -1,4 +1,4 @@
-"""`sharded_dataloader`: a torch `DataLoader` of this process's part, with workers that are safe."""
+"""`sharded_dataloader`: a torch `DataLoader` of this process's part, with safely forked workers."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -30,14 +30,14 @@ def sharded_dataloader(
 ) -> DataLoader[Any]:
     """A DataLoader whose batches are this process's part of global batches. Starts the devices.
 
-    Its sampler is a `ShardedSampler`, so `MpDeviceLoader` knows its place, and a run goes on at it
-    with any number of processes and workers. Give the `MpDeviceLoader` a
+    Its sampler is a `ShardedSampler`, so `MpDeviceLoader` knows its position, from which a run
+    continues with any number of processes and workers. Give the `MpDeviceLoader` a
     `ShardingSpec(..., minibatch=True)`: then the parts are one global batch.
 
-    Worker processes are forked from a server that has imported this package, and not from this
-    process, whose threads (those of jax, above all) a fork would leave in any state. They live as
-    long as the DataLoader, and end with this process, also if it is killed. The dataset and
-    `collate_fn` are sent to them as pickles; a script needs `if __name__ == "__main__":`.
+    Worker processes are forked from a server process that has imported this package, and not from
+    this process, because a fork is unsafe beside threads (jax's, above all). They live as long as
+    the DataLoader, and end with this process, even if it is killed. The dataset and `collate_fn`
+    are sent to them as pickles; a script needs `if __name__ == "__main__":`.
 
     Args:
         dataset: has a length, and samples by index.
@@ -69,10 +69,10 @@ def sharded_dataloader(
     context = None
     if require_int("num_workers", num_workers, least=0):
         context = multiprocessing.get_context("forkserver")
-        # Imported once, in the server, and not by each worker. (Not the main module, which Python
-        # runs again in each worker; it warns where that is imported already.) This has an effect
-        # until the server starts.
-        made_by = getattr(collate_fn, "func", collate_fn)  # what a partial calls
+        # Imported once in the server, instead of in each worker. (Not the main module, which Python
+        # runs again in each worker; it warns if that is imported already.) Has an effect only
+        # before the server starts.
+        made_by = getattr(collate_fn, "func", collate_fn)  # the function of a partial
         modules = {type(dataset).__module__, getattr(made_by, "__module__", "spmd_data")}
         context.set_forkserver_preload(["spmd_data", *sorted(modules - {"__main__"})])
     return DataLoader(
@@ -90,7 +90,7 @@ def sharded_dataloader(
 def _end_with_parent(worker: int) -> None:
     """In a worker process: ends it when the process that wants its batches is gone.
 
-    torch's own watch asks whether the parent has changed, which here is the server.
+    torch's own watchdog checks whether the parent has changed, but here the parent is the server.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""Images through random transforms, whose draws depend on (seed, epoch, sample) alone.
+"""Random transforms of images whose random numbers depend only on (seed, epoch, sample).
 
 So the pixels are the same with any number of workers and of processes, and after a resume.
 """
@@ -18,8 +18,8 @@ class TransformedSamples(torch.utils.data.Dataset[Any]):
     """A map-style dataset whose samples go through a transform, such as torchvision's `v2`.
 
     The transform draws from torch's default generator, as torchvision's do. For each sample the
-    generator is seeded, and set back afterwards. The epoch comes with the index, from
-    `ShardedSampler`; a plain index has that of epoch 0.
+    generator is seeded, and restored afterwards. The epoch comes with the index, from
+    `ShardedSampler`; a plain index counts as epoch 0.
 
     Args:
         dataset: has a length, and samples by index.
@@ -28,8 +28,8 @@ class TransformedSamples(torch.utils.data.Dataset[Any]):
         seed: of the draws.
 
     Raises:
-        DataError: when a sample is read outside of the main thread of a process, where another
-            thread may draw at the same time.
+        DataError: a sample is read outside of the main thread of a process, where another thread
+            may draw at the same time.
 
     Example:
         >>> from torch.utils.data import TensorDataset

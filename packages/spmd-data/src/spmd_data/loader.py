@@ -1,7 +1,7 @@
 """`MpDeviceLoader`: iterates over host batches and yields them on the device, in the same order.
 
-The parts: `sources` knows the position in what is wrapped, `pipeline` runs the stages in threads,
-`placement` moves one batch, `counters` says what the stages took.
+The parts: `sources` knows the position in the wrapped loader, `pipeline` runs the stages in
+threads, `placement` moves one batch, `counters` measures the stages.
 """
 
 import time
@@ -31,7 +31,7 @@ _JOIN_TIMEOUT_S = 30.0
 
 
 class ScalarWriter(Protocol):
-    """What writes scalars, such as TensorBoard's SummaryWriter."""
+    """An object that writes scalars, such as TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
@@ -47,10 +47,10 @@ class MpDeviceLoader:
     shards. Each `iter()` restarts the wrapped loader and ends the threads of the previous
     iteration. Leaving the loop early also ends them, and a DataLoader's workers; it does not sync.
 
-    `state_dict()` is the position of the training loop, not that of the threads: `load_state_dict`
-    has the next iteration begin with the next batch. A program that asks the *wrapped* loader for
-    its state between two batches, as some trainers do, needs `prefetch=0`: the wrapped loader is
-    then read in the caller's thread when a batch is requested, never ahead.
+    `state_dict()` is the position of the training loop, not that of the threads: after
+    `load_state_dict`, the next iteration begins with the next batch. A program that asks the
+    *wrapped* loader for its state between two batches, as some trainers do, needs `prefetch=0`: the
+    wrapped loader is then read in the caller's thread when a batch is requested, never ahead.
 
     Args:
         loader: iterable of batches. A batch is a tensor, or tuples, lists, dicts, named tuples and
@@ -63,11 +63,11 @@ class MpDeviceLoader:
             the batch's, or a function of path and tensor.
         prefetch: number of batches that may be ahead of the training loop, in host memory or on the
             device; 0 for none, and no threads.
-        transfer_threads: threads that move batches to the device. More than one pays where one
-            copy does not fill the connection; then `prefetch` should be larger, too, and `loader`
-            must not write to a batch that it has given. (With one thread it may: unless it is a
-            DataLoader with worker processes, it is asked for the next batch when the last one has
-            been copied.)
+        transfer_threads: threads that move batches to the device. More than one helps if one copy
+            does not saturate the connection; then `prefetch` should be larger, too, and `loader`
+            must not write to a batch that it has yielded. (With one thread it may: unless it is a
+            DataLoader with worker processes, it is asked for the next batch only after the last one
+            was copied.)
         batches_per_execution: number of batches whose steps are sent to the device as one program,
             at least 1.
         uneven_batch: what to do with a batch in which the size of a sharded dim is not divisible by
@@ -144,7 +144,7 @@ class MpDeviceLoader:
         # order of the draws must not depend on timing.
         batches, state = self._source.begin()
         self._position = _Position(self._source, state)
-        # Loops that give no parts are not counted: one process may have some of its own.
+        # Loops over whole batches are not counted: one process may have some that others lack.
         compares = is_spmd and may_give_parts(self._placement.input_sharding)
         stream = process_data.Stream.of_loop() if compares else process_data.CALLS
         self._pipeline = Pipeline(
@@ -172,9 +172,9 @@ class MpDeviceLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that the training loop got last. Does not wait.
 
-        After the last batch it is the end of the epoch, whose next iteration gives nothing; when
-        the loop has ended, it is the beginning of the next epoch. A sampler such as
-        `ShardedSampler` is set to the next epoch then.
+        After the last batch it is the end of the epoch, from which an iteration yields nothing;
+        once the loop has ended, it is the beginning of the next epoch, to which a sampler such as
+        `ShardedSampler` is then set.
 
         Returns:
             `format`, `kind` (see the module `sources`), `epoch`; `batches` and `samples` of this
@@ -184,15 +184,15 @@ class MpDeviceLoader:
         return self._source.state() if self._position is None else self._position.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iteration begin with the batch after those that `state` counts.
+        """Makes the next iteration begin after the batches that `state` counts.
 
         With a sampler such as `ShardedSampler`, the number of processes may have changed. A torch
-        DataLoader over a map-style dataset passes over indices; other iterables are read, and the
+        DataLoader over a map-style dataset skips indices; other iterables are read, and their
         batches dropped, with a warning. Ends the running iteration.
 
         Raises:
-            DataError: it is the state of another kind of loader, or of another dataset, seed or
-                batch size.
+            DataError: `state` is of another kind of loader, or of another dataset, seed or batch
+                size.
         """
         self.close()
         self._position = None
@@ -247,7 +247,7 @@ class MpDeviceLoader:
 
 
 class _Position:
-    """Where the training loop is in an iteration."""
+    """The training loop's position in an iteration."""
 
     def __init__(self, source: Source, state: dict[str, Any]) -> None:
         self._source, self._begin = source, state
@@ -255,7 +255,7 @@ class _Position:
         self._has_ended = False
 
     def advance(self, number: int, noted: Any) -> None:
-        """Notes that the loop got the batch of this number."""
+        """Records that the loop got the batch of this number."""
         self._last = number, noted
 
     def refuse_empty(self, num_dropped: int) -> None:
@@ -264,7 +264,7 @@ class _Position:
             self._source.refuse_empty(self._begin, num_dropped)
 
     def end(self) -> None:
-        """Notes that the loop has got every batch of the epoch."""
+        """Records that the loop has got every batch of the epoch."""
         self._has_ended = True
         self._source.end_epoch()
 
@@ -332,7 +332,7 @@ class _DeviceBatches(Iterator[Any]):
 
 
 def _makes_each_anew(loader: Iterable[Any]) -> bool:
-    """Whether no batch of a loader lies in the memory of an earlier one."""
+    """Whether no batch of a loader reuses the memory of an earlier one."""
     # A batch of a worker process comes in shared memory of its own.
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 

@@ -1,4 +1,4 @@
-"""Which spec each tensor of a batch gets: matches `input_sharding` with the batch's structure."""
+"""Matches `input_sharding` with a batch's structure: which spec each tensor gets."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ from spmd_core.errors import DataError
 from spmd_core.steps import structures
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Where a value lies in a batch: keys of dicts, indexes of lists and tuples, names of fields."""
+"""The position of a value in a batch: keys of dicts, indexes of lists and tuples, field names."""
 
 SpecFunction: TypeAlias = Callable[[Path, torch.Tensor], spmd.ShardingSpec | None]
 
@@ -29,7 +29,7 @@ InputSharding: TypeAlias = (
   labels beside 4-D images are split like the images' batch dim; one with more dims is not split
   along the others; one without dims is not split;
 - a structure like the batch's (dicts, lists, tuples, dataclasses, nested in any way), whose leaves
-  are any of the others: None or a spec holds for every tensor below its place;
+  are any of the others: None or a spec holds for every tensor below it;
 - a function of the path and the tensor (on the host), which returns a `ShardingSpec` or None.
 
 A spec that a structure or a function gives to one tensor must fit its rank: dims that it splits
@@ -65,7 +65,7 @@ class Leaf:
     """One tensor of a batch.
 
     Attributes:
-        path: its place.
+        path: its position in the batch.
         tensor: on the host.
         spec: its sharding, with one entry for each dim; None for no sharding.
     """
@@ -78,13 +78,13 @@ class Leaf:
 def matched(batch: Any, sharding: InputSharding) -> tuple[Any, list[Leaf]]:
     """The batch with numpy arrays as tensors, and its tensors with their specs.
 
-    Does not copy, but for arrays that are read-only, not contiguous or of the other byte order.
-    Arrays of strings and of objects stay as they are.
+    Copies only arrays that are read-only, not contiguous or of the other byte order. Arrays of
+    strings and of objects are not changed.
 
     Raises:
         MissingShardingError: a dict has keys that its dict of shardings lacks.
-        DataError: the structures differ, a spec is for a dim or a tensor that is not there, or
-            arrays of different shapes lie where one tensor is expected.
+        DataError: the structures differ, a spec is for a dim or a tensor that does not exist, or
+            there are arrays of different shapes where one tensor is expected.
     """
     leaves = _Leaves()
     return _match(batch, sharding, (), leaves, named=False), leaves
@@ -101,7 +101,7 @@ def may_give_parts(sharding: InputSharding) -> bool:
         return any(map(may_give_parts, _children(sharding).values()))
     if isinstance(sharding, spmd.ShardingSpec):
         return sharding.minibatch
-    return callable(sharding)  # it says so for each tensor
+    return callable(sharding)  # the function decides for each tensor
 
 
 def fitted_spec(spec: spmd.ShardingSpec, ndim: int) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ class _Leaves(list[Leaf]):
         self._spec_of: dict[int, spmd.ShardingSpec | None] = {}
 
     def add(self, path: Path, tensor: torch.Tensor, spec: spmd.ShardingSpec | None) -> torch.Tensor:
-        """Adds a tensor; returns it, or a view if it has another spec at another place.
+        """Adds a tensor; returns it, or a view if it occurs elsewhere with another spec.
 
         One object has one spec: the batch on the device is built by identity.
         """

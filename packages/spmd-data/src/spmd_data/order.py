@@ -1,10 +1,10 @@
-"""The order of an epoch's samples: a permutation that is computed where it is needed, not stored.
+"""The order of an epoch's samples: a permutation that is computed on demand, not stored.
 
 `permuted` is a keyed permutation of 0..n-1. It is a Feistel network on the smallest power of two
 that holds n, walked until the result lies below n (cycle walking: Black and Rogaway 2002, "Ciphers
-with arbitrary finite domains"). Any position costs the same, so every process computes the places
-that it needs, and no process holds a list of indices. The order depends on `n`, `seed` and `epoch`
-alone: not on the machine, the number of processes or the releases of the libraries.
+with arbitrary finite domains"). Each position costs the same, so every process computes the
+positions that it needs, and no process holds a list of indices. The order depends on `n`, `seed`
+and `epoch` alone: not on the machine, the number of processes or the releases of the libraries.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Packs tokenised documents into sequences of one length, so that hardly any position is wasted.
+"""Packs tokenised documents into sequences of one length, with little padding.
 
 Every token of every document is in exactly one sequence. A document that does not fit is cut into
 pieces. Nothing crosses from one piece to another: positions restart, document ids tell pieces
@@ -19,7 +19,7 @@ import torch
 from spmd_core.arguments import checked, require_int
 from spmd_core.errors import DataError
 
-NO_TARGET = -100  # what torch's cross entropy passes over (`ignore_index`)
+NO_TARGET = -100  # ignored by torch's cross entropy (`ignore_index`)
 PADDING_ID = -1  # the document id of padding
 
 
@@ -37,11 +37,11 @@ class Documents(Protocol):
 
 
 class Packing(enum.StrEnum):
-    """How documents come into sequences.
+    """How documents are packed into sequences.
 
-    `STREAM` lays them one after the other and cuts at every T tokens: only the last sequence has
-    padding, and documents are cut wherever a sequence ends. `FIRST_FIT` puts each document into the
-    first sequence with room for it, so only documents longer than T are cut, at multiples of T.
+    `STREAM` concatenates them and cuts at every T tokens: only the last sequence has padding, and
+    documents are cut wherever a sequence ends. `FIRST_FIT` puts each document into the first
+    sequence with space for it, so only documents longer than T are cut, at multiples of T.
     """
 
     STREAM = "stream"
@@ -50,13 +50,13 @@ class Packing(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the pieces of documents lie: arrays of int64, one entry for each piece.
+    """The positions of the pieces of documents: int64 arrays with one entry for each piece.
 
     Pieces are in the order of the sequences, and within one in the order of their tokens.
 
     Attributes:
         documents: the number of the piece's document.
-        begins: the place of its first token in the document.
+        begins: the position of its first token in the document.
         lengths: its number of tokens, at least 1.
         first: for each sequence its first piece, and the number of all pieces: shape
             (sequences + 1,).
@@ -76,7 +76,7 @@ class Layout:
 def layout(
     lengths: Sequence[int] | np.ndarray, seq: int, packing: Packing | str = Packing.FIRST_FIT
 ) -> Layout:
-    """Says which piece of which document lies in which sequence; looks at lengths alone.
+    """Assigns the pieces of documents to sequences, from their lengths alone.
 
     Args:
         lengths: tokens of each document; a document without tokens has no piece.
@@ -113,7 +113,7 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     - `input_ids`, int64: the tokens; `padding_token` at the end of a sequence that is not full.
     - `targets`, int64: for each token the next one of its document, also where that lies in another
-      sequence. `NO_TARGET` (-100), which torch's cross entropy passes over, behind the last one.
+      sequence. `NO_TARGET` (-100), which torch's cross entropy ignores, after the last one.
     - `position_ids`, int64: from 0 on in each piece of a document; 0 for padding.
     - `document_ids`, int32: from 0 on, one for each piece of the sequence; -1 for padding.
 
@@ -121,10 +121,10 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         documents: the tokens, which are read when a sequence is asked for.
         seq: tokens in a sequence (T).
         packing: a `Packing` or its value.
-        padding_token: the token that stands for padding; any token will do, as nothing reads it.
+        padding_token: the token used as padding; any token will do, as nothing reads it.
 
     Attributes:
-        layout: which piece of which document lies where.
+        layout: which piece of which document is in which sequence.
 
     Raises:
         DataError: see `layout`.
@@ -150,7 +150,7 @@ class PackedSequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     @property
     def num_padding(self) -> int:
-        """The positions of all sequences that hold no token."""
+        """The number of positions, over all sequences, without a token."""
         return self._seq * len(self) - int(self.layout.lengths.sum())
 
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ class TokenStream:
 
     Attributes:
         stream: the tokens, integers of shape (tokens,).
-        starts: the place of each document's first token, ascending: shape (documents,). Tokens
+        starts: the position of each document's first token, ascending: shape (documents,). Tokens
             before the first one belong to no document.
     """
 
@@ -222,7 +222,7 @@ def _stream(sizes: np.ndarray, seq: int) -> Layout:
     cuts = np.union1d(ends, np.append(np.arange(seq, total, seq), total)).astype(np.int64)
     cuts = cuts[cuts > 0]
     starts = np.concatenate([[0], cuts[:-1]]).astype(np.int64) if len(cuts) else cuts
-    # The first document that ends behind the piece's start; those without tokens end before.
+    # The first document that ends after the piece's start; those without tokens end before it.
     documents = np.searchsorted(ends, starts, side="right")
     num_sequences = -(-total // seq)
     first = np.searchsorted(starts, np.arange(num_sequences) * seq)
@@ -235,8 +235,8 @@ def _stream(sizes: np.ndarray, seq: int) -> Layout:
 
 
 def _first_fit(sizes: np.ndarray, seq: int) -> Layout:
-    # By the room that is left in them: the open sequences, and of each room the first one. A
-    # document asks for the first sequence among all rooms that suffice.
+    # The open sequences by the number of tokens that still fit, and the first one for each number.
+    # A document goes to the first sequence in which it fits.
     open_of_room: list[list[int]] = [[] for _ in range(seq + 1)]
     num_sequences = 0
     nowhere = np.iinfo(np.int64).max
@@ -261,7 +261,7 @@ def _first_fit(sizes: np.ndarray, seq: int) -> Layout:
     for document, size in enumerate(sizes.tolist()):
         for begin in range(0, size, seq):
             put(document, begin, min(seq, size - begin))
-    # A stable order: within a sequence, pieces stay as they came.
+    # A stable sort: within a sequence, pieces keep their order.
     order = np.argsort(np.array(sequences, np.int64), kind="stable")
     found = np.array(pieces, np.int64).reshape(-1, 3)[order]
     counts = np.bincount(np.array(sequences, np.int64), minlength=num_sequences)

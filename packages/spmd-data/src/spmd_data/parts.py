@@ -15,7 +15,7 @@ from spmd_core.errors import DataError
 
 @dataclass(frozen=True)
 class Part:
-    """What a process loads of each global batch.
+    """The part of each global batch that a process loads.
 
     Attributes:
         number: of this part, from 0 on. Parts are numbered by their first blocks.
@@ -57,7 +57,7 @@ def parts_of_processes(
     sizes = [grid.shape[axis] for axis in axes]
     num_blocks = math.prod(sizes)
     shape = [grid.shape[d] if d in axes else 1 for d in range(grid.ndim)]
-    # The number of each position's block: one axis after the other, the last one the fastest.
+    # The number of each position's block, in row-major order of the axes.
     numbers = np.arange(num_blocks).reshape(sizes).transpose(np.argsort(axes)).reshape(shape)
     block_of = np.broadcast_to(numbers, grid.shape)
 
@@ -75,7 +75,7 @@ def parts_of_processes(
 
 
 def _check(blocks: Mapping[int, tuple[int, ...]], num_blocks: int) -> None:
-    """Raises DataError unless any two processes have the same blocks, or as many others."""
+    """Raises DataError unless any two processes have the same blocks, or as many disjoint ones."""
     owner: dict[int, int] = {}  # of each block, the first process that holds it
     for process, found in blocks.items():
         for other in {owner.setdefault(block, process) for block in found}:

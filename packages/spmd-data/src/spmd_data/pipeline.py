@@ -1,11 +1,11 @@
 """The stages between a source of batches and the training loop, and the threads that run them.
 
 A reader pulls batches from the source, transfer threads move them to the device, and the training
-loop takes them in the source's order. Batches travel in slots, of which at most `prefetch` exist:
-a batch that was pulled and that the loop has not taken, in whatever stage, holds one.
+loop takes them in the source's order. Each batch occupies a slot, of which at most `prefetch`
+exist, from when it is pulled until the loop takes it.
 
-Invariants: whatever happens to a batch (end of the data, exception, close) reaches the `get()`
-whose batch it is, so neither side waits forever. One thread at a time uses the source.
+Invariants: whatever happens to a batch (end of the data, exception, close) reaches the `get()` for
+that batch, so neither side waits forever. One thread at a time uses the source.
 """
 
 import atexit
@@ -28,22 +28,22 @@ interrupts.keep_whole(__file__)
 
 _AT_END_S = 30.0
 _AT_EXIT_S = 5.0
-# How long to wait for a worker to be seen dead.
+# How long to wait until a worker's death is noticed.
 _WORKER_ENDS_S = 0.5
 
 
 @dataclass(slots=True)
 class Slot:
-    """One batch on its way.
+    """One batch on its way to the device.
 
     Attributes:
         number: how many batches the source has given, this one included.
         batch: on the host, then on the device.
-        state: what `after_read` said when the batch had been read.
+        state: the result of `after_read` after the batch was read.
         is_ready: whether the training loop may take it.
-        is_dropped: whether the loop shall not see it.
-        is_end: whether the source has ended here, instead of giving a batch.
-        error: what prevented the batch.
+        is_dropped: whether the loop does not get it.
+        is_end: whether the source ended instead of yielding a batch.
+        error: the exception that prevented the batch.
     """
 
     number: int
@@ -60,17 +60,17 @@ class Pipeline:
 
     Args:
         source: gives the batches on the host.
-        prepare: checks a batch, in the source's order, and also gets what `after_read` said of it;
-            returns what `place` takes, or None for a batch to be left out.
+        prepare: checks a batch, in the source's order, given the batch and the result of
+            `after_read`; returns the argument of `place`, or None for a batch to be left out.
         place: moves one to the device.
-        after_read: called after each batch of the source and at its end, where the source is read;
-            its result travels with the batch.
-        on_end: called when the source has ended, where it is read.
+        after_read: called after each batch of the source and at its end, in the thread that reads;
+            its result is kept with the batch.
+        on_end: called when the source has ended, in the thread that reads.
         on_stop: called by `stop`, to end what `prepare` and `on_end` may wait for.
         prefetch: batches that may be ahead of the training loop. With 0 there are no threads: `get`
             reads and moves one batch.
         transfer_threads: threads that call `place`.
-        counters: what the stages take is added to it.
+        counters: the times of the stages are added to it.
         reuses_memory: whether the source may write to a batch when it is asked for the next one.
             The reader then waits until each batch has been moved.
         stall_s: seconds after which `get` warns, once, that it still waits.
@@ -97,7 +97,7 @@ class Pipeline:
         self._prefetch, self._counters, self._stall_s = prefetch, counters, stall_s
         self._reuses_memory, self._num_read = reuses_memory, 0
         self._slots: deque[Slot] = deque()  # in the source's order
-        self._unplaced: deque[Slot] = deque()  # those of them that no transfer thread has taken
+        self._unplaced: deque[Slot] = deque()  # those that no transfer thread has taken yet
         self._is_reading = prefetch > 0
         self._is_stopped = self._is_over = self._has_warned = False
         # The condition's lock must be reentrant (the default is): the garbage collector may call
@@ -123,9 +123,9 @@ class Pipeline:
         """Waits for the next batch that is not dropped, or for the end's slot.
 
         Raises:
-            StopIteration: an earlier call has given the end, or has raised.
+            StopIteration: an earlier call has returned the end, or has raised.
             RuntimeError: the pipeline was stopped.
-            BaseException: what the source, or the way to the device, raised for this batch.
+            BaseException: the exception of the source, or of the transfer, for this batch.
         """
         while True:
             slot = self._take()
@@ -133,22 +133,25 @@ class Pipeline:
                 self._is_over = True
                 self._finish()
             if slot.error is not None:
-                # Not held here: its traceback holds the frames of the source.
+                # Not kept here, as its traceback holds the frames of the source.
                 error, slot.error = slot.error, None
                 raise error
             if slot.is_end:
-                # The reader has nothing left to do but to end the workers of a DataLoader.
+                # The reader only has to end the workers of a DataLoader.
                 self.join(_AT_END_S)
             if slot.is_end or not slot.is_dropped:
                 return slot
 
     def num_ready(self) -> int:
-        """Batches that `get` would give at once."""
+        """The number of batches that `get` would return at once."""
         with self._changed:
             return sum(slot.is_ready for slot in self._slots)
 
     def stop(self) -> None:
-        """Drops the waiting batches, has the threads end after what they do now. Does not wait."""
+        """Drops the waiting batches, and ends the threads after their current work.
+
+        Does not wait.
+        """
         if self._on_stop is not None:
             self._on_stop()
         with self._changed:
@@ -161,7 +164,7 @@ class Pipeline:
 
     @interrupts.waits
     def join(self, timeout_s: float) -> bool:
-        """Waits until the threads have ended; returns False if they do not in time."""
+        """Waits until the threads have ended; returns False on a timeout."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
@@ -169,7 +172,7 @@ class Pipeline:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _take(self) -> Slot:
-        """The oldest slot, when it is ready; it is no longer held here."""
+        """Removes and returns the oldest slot when it is ready."""
         if not self._prefetch and not self._is_stopped and not self._is_over:
             self._step()
         with self._changed:
@@ -197,7 +200,7 @@ class Pipeline:
             self._warn(took_s)
 
     def _read_ahead(self) -> None:
-        """Body of the reader: pulls batches while there is room; returns at the end or a stop."""
+        """Body of the reader: pulls batches while slots are free; returns at the end or a stop."""
         try:
             while self._wait_for_room():
                 slot = self._read()
@@ -218,7 +221,7 @@ class Pipeline:
             self._release_source()
 
     def _place_ahead(self) -> None:
-        """Body of a transfer thread: moves batches as they come; returns when no more will."""
+        """Body of a transfer thread: moves batches as they arrive; returns after the last one."""
         while True:
             with self._changed:
                 self._wait(lambda: self._is_stopped or self._unplaced or not self._is_reading)
@@ -233,7 +236,7 @@ class Pipeline:
 
     @interrupts.waits
     def _read(self) -> Slot:
-        """Pulls one batch. A slot that is ready at once has none that is to be moved."""
+        """Pulls one batch. If the returned slot is ready, it has no batch to be moved."""
         assert self._source is not None
         start = time.perf_counter()
         slot = Slot(self._num_read)
@@ -268,7 +271,7 @@ class Pipeline:
         self._counters.add("transfer_s", time.perf_counter() - start)
 
     def _try(self, slot: Slot, function: Callable[[], Any]) -> Any:
-        """The function's result; None if it raised, which the slot then has as its error."""
+        """The function's result; None if it raised, in which case the slot gets the error."""
         try:
             return function()
         except StopIteration as error:  # would look like the end of the data
@@ -281,7 +284,7 @@ class Pipeline:
         return None
 
     def _wait_for_room(self) -> bool:
-        """Waits until another slot may be made; returns False once the pipeline is stopped."""
+        """Waits until a slot is free; returns False once the pipeline is stopped."""
         start = time.perf_counter()
         with self._changed:
             self._wait(lambda: self._is_stopped or self._has_room())
@@ -328,21 +331,21 @@ class Pipeline:
     def _release_source(self) -> None:
         """Runs a generator's clean-up code and ends a DataLoader's workers now.
 
-        The traceback of an exception may hold the source for long.
+        The traceback of an exception may keep the source alive for long.
         """
         with self._changed:
             source, self._source = self._source, None
         if inspect.isgenerator(source):
             source.close()
-        # A private name of torch's, for which there is no public one. Workers that the user asked
-        # to persist stay until the DataLoader is collected.
+        # A private name of torch's without a public one. Persistent workers live until the
+        # DataLoader is collected.
         shut_down = getattr(source, "_shutdown_workers", None)
         if shut_down is not None and not getattr(source, "_persistent_workers", False):
             shut_down()
 
 
 def _note_dead_worker(error: BaseException, source: Iterator[Any]) -> None:
-    """Adds to the error of a lost connection which worker of a DataLoader was lost.
+    """Adds a note to the error of a lost connection: which worker of a DataLoader died.
 
     A worker keeps its batches in shared memory until they are fetched, through a socket of its own.
     """
@@ -366,12 +369,12 @@ def _stopped_error() -> RuntimeError:
 
 
 def _frames_to_the_loop() -> int:
-    """The `stacklevel` of a warning that shall name the line of the training loop."""
+    """The `stacklevel` of a warning that should name the line of the training loop."""
     return sum(frame.filename.startswith(_FOLDER) for frame in inspect.stack(0))
 
 
 _FOLDER = __file__.rpartition("pipeline.py")[0]
-# For the end of the process: a thread that runs on while Python is taken down may crash it.
+# Stopped at exit: a thread that runs while Python shuts down may crash it.
 # Guarded by: the GIL. Cleared by: never: freed with the iteration.
 _running: "weakref.WeakSet[Pipeline]" = weakref.WeakSet()
 

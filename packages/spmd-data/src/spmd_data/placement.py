@@ -105,9 +105,9 @@ class Placement:
 
         Args:
             batch: on the host.
-            row_mask: of a number of rows, as many as the batch has: which are no padding already;
-                None if none are. `UnevenBatch.PAD` asks it.
-            stream: what the batch is part of.
+            row_mask: a function of the number of rows of the batch: which rows are not padding
+                already. None if no row is padding. Used by `UnevenBatch.PAD`.
+            stream: the stream of batches that this one belongs to.
 
         Raises:
             DataError: `input_sharding` does not fit the batch (see `matching.matched`), the
@@ -121,7 +121,8 @@ class Placement:
             for leaf in leaves:
                 layouts.require_dense(leaf.tensor, text(leaf.path))
                 dtypes.to_jax(leaf.tensor.dtype)
-        # Before anything is decided: all processes then leave out, pad or refuse the same batches.
+        # Compared before anything is decided, so that all processes leave out, pad or refuse the
+        # same batches.
         process_data.check_alike(
             [
                 (text(leaf.path), leaf.tensor, leaf.spec)
@@ -152,7 +153,7 @@ class Placement:
         Tensors are copied from host memory straight to their shards; when this returns, the host's
         memory may be used for something else. May be called in several threads.
         """
-        # By identity: one tensor that occurs twice is moved once.
+        # By identity: a tensor that occurs twice is moved once.
         placed = {id(leaf.tensor): self._placed(leaf) for leaf in prepared.leaves}
         return Placed(
             structures.map_tensors(prepared.batch, lambda tensor: placed[id(tensor)]),
@@ -189,7 +190,7 @@ def _uneven_dims(leaf: Leaf) -> list[str]:
 
 
 def _num_shards(spec: spmd.ShardingSpec | None, dim: int) -> int:
-    """Number of blocks into which a spec splits a dim, of those that are this process's part."""
+    """Number of blocks into which a spec splits a dim of this process's part."""
     if spec is None:
         return 1
     if _is_part(spec):

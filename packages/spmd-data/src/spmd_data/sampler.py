@@ -1,9 +1,9 @@
-"""`ShardedSampler`: which samples this process loads, in which order, from which place on.
+"""`ShardedSampler`: which samples this process loads, in which order, from which position on.
 
 The order is global: `order.permuted` of (seed, epoch). Of k parts, part j takes the positions j,
 j + k, j + 2k, ... of it. So a global batch of B samples consists of the samples at B consecutive
-positions, for every k that divides B, and a run goes on with another number of processes at the
-same place.
+positions, for every k that divides B, and a run continues at the same position with another number
+of processes.
 """
 
 import enum
@@ -21,16 +21,16 @@ from spmd_data.parts import Part, parts_of_processes
 from spmd_data.saved_states import check_same
 
 _FORMAT = 1
-_CHUNK = 8192  # positions that are computed at once: little memory, and no loop in Python
+_CHUNK = 8192  # positions computed at a time: little memory, and no Python loop over samples
 
 
 class Tail(enum.StrEnum):
     """What to do with the last samples of an epoch, if they do not fill a global batch.
 
     The rule looks at global numbers alone, so every process does the same number of steps.
-    `DROP` leaves them out; another epoch's order leaves out others. `PAD` fills the batch up with
-    samples from the start of the order; `ShardedSampler.row_mask` says which rows these are.
-    `ERROR` raises when the sampler is made.
+    `DROP` leaves them out; other epochs leave out others. `PAD` fills the batch up with samples
+    from the start of the order; `ShardedSampler.row_mask` says which rows these are. `ERROR` raises
+    when the sampler is made.
     """
 
     DROP = "drop"
@@ -41,8 +41,8 @@ class Tail(enum.StrEnum):
 class SampleIndex(int):
     """The number of a sample, with the epoch in which it is read.
 
-    A dataset takes it for an int. One whose random numbers depend on the epoch reads it here: what
-    a worker process holds of the dataset is a copy, which no `set_epoch` reaches.
+    To a dataset it is an int. A dataset whose random numbers depend on the epoch reads the epoch
+    here: a worker process has a copy of the dataset, which no `set_epoch` reaches.
 
     Attributes:
         epoch: as in `ShardedSampler.epoch`.
@@ -67,10 +67,10 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
     advances by itself: `set_epoch` chooses the next epoch.
 
     Args:
-        dataset: what has the samples, or their number, at most 2**40.
+        dataset: the dataset, or the number of its samples, at most 2**40.
         batch_size: samples of a global batch, over all parts; a multiple of `num_parts`. A
             `DataLoader` of one part has `batch_size=sampler.local_batch_size`.
-        num_parts: into how many parts a batch is cut (k).
+        num_parts: the number of parts of a batch (k).
         part: the number of this part (j).
         seed: of the order.
         shuffle: whether the order is shuffled; else it is the dataset's.
@@ -78,10 +78,10 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     Attributes:
         num_parts, part, epoch: as above; set the epoch by `set_epoch`.
-        start: samples of the global epoch that are passed over: a multiple of `batch_size`.
+        start: how many samples of the global epoch are skipped: a multiple of `batch_size`.
 
     Raises:
-        DataError: an argument breaks a rule above, or the tail `error` met a rest.
+        DataError: an argument breaks a rule above, or `tail` is `error` and samples are left over.
 
     Example:
         >>> list(ShardedSampler(10, batch_size=4, num_parts=2, part=1, shuffle=False))
@@ -166,7 +166,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self.epoch, self.start = require_int("epoch", epoch, least=0), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The place where iterations start, and what identifies the order.
+        """The position where iterations start, and what identifies the order.
 
         It holds numbers and strings alone, is the same on every process, and does not depend on
         their number.
@@ -179,10 +179,11 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has iterations start where `state` says, with any number of parts.
+        """Makes iterations start at the position of `state`, with any number of parts.
 
         Raises:
-            DataError: the state is of another dataset, seed or batch size, or is none.
+            DataError: the state is of another dataset, seed or batch size, or not a sampler's
+                state.
         """
         missing = [key for key in ("format", "epoch", "samples", "source") if key not in state]
         if missing or state["format"] != _FORMAT:
@@ -217,7 +218,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     @checked(start=0, count=0)
     def row_mask(self, start: int, count: int) -> np.ndarray:
-        """Which of this part's rows are samples of their own; False for padding.
+        """Which rows of this part are samples and not padding, which is False.
 
         Args:
             start: the first row, counted from the start of the epoch in this part.

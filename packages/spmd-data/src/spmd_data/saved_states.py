@@ -1,4 +1,4 @@
-"""Whether a saved state is of the data that it is loaded into."""
+"""Checks that a saved state belongs to the data that it is loaded into."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from spmd_core.errors import DataError
 
 
 def check_same(now: Mapping[str, Any], then: Mapping[str, Any], *, who: str, advice: str) -> None:
-    """Compares what identifies the data of a loader or a sampler with what a saved state has.
+    """Compares the identity of a loader's or sampler's data with that of a saved state.
 
     Args:
         now: by name; of what the state is loaded into.

@@ -1,7 +1,7 @@
-"""Inspection of programs: as text, what moves between devices, why a program was compiled.
+"""Inspection of programs: their text, what moves between devices, why one was compiled.
 
     debugging.stablehlo(loss)          the recorded program, with shardings
-    debugging.passes(loss)             its operations behind each pass before it is lowered
+    debugging.passes(loss)             its operations after each pass before it is lowered
     debugging.hlo(loss)                the program that each device runs
     debugging.collectives()            bytes between devices, by mesh axes, torch operation and line
     debugging.explain_recompile()      what changed since the most similar earlier program

@@ -15,7 +15,7 @@ from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.source_lines import Origin
 
-# What `program.operation_names` calls an operation; with source lines on, with its position.
+# The names that `program.operation_names` gives operations; with source lines on, with a position.
 _OPERATION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)(?:#(?P<node>\d+))?")
 
 
@@ -54,8 +54,8 @@ class Collective:
         executions: number of executions in one run of the program; None if it depends on data.
         causes: the torch operations that need the collective; several if XLA merged collectives.
         name: the name of the instruction in `debugging.hlo`.
-        is_between_slices: whether the network between TPU slices carries it (DCN). One that spans
-            devices of several slices is compiled to parts inside of a slice, and parts between.
+        is_between_slices: whether the network between TPU slices carries it (DCN). A collective
+            over several slices is compiled to parts inside of slices, and parts between them.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class Collective:
 
     @property
     def moved_bytes(self) -> float:
-        """The bytes that each device sends at each execution, in the algorithm on a ring.
+        """The bytes that each device sends at each execution, with the ring algorithm.
 
         With n devices in a group, of an array of b bytes: an all-gather, a reduce-scatter and an
         all-to-all send b·(n-1)/n, an all-reduce twice as much, a permute b. (Thakur, Rabenseifner,

@@ -1,6 +1,6 @@
 """The differences between two recorded programs, in words: operations, arguments, leaves, results.
 
-A difference that only follows from another one is left out.
+A difference that is only a consequence of another one is left out.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,15 +37,15 @@ _ADVICE_NUMBER_TYPE = (
     "Write the number in one way each time, such as 2.0 and not 2."
 )
 _ADVICE_HELD = (
-    "A result that somebody holds at the cut is a result of the program. Where that changes "
+    "A value that a tensor holds at the cut is a result of the program. If that changes "
     "from step to step, drop it before (del), or keep its value on the host (.item(), .cpu())."
 )
 _ADVICE_DONATED = (
-    "A buffer is reused where no tensor holds its value after the cut. "
+    "A buffer is donated if no tensor holds its value after the cut. "
     "Drop the tensor before, or hold it in every step."
 )
 _ADVICE_MARKS = (
-    "Where a tensor lies is part of the program. Mark it once, in the same way each time."
+    "The sharding of a tensor is part of the program. Mark it once, in the same way each time."
 )
 _ADVICE_BRANCH = (
     "The operations are the program: "

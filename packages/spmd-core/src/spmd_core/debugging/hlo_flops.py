@@ -1,7 +1,7 @@
-"""FLOPs of the matrix products and convolutions of a compiled module, in XLA's text of it.
+"""FLOPs of the matrix products and convolutions of a compiled module, from XLA's text of it.
 
-XLA's cost analysis counts the body of a loop once, however often it runs. This counts the rest, or
-all.
+XLA's cost analysis counts the body of a loop once, however often it runs. `repeated` counts the
+further runs, and `total` all of them.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from spmd_core.debugging import hlo_text
 from spmd_core.debugging.hlo_text import Instruction
 
-# Libraries' matrix products and convolutions, whose sizes the text does not tell in a common form.
+# Library calls for matrix products and convolutions, whose sizes have no common form in the text.
 _LIBRARY_CALL = re.compile(r'custom_call_target="(__cublas|__cudnn|__onednn|tpu_custom_call)')
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _FACTORS = {"true_computation": 1, "false_computation": 1, "branch_computations": 1}
@@ -21,13 +21,13 @@ _FACTORS = {"true_computation": 1, "false_computation": 1, "branch_computations"
 def repeated(text: str) -> float | None:
     """The FLOPs of products and convolutions in the second and later runs of loops' bodies.
 
-    Of each device. Other operations of a loop's body, such as sums, stay counted once, as XLA does.
+    For each device. Other operations of a loop's body, such as sums, are counted once, as by XLA.
 
     Args:
         text: the optimised module.
 
     Returns:
-        None if a loop with products has an unknown length, or calls a library's.
+        None if a loop with products has an unknown length, or calls a library for them.
     """
     computations, entry = hlo_text.parse(text)
     # XLA's analysis counts a loop's body once, and the branch with the most FLOPs.
@@ -51,8 +51,8 @@ def repeated(text: str) -> float | None:
 def total(text: str) -> float:
     """The FLOPs of all products and convolutions, in all runs of loops' bodies.
 
-    Of each device, at least: a loop of unknown length counts once; branches, and what a library
-    computes, count nothing.
+    For each device, and a lower bound: a loop of unknown length counts once; branches and library
+    calls are not counted.
 
     Args:
         text: the optimised module.
@@ -93,7 +93,7 @@ def _flops(instruction: Instruction, computation: dict[str, Instruction]) -> flo
 def _convolution_flops(
     instruction: Instruction, computation: dict[str, Instruction]
 ) -> float | None:
-    """As XLA counts them: a product with padding, or with the holes of a dilation, is none."""
+    """As XLA counts them: without the products with padding, or with the holes of a dilation."""
     labels = _DIM_LABELS.search(instruction.attributes)
     if labels is None:
         return None
@@ -119,7 +119,7 @@ def _window(attributes: str) -> dict[str, list[str]]:
 def _valid(
     image_size: int, kernel_size: int, out_size: int, window: dict[str, list[str]], dim: int
 ) -> int:
-    """How many pairs of a result's and a kernel's position read an element of the image."""
+    """The number of pairs of result and kernel positions that read an element of the image."""
 
     def of(name: str, default: str) -> str:
         return window[name][dim] if name in window else default

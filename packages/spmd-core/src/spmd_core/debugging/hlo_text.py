@@ -1,7 +1,7 @@
 """A parser for XLA's HLO text: instructions, and collectives with bytes, groups and executions.
 
-Input is text that XLA printed, output are plain values. Neither devices nor this project's programs
-are needed.
+The input is text that XLA printed, the output plain values. It needs neither devices nor this
+project's programs.
 """
 
 import math
@@ -27,7 +27,8 @@ KINDS = (
     "collective-broadcast",
 )
 _OPCODES = {suffixed: kind for kind in KINDS for suffixed in (kind, f"{kind}-start")}
-# Between TPU slices the hosts carry the data: a `send` and a `recv` that name what they are.
+# Between TPU slices the hosts carry the data: a `send` and a `recv` whose attributes name the
+# collective.
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -89,7 +90,7 @@ class CollectiveInstruction:
         kind: one of `KINDS`; an asynchronous start has the kind of the collective it starts.
         result_bytes: bytes of the result on each device (of all results, for a tuple).
         operand_bytes: bytes of the operands on each device.
-        groups: the module's numbers of the devices in each group; for a permute the (source,
+        groups: the devices of each group, as the module numbers them; for a permute the (source,
             target) pairs. None if the text has an unknown form, and between slices.
         groups_text: XLA's text of the groups; between slices, of the transfer's target.
         executions: number of executions in one run of the program; None if it depends on data.
@@ -196,11 +197,12 @@ def collectives(text: str, num_devices: int) -> tuple[CollectiveInstruction, ...
     """The collectives of a compiled module, in the order of the text.
 
     An asynchronous collective is listed once, at its start. A TPU's all-reduce of which each device
-    keeps a part is a reduce-scatter: libtpu makes one of the two in a fusion of its own.
+    keeps a part counts as a reduce-scatter: libtpu fuses the two.
 
     Args:
         text: the module.
-        num_devices: that it numbers: all, or those of a TPU slice in a program over several.
+        num_devices: how many devices the module numbers: all, or those of one TPU slice if the
+            program is over several.
     """
     computations, entry = parse(text)
     counts = executions(computations, entry)
@@ -293,9 +295,9 @@ def _collective(
 def _op_names(instruction: Instruction, computation: dict[str, Instruction]) -> Iterator[str]:
     """The first names with `::` among the instruction's, its readers' and its operands'.
 
-    A name without `::` belongs to an argument or to the compiler, and names no torch operation. A
-    gather that the partitioner inserted bears the name of what it gathers in jaxlib 0.12, and that
-    of its reader in 0.10; so its readers come first.
+    A name without `::` is that of an argument or of the compiler, not of a torch operation. A
+    gather that the partitioner inserted has the name of its operand in jaxlib 0.12, and that of its
+    reader in 0.10; so readers come first.
     """
     readers = list(_readers(instruction, computation))
     read = [computation[name] for name in instruction.operands if name in computation]
@@ -312,7 +314,7 @@ def _op_names(instruction: Instruction, computation: dict[str, Instruction]) -> 
 def _readers(
     instruction: Instruction, computation: dict[str, Instruction]
 ) -> Iterator[Instruction]:
-    """What reads an instruction; for an asynchronous start, what reads its end."""
+    """The readers of an instruction; for an asynchronous start, those of its end."""
     for other in computation.values():
         if instruction.name in other.operands:
             is_part = instruction.opcode == "recv-done" and other.opcode == "get-tuple-element"
@@ -335,9 +337,9 @@ def executions(
     Args:
         computations: from `parse`.
         entry: likewise.
-        per_call: the executions for each of the caller's, from the called computation's role
-            (`body`, `true_computation`, ...) and the length of the loop, None if it is unknown;
-            None: the true ones.
+        per_call: the number of executions for each execution of the caller, from the role of the
+            called computation (`body`, `true_computation`, ...) and the length of the loop, None if
+            it is unknown. By default `executions_per_call`.
     """
     per_call = per_call or executions_per_call
     counts: dict[str, int | None] = defaultdict(int, {entry: 1})
@@ -389,7 +391,7 @@ def _loop_length(
 ) -> int | None:
     """How often a loop's body runs; None if that depends on data.
 
-    XLA writes it down, but not for a TPU. There it is read from the loop: a number that starts at a
+    XLA prints it, but not for a TPU. There it is read from the loop: a counter that starts at a
     constant, is increased by a constant, and compared with a constant.
     """
     written = _TRIP_COUNT.search(loop.attributes)
@@ -427,7 +429,7 @@ def _loop_length(
 
 
 def _source(name: str, computation: dict[str, Instruction]) -> Instruction | None:
-    """The instruction that computes a value, behind copies."""
+    """The instruction that computes a value, looking through copies."""
     found = computation.get(name)
     while found is not None and found.opcode in ("copy", "bitcast"):
         found = computation.get(found.operands[0])
@@ -478,7 +480,7 @@ def replica_groups(attributes: str, num_devices: int) -> tuple[Groups | None, st
 def _groups_of_mesh(found: re.Match[str]) -> Groups | None:
     """Groups along axes, or parts of axes, of a mesh that XLA made for itself.
 
-    `'x':(2)4` is the part of size 4 behind a part of size 2.
+    `'x':(2)4` is the part of size 4 after a part of size 2.
     """
     sizes = {axis["name"]: int(axis["size"]) for axis in _MESH_AXIS.finditer(found["axes"])}
     numbers = np.arange(math.prod(sizes.values()))

@@ -186,8 +186,8 @@ class StepTrace(Trace):
     """One step of the training loop: a `Trace` interval that ends with a `sync()`.
 
     An exception in the block ends it without the `sync()`. Tools show time by step if `step_num` is
-    given. Other code that ends steps, such as a loader, calls `take_step_mark()` to learn that the
-    step has ended already.
+    given. Other code that ends steps, such as a loader, calls `take_step_mark()` to learn whether
+    the step has ended already.
 
     Args:
         name: the name that the trace shows.

@@ -127,10 +127,11 @@ def collectives(
 
 
 def passes(*tensors: torch.Tensor, program: Program | ProgramRecord | None = None) -> str:
-    """The operations of pending tensors as they are recorded, and behind each pass over them.
+    """The operations of pending tensors as they are recorded, and after each pass over them.
 
     Only passes that change something are shown (`program/pipeline.py` lists all). Nothing is
-    compiled. The environment variable SPMD_DUMP_PASSES names a folder for the same of each program.
+    compiled. The environment variable SPMD_DUMP_PASSES names a folder to which each program writes
+    the same.
 
     Args:
         tensors: pending tensors on device `xla`; none: everything that is pending.

@@ -1,4 +1,4 @@
-"""Warns of a place in the user's program that compiles again and again, once for each place."""
+"""Warns once of each place in the user's program that compiles again and again."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from spmd_core.debugging.recompiles import explain
 from spmd_core.program import compile_cache
 from spmd_core.program.compile_cache import Compiled, Key
 
-# A place is warned of with so many programs that differ in the same way.
+# The number of programs in a row that differ in the same way, after which a place is warned of.
 _NUM_ALIKE = 4
 _MAX_PLACES = 256
 
@@ -23,8 +23,8 @@ class _Place:
 
     Attributes:
         newest: its newest programs.
-        runs: how many runs its line had had when each of them was compiled.
-        has_warned: whether it was warned of.
+        runs: how many programs its line had run when each of them was compiled.
+        has_warned: whether the user was warned of it.
     """
 
     newest: deque[Compiled] = field(default_factory=lambda: deque(maxlen=_NUM_ALIKE))
@@ -45,26 +45,26 @@ def clear() -> None:
 def observe(compiled: Compiled) -> None:
     """Warns if the place of this program compiles again and again. For `compile_cache.observers`.
 
-    A *place* is the line of the user's program that had the program compiled, a `sync()` or a read,
-    together with the names of the recorded operations in their order. A test of pytest has places
+    A *place* is the line of the user's program that caused the compilation, a `sync()` or a read,
+    together with the names of the recorded operations in their order. Each pytest test has places
     of its own.
 
     Two programs of a place *differ in the same way* as two others if the same inputs, by position,
-    have other shapes or dtypes; where no input has, if the first operation with other arguments is
-    the same, with the same names of arguments; and if the same other fields of the key differ:
-    where inputs and results lie, what is donated, devices, lines, options.
+    differ in shape or dtype; if none does, the first operation whose arguments differ is the same,
+    and so are the names of these arguments; and the same other fields of the key differ: placements
+    of inputs and results, donation, devices, lines, options.
 
     The warning comes with the fourth program in a row that differs in the same way from the one
-    before, if more than every second program that the line has started since the first of them was
-    compiled for it. So no loop is warned of that settles: whose first steps differ, each in another
-    way; that trains and evaluates; whose last batch is smaller; or that trains one model after
-    another. A program for many sizes (`growing_sizes`) is none of these programs, as it ends the
+    before, if more than half of the programs that the line has started since the first of the four
+    were compiled for it. So there is no warning for a loop that settles: whose first steps differ
+    in different ways; that trains and evaluates; whose last batch is smaller; or that trains one
+    model after another. A program for many sizes (`growing_sizes`) does not count, as it ends the
     recompilations.
     """
     if not config.warn_of_recompiles or compiled.key.bound is not None:
         return
     names = tuple(part.name for part in compiled.key.structure if not isinstance(part, int))
-    # The hash of the names stands for them: there may be thousands.
+    # The hash replaces the names, of which there may be thousands.
     key = (compiled.record.source, hash(names), os.environ.get("PYTEST_CURRENT_TEST"))
     place = _places.setdefault(key, _Place())
     _places.move_to_end(key)
@@ -86,7 +86,7 @@ def observe(compiled: Compiled) -> None:
         f"{_NUM_ALIKE} programs in a row were compiled for {source}, each of which "
         "differs from the one before in the same way, so almost every step waits for the compiler. "
         f"The newest: {text}\n"
-        "  spmd_core.config.warn_of_recompiles = False leaves this warning out; "
+        "  spmd.config.warn_of_recompiles = False leaves this warning out; "
         "SPMD_EXPLAIN_RECOMPILES=0 prints a report on each compilation.",
         RuntimeWarning,
         stacklevel=source_lines.user_frame()[2],

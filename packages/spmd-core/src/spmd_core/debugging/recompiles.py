@@ -1,4 +1,4 @@
-"""Why a program was compiled: the parts of its key that differ from the most similar program's."""
+"""Why a program was compiled: the fields of its key that differ from the most similar program's."""
 
 import sys
 from collections import Counter
@@ -27,7 +27,7 @@ class Recompile:
         nearest: the name of the most similar earlier program; None if there is none.
         nearest_source: the line that caused the compilation of that program.
         ingredients: the fields of `compile_cache.Key` in which the two differ.
-        changes: the causes, without differences that only follow from them.
+        changes: the causes, without differences that are their consequences.
         note: a summary, if the changes are a common case.
     """
 
@@ -88,7 +88,7 @@ def explain_recompile(last: int = 1) -> Recompile:
         raise SpmdError(
             f"explain_recompile knows {len(known)} compiled programs, "
             f"of the newest {compile_cache.history.maxlen} in this process; got last={last}. "
-            "Call it after the sync() or the read that had the program compiled."
+            "Call it after the sync() or the read that caused the compilation."
         )
     return explain(known[-last], _earlier_programs(known[: len(known) - last], known))
 
@@ -129,7 +129,7 @@ def explain(new: Compiled, before: Sequence[Compiled]) -> Recompile:
         return Recompile(r.name, r.source, seconds, None, "", (), (), note)
     difference = Difference(old, new)
     ingredients = compile_cache.changed(new.key, old.key)
-    # A difference is always named, also where `Difference` has no words for it.
+    # A difference is always named, even if `Difference` has no words for it.
     changes = difference.changes or tuple(
         Change(name, f"{name} of the key differs from the nearest program's")
         for name in ingredients
@@ -181,7 +181,7 @@ def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
     if made and not difference.operations_new:
         return (
             "This is normal once: "
-            "the first step makes state, such as the optimizer's, and the next ones find it made."
+            "the first step creates state, such as the optimizer's, and the next ones reuse it."
         )
     moved = {change.ingredient for change in difference.changes}
     if (
@@ -191,7 +191,7 @@ def _note(old: Compiled, new: Compiled, difference: Difference) -> str:
     ):
         return (
             "This is normal once: from the second step on, "
-            "what the first one computed lies where it left it, and its buffers can be donated."
+            "its inputs have the shardings of the first one's results, and can be donated."
         )
     return ""
 

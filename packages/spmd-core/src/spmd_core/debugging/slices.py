@@ -1,8 +1,8 @@
 """Which devices take part in the collectives of a TPU program, also over several slices.
 
-The module of such a program is that of one slice. Inside of it XLA numbers the slice's devices, in
-the program's order, and every slice has the same groups. What goes over the network between slices
-is a transfer of the hosts, whose target names slices or jax's ids of devices.
+The module of such a program is that of one slice. It numbers the slice's devices in the program's
+order, and every slice has the same groups. Data goes between slices by transfers of the hosts,
+whose targets name slices or jax's device ids.
 """
 
 import re
@@ -38,7 +38,7 @@ class SliceNumbers:
 
     @property
     def num_devices(self) -> int:
-        """Of the devices that the module numbers: those of a slice."""
+        """The number of devices that the module numbers: those of a slice."""
         return len(self._slices[0])
 
     def inside(self, groups: Groups) -> Groups | None:
@@ -48,7 +48,7 @@ class SliceNumbers:
             groups: of the module's numbers; for a permute (source, target) pairs.
 
         Returns:
-            None if a number is of no device of a slice.
+            None if a number is not that of a device of the slice.
         """
         if any(number >= self.num_devices for group in groups for number in group):
             return None
@@ -62,8 +62,8 @@ class SliceNumbers:
         """The positions of the groups of a transfer between slices.
 
         Args:
-            target: XLA's text. Groups are of jax's ids, pairs for a permute, or there is one for
-                each device of a slice, with its like of other slices.
+            target: XLA's text. It lists groups of jax's ids (pairs for a permute), or slices: then
+                there is a group for each device of a slice, with its counterparts in other slices.
 
         Returns:
             None if the text has an unknown form, or names other devices.

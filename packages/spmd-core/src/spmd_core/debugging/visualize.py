@@ -100,7 +100,7 @@ def _print(table: "Table") -> None:
 
     console = Console()
     if not console.is_terminal:
-        # A file or a notebook has no width of its own, so the table need not be cut off.
+        # A file or a notebook has no fixed width, so the table need not be cut off.
         console = Console(width=max(console.width, Console(width=1 << 16).measure(table).maximum))
     console.print(table)
 

@@ -26,10 +26,10 @@ _INSTEAD = {
         "batch_first=True).to('xla'), with a mask."
     ),
     RefusedLayout.QUANTIZED: (
-        "Use integers with a scale of your own, (x / scale).round().to(torch.int8), "
-        "or torch.fake_quantize_per_tensor_affine; quantized.dequantize().to('xla') moves the values."
+        "Use integers with a scale of your own, (x / scale).round().to(torch.int8), or "
+        "torch.fake_quantize_per_tensor_affine; quantized.dequantize().to('xla') moves the values."
     ),
-    RefusedLayout.MKLDNN: ("Leave out to_mkldnn(), which is for kernels of the CPU."),
+    RefusedLayout.MKLDNN: "Leave out to_mkldnn(), which is for kernels of the CPU.",
 }
 
 
