@@ -38,8 +38,9 @@ def shard_dataset(
               `IterableDataset` cuts itself among workers, so `tail` then holds for what each reads.
         mesh: the mesh of the program.
         axis: the axis or axes that split the batch, as in a partition spec.
-        tail: of samples that k does not divide: `drop` or `error`. An iterable's error comes at its
-            end, on every process. (To pad with a mask, take `ShardedSampler`.)
+        tail: what to do with the last samples if k does not divide their number: `drop` or `error`.
+            An iterable's error comes at its end, on every process. (To pad with a mask, take
+            `ShardedSampler`.)
 
     Raises:
         DataError: see `tail`; or the mesh gives the processes parts that overlap or differ in size.
@@ -90,7 +91,7 @@ class _View(torch.utils.data.Dataset[Any]):
         return self._dataset[self._position(index)]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """What torch's DataLoader asks for a batch, by which some datasets read it at once."""
+        """Called by torch's DataLoader for a batch, which some datasets read at once."""
         positions = [self._position(index) for index in indices]
         read: Callable[[Sequence[int]], Any] | None = getattr(self._dataset, "__getitems__", None)
         return read(positions) if read else [self._dataset[position] for position in positions]
@@ -109,7 +110,7 @@ class _EveryKth(torch.utils.data.IterableDataset[Any]):
         self._tail = tail
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of an iterable that shuffles itself, as `datasets`' does."""
+        """Chooses the order of an iterable that shuffles itself, such as that of `datasets`."""
         choose = getattr(self._samples, "set_epoch", None)
         if choose is None:
             raise DataError(
@@ -120,8 +121,8 @@ class _EveryKth(torch.utils.data.IterableDataset[Any]):
         choose(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # A torch IterableDataset cuts itself among the workers; another iterable gives each worker
-        # everything.
+        # A torch IterableDataset divides itself among the workers; another iterable yields
+        # everything to each.
         worker = torch.utils.data.get_worker_info()
         if worker is None or isinstance(self._samples, torch.utils.data.IterableDataset):
             mine, count = 0, 1
@@ -132,8 +133,8 @@ class _EveryKth(torch.utils.data.IterableDataset[Any]):
             group, place = divmod(position, self._num_parts)
             if place == self._part:
                 kept = sample
-            # Only a whole group gives a sample: a process that began a group alone would wait for
-            # the others' batch.
+            # Only a whole group yields a sample: a process that began a group alone would wait for
+            # the others.
             if place == self._num_parts - 1 and group % count == mine:
                 yield kept
         if (position + 1) % self._num_parts and self._tail is Tail.ERROR:

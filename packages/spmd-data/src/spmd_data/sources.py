@@ -1,13 +1,13 @@
-"""The position in what a loader wraps: noted for each batch, and found again on resume.
+"""The position in a wrapped loader: recorded for each batch, and restored on resume.
 
-There are four kinds of wrapped loaders. Each kind says what a saved state holds of it, and how it
-starts at a state:
+There are four kinds of wrapped loaders. They differ in what a saved state contains, and in how an
+iteration starts at a state:
 
 - *stateful*: it has `state_dict` and `load_state_dict`. It is asked after each batch that is read
   ahead; one that is not read ahead only when the training loop asks;
 - *sharded*: a torch DataLoader whose sampler counts samples of all processes (`ShardedSampler`);
-- *indexed*: a torch DataLoader over a map-style dataset with any other sampler. Indices are passed
-  over, no sample is loaded;
+- *indexed*: a torch DataLoader over a map-style dataset with any other sampler. Indices are
+  skipped, no sample is loaded;
 - *read*: any other iterable. Its batches are read and dropped.
 """
 
@@ -33,7 +33,7 @@ class Source(abc.ABC):
     """A wrapped loader with its epochs and positions.
 
     Attributes:
-        epoch: the number of the epoch that the next iteration begins, or continues.
+        epoch: the number of the epoch that the next iteration begins or continues.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class Source(abc.ABC):
         self._resume: dict[str, Any] | None = None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Has the next iteration begin after the batches that `state` counts.
+        """Makes the next iteration begin after the batches that `state` counts.
 
         Raises:
-            DataError: it is the state of another kind of loader, dataset, seed or batch size, or
-                none.
+            DataError: `state` is of another kind of loader, dataset, seed or batch size, or not a
+                state.
         """
         if state.get("format") != FORMAT or state.get("kind") != self.kind:
             raise DataError(
@@ -69,14 +69,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> tuple[Iterator[Any], dict[str, Any]]:
-        """Begins an iteration, where a loaded state says; returns it and the state there.
+        """Begins an iteration at the loaded state, if any; returns it and the state there.
 
         The order of shuffled indices is drawn here, in the caller's thread: the order of the draws
         must not depend on timing.
         """
 
     def after_read(self) -> Any:
-        """What is noted of a batch that was just read, or of the end; see `advanced`."""
+        """What to record after a batch was read, or at the end; an argument of `advanced`."""
         return None
 
     def at_beginning(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -89,26 +89,26 @@ class Source(abc.ABC):
         Args:
             state: of the iteration's beginning.
             number: how many batches the iteration has read, up to this one.
-            noted: what `after_read` said of it.
+            noted: the result of `after_read` for it.
         """
         return {**state, "batches": state["batches"] + number}
 
     def row_mask(self, state: dict[str, Any], noted: Any, count: int) -> torch.Tensor | None:
-        """Which rows of a batch are no padding of the sampler; None if all are samples.
+        """Which rows of a batch are samples, not the sampler's padding; None if all are.
 
         Args:
             state: of the iteration's beginning.
-            noted: what `after_read` said of the batch.
-            count: its rows.
+            noted: the result of `after_read` for the batch.
+            count: the number of rows.
         """
         return None
 
     def refuse_empty(self, state: dict[str, Any], num_dropped: int) -> None:
-        """Called when an iteration has given no batch.
+        """Called when an iteration has yielded no batch.
 
         Args:
             state: of the iteration's beginning.
-            num_dropped: batches that were read, and left out.
+            num_dropped: the number of batches that were read and left out.
 
         Raises:
             DataError: it did not begin at the end of an epoch.
@@ -132,7 +132,7 @@ class Source(abc.ABC):
         )
 
     def end_epoch(self) -> None:
-        """Counts an epoch whose every batch was given."""
+        """Counts an epoch of which every batch was yielded."""
         self.epoch += 1
 
     def state(self) -> dict[str, Any]:
@@ -149,12 +149,12 @@ class Source(abc.ABC):
         }
 
     def _taken(self) -> dict[str, Any]:
-        """The state to begin at, which is then no longer loaded."""
+        """Removes and returns the loaded state."""
         state, self._resume = self.state(), None
         return state
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError for a state of other data."""
+        """Raises DataError if a state is of other data."""
         check_same(
             self._fingerprint(),
             state["source"],
@@ -163,10 +163,10 @@ class Source(abc.ABC):
         )
 
     def _load(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most kinds do nothing
-        """What a kind does with a state that was found to fit."""
+        """What a kind of source does with a state that has passed the check."""
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must be equal for a state to fit."""
+        """What must be equal on resume."""
         return {}
 
 
@@ -174,7 +174,7 @@ def source_of(loader: Iterable[Any], *, is_read_ahead: bool) -> Source:
     """The source of the loader's kind."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulSource(loader, is_read_ahead=is_read_ahead)
-    # A subclass with an iteration of its own, such as trainers have, may not follow its sampler.
+    # A subclass with its own `__iter__`, such as trainers have, may not follow its sampler.
     if (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -213,7 +213,7 @@ class StatefulSource(Source):
         return {**super().advanced(state, number, noted), "samples": None, "source": own}
 
     def refuse_empty(self, state: dict[str, Any], num_dropped: int) -> None:
-        """Raises nothing: the loader may have been at the end of its epoch."""
+        """Does not raise: the loader may have been at the end of its epoch."""
 
     def state(self) -> dict[str, Any]:
         if self._resume is not None:
@@ -224,7 +224,7 @@ class StatefulSource(Source):
         try:
             # A copy: the loader may return the object in which it counts.
             return copy.deepcopy(self._loader.state_dict())  # type: ignore[attr-defined]
-        except AttributeError as error:  # of Accelerate's loaders, for what they wrap
+        except AttributeError as error:  # Accelerate's loaders raise it about the one they wrap
             raise DataError(
                 "a loader with state_dict is asked for its state after each batch that is read "
                 f"ahead; got an AttributeError from that of a {type(self._loader).__name__}: "
@@ -232,18 +232,18 @@ class StatefulSource(Source):
             ) from error
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """The loader itself checks its state, or does not."""
+        """Left to the loader itself."""
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(copy.deepcopy(state["source"]))  # type: ignore[attr-defined]
 
 
 class _IndexStream:
-    """Stands for the sampler of a DataLoader's batches: passes over indices, and counts them."""
+    """Replaces the batch sampler of a DataLoader: skips indices, and counts them."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
-        self.num_skipped = 0  # batches that an iteration passes over
+        self.num_skipped = 0  # batches that an iteration skips
         self.current = _Indices(iter(()), 0)
 
     def __iter__(self) -> "_Indices":
@@ -258,19 +258,19 @@ class _Indices(Iterator[Any]):
     """The indices of one iteration.
 
     Attributes:
-        num_given: indices of the batches that were passed over or noted.
+        num_given: the number of indices in the batches that were skipped or counted.
     """
 
     def __init__(self, batches: Iterator[Any], num_skipped: int) -> None:
         self._batches, self._num_skipped = batches, num_skipped
         self._is_primed = False
         self.num_given = 0
-        # Sizes of the batches that the DataLoader was given and has not returned yet. Its workers
-        # are ahead of it.
+        # Sizes of the batches that the DataLoader has requested and not returned yet, as its
+        # workers read ahead.
         self._sizes: deque[int] = deque()
 
     def prime(self) -> None:
-        """Draws the order, and passes over what is to be skipped."""
+        """Draws the order, and skips the first batches."""
         if self._is_primed:
             return
         skipped = list(map(_size, itertools.islice(self._batches, self._num_skipped)))
@@ -290,7 +290,7 @@ class _Indices(Iterator[Any]):
         return indices
 
     def note(self) -> int:
-        """Counts a batch that the DataLoader has returned; gives the sum of indices so far."""
+        """Counts a batch that the DataLoader has returned; returns the number of indices so far."""
         if self._sizes:
             self.num_given += self._sizes.popleft()
         return self.num_given
@@ -312,7 +312,7 @@ class IndexedSource(Source):
         state = self._taken()
         reading = self._reading_loader()
         self._prepare(state)
-        # The epoch that is continued made its draws when it began.
+        # A continued epoch made its draws when it began.
         with torch.random.fork_rng(devices=(), enabled=is_resumed):
             if is_resumed:
                 self._set_generators(state.get("generators", {}))
@@ -334,19 +334,19 @@ class IndexedSource(Source):
         return {**super().state(), "generators": generators}
 
     def _prepare(self, state: dict[str, Any]) -> None:
-        """Has the iteration begin at a state."""
+        """Makes the iteration begin at a state."""
         self._stream.num_skipped = state["batches"]
 
     def _reading_loader(self) -> DataLoader[Any]:
-        """A copy of the DataLoader whose indices go through `_stream`; the user's stays as it is.
+        """A copy of the DataLoader whose indices go through `_stream`; the user's is unchanged.
 
-        One with persistent workers holds them, so it is kept.
+        The copy is kept if its workers are persistent.
         """
         if self._reading is None or not self._loader.persistent_workers:
             name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
             self._stream = _IndexStream(getattr(self._loader, name))
             self._reading = copy.copy(self._loader)
-            # Past the class's `__setattr__`, which refuses a new sampler after the start.
+            # Bypasses the class's `__setattr__`, which refuses a new sampler after initialization.
             self._reading.__dict__[name] = self._stream
         return self._reading
 
@@ -374,7 +374,7 @@ class IndexedSource(Source):
         if isinstance(getattr(dataset, "_fingerprint", None), str):  # of Hugging Face's datasets
             found["dataset"] = dataset._fingerprint  # type: ignore[attr-defined]
         for name, generator in self._generators().items():
-            if name != "default":  # which programs seed for many reasons
+            if name != "default":  # the default one is seeded for many reasons
                 found[f"seed of the {name}"] = generator.initial_seed()
         return found
 
@@ -382,7 +382,7 @@ class IndexedSource(Source):
 class ShardedSource(IndexedSource):
     """A torch DataLoader whose sampler counts samples over all processes.
 
-    The sampler's state takes no notice of the number of processes, so an epoch may be continued
+    The sampler's state does not depend on the number of processes, so an epoch may be continued
     with another number.
     """
 
@@ -412,7 +412,7 @@ class ShardedSource(IndexedSource):
         )
 
     def _prepare(self, state: dict[str, Any]) -> None:
-        """The sampler knows its place."""
+        """Nothing to do: the sampler keeps its own position."""
 
     @property
     def _sampler(self) -> Any:
@@ -462,7 +462,7 @@ class ReadSource(Source):
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """What gives a DataLoader's indices: a sampler, or a batch sampler that hides its own."""
+    """The source of a DataLoader's indices: a sampler, or a batch sampler without a known one."""
     if loader.batch_sampler is None:
         return loader.sampler
     return getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
@@ -472,5 +472,5 @@ def _size(indices: Any) -> int:
     return len(indices) if hasattr(indices, "__len__") else 1
 
 
-# Of samplers whose positions count samples over all processes: see `ShardedSampler`.
+# The methods of samplers whose positions count samples over all processes: see `ShardedSampler`.
 _PROTOCOL = ("num_parts", "part", "epoch", "start", "set_epoch", "state_dict", "load_state_dict")

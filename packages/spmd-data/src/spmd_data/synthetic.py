@@ -1,4 +1,4 @@
-"""Made-up samples for benchmarks and tests: tokens and images that cost as much time as asked.
+"""Synthetic samples for benchmarks and tests: tokens and images that take a settable time.
 
 Each is a map-style dataset that makes a whole batch at once, as torch's `DataLoader` asks it to.
 The values depend on (seed, sample) alone.
@@ -52,7 +52,7 @@ class Synthetic(torch.utils.data.Dataset[dict[str, torch.Tensor]], abc.ABC):
         """The samples with these numbers, one for each row of each tensor."""
 
     def _numbers(self, indices: np.ndarray, count: int) -> np.ndarray:
-        """`count` random numbers for each index, uint64: a multiply-xorshift hash of the places."""
+        """`count` random numbers for each index, uint64, by a multiply-xorshift hash."""
         places = indices[:, None] * np.uint64(count) + np.arange(count, dtype=np.uint64)
         x: np.ndarray = places + np.uint64(self._seed % 2**32 << 20)
         x = x * np.uint64(0x9E3779B97F4A7C15)

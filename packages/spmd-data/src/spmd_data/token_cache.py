@@ -1,8 +1,8 @@
 """Tokenised documents on disk: written once, in one Arrow file, and mapped into memory by all.
 
 One process writes while the others that ask for the same tokens wait. A cache is renamed to its
-name when it is whole, so a write that is interrupted, at any point, leaves none. It carries a
-digest, so one that was damaged later is written again.
+final name when it is complete, so an interrupted write leaves none. It contains a digest, so a
+cache that was damaged later is written again.
 """
 
 import contextlib
@@ -118,13 +118,13 @@ def cached_tokens(
     warning.
 
     Args:
-        documents: the texts; read from only where the cache has none of this key.
+        documents: the texts; they are read only if there is no cache for this key.
         encode: gives the tokens of each text of a list, as integers below 2**31.
-        key: what decides the tokens, as JSON can write it: the texts' source and its version, the
-            tokenizer. Another key is another cache.
-        cache_dir: the folder that holds caches; made where it is missing.
+        key: what determines the tokens, in JSON's types: the texts' source and its version, the
+            tokenizer. Each key has a cache of its own.
+        cache_dir: the folder that holds caches; created if it is missing.
         num_documents: how many documents there are, for the progress bar.
-        progress: whether a bar on stderr shows the writing, where that is a terminal.
+        progress: whether a bar on stderr shows the writing, if stderr is a terminal.
 
     Raises:
         DataError: there are no documents, `encode` gives another number of lists than it got, or
@@ -140,8 +140,8 @@ def cached_tokens(
         with _lock(root / f"{name}.lock"):
             damage = _damage(folder)  # another process may have written by now
             if damage is not None:
-                # A name of its own, and only this host's leftovers of processes that were killed:
-                # not every shared file system has locks.
+                # A unique name, and only leftovers of this host's killed processes are removed: not
+                # every shared file system has locks.
                 own = f"{name}.{socket.gethostname()}"
                 for left in root.glob(f"{own}.*.part"):
                     shutil.rmtree(left, ignore_errors=True)

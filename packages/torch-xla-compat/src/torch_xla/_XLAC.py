@@ -167,7 +167,7 @@ def _get_xla_sharding_specs(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 def _pending(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, with a copy, which is pending, in place of each that is computed."""
+    """The tensors, with each computed one replaced by a copy, which is pending."""
     return [
         t if storage.read(_own(t)._handle).data is None else t.detach().clone() for t in tensors
     ]
@@ -208,7 +208,7 @@ def _get_xla_tensors_text(tensors: Sequence[torch.Tensor]) -> str:
 def _get_xla_tensor_debug_info(t: torch.Tensor) -> str:
     """Text with a tensor's device, shape, sharding, and state of its value.
 
-    The value is on the host, on the devices, or not yet computed.
+    The value is on the host, on the devices, or pending.
     """
     tensor = _own(t)
     value = storage.read(tensor._handle)
@@ -437,11 +437,11 @@ def _xla_step_marker(
 
 
 def _set_buffer_donation(t: torch.Tensor, should_donate: bool) -> bool:
-    """Notes whether the next program may take over the tensor's buffer; changes no program.
+    """Records whether the next program may take over the tensor's buffer, without effect.
 
-    Programs here take over every buffer that no tensor holds any more, and no other, so the note
-    has no effect. It is forgotten when the tensor gets new data. Returns whether the tensor has
-    data, which a pending one has not.
+    Programs here take over every buffer that no tensor holds any more, and no other. The record is
+    dropped when the tensor gets new data. Returns whether the tensor has data, which a pending one
+    does not.
     """
     handle = _own(t)._handle
     if storage.read(handle).data is None:
@@ -451,21 +451,21 @@ def _set_buffer_donation(t: torch.Tensor, should_donate: bool) -> bool:
 
 
 def _get_buffer_donation(t: torch.Tensor) -> bool:
-    """What `_set_buffer_donation` noted for the tensor's present data; else False."""
+    """The record of `_set_buffer_donation` for the tensor's present data; else False."""
     version, noted = _own(t).__dict__.get("_buffer_donation", (None, False))
     return bool(noted and version == _own(t)._handle.storage.version)
 
 
-# Whether programs take over only the buffers that `_set_buffer_donation` noted.
+# Whether programs should take over only the buffers that `_set_buffer_donation` recorded.
 # Guarded by: the GIL. Cleared by: the end of `alias_with_buffer_donor_config`.
 _donor_config = {"enabled": False}
 
 
 def _xla_set_enable_alias_with_buffer_donor_config(should_alias: bool) -> None:
-    """Notes the switch; programs take over buffers as `_set_buffer_donation` says."""
+    """Records the switch, which has no effect: see `_set_buffer_donation`."""
     _donor_config["enabled"] = bool(should_alias)
 
 
 def _xla_get_enable_alias_with_buffer_donor_config() -> bool:
-    """What `_xla_set_enable_alias_with_buffer_donor_config` noted last; False at the start."""
+    """The last value of `_xla_set_enable_alias_with_buffer_donor_config`; False at the start."""
     return _donor_config["enabled"]

@@ -1,6 +1,6 @@
-"""Modules of PyTorch/XLA that are not here: an import says what to use instead.
+"""Modules of PyTorch/XLA that this package lacks: importing one says what to use instead.
 
-The import system asks the finder of this module last, so it sees only names that no file provides.
+The import system asks this module's finder last, so it sees only names that no file provides.
 """
 
 import sys
@@ -101,5 +101,5 @@ class _Finder:
 
 
 def install() -> None:
-    """Adds the finder behind those of Python."""
+    """Adds the finder after Python's own."""
     sys.meta_path.append(_Finder)

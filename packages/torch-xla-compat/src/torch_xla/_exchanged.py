@@ -1,4 +1,4 @@
-"""Values that processes exchange, as JSON: what comes from another process cannot run code here."""
+"""Values that processes exchange, as JSON, which unlike a pickle cannot run code."""
 
 import base64
 import json

@@ -17,7 +17,7 @@ _LOSSES = (
 
 
 def accept_float_targets() -> None:
-    """Has the losses of class indices take a target of a floating dtype for whole numbers."""
+    """Makes the losses of class indices accept targets of a floating dtype, as whole numbers."""
     for func in releases.overloads(dict.fromkeys(_LOSSES)):
         router.wrap(func, partial(_with_int_target, func))
 

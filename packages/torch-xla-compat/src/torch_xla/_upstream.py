@@ -1,4 +1,4 @@
-"""Helpers for all modules: upstream's exception types, and refusal of names without a meaning."""
+"""Upstream's exception types, and refusal of names that have no meaning here."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -217,7 +217,7 @@ def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimization_barrier_(tensors: Sequence[torch.Tensor]) -> None:
-    """What reads the tensors afterwards runs after all of them are computed."""
+    """Operations that read the tensors afterwards run after all of them are computed."""
     barrier.optimization_barrier_(tensors)
 
 

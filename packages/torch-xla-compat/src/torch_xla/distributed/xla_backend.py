@@ -1,7 +1,7 @@
 """Registers torch_xla's names with torch.distributed: the backend "xla" and `init_method="xla://"`.
 
-The method finds the peers of the SPMD processes. The backend exchanges tensors through the host, as
-gloo, which it is built on; inside a program the partitioner moves data between devices.
+The init method connects the SPMD processes. The backend exchanges tensors over the host, by gloo;
+inside a program the partitioner moves data between devices.
 """
 
 import os
@@ -23,7 +23,7 @@ def _rendezvous(
     rank, size = processes.process_index(), processes.process_count()
     port = urlparse(url).port
     if size == 1:
-        # Nobody looks for this process, so any free port serves.
+        # No other process connects, so any free port will do.
         host, port = "127.0.0.1", port or 0
     else:
         host = processes.get_master_ip()

@@ -18,8 +18,8 @@ def on_ready_callback(tensor: torch.Tensor, callback: Callable[[], None]) -> Non
     Raises:
         RuntimeError: the tensor is not on the device.
     """
-    # The tensor's own buffer may be taken over by a later program; that of a part, computed by the
-    # same program, is not.
+    # A later program may take over the tensor's own buffer, but not that of a slice, which the same
+    # program computes.
     part = device_tensor(tensor, "on_ready_callback").detach().reshape(-1)[:1].clone()
     array = execution.place(device_tensor(part, "on_ready_callback")._handle.storage)
 

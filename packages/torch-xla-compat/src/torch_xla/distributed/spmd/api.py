@@ -1,4 +1,4 @@
-"""DTensor's functions on an xla mesh, under the names that torch itself imports from here."""
+"""DTensor's functions on an xla mesh, under the names that torch imports from this module."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
