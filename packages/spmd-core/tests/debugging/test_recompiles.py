@@ -86,7 +86,9 @@ def test_the_first_steps_are_normal():
     assert len(compile_cache.history) == 2
     first, second = debugging.explain_recompile(2), debugging.explain_recompile()
     assert first.nearest is None and "it is the first of its kind" in str(first)
-    assert "This is normal once: the first step makes state, such as the optimizer's" in str(second)
+    assert "This is normal once: the first step creates state, such as the optimizer's" in str(
+        second
+    )
     assert any("gone: aten::zeros_like" in c.text for c in second.changes)
 
 

@@ -88,7 +88,7 @@ def test_a_tensors_own_sharding(mesh_2d, num_devices, capsys):
     with pytest.raises(
         spmd.errors.SpmdError,
         match=r"shows a tensor's sharding; this one, of shape \(8, 8\), has none\. "
-        r"Call mark_sharding",
+        r"Call spmd\.mark_sharding",
     ):
         visualize.visualize_tensor_sharding(x)
     spmd.mark_sharding(x, mesh_2d, ("a", "b"))

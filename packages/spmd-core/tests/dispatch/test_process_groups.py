@@ -335,7 +335,7 @@ def test_strict_mode_refuses_a_collective():
         spmd.strict(),
         pytest.raises(
             HostFallbackError,
-            match=r"c10d::allreduce_ exchanges host memory.*Use spmd_core\.distributed\.initialize",
+            match=r"c10d::allreduce_ exchanges host memory.*Use spmd\.distributed\.initialize",
         ),
     ):
         dist.all_reduce(x)

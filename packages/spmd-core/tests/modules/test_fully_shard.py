@@ -457,7 +457,7 @@ def test_errors_about_mesh_and_module(mesh, num_devices, shard):
         match=r"got a ModuleList, which has no forward of its own.*module that calls them",
     ):
         shard(nn.ModuleList([Block()]), mesh)
-    with pytest.raises(TypeError, match=r"what is sharded is a torch.nn.Module; got function"):
+    with pytest.raises(TypeError, match=r"fully_shard takes a torch.nn.Module; got function"):
         shard(check, mesh)
     with pytest.raises(
         TypeError,

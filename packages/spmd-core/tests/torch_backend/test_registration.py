@@ -86,9 +86,9 @@ except spmd.errors.NotInSpmdModeError as error:
 print((torch.ones(2, device="xla") + 1).tolist(), spmd.is_spmd())
 """
     result = run(code)
-    assert (
-        "Call spmd_core.use_spmd() first" in result.stdout and "[2.0, 2.0] False" in result.stdout
-    ), result.stderr
+    assert "Call spmd.use_spmd() first" in result.stdout and "[2.0, 2.0] False" in result.stdout, (
+        result.stderr
+    )
 
 
 def test_an_unknown_platform_is_refused():

@@ -86,8 +86,9 @@ def visualize_tensor_sharding(t: torch.Tensor, **kwargs: Any) -> "Table":
     if not text:
         raise SpmdError(
             "visualize_tensor_sharding shows a tensor's sharding; "
-            f"this one, of shape {tuple(t.shape)}, has none. Call mark_sharding(tensor, "
-            "mesh, partition_spec), or sync() for what the partitioner chooses."
+            f"this one, of shape {tuple(t.shape)}, has none. Call "
+            "spmd.mark_sharding(tensor, mesh, partition_spec), "
+            "or spmd.sync() for what the partitioner chooses."
         )
     return visualize_sharding(text, **kwargs)
 

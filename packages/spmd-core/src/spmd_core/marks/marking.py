@@ -72,7 +72,7 @@ def mark_sharding(
             raise PartitionSpecError(
                 "a ShardingSpec has its own partition spec; got "
                 f"{mesh.partition_spec!r} and {partition_spec!r} beside it. "
-                "Write mark_sharding(tensor, sharding_spec), or pass a Mesh with the second."
+                "Write spmd.mark_sharding(tensor, sharding_spec), or pass a Mesh with the second."
             )
         if mesh.minibatch and devices.num_processes() > 1:
             return process_data.from_process_local(_host_data(t), mesh)

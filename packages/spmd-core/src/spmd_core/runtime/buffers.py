@@ -338,7 +338,7 @@ def of_unknown_program(error: Exception) -> ProgramError:
     """The error of a program that has failed and is no longer known."""
     return ProgramError(
         f"a program that was started without waiting failed on the device: {error}. "
-        "Its results are lost; call sync(wait=True) after each step to find which."
+        "Its results are lost; call spmd.sync(wait=True) after each step to find which."
     )
 
 
