@@ -26,18 +26,18 @@ def chain(names: str) -> list[Value]:
 
 
 def test_a_run_is_found_with_what_is_around_it():
-    assert repetition.find(chain("gh" + "abc" * 8 + "e")) == Repetition(2, 26, 3)
-    assert repetition.find(chain("a" * 9)) == Repetition(0, 9, 1)
+    assert repetition.longest(chain("gh" + "abc" * 8 + "e")) == Repetition(2, 26, 3)
+    assert repetition.longest(chain("a" * 9)) == Repetition(0, 9, 1)
 
 
 def test_the_smallest_period_counts():
-    assert repetition.find(chain("aabaab" * 6)) == Repetition(0, 36, 3)
+    assert repetition.longest(chain("aabaab" * 6)) == Repetition(0, 36, 3)
 
 
 def test_fewer_than_four_repetitions_are_none():
-    assert repetition.find(chain("abcdef" * 2)) is None
-    assert repetition.find(chain("abcdefgh")) is None
-    assert repetition.find([]) is None
+    assert repetition.longest(chain("abcdef" * 2)) is None
+    assert repetition.longest(chain("abcdefgh")) is None
+    assert repetition.longest([]) is None
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -49,7 +49,7 @@ def test_fewer_than_four_repetitions_are_none():
 )
 def test_what_is_found_repeats_itself(before, body, times, after):
     names = before + body * times + after
-    found = repetition.find(chain(names))
+    found = repetition.longest(chain(names))
     assert found is not None and len(body) % found.period == 0
     run = names[found.start : found.end]
     assert run[found.period :] == run[: -found.period]
@@ -71,19 +71,19 @@ def steps(number: int, *, reads_state: bool) -> tuple[list[Value], Value]:
 
 def test_steps_read_the_state_that_they_update():
     nodes, state = steps(8, reads_state=True)
-    found = repetition.find(nodes)
+    found = repetition.longest(nodes)
     assert found == Repetition(0, 24, 3) and repetition.has_steps(nodes, found, [state])
 
 
 def test_sums_over_microsteps_are_no_steps():
     nodes, total = steps(8, reads_state=False)
-    found = repetition.find(nodes)
+    found = repetition.longest(nodes)
     assert found is not None and not repetition.has_steps(nodes, found, [total])
 
 
 def test_layers_are_no_steps():
     nodes = chain("abc" * 8)
-    found = repetition.find(nodes)
+    found = repetition.longest(nodes)
     assert found is not None and not repetition.has_steps(nodes, found, [])
     assert not repetition.has_steps(nodes, found, [nodes[0]])  # no earlier state in the run
 
@@ -91,7 +91,7 @@ def test_layers_are_no_steps():
 def test_a_run_is_cut_where_the_fewest_bytes_pass(monkeypatch):
     monkeypatch.setattr(repetition, "MIN_PIECE", 1)
     nodes = chain("ABc" * 8)  # only the result of `c` is small
-    found = repetition.find(nodes)
+    found = repetition.longest(nodes)
     assert found == Repetition(0, 24, 3)
     assert repetition.boundaries(nodes, found) == list(range(3, 25, 3))
     assert repetition.serials_between(nodes, found) == 3
@@ -99,7 +99,7 @@ def test_a_run_is_cut_where_the_fewest_bytes_pass(monkeypatch):
 
 def test_short_periods_are_cut_together():
     nodes = chain("ab" * 100)
-    found = repetition.find(nodes)
+    found = repetition.longest(nodes)
     positions = repetition.boundaries(nodes, found)
     assert repetition.piece_length(found) == repetition.MIN_PIECE
     assert {b - a for a, b in pairwise(positions)} == {repetition.MIN_PIECE}

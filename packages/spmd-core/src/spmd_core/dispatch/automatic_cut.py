@@ -176,7 +176,7 @@ def _look(
 ) -> None:
     """Cuts what is pending if it is a loop, and plans the next cut; else stops watching."""
     blocks = watch.blocks
-    found = repetition.find(nodes) if len(nodes) >= MIN_OPERATIONS else None
+    found = repetition.longest(nodes) if len(nodes) >= MIN_OPERATIONS else None
     states = [s.value for s in live if s.committed is not None]
     if found is not None and (
         len(nodes) >= MIN_STATELESS or repetition.has_steps(nodes, found, states)

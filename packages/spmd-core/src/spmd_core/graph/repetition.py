@@ -26,7 +26,7 @@ class Repetition:
     period: int
 
 
-def find(nodes: Sequence[Value]) -> Repetition | None:
+def longest(nodes: Sequence[Value]) -> Repetition | None:
     """The run that makes up most of the graph; None if it has fewer than four repetitions.
 
     The run need not begin with the graph, nor end with it: a loop has something before it, and its
