@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from tiers import exhaustive
@@ -299,15 +300,7 @@ def test_the_sample_of_the_readme() -> None:
         (ROOT / "examples" / "gpt2" / "README.md").read_text(),
         flags=re.DOTALL,
     )
-    done = subprocess.run(
-        [sys.executable, "-c", sample],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = fresh.run(["-c", sample], environment(), folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     loss, tokens_per_s, share, peak_bytes = map(float, done.stdout.splitlines()[-1].split())
     assert loss < 6.0

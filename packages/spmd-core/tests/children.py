@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import fresh
 
 import spmd_core as spmd
 
@@ -24,12 +24,9 @@ def figures(script: str, *, warns: bool = True) -> Any:
     """
     here = Path(__file__).parent
     paths = [here, here / "modules", Path(spmd.__file__).parent.parent]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import spmd_core as spmd\nspmd.config.cache_dir = None\n{script}"],
-        env={**os.environ, "XLA_FLAGS": _FLAGS, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        timeout=300,
+    done = fresh.run(
+        ["-c", f"import spmd_core as spmd\nspmd.config.cache_dir = None\n{script}"],
+        {**os.environ, "XLA_FLAGS": _FLAGS, "PYTHONPATH": os.pathsep.join(map(str, paths))},
     )
     assert done.returncode == 0 and (warns or not done.stderr), done.stderr
     return json.loads(done.stdout)

@@ -2,11 +2,12 @@
 
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import fresh
 
 _OWN = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE")
 
@@ -23,7 +24,7 @@ def run(
     num_processes: int,
     arguments: Callable[[int, int], list[Any]],
     *,
-    env: Callable[[int, int], Mapping[str, Any]] = lambda rank, port: {},
+    env: Callable[[int, int], dict[str, Any]] = lambda rank, port: {},
     timeout_s: float = 240,
 ) -> list[Ended]:
     """Starts the processes and waits for all; none outlives this.
@@ -39,23 +40,15 @@ def run(
         port = free.getsockname()[1]
     common = {name: value for name, value in os.environ.items() if name not in _OWN}
     common["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    children = [
-        subprocess.Popen(
-            [sys.executable, *map(str, arguments(rank, port))],
-            env=common | {name: str(value) for name, value in env(rank, port).items()},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    processes = [
+        fresh.Process(arguments(rank, port), common | env(rank, port))
         for rank in range(num_processes)
     ]
     try:
-        errors = [child.communicate(timeout=timeout_s)[1] for child in children]
+        codes = [process.wait(timeout_s) for process in processes]
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    return [Ended(child.returncode, said) for child, said in zip(children, errors)]
+        said = [process.end() for process in processes]
+    return [Ended(code, errors) for code, (_, errors) in zip(codes, said)]
 
 
 def as_torchrun(num_processes: int, rank: int, port: int) -> dict[str, Any]:

@@ -3,10 +3,9 @@
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 import spmd_core as spmd
@@ -108,7 +107,7 @@ def test_the_environment_sets_defaults():
         "SPMD_EXPLAIN_RECOMPILES": "3",
     }
     env = {**os.environ, "PYTHONPATH": str(SOURCE), **given}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    result = fresh.run(["-c", code], env)
     assert result.stdout.split() == ["here", "True", "True", "True", "3"], result.stderr
 
 

@@ -1,9 +1,9 @@
 """Tests environment variables: those with an effect, refused ones, those with a warning."""
 
 import os
-import subprocess
 import sys
 
+import fresh
 import pytest
 import torch
 
@@ -135,11 +135,9 @@ def test_a_program_started_with_variables(tmp_path):
         "XLA_PERSISTENT_CACHE_PATH": str(cache),
         "PJRT_DEVICE": "CPU",
     }
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
+    ran = fresh.run(
+        ["-c", program],
+        {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert ran.returncode == 0 and "[2.0, 2.0, 2.0, 2.0]" in ran.stdout, ran.stderr[-2000:]
     assert list(cache.iterdir())

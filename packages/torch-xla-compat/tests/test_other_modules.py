@@ -6,9 +6,9 @@ and xla_backend.
 
 import os
 import socket
-import subprocess
 import sys
 
+import fresh
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -166,12 +166,7 @@ def test_lightning_finds_no_tpu_and_starts_no_device():
         "assert tpu.num_available_devices() == tpu.num_available_chips() == 0\n"
         "print(devices.is_started())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
+    ran = fresh.run(["-c", program], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert ran.stdout.split("\n") == ["no TPU", "False", ""], ran.stderr[-2000:]
 
 

@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -251,16 +250,9 @@ with debugging.source_lines():
 assert "#0/" not in debugging.hlo(x.cumsum(0))
 print("fine")
 """
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(SOURCE),
-        "SPMD_CACHE_DIR": str(tmp_path),
-        "JAX_PLATFORMS": "cpu",
-    }
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "SPMD_CACHE_DIR": str(tmp_path)}
     for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-        )
+        result = fresh.run(["-c", code], env)
         assert result.stdout == "fine\n", result.stderr
     assert list(tmp_path.iterdir())
 
@@ -391,24 +383,15 @@ print(compile_cache.keys()[-1].origins[0] is not None)
         **os.environ,
         "PYTHONPATH": str(SOURCE),
         "SPMD_CACHE_DIR": "",
-        "JAX_PLATFORMS": "cpu",
         "SPMD_SOURCE_LINES": "1",
         "SPMD_EXPLAIN_RECOMPILES": "1",
     }
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
+    result = fresh.run(["-c", code], env)
     assert result.stdout == "True\n", result.stderr
     assert (
         result.stderr.count("was compiled in") == 1 and "float32[2] -> float32[3]" in result.stderr
     )
-    refused = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "SPMD_EXPLAIN_RECOMPILES": "yes"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    refused = fresh.run(["-c", code], {**env, "SPMD_EXPLAIN_RECOMPILES": "yes"})
     assert (
         "SPMD_EXPLAIN_RECOMPILES is the number of programs that need no explanation; got 'yes'"
         in refused.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 import spmd_core as spmd
@@ -186,8 +187,8 @@ def test_plans_of_a_new_process_follow_each_other():
         "for name in ('cpu-8', 'cpu-1'):\n"
         "    print(spmd.plan(f, topology=name).topology.name)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["cpu-8", "cpu-1"]
+    done = fresh.run(["-c", code], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.stdout.split() == ["cpu-8", "cpu-1"], done.stderr
 
 
 def test_an_import_of_the_commands_module_gives_the_function():

@@ -2,11 +2,10 @@
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 from jax._src import clusters
 
@@ -23,9 +22,7 @@ def run(code, **environment):
         if name not in ("PJRT_DEVICE", "WORLD_SIZE", "RANK", "MASTER_ADDR", "JAX_PLATFORMS")
     }
     env |= {"PYTHONPATH": SOURCE, **environment}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
+    result = fresh.run(["-c", code], env)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -1,11 +1,10 @@
 """Closures at the end of a step, the optimizer's update, waiting, and rates."""
 
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -158,9 +157,7 @@ closures.add_step_closure(print, args=("done",), run_async=True)
 spmd.sync()
 """
     env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parent.parent)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
+    result = fresh.run(["-c", code], env)
     assert result.stdout == "done\n"
     assert (
         "no step followed in which to say so" in result.stderr

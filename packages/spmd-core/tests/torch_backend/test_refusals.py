@@ -3,11 +3,10 @@
 import copy
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from torch.nn import functional as F
@@ -148,13 +147,8 @@ print(torch.compile(lambda x: x + slope(x), backend="eager")(torch.ones(2)).toli
 
 def run(setting="", **environment):
     env = {**os.environ, "PYTHONPATH": str(Path(spmd.__file__).parents[1]), **environment}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED % setting],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ignoring = "import warnings; warnings.simplefilter('ignore')\n"
+    result = fresh.run(["-c", ignoring + COMPILED % setting], env)
     assert result.returncode == 0, result.stderr
     assert result.stdout.endswith("[2.0, 2.0]\n"), "torch.compile for the CPU must work"
     assert "Exception ignored" not in result.stderr
