@@ -60,7 +60,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.one_device
 def test_workers_end_when_the_process_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)

@@ -70,15 +70,15 @@ def train(blocks, x, way):
     return [p.grad for p in blocks.parameters()] + [x.grad]
 
 
-def blocks_and_data():
+def blocks_and_data(num_blocks=NUM_BLOCKS):
     torch.manual_seed(0)
-    return nn.ModuleList(Block() for _ in range(NUM_BLOCKS)), torch.randn(16, LENGTH, WIDTH)
+    return nn.ModuleList(Block() for _ in range(num_blocks)), torch.randn(16, LENGTH, WIDTH)
 
 
 def on_device(way, num_devices):
     """The gradients of sharded blocks on device `xla`."""
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("fsdp",))
-    blocks, x = (t.to("xla") for t in blocks_and_data())
+    blocks, x = (t.to("xla") for t in blocks_and_data(2))
     spmd.mark_sharding(x, mesh, ("fsdp",)).requires_grad_()
     for parameter in blocks.parameters():
         spmd.mark_sharding(parameter, mesh, ("fsdp",) if parameter.dim() > 1 else ())
@@ -88,7 +88,7 @@ def on_device(way, num_devices):
 @pytest.mark.one_device
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_eager_torch(way, num_devices):
-    blocks, x = blocks_and_data()
+    blocks, x = blocks_and_data(2)
     expected = train(blocks, x.requires_grad_(), "kept")
     for got, right in zip(on_device(way, num_devices), expected):
         torch.testing.assert_close(got.cpu(), right, rtol=1e-4, atol=1e-6)
@@ -123,7 +123,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.one_device
 def test_what_is_saved_decides_memory_and_flops():
     found = figures(_FIGURES)
     kept, kept_flops = found["kept"]
