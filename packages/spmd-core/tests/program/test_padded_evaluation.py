@@ -3,6 +3,7 @@
 The padding holds NaN and large integers, so that an element which depends on it shows.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,37 +54,43 @@ def traced(function: Function, shapes: Sequence[Any], number: int) -> Any:
         return jax.make_jaxpr(lambda *xs: function(number, *xs))(*inputs)
 
 
-def evaluate(
-    function: Function, shapes: Sequence[Any], number: int, shrinking: frozenset[Affine]
-) -> list[np.ndarray]:
-    first, second, third = (traced(function, shapes, n) for n in (FIRST, SECOND, number))
-    fit = Fit(FIRST, SECOND, shrinking)
-    forms = [Form.of(x) for x in (first, second, third)]
-    if not forms[0].agrees(forms[1]) or not forms[0].predicts(forms[1], fit, forms[2], number):
-        raise GrowthRefusedError("its operations differ")
-    with jax.enable_x64(True):
-        wide = [padded(x, y.shape) for x, y in zip(arrays(shapes, number), arrays(shapes, BOUND))]
+class Padded:
+    """A function of growing arrays as one program with padding for all numbers up to the bound."""
 
-        def run(n: Any, inputs: Any) -> list[Any]:
-            evaluation = Evaluation(fit, Capacity(BOUND, n))
-            return [x.array for x in evaluation.results(first, second, inputs)]
+    def __init__(
+        self, function: Function, shapes: Sequence[Any], shrinking: frozenset[Affine] = frozenset()
+    ) -> None:
+        self.function, self.shapes = function, shapes
+        self.fit = Fit(FIRST, SECOND, shrinking)
+        self.first, self.second = (traced(function, shapes, n) for n in (FIRST, SECOND))
+        self.forms = Form.of(self.first), Form.of(self.second)
+        self.run = jax.jit(self._run)
 
-        return [np.asarray(x) for x in jax.jit(run)(np.int64(number), wide)]
+    def _run(self, n: Any, inputs: Any) -> list[Any]:
+        evaluation = Evaluation(self.fit, Capacity(BOUND, n))
+        return [x.array for x in evaluation.results(self.first, self.second, inputs)]
 
+    def evaluate(self, number: int) -> list[np.ndarray]:
+        first, second = self.forms
+        third = Form.of(traced(self.function, self.shapes, number))
+        if not first.agrees(second) or not first.predicts(second, self.fit, third, number):
+            raise GrowthRefusedError("its operations differ")
+        inputs = zip(arrays(self.shapes, number), arrays(self.shapes, BOUND))
+        with jax.enable_x64(True):
+            wide = [padded(x, y.shape) for x, y in inputs]
+            return [np.asarray(x) for x in self.run(np.int64(number), wide)]
 
-def check(
-    function: Function,
-    shapes: Sequence[Any],
-    number: int,
-    shrinking: frozenset[Affine] = frozenset(),
-) -> None:
-    found = evaluate(function, shapes, number, shrinking)
-    with jax.enable_x64(True):
-        expected = function(number, *map(jnp.asarray, arrays(shapes, number)))
-    for ours, right in zip(found, jax.tree.leaves(expected), strict=True):
-        right = np.asarray(right)
-        cut = ours[tuple(slice(n) for n in right.shape)]
-        np.testing.assert_allclose(cut, right, rtol=1e-8, atol=1e-9)
+    def check(self, number: int) -> None:
+        found = self.evaluate(number)
+        with jax.enable_x64(True):
+            # Compiled at once: each primitive by itself would be a program for each size.
+            expected = jax.jit(functools.partial(self.function, number))(
+                *arrays(self.shapes, number)
+            )
+        for ours, right in zip(found, jax.tree.leaves(expected), strict=True):
+            right = np.asarray(right)
+            cut = ours[tuple(slice(n) for n in right.shape)]
+            np.testing.assert_allclose(cut, right, rtol=1e-8, atol=1e-9)
 
 
 def attention(n, q, k, v, w):
@@ -259,18 +266,19 @@ CASES: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize("name", CASES)
 def test_the_elements_are_those_without_padding(name):
     function, shapes = CASES[name]
+    case = Padded(function, shapes)
     for number in (SECOND, 17, BOUND):
-        check(function, shapes, number)
+        case.check(number)
 
 
 def test_a_fixed_room_is_filled_to_its_end():
     shrinking = frozenset({Affine(-1, 40)})
+    case = Padded(lambda n, x: jnp.pad(x, (0, 40 - n)), [("n",)], shrinking)
     for number in (7, 23, BOUND):
-        check(lambda n, x: jnp.pad(x, (0, 40 - n)), [("n",)], number, shrinking)
+        case.check(number)
 
 
 REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
@@ -290,7 +298,7 @@ REFUSED: dict[str, tuple[Function, list[tuple[Any, ...]]]] = {
 def test_what_has_no_rule_is_refused(name):
     function, shapes = REFUSED[name]
     with pytest.raises(GrowthRefusedError):
-        evaluate(function, shapes, 9, frozenset({Affine(-1, 40), Affine(-1, 45)}))
+        Padded(function, shapes, frozenset({Affine(-1, 40), Affine(-1, 45)})).evaluate(9)
 
 
 def test_forms_of_three_sizes_tell_whether_the_first_two_predict_the_third():
@@ -342,6 +350,6 @@ def test_random_chains(data):
         return x, x.sum(1)
 
     try:
-        check(function, [(2, "n", 3), (2, 1, 3)], number)
+        Padded(function, [(2, "n", 3), (2, 1, 3)]).check(number)
     except GrowthRefusedError:
         event("refused")
