@@ -14,9 +14,9 @@ from benchmarks.opinfo.cases import Status, Verdict, examine
 from benchmarks.opinfo.summary import summary
 
 ENTRIES = {op.formatted_name: op for op in samples.entries()}
-# Every third entry, and every twelfth for all tiers but the last.
+# Every third entry, and every thirtieth for all tiers but the last.
 NAMES = [
-    name if number % 12 == 0 else exhaustive(name, id=name)
+    name if number % 30 == 0 else exhaustive(name, id=name)
     for number, name in enumerate(ENTRIES)
     if number % 3 == 0
 ]

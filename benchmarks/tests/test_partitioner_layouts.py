@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core as spmd
 from benchmarks.partitioner.layouts import CALLS, SIZES, Call, failures, layouts, specs
@@ -24,8 +25,9 @@ def test_specs_are_all_ways_to_split() -> None:
 
 
 # These were wrong before a lowering or a rule was changed.
-@pytest.mark.parametrize("name", ["conv", "conv_transpose", "bmm", "cumprod", "circular"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "name"), crossed([*SIZES], ["conv", "conv_transpose", "bmm", "cumprod", "circular"])
+)
 def test_a_part_of_the_layouts(name: str, size: str, mesh: spmd.Mesh) -> None:
     operands = CALLS[name].operands(size)
     ndims = [*(x.dim() for x in operands), CALLS[name].function(*operands).dim()]

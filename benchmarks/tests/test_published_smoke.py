@@ -11,7 +11,7 @@ from benchmarks.published import gpt2, runner
 from benchmarks.published.rows import Place, Settings, Store
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as the runner and the recipe have tests of their own
 def test_a_row_of_gpt2_and_its_logs(tmp_path: Path) -> None:
     (tiny,) = [row for row in gpt2.rows(Settings()) if row.name == "tiny, fully_shard"]
     row = dataclasses.replace(

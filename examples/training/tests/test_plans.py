@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import exhaustive
 
 import spmd_core as spmd
 from examples.gpt2.config import SMOKE as GPT2
@@ -72,7 +73,7 @@ def writing(folder: Path) -> dict[str, Any]:
     ("strategy", "mesh"),
     [
         ("spmd", "fsdp=4,tensor=2"),
-        ("fsdp", "data=2,fsdp=4"),
+        exhaustive("fsdp", "data=2,fsdp=4"),
         ("ddp", "data=8"),
         ("pipeline", "pipe=2,data=4"),
     ],
@@ -121,7 +122,6 @@ def test_resnet_from_a_saved_run(folder: Path, num_devices: int) -> None:
     assert not (folder / "new").exists()
 
 
-@pytest.mark.one_device
 @pytest.mark.skipif(
     topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
 )

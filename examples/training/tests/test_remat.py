@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiers import crossed
 from torch import nn
 
 import spmd_core as spmd
@@ -25,8 +26,7 @@ class Block(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("policy", ["none", *REMAT_POLICIES])
+@pytest.mark.parametrize(("policy", "sharded"), crossed(["none", *REMAT_POLICIES], [False, True]))
 def test_gradients_do_not_depend_on_the_policy(policy: str, sharded: bool) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), Block()), torch.randn(8, 3, 8)

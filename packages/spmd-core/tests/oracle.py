@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
@@ -41,9 +40,7 @@ def lower(
         def leaf(y: Any) -> Any:
             if isinstance(y, torch.Tensor):
                 traced.append(
-                    jnp.asarray(
-                        dtypes.numpy_view(y.detach().resolve_conj().resolve_neg().contiguous())
-                    )
+                    dtypes.numpy_view(y.detach().resolve_conj().resolve_neg().contiguous())
                 )
                 return ("array", len(traced) - 1)
             scalar = "number" in str(schema[arg_name].type) or (
@@ -54,7 +51,7 @@ def lower(
                 and isinstance(y, (bool, int, float, complex))
                 and arg_name not in entry.static
             ):
-                traced.append(jnp.asarray(y))
+                traced.append(np.asarray(y))
                 return ("number", len(traced) - 1, type(y))
             return ("static", y)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.debugging.slices import SliceNumbers
@@ -63,11 +64,11 @@ def test_groups_between_slices(ids, target, groups):
 @pytest.mark.parametrize(
     ("order", "names"),
     [
-        (range(8), ("slice", "x", "y")),
-        ([0, 2, 1, 3, 4, 6, 5, 7], ("slice", "x", "y")),
-        ([0, 1, 2, 3, 5, 4, 7, 6], ("slice", "x", "y")),
+        exhaustive(range(8), ("slice", "x", "y")),
+        exhaustive([0, 2, 1, 3, 4, 6, 5, 7], ("slice", "x", "y")),
+        exhaustive([0, 1, 2, 3, 5, 4, 7, 6], ("slice", "x", "y")),
         ([4, 5, 6, 7, 3, 2, 1, 0], ("slice", "x", "y")),
-        ([0, 4, 1, 5, 2, 6, 3, 7], ("x", "y", "slice")),
+        exhaustive([0, 4, 1, 5, 2, 6, 3, 7], ("x", "y", "slice")),
         ([6, 7, 1, 0, 4, 5, 3, 2], ("x", "slice", "y")),
     ],
 )

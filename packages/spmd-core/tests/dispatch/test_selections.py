@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core as spmd
 
@@ -74,9 +75,9 @@ def run(program, device, shape, marks, mask, grad):
     return [y.detach(), *(t.grad for t in (x, w) if t.grad is not None)]
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "layout", "grad"), crossed([*PROGRAMS], [*LAYOUTS], [False, True])
+)
 def test_masks_share_a_program_and_are_not_read(program, layout, grad, mesh_2d):
     shape, x_spec, w_spec = LAYOUTS[layout]
     marks = None if x_spec is None else ((mesh_2d, x_spec), (mesh_2d, w_spec))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from children import figures
+from tiers import crossed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -57,23 +58,24 @@ def check(tensors, kind, mesh, axis, spec, atol=2e-5):
 
 
 @pytest.mark.one_device
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("rows", [32, 27])
+@pytest.mark.parametrize(("kind", "rows"), crossed(MASKS, [32, 27]))
 def test_one_axis(mesh_1d, kind, rows):
     check(operands(rows, rows), kind, mesh_1d, "x", (None, None, "x"))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize(
-    ("axis", "spec", "kv_heads", "rows"),
-    [
-        ("a", ("b", None, "a"), 4, 32),  # the batch
-        ("a", (None, "b", "a"), 2, 30),  # the heads
-        ("b", (None, "a", "b"), 2, 32),  # more devices than heads of keys
-        ("b", (None,), 1, 31),  # nothing is marked, and a part of a group on each device
-    ],
+LAYOUTS = (
+    ("a", ("b", None, "a"), 4, 32),  # the batch
+    ("a", (None, "b", "a"), 2, 30),  # the heads
+    ("b", (None, "a", "b"), 2, 32),  # more devices than heads of keys
+    ("b", (None,), 1, 31),  # nothing is marked, and a part of a group on each device
 )
-def test_another_axis_splits_batch_or_heads(mesh_2d, kind, axis, spec, kv_heads, rows):
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), crossed(("bool", "none", "float", "causal"), LAYOUTS, rounds=2)
+)
+def test_another_axis_splits_batch_or_heads(mesh_2d, kind, layout):
+    axis, spec, kv_heads, rows = layout
     check(operands(rows, rows, kv_heads=kv_heads), kind, mesh_2d, axis, spec)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from children import figures
+from tiers import crossed
 
 import spmd_core as spmd
 
@@ -48,20 +49,20 @@ def chunked(num_chunks):
     return loss
 
 
+# Rows, chunks, and the axes that split rows and classes.
+LAYOUTS = [
+    (32, 4, ("a", "b")),
+    (32, 1, (None, ("a", "b"))),
+    (30, 4, (("a", "b"), None)),  # rows are no multiple of the devices
+    (32, 5, (None, None)),  # nor of the chunks
+    (3, 8, ("a", "b")),
+]
+
+
 @pytest.mark.one_device
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    ("rows", "num_chunks", "marks"),
-    [
-        (32, 4, ("a", "b")),
-        (32, 1, (None, ("a", "b"))),
-        (30, 4, (("a", "b"), None)),  # rows are no multiple of the devices
-        (32, 5, (None, None)),  # nor of the chunks
-        (3, 8, ("a", "b")),
-    ],
-)
-def test_values_and_gradients_are_those_of_the_whole(mesh_2d, name, rows, num_chunks, marks):
-    options = OPTIONS[name]
+@pytest.mark.parametrize(("name", "layout"), crossed([*OPTIONS], LAYOUTS, rounds=2))
+def test_values_and_gradients_are_those_of_the_whole(mesh_2d, name, layout):
+    options, (rows, num_chunks, marks) = OPTIONS[name], layout
     x, weight, bias, target = operands(rows, classes=24)
     right = gradients(whole, (x, weight, bias), target, options)
     by_row, by_class = marks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tiers import exhaustive
+from tiers import crossed, exhaustive
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -108,10 +108,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
-def test_shapes(block, shapes, is_causal):
-    check(*tensors(torch.float32, *shapes), is_causal=is_causal)
+@pytest.mark.parametrize(("name", "is_causal"), crossed([*SHAPES], [False, True]))
+def test_shapes(block, name, is_causal):
+    check(*tensors(torch.float32, *SHAPES[name]), is_causal=is_causal)
 
 
 @pytest.mark.parametrize(

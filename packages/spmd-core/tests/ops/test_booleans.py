@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch.nn import functional as F
 
 import spmd_core as spmd
@@ -35,7 +36,7 @@ def same(got, right):
     return bool(((got.view(bits) == right.view(bits)) | nan).all())
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [exhaustive(False), True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_products_with_masks(name, split, num_devices):
     x = X.to("xla")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check, lower
 from spmd_core import dtypes
@@ -13,8 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 SIZES: list[list[int]] = [[2, 3], [], [0, 4]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("size", "dtype"), crossed([*SIZES], [*DTYPES]))
 def test_one_value_everywhere(size: list[int], dtype: torch.dtype) -> None:
     like = torch.ones(size, dtype=torch.int32)
     for value in ("zeros", "ones"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import crossed
 
 import spmd_core as spmd
 
@@ -48,8 +49,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(("reduction", "call"), crossed(["none", "mean", "sum"], [*CALLS]))
 def test_every_form_of_lengths_and_targets(call, reduction, monkeypatch):
     monkeypatch.setattr(spmd.config, "strict", True)
     for targets in (TARGETS, torch.tensor([1, 1, 2, 3, 2, 5, 4, 4, 4, 4])):

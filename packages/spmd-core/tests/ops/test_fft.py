@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core as spmd
 from oracle import check
@@ -29,9 +30,9 @@ def test_complex_to_complex(dtype: torch.dtype, normalization: int) -> None:
             check("aten._fft_c2c.default", x, dims, normalization, forward)
 
 
-@pytest.mark.parametrize("onesided", [True, False])
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("dtype", REAL)
+@pytest.mark.parametrize(
+    ("dtype", "normalization", "onesided"), crossed([*REAL], [*NORMALIZATIONS], [True, False])
+)
 def test_real_to_complex(dtype: torch.dtype, normalization: int, onesided: bool) -> None:
     x = values(dtype, 3, 4, 5, 6)
     for dims in ([3], [2], [0, 2], [3, 0, 1], [0, 1, 2, 3]):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check
 
@@ -27,9 +28,10 @@ def check_both(name, x, grid, *options):
     check(f"aten.{name}_backward.default", grad, x, grid, *options, [True, True])
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("padding", [0, 1, 2], ids=["zeros", "border", "reflection"])
-@pytest.mark.parametrize("interpolation", [0, 1, 2], ids=["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize(
+    ("interpolation", "padding", "align_corners"),
+    crossed([0, 1, 2], [0, 1, 2], [False, True], rounds=2),
+)
 def test_two_dims(interpolation, padding, align_corners):
     check_both(
         "grid_sampler_2d",
@@ -41,9 +43,9 @@ def test_two_dims(interpolation, padding, align_corners):
     )
 
 
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("padding", [0, 1, 2])
-@pytest.mark.parametrize("interpolation", [0, 1])
+@pytest.mark.parametrize(
+    ("interpolation", "padding", "align_corners"), crossed([0, 1], [0, 1, 2], [False, True])
+)
 def test_three_dims(interpolation, padding, align_corners):
     x = torch.randn(2, 2, 3, 4, 5, dtype=torch.float64)
     check_both(

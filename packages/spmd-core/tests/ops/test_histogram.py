@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core
 from oracle import check, lower
@@ -19,9 +20,9 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("density", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "density", "dtype"), crossed([False, True], [False, True], [*DTYPES])
+)
 def test_histogram(dtype: torch.dtype, density: bool, weighted: bool) -> None:
     x = values(dtype, 4, 30)
     options = {

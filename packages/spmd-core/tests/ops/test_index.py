@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check, lower
 from spmd_core.ops import index, registry  # noqa: F401  (importing the family registers it)
@@ -131,10 +132,9 @@ def test_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+    ("padding", "by_freq", "dtype"),
+    crossed([-1, 2], [False, True], [torch.float32, torch.float64, torch.bfloat16, torch.float16]),
 )
-@pytest.mark.parametrize("by_freq", [False, True])
-@pytest.mark.parametrize("padding", [-1, 2])
 def test_gradient_of_embedding(padding: int, by_freq: bool, dtype: torch.dtype) -> None:
     indices = torch.tensor([[2, 0, 0], [6, 2, 0]])
     check(

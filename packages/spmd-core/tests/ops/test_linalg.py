@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from tiers import exhaustive
+from tiers import by_tier, crossed, exhaustive
 
 import spmd_core as spmd
 from oracle import check, lower
@@ -212,10 +212,10 @@ DECOMPOSED = {
 }
 
 
-@pytest.mark.one_device
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
-@pytest.mark.parametrize("name", DECOMPOSED)
+@pytest.mark.parametrize(
+    ("name", "dtype", "full"),
+    crossed([*DECOMPOSED], [torch.float32, torch.complex128], [True, False]),
+)
 def test_the_svd_of_tpus(name: str, dtype: torch.dtype, full: bool) -> None:
     """The form that TPUs get, carried out on the CPU."""
     a = DECOMPOSED[name](dtype)
@@ -302,7 +302,7 @@ def test_cross() -> None:
 @pytest.mark.parametrize("hermitian", [True, False])
 @pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
 def test_ldl(dtype: torch.dtype, hermitian: bool) -> None:
-    for n in (1, 2, 5, 9):
+    for n in by_tier((1, 5), in_all=(1, 2, 5, 9)):
         a = values(dtype, 3, n, n, seed=n)
         a = a + (a.mH if hermitian else a.mT)
         a[1].diagonal().zero_()  # makes blocks of size 2
@@ -400,8 +400,9 @@ def test_pseudo_inverse() -> None:
     assert torch.linalg.pinv(torch.zeros(2, 0, 3, device="xla")).shape == (2, 3, 0)
 
 
-@pytest.mark.parametrize("driver", [None, "gels", "gelsd", "gelss"])
-@pytest.mark.parametrize("dtype", REAL_AND_COMPLEX)
+@pytest.mark.parametrize(
+    ("dtype", "driver"), crossed([*REAL_AND_COMPLEX], [None, "gels", "gelsd", "gelss"])
+)
 def test_least_squares(dtype: torch.dtype, driver: str | None) -> None:
     for shape in ((2, 5, 3), (2, 3, 5)):
         a, b = values(dtype, *shape), values(dtype, 2, shape[1], 2, seed=1)

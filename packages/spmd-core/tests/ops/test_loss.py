@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check
 from spmd_core.ops import loss  # noqa: F401  (registers the lowerings)
@@ -18,9 +19,12 @@ def gradient(dtype: torch.dtype, reduction: int, *shape: int) -> torch.Tensor:
     return values(dtype, *(shape if reduction == 0 else ()), seed=7)
 
 
-@pytest.mark.parametrize("op", ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "op"),
+    crossed(
+        [*FLOATS], [*REDUCTIONS], ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"]
+    ),
+)
 def test_pointwise_losses(op: str, reduction: int, dtype: torch.dtype) -> None:
     x, y = values(dtype, 4, 5), values(dtype, 4, 5, seed=1)
     extra = {"smooth_l1_loss": (0.7,), "huber_loss": (0.7,)}.get(op, ())
@@ -98,9 +102,9 @@ def test_certain_and_wrong_predictions_cost_a_hundred() -> None:
     )
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "dtype", "reduction"), crossed([False, True], [*FLOATS], [*REDUCTIONS])
+)
 def test_nll_loss(reduction: int, dtype: torch.dtype, weighted: bool) -> None:
     weight = values(dtype, 6, seed=3).abs() if weighted else None
     target = torch.tensor([0, 5, -100, 3])

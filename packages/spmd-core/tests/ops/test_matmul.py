@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 
 import oracle
 import spmd_core as spmd
@@ -54,8 +55,7 @@ def test_complex_products() -> None:
 SCALES = [{}, {"beta": 2, "alpha": 3}, {"beta": 0}, {"alpha": 0}]
 
 
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "scales"), crossed([*DTYPES], [*SCALES]))
 def test_sums_with_a_product(scales: dict[str, int], dtype: torch.dtype) -> None:
     # torch's CPU kernels round some 16-bit terms before they add them. The tolerance is half a unit
     # in the last place of the largest term, 64 or more.
@@ -185,8 +185,7 @@ def grouped_layouts(num_devices: int) -> list[tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("rows", [4, 72, 332])
-@pytest.mark.parametrize("more", [3, 8])
+@pytest.mark.parametrize(("rows", "more"), crossed([4, 72, 332], [3, 8]))
 def test_many_groups_are_multiplied_in_blocks(rows, more, num_devices):
     # More groups than twice the devices: empty ones, long ones, and rows behind the last.
     groups = 2 * num_devices + more

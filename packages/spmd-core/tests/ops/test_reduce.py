@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core
 from oracle import check
@@ -245,8 +246,9 @@ def test_dist(p: float) -> None:
 # ---- cumulative ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ["cumsum", "cumprod"])
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize(
+    ("dtype", "op"), crossed([*FLOATS, torch.int64, torch.int32, torch.bool], ["cumsum", "cumprod"])
+)
 def test_cumulative(op: str, dtype: torch.dtype) -> None:
     for dim in (0, -1):
         check(f"aten.{op}.default", values(dtype), dim)

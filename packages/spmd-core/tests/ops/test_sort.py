@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check, lower
 from spmd_core import dtypes
@@ -81,8 +82,7 @@ def test_sort_is_stable_and_puts_nan_above_infinity(descending: bool) -> None:
         check("aten.sort.default", y, -1, descending)
 
 
-@pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES[:-1], ids=str)
+@pytest.mark.parametrize(("dtype", "largest"), crossed([*DTYPES[:-1]], [True, False]))
 def test_topk(dtype: torch.dtype, largest: bool) -> None:
     x = shuffled(4, 6, dtype=dtype)
     check("aten.topk.default", x, 3, -1, largest)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check
 from spmd_core.ops import unfold  # noqa: F401  (registers the lowerings)
 
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64]
 # (window, dilation, padding, stride)
 OPTIONS = [
     ((2, 3), (1, 1), (0, 0), (1, 1)),
@@ -18,10 +20,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64]
-)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("dtype", "options"), crossed(DTYPES, OPTIONS))
 def test_blocks_and_back(dtype: torch.dtype, options: tuple[tuple[int, int], ...]) -> None:
     x = values(dtype, 2, 3, 7, 8)
     check("aten.im2col.default", x, *options)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import crossed
 
 from oracle import check
 from spmd_core import releases
@@ -82,9 +83,10 @@ def test_nearest_of_bytes() -> None:
     check("aten.upsample_nearest2d.default", x, [7, 8])
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "lanczos"])
-@pytest.mark.parametrize("align_corners", [False, True])
-@pytest.mark.parametrize("size", [(3, 5), (11, 10), (8, 2)])
+@pytest.mark.parametrize(
+    ("size", "align_corners", "mode"),
+    crossed([(3, 5), (11, 10), (8, 2)], [False, True], ["bilinear", "bicubic", "lanczos"]),
+)
 def test_antialiased(mode, align_corners, size):
     name = f"aten._upsample_{mode}2d_aa"
     if releases.overload(f"{name}.default") is None:

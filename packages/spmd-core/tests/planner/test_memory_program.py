@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from planner import training
+from tiers import exhaustive
 
 import spmd_core as spmd
 from spmd_core.planner import buffer_text, compiler, memory_program, planned, topology
@@ -21,7 +22,6 @@ from spmd_core.program.planned_program import PlannedProgram
 LIBTPU = pytest.mark.skipif(
     topology.libtpu_version() is None, reason="libtpu is not installed: pip install libtpu"
 )
-pytestmark = pytest.mark.one_device
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def test_both_sides_name_the_files_alike():
         assert getattr(memory_program, f"_{name}") == getattr(compiler, name)
 
 
+@pytest.mark.one_device
 def test_the_plan_reads_what_the_process_writes(compile_by, like_a_tpu, num_devices, tmp_path):
     buffers = "allocation 0: size 4096, parameter 1, maybe-live-out:\n"
     compile_by(
@@ -197,7 +198,7 @@ def test_the_process_imports_neither_torch_nor_this_package():
 
 
 @LIBTPU
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustive((4,)), (2, 2)])
 def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xla_flags):
     def train() -> None:
         spmd.use_spmd()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from recorded_graphs import graph_of, rewritten
+from tiers import crossed
 from torch import nn
 from torch.nn import functional as F
 
@@ -114,9 +115,13 @@ def test_two_axes_split_the_batch(name, dim, num_devices):
 
 
 @pytest.mark.parametrize(
-    "spec", [("tensor", "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), ("tensor", None)]
+    ("name", "spec"),
+    crossed(
+        [*MODELS],
+        [("tensor", "fsdp"), ("fsdp", "tensor"), (("tensor", "fsdp"), None), ("tensor", None)],
+        rounds=2,
+    ),
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_another_axis_splits_the_parameter_too(name, spec, num_devices):
     if num_devices < 4:
         pytest.skip("needs two axes")

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from tiers import crossed
 from torch import nn
 
 import spmd_core as spmd
@@ -90,23 +91,25 @@ def test_the_default_dtype_is_part_of_the_key():
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [
-        "AdamW",
-        "Adam",
-        "SGD",
-        "RMSprop",
-        "Adagrad",
-        "NAdam",
-        "RAdam",
-        "Adamax",
-        "Adadelta",
-        "Rprop",
-        "ASGD",
-        "Adafactor",
-    ],
+    ("foreach", "optimizer"),
+    crossed(
+        [False, True],
+        [
+            "AdamW",
+            "Adam",
+            "SGD",
+            "RMSprop",
+            "Adagrad",
+            "NAdam",
+            "RAdam",
+            "Adamax",
+            "Adadelta",
+            "Rprop",
+            "ASGD",
+            "Adafactor",
+        ],
+    ),
 )
-@pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_and_schedulers_do_not_recompile(optimizer, foreach, mesh_1d):
     reference = nn.Linear(16, 8)
     model = nn.Linear(16, 8)

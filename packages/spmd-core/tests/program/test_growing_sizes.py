@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import by_tier
 
 import spmd_core as spmd
 from spmd_core.errors import DeviceMemoryError
@@ -148,10 +149,13 @@ GROWING = {
 
 @pytest.mark.parametrize("name", GROWING)
 def test_operations_along_a_dim_that_grows(name):
-    """Sizes from 5 to 19, each read; whether they share a program is up to the rules."""
+    """Sizes from 5 to 19, each read; whether they share a program is up to the rules.
+
+    The first and the next; one between them and the bound; a full room, and one of the next.
+    """
     torch.manual_seed(0)
     rows = torch.randn(19, 4)
-    for n in (*range(5, 9), 11, 16, 17, 19):
+    for n in by_tier((5, 6, 7, 16, 17), in_all=(5, 6, 7, 8, 11, 16, 17, 19)):
         expected = GROWING[name](rows[:n])
         found = GROWING[name](rows[:n].to("xla"))
         if isinstance(expected, torch.Tensor):
@@ -170,7 +174,7 @@ def test_operations_on_a_part_that_grows(name, split, mesh_1d):
     buffer = rows.to("xla")
     if split:
         spmd.mark_sharding(buffer, mesh_1d, ("x", None))
-    for n in (*range(5, 9), 11, 16, 33, 39, 40):
+    for n in by_tier((5, 6, 7, 16, 40), in_all=(5, 6, 7, 8, 11, 16, 33, 39, 40)):
         expected = GROWING[name](rows[:n])
         found = GROWING[name](buffer[:n])
         if isinstance(expected, torch.Tensor):

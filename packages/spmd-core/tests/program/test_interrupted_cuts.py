@@ -81,7 +81,7 @@ def check(w, stage, *others):
 
 
 # In the default tier one function in eight is interrupted.
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(1, 8))]
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.exhaustive) for part in range(1, 16))]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -92,7 +92,7 @@ def test_compiling_and_starting(mesh_1d, part):
     with Stages(last=InFlight.add.__code__) as stages:
         spmd.sync()
     assert {"plan", "get", "_compile", "run"} <= {code.co_name for code in stages.codes}
-    chosen, num_interrupted = [*stages.codes][part::8], 0
+    chosen, num_interrupted = [*stages.codes][part :: len(PARTS)], 0
     for stage in chosen:
         size = next(sizes)
         w = recorded(size, mesh_1d)
@@ -124,7 +124,7 @@ def test_programs_for_many_sizes(part):
     codes = [code for code in stages.codes if "growing" in code.co_filename + code.co_name]
     codes += [code for code in stages.codes if "padded" in code.co_filename]
     assert {"find", "bounded", "_growth"} <= {code.co_name for code in codes}
-    for stage in codes[part::8]:
+    for stage in codes[part :: len(PARTS)]:
         w, _, is_interrupted = cut(stage)
         assert is_interrupted, stage
         check(w, stage, *(recorded(size) for size in (12, 13, 20, 9)))

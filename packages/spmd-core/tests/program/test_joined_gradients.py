@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from recorded_graphs import graph_of, rewritten
-from tiers import exhaustive
+from tiers import crossed, exhaustive
 from torch import nn
 from torch.nn import functional as F
 
@@ -96,8 +96,7 @@ def reduced(text, kinds=("all-reduce", "reduce-scatter"), dtype="f32"):
     return sum(torch.Size(map(int, d.split(","))).numel() if d else 1 for d in shapes)
 
 
-@pytest.mark.parametrize("spec", [("x",), (None, "x"), ()], ids=["rows", "columns", "whole"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "spec"), crossed([*MODELS], [("x",), (None, "x"), ()]))
 def test_each_gradient_is_reduced_once(name, spec, num_devices):
     mesh = spmd.Mesh(range(num_devices), (num_devices,), ("x",))
     model, parts = build(name)

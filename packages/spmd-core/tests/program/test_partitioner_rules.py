@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from tiers import exhaustive
+from tiers import crossed, exhaustive
 
 import spmd_core as spmd
 from spmd_core.graph.values import Spec
@@ -142,8 +142,9 @@ def scatter_adds(device: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor
     }
 
 
-@pytest.mark.parametrize("shape", [(6,), (6, 3), (5,), (1,), (8,)])
-@pytest.mark.parametrize("name", scatter_adds("cpu"))
+@pytest.mark.parametrize(
+    ("name", "shape"), crossed([*scatter_adds("cpu")], [(6,), (6, 3), (5,), (1,), (8,)], rounds=2)
+)
 @pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
 def test_updates_that_are_split_unevenly_over_one_of_two_axes(name, shape, mesh_2d):
     ids = torch.arange(torch.Size(shape).numel()).view(shape) % 11 + 1  # none is 0
@@ -172,8 +173,9 @@ def test_a_slice_with_a_step_that_keeps_one_element(size, start, step, mesh_1d):
     torch.testing.assert_close(w.cpu(), z)
 
 
-@pytest.mark.parametrize("offset", [0, 2, -3])
-@pytest.mark.parametrize("out", [("a", "b"), ("b", "a"), (None, "a"), ("b",)])
+@pytest.mark.parametrize(
+    ("out", "offset"), crossed([("a", "b"), ("b", "a"), (None, "a"), ("b",)], [0, 2, -3])
+)
 def test_the_diagonal_of_a_split_tensor(out, offset, mesh_2d):
     eager = torch.arange(1.0, 257.0).view(8, 8, 4)
     eager[3, 3, 1], eager[2, 2, 0] = float("nan"), -0.0
@@ -251,8 +253,7 @@ BORDERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, 3, exhaustive(5), 8])
-@pytest.mark.parametrize("size", [8, 13])
+@pytest.mark.parametrize(("count", "size"), crossed([2, 3, 5, 8], [8, 13]))
 @pytest.mark.parametrize("name", BORDERS)
 def test_windows_of_one_tensor_that_fill_its_borders_with_several_values(name, size, count):
     """In one program, forward and gradient."""
@@ -425,8 +426,7 @@ def test_a_padding_between_elements_of_an_empty_tensor():
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize(("start", "step"), [(0, 2), (1, 2), (4, 3), (0, 5)])
-@pytest.mark.parametrize("size", [6, 8, exhaustive(12), 13])
-@pytest.mark.parametrize("count", [2, exhaustive(4), 6, 8])
+@pytest.mark.parametrize(("size", "count"), crossed([6, 8, 12, 13], [8, 2, 4, 6]))
 def test_a_padding_between_elements(count, size, start, step, reduced):
     """The gradient of a slice with a step, whole on each device, for a split tensor."""
     mesh = axis(count)
@@ -858,8 +858,9 @@ JAX_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("marks", [(None, ("x", "y")), ("y", "x")])
-@pytest.mark.parametrize("name", JAX_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "marks"), crossed([*JAX_FUNCTIONS], [(None, ("x", "y")), ("y", "x")])
+)
 def test_users_jax_functions_on_split_dims(name, marks):
     if spmd.global_runtime_device_count() < 4:
         pytest.skip("needs 4 devices")

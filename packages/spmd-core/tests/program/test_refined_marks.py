@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_graphs import graph_of, names, rewritten
+from tiers import examples
 
 import spmd_core as spmd
 from spmd_core import debugging
@@ -95,7 +96,7 @@ def test_marks_on_another_mesh_stay():
 
 
 @several
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -132,7 +133,6 @@ def test_one_device_has_such_marks_too():
 
 
 @LIBTPU
-@pytest.mark.one_device
 def test_what_is_marked_twice_is_drawn_within_its_shards():
     def draw() -> None:
         spmd.use_spmd()

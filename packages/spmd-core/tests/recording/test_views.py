@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import crossed
 
 import spmd_core as spmd
 
@@ -39,8 +40,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
-@pytest.mark.parametrize("pending", [True, False], ids=["pending", "computed"])
+@pytest.mark.parametrize(("pending", "name"), crossed([True, False], [*WRITES]))
 def test_write_through_a_view(name, pending):
     cpu = torch.arange(12.0).view(3, 4)
     xla = cpu.to("xla") + (0 if pending else torch.zeros((), device="xla"))

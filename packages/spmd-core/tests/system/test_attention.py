@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import exhaustive
+from tiers import crossed, exhaustive
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
 
@@ -155,8 +155,7 @@ def test_autocast(dtype):
     )
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dropout_p", "masked"), crossed([0.0, 0.3, 1.0], [False, True]))
 def test_the_gradient_can_be_differentiated(dropout_p, masked):
     q, k, v = (
         x.detach().to("xla").requires_grad_()

@@ -7,6 +7,7 @@ import launched
 import processes_program
 import pytest
 import torch
+from tiers import exhaustive
 
 import spmd_core as spmd
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 NAMES = ["data", "fsdp", "fsdp x tensor", "tensor x data", "hybrid"]  # of `layouts`
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, exhaustive(4)])
 def found(request, tmp_path_factory):
     """What each process found, by `processes_program`: one launch for all tests."""
     num_processes = request.param

@@ -1,8 +1,16 @@
-"""The list of slow tests: it names what there is, and is chosen by the mean time of the cases."""
+"""What the tiers leave out.
 
+The list of slow tests names what there is, and is chosen by the mean time of the cases. The cases
+that only the tier `all` runs leave every value and many pairs to the others.
+"""
+
+import itertools
 import json
 import runpy
 from pathlib import Path
+
+import pytest
+from tiers import crossed
 
 SCRIPTS = Path(__file__).parents[4] / "scripts"
 
@@ -38,3 +46,23 @@ def test_the_slowest_are_left_out_until_the_others_are_fast(tmp_path):
     assert tests["chosen"](seconds, 2.0) == [("p/t.py", "test_a")]
     assert tests["chosen"](seconds, 1.0) == [("p/t.py", "test_a"), ("p/t.py", "test_b")]
     assert tests["chosen"](seconds, 6.0) == []
+
+
+def kept(*values, **options):
+    cases = crossed(*values, **options)
+    assert {case.values for case in cases} == set(itertools.product(*values))
+    assert all(mark.name == "exhaustive" for case in cases for mark in case.marks)
+    return {case.values for case in cases if not case.marks}
+
+
+def test_few_cases_have_every_value_and_many_pairs():
+    assert kept("ab", "12") == {("a", "1"), ("b", "2")}
+    assert kept("ab", "12", rounds=2) == {*itertools.product("ab", "12")}
+    found = kept("ab", "cd", "wxyz")
+    assert len(found) == 4 and {x[2] for x in found} == {*"wxyz"}
+    assert {x[:2] for x in found} == {*itertools.product("ab", "cd")}
+    found = kept("abcdef", "xyz", "12", rounds=2)
+    assert len(found) == 12
+    assert {x[1:] for x in found} == {*itertools.product("xyz", "12")}
+    with pytest.raises(AssertionError, match="a value has no case"):
+        crossed("ab", "cd", rounds=0)

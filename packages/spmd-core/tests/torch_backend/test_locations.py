@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 import torch
+from tiers import crossed
 from torch import nn
 
 import spmd_core as spmd
@@ -169,8 +170,10 @@ def train(model, optimizer, steps, device):
     return [p.detach().cpu() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}, {"amsgrad": True}])
-@pytest.mark.parametrize("written_on", ["cpu", "xla"])
+@pytest.mark.parametrize(
+    ("written_on", "settings"),
+    crossed(["cpu", "xla"], [{}, {"fused": True}, {"foreach": True}, {"amsgrad": True}]),
+)
 def test_training_is_resumed_from_a_checkpoint(written_on, settings):
     torch.manual_seed(1)
     reference = Tied()
