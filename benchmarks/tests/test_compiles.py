@@ -79,7 +79,7 @@ def test_a_slice_compiles_for_tpu(tmp_path: Path) -> None:
 
 
 @LIBTPU
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as the planner compiles for several
 def test_programs_for_four_tpus(tmp_path: Path) -> None:
     ops = ("--ops", "addmm,cumsum,nn_functional_conv2d", "--dtypes", "float32", "--samples", "1")
     stored = run(tmp_path, "--devices", "4", *ops, "--jobs", "1")
@@ -166,7 +166,7 @@ def test_the_table_counts_and_sorts_by_reason() -> None:
     assert overloads(outcomes()) == {"aten::x": "compiles", "aten::y": "not", "aten::z": "host"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as an entry is lowered here, and the command compiles for a TPU
 def test_the_command_lowers_for_cuda(tmp_path: Path) -> None:
     stored = run(tmp_path, "--target", "cuda", "--ops", "exp,nonzero", "--samples", "1")
     assert stored["overloads"]["aten::exp"] == "compiles"

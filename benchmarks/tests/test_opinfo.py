@@ -36,7 +36,6 @@ def test_an_entry_gives_eager_torchs_values_and_gradients(name: str) -> None:
             )
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize("variant", ["in_place", "out", "view_write", "errors"])
 @pytest.mark.parametrize("name", ["add", "cumsum", "index_fill", "transpose", "sort", "addmm"])
 def test_the_other_variants(name: str, variant: str) -> None:

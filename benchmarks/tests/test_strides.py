@@ -22,7 +22,6 @@ NAMES = [
 ]
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore:the shape of the result")
 def test_results_have_eager_torchs_strides(name: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
+from tiers import exhaustive
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
@@ -64,7 +65,7 @@ def meshes(num_devices: int) -> list[tuple[str, bool]]:
 
 @pytest.mark.one_device
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
-@pytest.mark.parametrize("choice", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choice", [0, exhaustive(1)])
 def test_fine_tuning_is_that_of_eager_torch(
     choice: int, base: Path, expected: Any, num_devices: int
 ) -> None:

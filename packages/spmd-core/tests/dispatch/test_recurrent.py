@@ -169,7 +169,7 @@ def test_a_program_does_not_grow_with_the_time():
 
 @pytest.mark.parametrize("batch", [8, exhaustive(6)])
 @pytest.mark.parametrize("option", ["deep", "both ways", exhaustive("projection")])
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("kind", ["lstm", exhaustive("gru")])
 def test_sharded(mesh_2d, kind, option, batch):
     if option == "projection" and kind != "lstm":
         pytest.skip("only an LSTM has one")

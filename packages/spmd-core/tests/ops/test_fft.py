@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import crossed
+from tiers import crossed, exhaustive
 
 import spmd_core as spmd
 from oracle import check
@@ -81,7 +81,7 @@ def on_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     assert metrics.host_fallbacks() == before
 
 
-@pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])
+@pytest.mark.parametrize("norm", [exhaustive("backward"), "ortho", exhaustive("forward")])
 def test_the_functions_of_torch_fft_and_their_gradients(norm: str) -> None:
     real, spectrum = values(torch.float32, 4, 6), values(torch.complex64, 4, 6)
     for name in ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn"):

@@ -51,7 +51,6 @@ CASES = {
 }
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize("name", CASES)
 def test_flops_of_forward_and_backward_are_torchs(name, num_devices):
     torch.manual_seed(0)

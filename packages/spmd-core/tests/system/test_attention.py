@@ -306,7 +306,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.one_device
 @pytest.mark.parametrize(
     ("n", "dropout_p"),
     [(16, 0.0), (16, 0.25), (600, 0.0), exhaustive(600, 0.25)],
