@@ -40,8 +40,6 @@ for _ in range(100):
 print("the end")
 """
 
-pytestmark = pytest.mark.one_device
-
 
 @pytest.fixture
 def script(tmp_path):
@@ -54,6 +52,7 @@ def _main(num_devices, *words):
     return command.main(["--topology", f"cpu-{num_devices}", *words])
 
 
+@pytest.mark.one_device
 def test_a_script_is_planned_with_its_options(script, num_devices, tmp_path, capsys):
     out = tmp_path / "new" / "plan.json"
     argv = list(sys.argv)
@@ -70,12 +69,14 @@ def test_a_script_is_planned_with_its_options(script, num_devices, tmp_path, cap
     assert made["step"]["buffers"][0]["bytes"] > 0
 
 
+@pytest.mark.one_device
 def test_a_module_is_planned(script, num_devices, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert _main(num_devices, "--", "python3.11", "-m", "train", "--batch=4") == 0
     assert "Plan for" in capsys.readouterr().out
 
 
+@pytest.mark.one_device
 def test_a_read_shows_what_there_is_and_the_line(script, num_devices, capsys):
     assert _main(num_devices, "--", script, "--read") == 2
     printed = capsys.readouterr().out
@@ -83,6 +84,7 @@ def test_a_read_shows_what_there_is_and_the_line(script, num_devices, capsys):
     assert "train.py:" in printed
 
 
+@pytest.mark.one_device
 def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypatch):
     from spmd_core.program.program import Program  # noqa: PLC0415
 
@@ -94,6 +96,7 @@ def test_what_does_not_fit_is_exit_code_1(script, num_devices, capsys, monkeypat
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+@pytest.mark.one_device
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -109,6 +112,7 @@ def test_what_is_no_script(words, message, num_devices, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.one_device
 def test_a_script_that_fails(script, num_devices, capsys):
     assert _main(num_devices, "--", script, "--fail") == 2
     assert "must not fail; it ended with 'error: it fails'" in capsys.readouterr().err
@@ -119,6 +123,7 @@ def test_an_unknown_topology(script, capsys):
     assert "Near: v4-16" in capsys.readouterr().err
 
 
+@pytest.mark.one_device
 def test_a_search(script, num_devices, tmp_path, capsys, monkeypatch):
     def planned(options, request, digest):
         return search.Outcome(options, {"fits": True, "peak_bytes": 5, "step": None})
@@ -137,6 +142,7 @@ def test_a_search(script, num_devices, tmp_path, capsys, monkeypatch):
     ]
 
 
+@pytest.mark.one_device
 def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, monkeypatch):
     ran = []
 
@@ -164,6 +170,7 @@ def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, mo
     assert capsys.readouterr().err.endswith("interrupted\n")
 
 
+@pytest.mark.one_device
 def test_values_of_another_form(script, num_devices, capsys):
     words = ["--search", "batch", "--values", "batch", "--", script]
     assert _main(num_devices, *words) == 2
