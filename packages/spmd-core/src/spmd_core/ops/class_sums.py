@@ -4,7 +4,8 @@ For a cross entropy a row of logits is needed as two numbers: that of the target
 logarithm of the sum of the exponentials. A loop over chunks of rows computes both, and in backward
 the logits again, so that the logits of one chunk are in memory at a time. Rows that mesh axes split
 stay split inside of each chunk: a chunk has rows of every device, and the weight's gradient is
-summed over devices once, after the loop.
+summed over devices once, after the loop. The partitioner would give each chunk to one device, so
+the rows are cut as the marks of the program's data say (`split_dims.data_splits`).
 """
 
 from typing import Any

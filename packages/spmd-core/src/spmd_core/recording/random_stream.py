@@ -6,6 +6,9 @@ compiles nothing. Threads share torch's generator, as on the CPU: which thread d
 depends on their order, unless each passes a generator of its own. The values do not depend on the
 mesh, as the device's generator (threefry, counter based) computes each element from the seed and
 the element's global position.
+
+In a manual region, a random operation on local tensors draws other numbers on each device, which
+folds its position into the key.
 """
 
 import threading
