@@ -1,4 +1,4 @@
-"""Checks of arguments that are numbers or switches, by hand or by a function's annotations."""
+"""Checks of numbers and booleans among arguments, by hand or by a function's annotations."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ def require_int(name: str, value: object, *, least: int | None = None) -> int:
     """The argument as an int.
 
     Raises:
-        TypeError: it is no whole number; a float or a bool is none, whatever its value.
+        TypeError: it is not a whole number; a float or a bool is not one, whatever its value.
         ValueError: it is less than `least`.
 
     Example:
@@ -39,7 +39,7 @@ def require_number(name: str, value: object, *, least: float | None = None) -> f
     """The argument as a float.
 
     Raises:
-        TypeError: it is no real number; a bool is none.
+        TypeError: it is not a real number; a bool is not one.
         ValueError: it is not a number (NaN), or less than `least`.
 
     Example:
@@ -59,10 +59,10 @@ def require_number(name: str, value: object, *, least: float | None = None) -> f
 
 
 def require_bool(name: str, value: object) -> bool:
-    """The argument as a bool; 1 and 0 are taken for True and False.
+    """The argument as a bool; 1 and 0 are accepted as True and False.
 
     Raises:
-        TypeError: it is something else, whose truth would say nothing of what was meant.
+        TypeError: it is something else, whose truth value would not show what was meant.
 
     Example:
         >>> require_bool("wait", 1)
@@ -78,10 +78,10 @@ def require_bool(name: str, value: object) -> bool:
 
 
 def checked(**least: float) -> Callable[[Function], Function]:
-    """A decorator: the arguments that are annotated as `int`, `float` or `bool` are such.
+    """A decorator that checks the arguments annotated as `int`, `float` or `bool`.
 
-    Of a class, those of its constructor. None is taken where the annotation or the default says so.
-    Other annotations are not looked at.
+    For a class, it checks those of its constructor. None is accepted if the annotation or the
+    default allows it. Other annotations are ignored.
 
     Args:
         least: the least value of some of these arguments.

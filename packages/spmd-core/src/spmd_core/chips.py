@@ -1,4 +1,4 @@
-"""What the makers publish of each kind of chip: peak FLOP/s, memory, and links; a pure table.
+"""The published figures of each kind of chip: peak FLOP/s, memory, and links; a pure table.
 
 A device of the runtime is a chip or a part of one: `devices_per_chip`. All figures are per chip.
 """
@@ -19,7 +19,7 @@ class Chip:
             a GPU's is the beginning of it, before the memory ("NVIDIA H100 80GB HBM3").
         peak_flops: bf16, dense, in FLOP/s.
         hbm_bytes: the memory. Makers write GB for GiB.
-        usable_hbm_bytes: what is left of it for a program, beside what the runtime reserves.
+        usable_hbm_bytes: the part of it that a program can use, without what the runtime reserves.
         hbm_bytes_per_s: bandwidth of the memory.
         links: links to other chips: a TPU's neighbors in the torus (4 in two dims, 6 in three), a
             GPU's NVLinks.

@@ -25,7 +25,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd-core"
 
 
-# The least value of a whole number, where it is not 1. Other numbers are seconds, more than 0.
+# The least values of whole numbers if not 1. Other numbers are seconds, more than 0.
 _LEAST = {"explain_recompiles_after": 0}
 
 
@@ -60,7 +60,7 @@ class Config:
     # Seconds that a process waits for another one that should do the same, such as in the
     # comparison of their data, before it raises `ProcessError`. Read when it waits.
     process_timeout_s: float = 300.0
-    # Seconds of such a wait, or of a wait on the devices, after which all processes say which one
+    # Seconds of such a wait, or of a wait on the devices, after which all processes print which one
     # the others wait for, and its line. Read when a process waits.
     warn_process_after_s: float = 30.0
     # Seconds after which a process compares the programs that it has started with those of another
@@ -88,7 +88,7 @@ class Config:
     # set by SPMD_VERIFY=1, and by `verify()` for a region. Read at each cut.
     verify_programs: bool = False
     # Cuts that differ in one size alone, such as a decoder's length or that of a batch's sequences,
-    # share a program whose arrays have room for the next power of two; else each size compiles.
+    # share a program whose arrays are padded to the next power of two; else each size compiles.
     # Read at each cut.
     bound_growing_sizes: bool = True
     # Gradients that one program adds up, as it does to accumulate them over several backwards, are
@@ -109,11 +109,11 @@ class Config:
     explain_recompiles_after: int | None = None
 
     # A folder that gets, for each program that is lowered, its operations as they were recorded and
-    # behind each pass that changes them. Also set by SPMD_DUMP_PASSES. Read when a program is
+    # after each pass that changes them. Also set by SPMD_DUMP_PASSES. Read when a program is
     # lowered.
     dump_passes: str | None = None
-    # Checks the operations of a program behind each pass over them. Also set by
-    # SPMD_CHECK_PASSES=1. Read when a program is lowered.
+    # Checks the operations of a program after each pass over them. Also set by SPMD_CHECK_PASSES=1.
+    # Read when a program is lowered.
     check_passes: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:

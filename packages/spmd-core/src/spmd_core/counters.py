@@ -132,7 +132,7 @@ def programs(*, since: int = 0) -> tuple[ProgramRecord, ...]:
 
 
 class Part(StrEnum):
-    """What a thread is busy with."""
+    """What a thread spends its time on."""
 
     RECORDING = "recording"  # and everything else that Python does
     PLANNING = "planning"  # of a cut, without the following three

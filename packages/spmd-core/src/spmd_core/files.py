@@ -1,4 +1,4 @@
-"""Writes files whole or not at all: under a name of its own first, durably, one writer in each."""
+"""Writes files atomically and durably: under a temporary name first, with one writer for each."""
 
 import errno
 import fcntl
@@ -11,18 +11,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-# What file systems without an operation answer to it.
+# The errors of file systems that lack an operation.
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.ENOLCK}
 
 
 class Unfinished:
-    """A new file beside the one that it replaces when it is whole.
+    """A new file beside the one that it replaces once it is complete.
 
-    Its name is no other writer's, on any host. It is locked while this object is open, so another
-    writer can tell it from what a killed process has left, and removes that.
+    Its name is unique among the writers of all hosts. It is locked while this object is open, so
+    that another writer can tell it from a leftover of a killed process, which it removes.
 
     Args:
-        target: the file's name in the end, in a folder that is there; a link is followed.
+        target: the file's final name, in an existing folder; a link is followed.
 
     Attributes:
         path: of the new file, which is empty: write to it by this name.
@@ -43,9 +43,7 @@ class Unfinished:
             )
             if _is_locked(self._file) is not False and self.path.exists():
                 break
-            os.close(
-                self._file
-            )  # a writer that looked for leftovers in this moment took it for one
+            os.close(self._file)  # a writer that looked for leftovers at this moment has removed it
 
     def sync(self) -> None:
         """Waits until the content is on the disk."""
@@ -54,7 +52,8 @@ class Unfinished:
     def put_in_place(self) -> None:
         """Gives the file its name, and the permissions of the file that it replaces.
 
-        The content must be on the disk before (`sync`); the name is when `sync_folder` returns.
+        The content must be on the disk before (`sync`); the name is on the disk when `sync_folder`
+        returns.
         """
         with suppress(FileNotFoundError):
             os.fchmod(self._file, stat.S_IMODE(self.target.stat().st_mode))
@@ -75,13 +74,13 @@ class Unfinished:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives the name of a new file, which takes the place of `path` when the block ends.
+    """Yields the name of a new file, which replaces `path` when the block ends.
 
     At any moment, also after a kill or a loss of power, `path` is the earlier file, or the new one
     with all that was written. An error in the block removes the new file.
 
     Args:
-        path: a file that may be there, or not, in a folder that is.
+        path: a file that may exist, in a folder that exists.
 
     Raises:
         OSError: `path` is no regular file, or the file cannot be written; the earlier one stays.
@@ -106,7 +105,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Replaces a file's content by a text in UTF-8, whole or not at all.
+    """Replaces a file's content by a text in UTF-8, atomically.
 
     Raises:
         OSError: see `replacing`.
@@ -116,7 +115,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Tries whether a file could be written; makes its folder, and leaves nothing else.
+    """Checks that a file could be written; creates its folder, and leaves nothing else.
 
     Raises:
         OSError: it could not, with the cause.

@@ -40,11 +40,11 @@ _waiting: deque[_StepClosure] = deque()
 
 @checked()
 def add_step_closure(closure: Closure, args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Runs `closure(*args)` at the end of the step: for logging without a cut inside the step.
+    """Runs `closure(*args)` at the end of the step, for instance to log without a cut in the step.
 
     This thread's next `sync()` runs the closures, in the order in which they were added, after it
     has started the step's program. By default they run in `sync()` itself and get the tensors in
-    `args` as they are. With `run_async` they run in one background thread and get copies in host
+    `args` themselves. With `run_async` they run in one background thread and get copies in host
     memory of the values at the end of this step, as reading the tensors themselves would cut a
     later step in its middle. `sync()` waits while `config.max_async_closures` of them are waiting.
 
@@ -90,16 +90,17 @@ def _closures_of_step() -> Iterator[None]:
                 added.args = map_tensors(added.args, _snapshot)
         yield
     except Exception:
-        # The step has no values, and a later step's are not those that the closures are for.
+        # The step has no values, and those of a later step would be the wrong ones for the
+        # closures.
         raise
     except BaseException:
-        _waiting.extendleft(reversed(closures))  # interrupted: everything stays as it was
+        _waiting.extendleft(reversed(closures))  # interrupted: the closures wait again
         raise
     _run(closures)
 
 
 def _take_own() -> list[_StepClosure]:
-    """Takes the closures of this thread's step, and those whose thread ends no step any more."""
+    """Takes the closures of this thread's step, and those of threads that have ended."""
     with lock:
         taken = [
             added
@@ -153,7 +154,7 @@ def _run(closures: list[_StepClosure]) -> None:
 
 
 class _Background:
-    """One thread that runs closures in order, behind a bounded queue.
+    """One thread that runs closures in order, with a bounded queue.
 
     Keeps the first exception until `raise_error` or `print_error` reports it.
     """
@@ -187,7 +188,7 @@ class _Background:
         error: BaseException | None = None
         try:
             added.closure(*to_cpu(added.args))
-        except BaseException as raised:  # also SystemExit: the main thread should know
+        except BaseException as raised:  # also SystemExit, of which the main thread should learn
             error = raised
         with self._changed:
             if error is not None and self._error is None:
@@ -213,7 +214,7 @@ class _Background:
             ) from error
 
     def print_error(self) -> None:
-        """Prints an exception that nothing has raised, at exit, after the thread has ended."""
+        """At exit, after the thread has ended, prints an exception that was not raised."""
         if self._error is not None:
             print(
                 "an asynchronous step closure raised, and no step followed in which to say so:",

@@ -94,7 +94,7 @@ def step() -> "StepProgram":
 
 
 class StepProgram(ContextDecorator):
-    """What `compile` returns without a function: a context manager and a decorator."""
+    """The context manager and decorator that `compile` returns without a function."""
 
     def __init__(
         self, *, full_graph: bool, name: str | None, max_different_graphs: int | None
@@ -170,7 +170,7 @@ class StepProgram(ContextDecorator):
             raise ProgramError(
                 f"under full_graph=True nothing is executed inside {self._text()}; "
                 f"{user_line()} needs a value that the region computes. "
-                "Move it behind the region, or leave out full_graph."
+                "Move it after the region, or leave out full_graph."
             )
         if self._outer_guard is not None:
             self._outer_guard.before_cut()

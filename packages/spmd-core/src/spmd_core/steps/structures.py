@@ -62,7 +62,7 @@ def with_values(mapping: Any, items: dict[Any, Any]) -> Any:
 def to_cpu(data: Any) -> Any:
     """The same structure with every device tensor as a CPU tensor. Cuts, and waits for the device.
 
-    One tensor that occurs several times stays one tensor: tied weights are read, and saved, once.
+    A tensor that occurs several times stays one tensor: tied weights are read, and saved, once.
     Parameters stay parameters, and leaves keep `requires_grad`. Each of several processes must call
     this function, as all take part in gathering; all get the whole values.
     """
@@ -100,8 +100,8 @@ def send_to_device(data: Any, input_sharding: ShardingSpec | None = None) -> Any
     program needs them. Does not wait for the device.
 
     With `input_sharding.minibatch` under several processes, each gives its part of the same
-    tensors, those with dims: see `from_process_local`. A tensor that is on the device already stays
-    as it is.
+    tensors, those with dims: see `from_process_local`. A tensor that is on the device already is
+    returned unchanged.
 
     Raises:
         NotInSpmdModeError: a sharding is given outside of SPMD mode.
@@ -139,7 +139,7 @@ def _send_parts(data: Any, spec: ShardingSpec) -> Any:
 
 
 def _fitted(spec: ShardingSpec, t: torch.Tensor) -> ShardingSpec:
-    """The spec without entries that the tensor has no dims for."""
+    """The spec without the entries for which the tensor has no dims."""
     return dataclasses.replace(spec, partition_spec=tuple(spec.partition_spec)[: t.dim()])
 
 
@@ -173,7 +173,7 @@ def save(data: Any, path: str | os.PathLike[str] | IO[bytes], *, master_only: bo
 
 
 def write(host: Any, path: str | os.PathLike[str] | IO[bytes]) -> None:
-    """`torch.save` of tensors on the CPU: into a file that is whole or as before; see `save`."""
+    """`torch.save` of tensors on the CPU: into a file that is complete or unchanged; see `save`."""
     if isinstance(path, str | os.PathLike):
         with files.replacing(path) as scratch:
             torch.save(host, scratch)
@@ -182,7 +182,7 @@ def write(host: Any, path: str | os.PathLike[str] | IO[bytes]) -> None:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Ends what each of several processes did: none returns before all have called this.
+    """Ends an action of several processes: none returns before all have called this.
 
     Args:
         error: this process's own error, which is raised here; None if it has none.

@@ -1,7 +1,7 @@
 """Checksums in safetensors files: of the header and of each piece of the data, in the metadata.
 
-The format has room for texts in its header. Files without the text of this module have no
-checksums, and are read as they are.
+The format allows texts in its header. Files without the text of this module have no checksums, and
+are read unchecked.
 """
 
 import os
@@ -14,16 +14,16 @@ from pathlib import Path
 from spmd_core.errors import DataError
 
 NAME = "spmd.crc32"  # of the text in the metadata
-# A second text of each file with checksums: where the name of the first one is damaged, this tells.
+# A second text in each file with checksums: it reveals a damaged name of the first one.
 WITNESS = {"spmd.has": "crc32"}
 PIECE_BYTES = 1 << 22  # a block of a tensor is checked by the pieces that it touches
 _MAX_THREADS = 8  # that read pieces
-_READ_BYTES = 1 << 18  # at once: what stays in a core's cache is counted twice as fast
+_READ_BYTES = 1 << 18  # at a time: data in a core's cache is summed twice as fast
 _DIGITS = 8  # of a CRC-32, in hexadecimal
 
 
 def placeholder(num_bytes: int) -> str:
-    """A text as long as that of the checksums of a file with so many bytes of data."""
+    """A text of the length of the checksums of a file with `num_bytes` bytes of data."""
     return "0" * (_DIGITS * (1 + _num_pieces(num_bytes)))
 
 
@@ -32,14 +32,14 @@ def _num_pieces(num_bytes: int) -> int:
 
 
 class Sums:
-    """The checksums of data that comes part by part."""
+    """The checksums of data that arrives in parts."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
         self._current, self._free = 0, PIECE_BYTES
 
     def add(self, data: memoryview) -> None:
-        """Counts more bytes of the data."""
+        """Adds the next bytes of the data."""
         while len(data):
             part, data = data[: self._free], data[self._free :]
             self._current = zlib.crc32(part, self._current)
@@ -49,7 +49,7 @@ class Sums:
                 self._current, self._free = 0, PIECE_BYTES
 
     def text(self, header: bytes) -> str:
-        """The checksums of the header, which has the placeholder, and of each piece."""
+        """The checksums of the header, which contains the placeholder, and of each piece."""
         rest = [self._current] if self._free < PIECE_BYTES else []
         return "".join(f"{n:08x}" for n in (zlib.crc32(header), *self._done, *rest))
 
@@ -81,7 +81,7 @@ def _damage(path: Path, what: str) -> DataError:
 
 
 class Checked:
-    """The checksums that a file carries; raises DataError where the bytes are others.
+    """The checksums in a file; raises DataError if the bytes differ.
 
     Args:
         path: the file.
@@ -111,7 +111,8 @@ class Checked:
         """Reads the pieces that ranges of the file touch, each once.
 
         Args:
-            ranges: first byte and the one behind the last, counted from the file's begin.
+            ranges: pairs of the first byte and the one after the last, from the beginning of the
+                file.
 
         Raises:
             DataError: a piece is damaged.

@@ -36,8 +36,8 @@ except ImportError as error:
     ) from error
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Pages of a file that were read through a mapping stay in memory as long as the mapping: so none
-# reads more than these bytes, or one row.
+# Pages of a file that were read through a mapping stay in memory as long as the mapping. So a
+# mapping reads at most this many bytes, or one row.
 _MAPPED_BYTES = 1 << 25
 
 
@@ -61,9 +61,9 @@ class _Stored:
         path: the file.
         name: its name there.
         shape: its shape.
-        dtype: torch's dtype, or the format's name of one that torch's tensors here lack.
+        dtype: torch's dtype, or the format's name of a dtype that is not supported here.
         offset: where its elements begin, in bytes.
-        checked: the checksums that the file carries, if it does.
+        checked: the checksums in the file; None without any.
     """
 
     path: Path
@@ -129,7 +129,7 @@ def load_safetensors(
 
     Of a marked tensor only the blocks that this process's devices hold are read, each once, and
     placed on their devices: mark first, then load. The host holds one block of one tensor at a
-    time, and nothing is whole that is split. A tensor without a mark goes to all devices. The
+    time, and a split tensor is never assembled. A tensor without a mark goes to all devices. The
     recorded initialisation of a module that was created under `with torch.device("xla")` is then
     never computed. A tensor keeps its dtype, and gets the file's values in it. Of a tied weight,
     one of its names in the file is enough.
@@ -197,7 +197,7 @@ def load_safetensors(
 
 
 def _blocks(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
-    """What `_load` will read."""
+    """The blocks that `_load` will read."""
     if isinstance(tensor, XLAShardedTensor):
         assert isinstance(tensor._handle, Storage)
         return shards.local_blocks(tensor._handle)
@@ -223,7 +223,7 @@ def _problems(
     stored: Mapping[str, _Stored],
     sources: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """What stands against loading, whether or not all names match."""
+    """The reasons why loading is impossible, whether or not all names match."""
     problems = []
     for first, found in sources.items():
         tensor = tensors[first]
@@ -255,7 +255,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def _converts(source: torch.dtype | str, target: torch.dtype) -> bool:
-    """Whether values may be converted: rounded at most, and of the same kind of number.
+    """Whether values may be converted: with rounding at most, and to the same kind of number.
 
     An integer that becomes a float is a quantised weight without its scale; so is a float of 8
     bits.

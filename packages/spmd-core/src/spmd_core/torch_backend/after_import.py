@@ -1,7 +1,7 @@
-"""Runs a function on a module when the program imports it, or at once if it has.
+"""Runs a function on a module when the program imports it, or at once if it is imported.
 
 Parts of torch that only some programs use, such as `torch.distributed.fsdp`, take half a second to
-import. What this project changes in them, it changes when they come.
+import. This project changes them when they are imported.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ from typing import Any
 
 Change = Callable[[ModuleType], None]
 
-# What waits for modules that are not imported yet, by their names.
+# The changes of modules that are not imported yet, by the module's name.
 # Guarded by: the GIL, and Python's lock of the import. Cleared by: the import of the module.
 _waiting: dict[str, list[Change]] = {}
 
@@ -27,7 +27,7 @@ def after_import(name: str, change: Change) -> None:
 
 
 class _Finder:
-    """Finds the modules that are waited for as Python does, and has their loader call back."""
+    """Finds the awaited modules as Python does, and wraps their loaders."""
 
     @staticmethod
     def find_spec(
@@ -42,7 +42,7 @@ class _Finder:
 
 
 class _Loader:
-    """Executes a module by its own loader, which is the module's afterwards, then changes it."""
+    """Executes a module by its own loader, restores that, and then changes the module."""
 
     def __init__(self, own: Any) -> None:
         self._own = own

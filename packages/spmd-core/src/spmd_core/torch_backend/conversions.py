@@ -1,10 +1,10 @@
 """`module.to("xla")`, `module.cpu()` and `module.to(dtype)` keep the parameters' identity.
 
-torch replaces the parameters of a module where their kind of memory changes, and exchanges their
-contents where the new tensor is a wrapper. Both would part them from what refers to them:
-optimizers, tied weights, hooks, attributes, weak references. Here a parameter that changes between
-device `xla` and another stays the same object, with all of these, with its gradient, and with its
-mark when it returns. Other modules and parameters are converted by torch alone.
+torch replaces the parameters of a module if their kind of memory changes, and swaps their contents
+if the new tensor is a wrapper. Both would disconnect them from what refers to them: optimizers,
+tied weights, hooks, attributes, weak references. Here a parameter that moves between device `xla`
+and another stays the same object, with all of these, with its gradient, and with its mark when it
+returns. Other modules and parameters are converted by torch alone.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _is_traceable_wrapper_subclass = module.is_traceable_wrapper_subclass
 
 
 class _Mark(NamedTuple):
-    """What a parameter that left the device gets back when it returns."""
+    """The mark that a parameter gets back when it returns to the device."""
 
     sharding: Sharding
     gradient_sharding: GradientSharding | None
@@ -97,9 +97,9 @@ def _move(parameter: nn.Parameter, moved: torch.Tensor, gradient: torch.Tensor |
 
 
 def _refuse_backward(parameter: nn.Parameter) -> None:
-    """Lets the backward of what was computed with the parameter's present contents raise.
+    """Makes backward raise for results computed from the parameter's present contents.
 
-    Its graph keeps these contents, whose gradient nobody would see.
+    Their graph keeps these contents, whose gradient would be lost.
 
     Raises:
         SpmdError: in that backward.
@@ -130,7 +130,7 @@ def _mark_again(parameter: Any, mark: _Mark) -> None:
             with lock:
                 leaves.set_sharding(handle, mark.sharding)
     if mark.gradient_sharding is not None:
-        # Its hook is among the parameter's.
+        # The gradient's hook is among those of the parameter.
         parameter._gradient_sharding = mark.gradient_sharding
         mark.gradient_sharding.follow(parameter._handle)
 
@@ -141,8 +141,8 @@ def _apply_keeping_parameters(
     """`Module._apply`, through which all conversions of a module go."""
     convert = fn.convert if isinstance(fn, _KeepsParameters) else fn
     if isinstance(self, _SCRIPTED):
-        # Its tensors are held in C++, where an exchange of what is in Python's objects has no
-        # effect; those of a loaded module are no parameters, which torch asks for.
+        # Its tensors are held in C++, where swapping the contents of Python objects has no effect;
+        # those of a loaded module are not parameters, which torch requires.
         for name, tensor in self._parameters.items():
             if tensor is not None and not isinstance(tensor, nn.Parameter):
                 parameter = nn.Parameter(tensor.detach(), tensor.requires_grad)
@@ -153,7 +153,7 @@ def _apply_keeping_parameters(
 
 
 def install() -> None:
-    """Makes conversions of modules keep parameters that move to the device or from it."""
+    """Makes conversions of modules keep parameters that move to or from the device."""
     nn.Module._apply = _apply_keeping_parameters  # type: ignore[method-assign]
     # torch exchanges the contents of wrappers; for tensors of the device, `.data =` is enough.
     module.is_traceable_wrapper_subclass = lambda t: (  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The device guard of device type XLA, which torch's C++ asks for the current device and stream."""
+"""The device guard of device type XLA, by which torch's C++ gets the current device and stream."""
 
 import ctypes
 import itertools
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def _take_streams_from(of_cpu: int, guard: int) -> None:
-    """Gives a Python guard the CPU's `getStream`, which says that there are no streams.
+    """Gives a Python guard the CPU's `getStream`, for a device without streams.
 
     torch calls it for each node of autograd's graph, as a function that must not throw. The one of
     a Python guard calls `type_`, and pybind looks at the calling frame for that: there Python may
@@ -72,7 +72,7 @@ def _take_streams_from(of_cpu: int, guard: int) -> None:
     if "getStream" not in names:
         releases.note_absent(_HEADER)
         return
-    # Before the functions stand the offset of the object and its type; the destructor is two.
+    # The table starts with the offset of the object and its type; the destructor has two entries.
     size = 2 + len(names) + 2
     pointer = ctypes.sizeof(ctypes.c_void_p)
     tables = [ctypes.c_void_p.from_address(address) for address in (guard, of_cpu)]

@@ -35,6 +35,6 @@ def _exit_dual_level(*, level: int | None = None) -> None:
 
 
 def install() -> None:
-    """Has torch's functions that open and close a level do so."""
+    """Makes torch's functions that open and close a level install and remove the composition."""
     forward_ad.enter_dual_level = _enter_dual_level
     forward_ad.exit_dual_level = _exit_dual_level

@@ -1,9 +1,9 @@
-"""`torch.Generator(device="xla")`: a generator of torch's for the CPU that says device `xla`.
+"""`torch.Generator(device="xla")`: a CPU generator of torch that reports device `xla`.
 
 The device draws its seeds from CPU generators (`recording.random_stream`), so the numbers are those
-that `torch.Generator()` with the same seed gives on the device. torch makes a generator in C++ by
-the hooks of the device type. For XLA only a C++ library can register these, and the class itself is
-immutable, so `install` gives the name `torch.Generator` to a class that chooses. No longer needed
+that `torch.Generator()` with the same seed gives on the device. torch creates a generator in C++ by
+hooks of the device type. Only a C++ library can register these for XLA, and the class itself is
+immutable, so `install` binds the name `torch.Generator` to a class that chooses. No longer needed
 once torch can make generators of a device by a Python function.
 """
 
@@ -43,7 +43,7 @@ class XlaGenerator(_TorchGenerator):
 
 
 class _ChoosesByDevice(type(_TorchGenerator)):  # type: ignore[misc]
-    """The type of `Generator`: a call chooses the class, and instances are all of torch's."""
+    """The type of `Generator`: a call chooses the class, and all torch generators are instances."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is not Generator:
@@ -69,7 +69,7 @@ class Generator(_TorchGenerator, metaclass=_ChoosesByDevice):  # noqa: D101 - to
     __doc__ = _TorchGenerator.__doc__
 
 
-# A pickle names torch's class, which reads it without this project, too.
+# A pickle names torch's class, so that it can be read without this project.
 Generator.__module__ = "torch"
 
 

@@ -16,7 +16,7 @@ def _location_of(storage: Any) -> str | None:
 
 
 def _restore(storage: Any, location: str) -> Any:
-    """Marks host memory as memory of the device, if that is its location.
+    """Marks host memory as device memory, if the location is the device.
 
     `Tensor.set_`, by which torch rebuilds tensors, then makes a storage of the device over it.
     """

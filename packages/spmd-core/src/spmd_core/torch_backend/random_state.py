@@ -1,4 +1,4 @@
-"""The random state of device `xla`: reads, sets and restores that of torch's CPU generator.
+"""The random state of device `xla`, which is that of torch's CPU generator.
 
 `recording.random_stream` says why the device draws from this generator.
 """
@@ -15,7 +15,7 @@ from spmd_core.arguments import checked
 def manual_seed(seed: int) -> None:
     """Seeds torch's CPU generator, from which all random operations on the device draw.
 
-    CUDA's generators stay as they are.
+    CUDA's generators are not seeded.
     """
     torch.default_generator.manual_seed(seed)
 

@@ -1,8 +1,9 @@
-"""What torch does with tensors of the host on the way to the device, and the device refuses.
+"""Refuses what torch does with host tensors before an operation reaches the router.
 
-Operations with a tensor of the device arrive at the router, which refuses for itself
-(`dispatch.layouts`). Here are nested tensors, which torch moves as a whole, quantized ones, which
-it leaves on the host in silence, attention whose kernel torch compiles, and compilers that trace.
+Operations on a tensor of the device reach the router, which has refusals of its own
+(`dispatch.layouts`). Refused here are nested tensors, which torch moves as a whole; quantized ones,
+which it silently leaves on the host; attention whose kernel torch compiles; and compilers that
+trace.
 """
 
 import functools
@@ -23,24 +24,24 @@ from spmd_core.torch_backend import subclasses
 from spmd_core.torch_backend.after_import import after_import
 
 _validate_device = flex_attention._validate_device
-# torch's kernels that move such tensors, or make them of others, by dispatch key.
+# torch's kernels that move such tensors, or convert to them, by dispatch key.
 _KERNELS = (
     ("_to_copy", "AutogradNestedTensor", RefusedLayout.NESTED),
     ("_nested_tensor_from_tensor_list", "CPU", RefusedLayout.NESTED),
 )
-# What torch makes of Python's numbers, whatever the default dtype.
+# The dtypes of the tensors that torch makes of Python numbers, whatever the default dtype.
 _DTYPES_OF_NUMBERS = {
     bool: torch.bool,
     int: torch.int64,
     float: torch.float64,
     complex: torch.complex128,
 }
-# Where operations arrive from torch.
+# The functions through which operations arrive from torch.
 _RECORDING = {
     function.__code__
     for function in (router.route, subclasses.dispatch, transfer.empty, transfer.empty_strided)
 }
-# Who makes the first quantized tensors; all others are computed from these.
+# The operations that make the first quantized tensors; all others are computed from these.
 _QUANTIZERS = (
     *("quantize_per_tensor", "quantize_per_tensor.tensor_qparams", "quantize_per_tensor.tensors"),
     *("quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized"),
@@ -66,13 +67,13 @@ def _unless_for_device(name: str, key: str, layout: RefusedLayout) -> Callable[.
 class _Quantized:
     """Refuses to move quantized tensors to the device, from the first one on.
 
-    torch has no dispatch key by which Python could see such a move alone, so a kernel sees each
-    conversion of host tensors, which costs it 2 microseconds. It is registered when the first
-    quantized tensor is made: most programs make none.
+    torch has no dispatch key for such a move alone, so the kernel intercepts each conversion of
+    host tensors, which costs 2 microseconds. It is registered when the first quantized tensor is
+    made: most programs make none.
 
     Attributes:
         library: the library of both registrations.
-        watches: whether conversions are seen.
+        watches: whether conversions are intercepted.
     """
 
     def __init__(self, library: torch.library.Library) -> None:
@@ -98,7 +99,7 @@ class _Quantized:
         def kernel(keys: torch._C.DispatchKeySet, source: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
             if not isinstance(source, torch.Tensor):
-                # torch hands the tensor that it has made of a Python number to Python as a number.
+                # torch passes a tensor that it has made of a Python number as a number.
                 source = torch.tensor(source, dtype=_DTYPES_OF_NUMBERS[type(source)])
             elif device is not None and device.type == "xla":
                 require_dense(source, "a tensor")
@@ -123,10 +124,10 @@ def _device_tensor(*given: Any) -> torch.Tensor | None:
 
 
 def _refuse_graphs(module: ModuleType) -> None:
-    """Has Dynamo refuse a graph with tensors of the device before a backend gets it.
+    """Makes Dynamo refuse a graph with tensors of the device before a backend gets it.
 
-    Those that come from outside are refused as they are traced (`tensor.tracing`); here are those
-    that the function itself makes or moves.
+    Tensors from outside are refused when they are traced (`tensor.tracing`); this covers those that
+    the function itself creates or moves.
     """
     theirs = module.OutputGraph.call_user_compiler
 
@@ -141,11 +142,11 @@ def _refuse_graphs(module: ModuleType) -> None:
 
 
 def _refuse_frames(module: ModuleType) -> None:
-    """Has Dynamo refuse Python code that has tensors of the device.
+    """Makes Dynamo refuse Python code that has tensors of the device.
 
-    Dynamo does not compile torch's own modules where they are called, but the first code that they
-    call: this would be the code that records an operation. And what it cannot trace in a function
-    matters less than that there is nothing to compile.
+    Dynamo does not compile torch's own modules, but the first other code that they call, which
+    would be the code that records an operation. And this refusal is more helpful than one about
+    what Dynamo cannot trace in a function.
     """
     theirs = module.CatchErrorsWrapper.__call__
 
@@ -167,7 +168,7 @@ def _refuse_frames(module: ModuleType) -> None:
 
 
 def _trace_nothing_of_ours(module: ModuleType) -> None:
-    """Has Dynamo call what records and computes, and finalizers there, without compiling it."""
+    """Makes Dynamo call what records and computes, and finalizers there, without compiling."""
     for folder in ("dispatch", "graph", "program", "recording", "runtime", "tensor"):
         module.add(f"spmd_core.{folder}")
 

@@ -96,9 +96,9 @@ def _device_module() -> types.ModuleType:
 def _made_on_host(
     factory: Callable[..., torch.Tensor], default: torch.dtype | None
 ) -> Callable[..., torch.Tensor]:
-    """A factory that runs on the CPU, as the arguments alone determine the result.
+    """A factory that runs on the CPU, as its arguments determine the result.
 
-    torch has a kernel of its own for each device, so there is no common one to record.
+    torch has a different kernel for each device, so there is no common one to record.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _with_xla(supported: Callable[[], list[str]]) -> Callable[[], list[str]]:
 
 
 def _like_its_parameter(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Places a loaded optimizer state as a state that the optimizer makes.
+    """Places a loaded optimizer state as the optimizer would place a new one.
 
     It is sharded like its parameter. A count of steps is on the host, unless the optimizer counts
     on the device: otherwise it would be read from the device at each step.
@@ -165,7 +165,7 @@ def _install() -> torch.library.Library:
     library.impl("empty_strided", selections.factory(transfer.empty_strided), "XLA")
     forward_mode.install()
     library.impl("_copy_from", transfer.copy_from, "XLA")
-    # Autograd asks for known zeros only to save work, which the compiler saves for any zeros.
+    # Autograd checks for known zeros only to save work, which the compiler saves for all zeros.
     library.impl("_efficientzerotensor", torch.zeros, "XLA")
     # torch.tensor reads the elements of a list of tensors below Python's dispatch.
     library.impl("_local_scalar_dense", lambda x: transfer.item((x,), {}), "XLA")

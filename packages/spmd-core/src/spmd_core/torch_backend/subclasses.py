@@ -1,8 +1,8 @@
 """The user's subclasses of Tensor and Parameter, on the device.
 
-A tensor of the device has the class `XLAShardedTensor`, and torch gives a tensor one class only. So
-a tensor of the device with the user's class has a class of both, made here: operations arrive at
-the user's `__torch_function__`, then at the router, for which the tensor is a plain one.
+A tensor of the device has the class `XLAShardedTensor`, and torch gives a tensor only one class. So
+a tensor of the device with the user's class gets a class derived from both, made here: operations
+reach the user's `__torch_function__`, then the router, to which the tensor is a plain one.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def dispatch(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """`__torch_dispatch__`: carries out the operation on plain tensors over the same handles."""
+    """`__torch_dispatch__`: runs the operation on plain tensors over the same handles."""
     plain: dict[int, XLAShardedTensor] = {}
     given: dict[int, tuple[XLAShardedTensor, Handle]] = {}
 
@@ -147,7 +147,7 @@ _new_parameter: Callable[..., Any] = nn.Parameter.__new__
 
 
 def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-    """`nn.Parameter.__new__`, which forgets the user's class for all but plain tensors."""
+    """`nn.Parameter.__new__`, which drops the user's class for all but plain tensors."""
     made = _new_parameter(cls, data, requires_grad)
     if cls is nn.Parameter or not isinstance(made, XLAShardedTensor) or isinstance(made, cls):
         return made
@@ -155,7 +155,7 @@ def _new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
 
 
 def install() -> None:
-    """Makes torch's ways to give a tensor a class work for tensors of the device."""
+    """Makes torch's functions that change a tensor's class work for tensors of the device."""
     XLAShardedTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
     # In C++, torch refuses data whose class is not `cls`.
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[method-assign]
