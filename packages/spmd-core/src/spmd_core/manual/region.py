@@ -22,7 +22,7 @@ current_region: ContextVar[Manual | None] = ContextVar("region", default=None)
 
 @contextmanager
 def inside(manual: Manual) -> Iterator[None]:
-    """Inside, code belongs to this region."""
+    """Inside, this is the current region."""
     token = current_region.set(manual)
     try:
         yield
@@ -36,7 +36,7 @@ def is_local(tensor: XLAShardedTensor) -> bool:
 
 
 def region_of(tensor: XLAShardedTensor) -> Manual | None:
-    """The manual region that a tensor is local to; None for a tensor that is whole."""
+    """The manual region that a tensor is local to; None for a global tensor."""
     value = read(tensor._handle)
     seen: set[int] = set()
     pending = [value]
@@ -53,7 +53,7 @@ def region_of(tensor: XLAShardedTensor) -> Manual | None:
         if border is not None:
             if not border.is_exit:
                 return border.manual
-            continue  # the result of leaving a region is whole
+            continue  # the result of leaving a region is global
         pending.extend(value.inputs if value.parent is None else (value.parent,))
     return None
 

@@ -23,7 +23,7 @@ from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor
 
 
 def _crossed(tensor: XLAShardedTensor, border: Border, shape: tuple[int, ...]) -> XLAShardedTensor:
-    """The tensor after the border, where its spec has this shape. Not differentiable."""
+    """The tensor after it enters or leaves a region, with this shape. Not differentiable."""
     spec = tensor._handle.spec
 
     def make() -> Entry:
@@ -35,12 +35,12 @@ def _crossed(tensor: XLAShardedTensor, border: Border, shape: tuple[int, ...]) -
 
 
 def _never(*_: Any) -> Any:
-    """The kernel of a border, which the lowering does not call."""
+    """The kernel of a region's entry or exit, which the lowering does not call."""
     raise AssertionError("a border is crossed by `regions.cross`")
 
 
 def _scaled(shape: Sequence[int], sharding: Sharding, *, is_exit: bool) -> tuple[int, ...]:
-    """The shape of a block from that of the whole tensor; at an exit, the other way round."""
+    """The shape of a block from that of the global tensor; at an exit, the reverse."""
     return tuple(n * tiles if is_exit else n // tiles for n, tiles in zip(shape, sharding.tiles))
 
 
@@ -71,10 +71,10 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The whole tensor that the blocks make up.
+    """The global tensor that the blocks make up.
 
-    Along axes that the spec leaves out, every device has the same block, and in the transpose an
-    equal part of the block's gradient.
+    Along axes that the spec leaves out, every device has the same block; in the transpose each gets
+    an equal share of the block's gradient.
     """
 
     @staticmethod

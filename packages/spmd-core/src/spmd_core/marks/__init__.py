@@ -1,1 +1,1 @@
-"""Functions that say how tensors are sharded: marks, rules for modules, DTensor's placements."""
+"""How tensors are sharded: marks, rules for modules, DTensor's placements."""

@@ -1,7 +1,7 @@
 """Marks along some axes of a mesh: how these split a tensor, whatever the other axes do.
 
-The styles of tensor parallelism speak of one axis, as DTensor does over a slice of a mesh. The
-batch may be split over others: the partitioner finds that out from the data's marks.
+The styles of tensor parallelism are about one axis, as DTensor over a slice of a mesh. The batch
+may be split over others, which the partitioner derives from the data's marks.
 """
 
 from dataclasses import dataclass

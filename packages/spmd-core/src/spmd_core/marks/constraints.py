@@ -1,4 +1,4 @@
-"""Records constraints: a value that is another one, in a layout that the program gives it."""
+"""Records constraints: values equal to others, in a given layout."""
 
 from typing import Any
 
@@ -19,7 +19,10 @@ def constrained(
     along: tuple[int, ...] | None = None,
     summed_over: tuple[int, ...] | None = None,
 ) -> Value:
-    """The value behind a mark; see `Entry` for `along` and `summed_over`. The graph is locked."""
+    """The value after a mark; see `Entry` for `along` and `summed_over`.
+
+    Call it under the graph lock.
+    """
     entry = known(
         (name, value.spec, sharding, along, summed_over),
         lambda: Entry(
@@ -42,7 +45,7 @@ def constrained_copy(
     along: tuple[int, ...] | None = None,
     summed_over: tuple[int, ...] | None = None,
 ) -> Storage:
-    """A new storage of a tensor's value behind a mark. The graph is locked."""
+    """A new storage of a tensor's value after a mark. Call it under the graph lock."""
     spec = x._handle.spec
     if not is_dense(spec.shape, spec.strides):
         # An expanded gradient, for instance, whose copy is written to when gradients are added up.

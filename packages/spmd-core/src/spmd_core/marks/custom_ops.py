@@ -1,7 +1,8 @@
 """Marks as operators of torch's dispatcher, in the namespace `xla`, for use in traced programs.
 
-Their arguments are strings in place of objects. On device `xla` they do what `marks.marking` does;
-of other tensors they return a copy. Traced with fake tensors they stay in the graph as they are.
+Their arguments are strings in place of objects. On device `xla` they do the same as
+`marks.marking`; for other tensors they return a copy. Traced with fake tensors, they stay in the
+graph.
 """
 
 import ast
@@ -135,7 +136,7 @@ _install("aot_mark_sharding", _marked_copy)
 
 
 def _set_buffer_donor(t: torch.Tensor, should_donate: bool) -> torch.Tensor:
-    """Returns the tensor; `should_donate` changes nothing.
+    """Returns the tensor; `should_donate` has no effect.
 
     A buffer is donated as soon as no tensor holds its value, so True asks for what happens anyway.
     A buffer that a tensor holds is never donated, so the value that False protects is always safe.

@@ -149,7 +149,7 @@ _torch_rank, _torch_local_rank = DeviceMesh.get_rank, DeviceMesh.get_local_rank
 _torch_group = DeviceMesh.get_group
 _MeshEnvironment: Any = type(torch_device_mesh._mesh_resources)
 _torch_current_mesh: Callable[..., DeviceMesh] = _MeshEnvironment.get_current_mesh
-# torch's DTensor asks it before it uses a mesh; torch 2.11 lacks it.
+# Called by torch's DTensor before it uses a mesh; torch 2.11 lacks it.
 _torch_part = getattr(DeviceMesh, "_is_current_rank_part_of_mesh", None)
 
 
@@ -211,7 +211,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _current_mesh(self: Any) -> DeviceMesh:
-    """The mesh of torch's functions that are given none: the innermost `with mesh:`, or ours."""
+    """The default mesh of torch's functions: that of the innermost `with mesh:`, or ours."""
     if self.mesh_stack or not (get_global_mesh() is not None or devices.is_spmd()):
         return _torch_current_mesh(self)
     return to_device_mesh(given_or_global(None, "a call of torch without a mesh"))

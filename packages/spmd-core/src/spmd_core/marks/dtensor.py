@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def auto_policy(name: str, module: nn.Module, device_mesh: AnyMesh) -> None:
-    """Stands for automatic sharding, which is not available; `distribute_module` refuses it."""
+    """A placeholder for automatic sharding, which `distribute_module` refuses."""
 
 
 def distribute_tensor(
@@ -266,9 +266,9 @@ def _full_tensor(
 ) -> XLAShardedTensor:
     """A replicated tensor of the same values.
 
-    A tensor without a sharding, such as a result that nothing was said about, is replicated over
-    the global mesh, or over all devices without one. `grad_placements` is accepted and ignored, as
-    gradients are whole values here.
+    A tensor without a sharding, such as an unmarked result, is replicated over the global mesh, or
+    over all devices without one. `grad_placements` is accepted and ignored, as gradients are whole
+    values here.
     """
     if self.sharding is not None:
         mesh = self.sharding.mesh

@@ -197,7 +197,7 @@ def clear_sharding(t: torch.Tensor) -> XLAShardedTensor:
 
 
 def _host_data(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's data in host memory: a CPU tensor itself, or what `t.to("xla")` has copied."""
+    """A tensor's data in host memory: a CPU tensor itself, or the copy made by `t.to("xla")`."""
     if not isinstance(t, XLAShardedTensor):
         return t
     handle = t._handle
@@ -261,7 +261,7 @@ def _check_arguments(
 def marked_gradient(
     gradient: XLAShardedTensor, sharding: Sharding, batch_axes: tuple[int, ...] = ()
 ) -> XLAShardedTensor:
-    """A leaf's gradient, constrained and marked; reduce-scattered where it is a sum over the batch.
+    """A leaf's gradient, constrained and marked; reduce-scattered if it is a sum over the batch.
 
     Not differentiable. Does not wait. See `program.batch_sums`.
 
@@ -318,13 +318,14 @@ def _follow_gradients(tensor: XLAShardedTensor) -> None:
             or gradient.shape != target.shape
         ):
             return None
-        # Under create_graph=True autograd goes on from what the hook returns, so it must know it.
+        # Under create_graph=True autograd continues from the hook's result, which it must have
+        # recorded.
         if torch.is_grad_enabled() and gradient.requires_grad:
             return MarkSharding.apply(gradient, sharding)
         return marked_gradient(gradient, sharding) if is_leaf else _marked_copy(gradient, sharding)
 
-    # Of a view whose base was written since, the node is made anew when it is read. torch's own
-    # register_hook does not do so, and ends the process.
+    # If the base of a view was written since, reading the node creates it anew. torch's own
+    # register_hook does not do so, and crashes the process.
     _ = tensor.grad_fn
     tensor.register_hook(follow)
 

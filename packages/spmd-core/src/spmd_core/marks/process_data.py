@@ -1,4 +1,4 @@
-"""Global tensors from what each of several processes has on its host (`minibatch=True`)."""
+"""Global tensors from the host data of several processes (`minibatch=True`)."""
 
 import functools
 import itertools
@@ -25,9 +25,9 @@ _LEFT = "none, as it has left the loop"
 
 
 class Stream:
-    """Data that each process gives in the same order, such as the batches of one loop.
+    """Data that all processes provide in the same order, such as the batches of one loop.
 
-    Two streams may be given at once, by threads, in any order to each other.
+    Threads may provide several streams at once, in any order relative to each other.
 
     Args:
         topic: names it; equal in all processes, and of no other stream.
@@ -35,8 +35,9 @@ class Stream:
 
     def __init__(self, topic: str) -> None:
         self._topic = topic
-        # Of each group of processes: the descriptions, and those on which it has agreed. Not kept
-        # for another stream: where one process gives up its wait, another may have got the result.
+        # For each group of processes: the descriptions, and those on which it has agreed. Not
+        # reused for another stream: if one process gives up its wait, another may have got the
+        # result.
         self._series: dict[tuple[int, ...], agreement.Series] = {}
         self._agreed: set[tuple[tuple[int, ...], str]] = set()
         self._lock = threading.Lock()
@@ -56,15 +57,16 @@ class Stream:
     def compare(self, texts: list[str], group: tuple[int, ...]) -> None:
         """Compares descriptions of data, unless they are known.
 
-        A process to which they are known does not wait, and answers if another one compares.
+        A process that knows them does not wait, and answers if another one compares.
 
         Raises:
             DataError: the processes have different ones.
-            ProcessError: a process did not come.
+            ProcessError: a process did not reach this comparison.
             Abandoned: the stream was abandoned.
         """
         text = "\n".join(texts)
-        # Held while waiting: of two threads with new data, the second finds it known.
+        # Held while waiting, so that of two threads with the same new data the second finds it
+        # known.
         with self._lock:
             series = self._series.get(group)
             if series is None:
@@ -80,7 +82,7 @@ class Stream:
             self._agreed.add((group, text))
 
     def end(self) -> None:
-        """Compares that the data ends here, with the processes that it was compared with.
+        """Checks that the data ends here in all processes that it was compared with.
 
         Raises:
             DataError, ProcessError, Abandoned: see `compare`.
@@ -102,12 +104,12 @@ def from_process_local(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     """The global tensor of which each process gives its part, as `spec` shards it.
 
     A process's part consists of the blocks that its devices hold, joined along each dim in the
-    order of their numbers. So it has a split dim whole where every process holds all blocks of the
-    dim, and else `size / tiles * blocks` of it. Processes that hold the same blocks must give equal
-    data: their shapes are compared, their values are not. The data goes to this process's devices
-    directly; the uploads start now. Does not wait, except that the processes of the mesh compare
-    the dtype and the global shape of data that they have not had before. So all must call this
-    function in the same order.
+    order of their numbers. So its size in a split dim is the whole size if every process holds all
+    blocks of the dim, and otherwise `size / tiles * blocks`. Processes that hold the same blocks
+    must give equal data: their shapes are compared, their values are not. The data goes to this
+    process's devices directly; the uploads start now. Does not wait, except that the processes of
+    the mesh compare the dtype and the global shape of data that they have not had before. So all
+    must call this function in the same order.
 
     Args:
         t: this process's part, of any shape and dtype, on the CPU.
@@ -139,12 +141,12 @@ def check_alike(
     """Checks that all processes are about to give parts of the same global tensors.
 
     Communicates only about data whose dtypes, shapes and shardings it has not seen before; then the
-    other processes of the mesh come here, too, or answer for what they had at this place. Parts
-    that do not divide into blocks are compared, too, so that all processes find the same wrong.
+    other processes of the mesh call this, too, or answer what they had at this position. Parts that
+    do not divide into blocks are compared, too, so that all processes find the same error.
 
     Args:
         data: the name, the process's part and the spec of each tensor, such as those of a batch.
-        stream: what the data is part of.
+        stream: the stream that the data belongs to.
 
     Raises:
         DataError, DeviceMismatchError, MeshError, ProcessError: see `from_process_local`.
@@ -173,7 +175,7 @@ def _different(different: dict[int, str], where: str) -> DataError:
     for process, text in different.items():
         by_text.setdefault(text, []).append(process)
     lines = {process: text.split("\n") for process, text in different.items()}
-    # What is equal everywhere says nothing.
+    # Parts that are equal everywhere are left out.
     common = set.intersection(*map(set, lines.values()))
     said = [
         f"process {', '.join(map(str, sorted(who)))}: "
@@ -231,7 +233,7 @@ def _part(t: torch.Tensor, spec: ShardingSpec) -> tuple[ProcessPart, Sharding]:
 
 
 def part_of(mesh: Mesh, partition_spec: PartitionSpecLike) -> ProcessPart:
-    """What this process holds of tensors with as many dims as the spec has entries.
+    """The part that this process holds of tensors with as many dims as the spec has entries.
 
     See `process_part` for its errors.
     """

@@ -21,7 +21,7 @@ def upload_sharded(t: torch.Tensor, spec: ShardingSpec) -> XLAShardedTensor:
     transfer. For a thread that loads data.
 
     Args:
-        t: a CPU tensor, of any shape and dtype. Its history is not followed.
+        t: a CPU tensor, of any shape and dtype. Autograd does not follow the transfer.
         spec: the sharding of the new tensor.
 
     Raises:

@@ -4,7 +4,7 @@ metrics.report()               counters, host fallbacks and programs as a table
 metrics.count_flops()          a step's FLOPs, by torch's formulas and by XLA's cost analysis
 metrics.mfu(...)               utilisation by three formulas, against metrics.device_peak(...)
 metrics.memory_use()           a step's peak memory, from the compiler and from the device
-metrics.memory_stats()         what the allocator of a device counts now
+metrics.memory_stats()         the statistics of a device's allocator
 metrics.traffic()              a step's collectives by kind and mesh axes
 metrics.StepTimes()            step times: median and spread, without the steps that compiled
 with metrics.time_first_step() as first:   recording, tracing, compiling, ...

@@ -24,18 +24,18 @@ class FlopCount:
     """FLOPs of one run of a program, over all devices. It prints as a table.
 
     The two counts differ for good reasons. torch's formulas count matrix products and convolutions
-    of the recorded program, attention as the whole square, and nothing twice that devices compute
-    alike. XLA counts the optimised program of each device: every operation, what the partitioner
-    has several devices compute alike, no padding of convolutions, and the blocks of attention that
-    its kernel does compute.
+    of the recorded program, attention as the whole square, and duplicated computation once. XLA
+    counts the optimised program of each device: every operation, computation that the partitioner
+    duplicates on several devices, no padding of convolutions, and the blocks of attention that its
+    kernel computes.
 
     Attributes:
         program: the program's name.
         by_operation: by torch's formulas (`torch.utils.flop_counter`, with those that were
             registered by `register_flop_formula`), for each operation that has one.
-        by_compiler: by XLA's cost analysis, with the repetitions of loops, which it leaves out.
+        by_compiler: by XLA's cost analysis, plus the repetitions of loops, which that leaves out.
             None if a loop has an unknown length, or calls a library of the platform.
-        num_jax_calls: calls of jax functions, which torch has no formula for (`call_jax`, and the
+        num_jax_calls: calls of jax functions, for which torch has no formula (`call_jax`, and the
             cells of recurrent layers).
     """
 
@@ -79,8 +79,8 @@ class FlopCount:
 def count_flops(program: ProgramRecord | None = None) -> FlopCount:
     """The FLOPs of a compiled program, by torch's formulas and by XLA's cost analysis.
 
-    Unlike a `FlopCounterMode`, which counts here too, it needs no second run, and leaves the
-    program as it is. Does not wait.
+    Unlike a `FlopCounterMode`, which works here too, it needs no further run, and does not change
+    the program. Does not wait.
 
     Args:
         program: one of `programs()`; None: the step's, as `step_program` finds it.

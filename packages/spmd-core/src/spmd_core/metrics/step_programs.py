@@ -1,4 +1,4 @@
-"""A compiled program's memory and collectives: what a step takes on a device, and what it sends."""
+"""A compiled program's memory and collectives: what a step takes on a device, and sends."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -49,11 +49,11 @@ class MemoryUse:
         program: the program's name.
         peak_bytes: the most that the program holds at once, by the compiler's analysis.
         argument_bytes: of that, its inputs: parameters, optimizer state, data.
-        output_bytes: its results; `alias_bytes` of them lie in donated arguments.
+        output_bytes: its results; `alias_bytes` of them are in the memory of donated arguments.
         alias_bytes: see `output_bytes`.
         temp_bytes: activations and other temporaries.
         device_peak_bytes: the most that a device of this process had in use since its start, over
-            all programs, by its allocator; None where the platform counts nothing (CPU).
+            all programs, by its allocator; None if the platform keeps no statistics (CPU).
         device_limit_bytes: what the allocator may use; None likewise.
     """
 
@@ -120,7 +120,7 @@ class Traffic:
         axes: the mesh axes; empty if the groups of devices match no mesh of the program.
         number: how many collectives the program has.
         result_bytes: bytes of their results on a device.
-        moved_bytes: bytes that a device sends, by the algorithm on a ring.
+        moved_bytes: bytes that a device sends with the ring algorithm.
         is_exact: False if how often one of them runs depends on data; it then counts once.
     """
 

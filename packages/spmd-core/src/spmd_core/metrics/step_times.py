@@ -21,7 +21,7 @@ class StepTimes:
         now: a clock in seconds.
 
     Attributes:
-        num_steps: the steps that count.
+        num_steps: the number of steps that count.
 
     Example:
         >>> times = StepTimes(now=iter([10.0, 12.0, 12.3, 12.9]).__next__)
