@@ -232,6 +232,11 @@ def test_the_program_is_the_one_that_jit_compiles(shape, monkeypatch, without_xl
     assert buffers.num_bytes > 3 * 256 * 512  # of a quarter of the weight and of each moment
     for made in (known, whole):
         made["step"]["compile_s"] = made["programs"][0]["compile_s"] = None
+        for program in (made["step"], made["programs"][0]):
+            for buffer in program["buffers"]:
+                # libtpu 0.0.52 says who made the tuple of all results after generating code alone.
+                if buffer["shape"].startswith("("):
+                    buffer["op"] = buffer["line"] = None
     assert known == whole
 
 

@@ -25,7 +25,8 @@ from spmd_core.sharding.process_parts import ProcessPart
 _KEPT_BYTES = 1 << 20
 # The prefix of XLA's CPU errors for a program of which an operand, or a part, has failed.
 _PASSED_ON = "Error dispatching computation: "
-_PREFIXES = re.compile(rf"^(?:[A-Z_]+: |{_PASSED_ON})+")
+# jax 0.10.0 also says of which event an error is.
+_PREFIXES = re.compile(rf"^(?:[A-Z_]+: |Buffer Definition Event: |{_PASSED_ON})+")
 # What jax raises for a program that has failed. It is a ValueError if a process with which the
 # program exchanges data is gone.
 FAILURES = (jax.errors.JaxRuntimeError, ValueError)
