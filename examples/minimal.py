@@ -1,4 +1,4 @@
-"""GPT-2 over a mesh of devices in one flat file that imports nothing from its neighbours: copy it.
+"""GPT-2 over a mesh of devices in one flat file, without imports from other recipes: copy it.
 
     python examples/minimal.py                                     one device
     python examples/minimal.py --emulate 8 --fsdp 4 --tensor 2     eight emulated CPU devices
@@ -67,7 +67,7 @@ loader = sharded_dataloader(dataset, mesh, mesh and "fsdp", batch_size=args.batc
 batches = MpDeviceLoader(loader, device, input_sharding=input_sharding)
 
 # --- Model: single-device code, in float32 --------------------------------------------------------
-# transformers' own "sdpa" reads a tensor on the host to build its mask, which would cut each step.
+# transformers' own "sdpa" reads a tensor on the host to build its mask, which splits each step.
 AttentionInterface.register("causal", sdpa_attention_forward)
 config = GPT2Config(
     vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, attn_implementation="causal"
@@ -79,14 +79,14 @@ torch.manual_seed(0)
 model = GPT2LMHeadModel(config).to(device).train()
 num_params = sum(p.numel() for p in model.parameters())
 
-# --- Marks: all that many devices need; gradients and optimizer state lie like their parameter ----
+# --- Marks: all that many devices need; gradients and optimizer state follow their parameter -----
 RULES = {
     r"wte\.weight": (("tensor", "fsdp"), None),  # (V, D), which are also the logits' weights
     r"wpe\.weight": ("fsdp", None),  # (T, D)
     r"(c_attn|c_fc)\.weight": ("fsdp", "tensor"),  # (D, F), split by heads and features
     r"(c_attn|c_fc)\.bias": ("tensor",),  # (F,)
     r"c_proj\.weight": (("tensor", "fsdp"), None),  # (F or D, D), whose products end in a sum
-    r"c_proj\.bias|ln_": (),  # whole on each device
+    r"c_proj\.bias|ln_": (),  # replicated
 }
 
 
@@ -135,7 +135,7 @@ for step, (x_BT, y_BT) in enumerate(islice(epochs, args.steps - first), start=fi
         times.mark(step=step - 1, in_flight=1)
     if args.checkpoint and (step % args.save_every == 0 or step == args.steps):
         state = {name: part.state_dict() for name, part in parts.items()}
-        spmd.save({"step": step, **state}, args.checkpoint)  # whole tensors, for any mesh
+        spmd.save({"step": step, **state}, args.checkpoint)  # unsharded tensors, for any mesh
 batches.close()
 losses = [loss.item() for loss in losses]
 

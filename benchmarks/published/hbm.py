@@ -122,12 +122,15 @@ def section(settings: Settings, measured: Mapping[str, Measured]) -> Section:
             color = plots.COLORS[i % len(plots.COLORS)]
             axes.plot(*zip(*least, strict=True), ":", color=color, alpha=0.8)
         axes.plot([], [], ":", color="gray", label="lower bound")
-        if settings.topology:  # beside what another kind of device takes, it would say nothing
+        if (
+            settings.topology
+        ):  # beside the memory of another kind of device, it would be meaningless
             label = "announcement: 2B unsharded, TPU v4, 26 GB"
             plots.published(axes, num_params(PUBLISHED_PRESET), PUBLISHED_BYTES / 1e9, label)
         axes.set(xlabel="parameters", ylabel="peak of a device, GB", xscale="log", yscale="log")
         axes.legend(fontsize=8)
-        # Over so many decades the peaks lie on their bounds: what is left shows by itself.
+        # Over so many decades the peaks would lie on their bounds, so the difference has a plot of
+        # its own.
         plots.curves(over, {name: _over_bound(of) for name, of in by_sharding.items()})
         over.axhline(1, linestyle=":", color="gray")
         over.set(xlabel="parameters", ylabel="peak over lower bound", xscale="log")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from benchmarks.published.rows import Measured, Row, read
 
-# A quick run whose results are kept: what its rows took stands for what they will take.
+# A quick run whose results are committed: the times of its rows predict those of a new run.
 BASELINE = Path(__file__).parents[1] / "results" / "quick"
 MOST_AT_ONCE = 2  # commands that are not timed run beside each other
-UNKNOWN_S = 30.0  # of a row that no run has finished yet, before others say more
+UNKNOWN_S = 30.0  # seconds of a row that no run has finished yet
 
 
 class Remaining:

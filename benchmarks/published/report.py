@@ -85,7 +85,7 @@ def draw(folder: Path, sections: Sequence[Section]) -> None:
 
 
 def markdown(sections: Sequence[Section], rows: Sequence[Measured], *, command: str) -> str:
-    """The report in GitHub's Markdown; its pictures lie beside it."""
+    """The report in GitHub's Markdown; its pictures are in the same folder."""
     lines = ["# The published plots, measured again", "", *_head(rows, command), ""]
     for section in sections:
         lines += [f"## {section.title}", "", section.question, ""]

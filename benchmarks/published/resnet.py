@@ -25,13 +25,13 @@ def rows(settings: Settings) -> list[Row]:
     """A search for each mesh: by data, by space, and in the full run on one device."""
     if settings.device is Device.CUDA:
         return _on_gpus(settings)
-    base = "-m examples.resnet_spatial.train --max-batch --classes 1000 --model resnet50"
-    base += f" --memory-gib {MEMORY_GIB} --max-batch-folder {{run}}"
+    base = "-m examples.resnet_spatial.max_batch --classes 1000 --model resnet50"
+    base += f" --memory-gib {MEMORY_GIB} --folder {{run}}"
     point: dict[str, Any] = {"memory_gib": MEMORY_GIB, "topology": "", "dtype": "fp32"}
     env = {}
     if settings.topology:
         point |= {"topology": four_chips(settings.topology), "dtype": "bf16"}
-        base += f" --max-batch-topology {point['topology']} --dtype bf16"
+        base += f" --topology {point['topology']} --dtype bf16"
     else:
         # Only memory is asked for, which LLVM's optimizations do not change.
         env["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
@@ -39,7 +39,7 @@ def rows(settings: Settings) -> list[Row]:
     is_full = settings.scale is Scale.FULL and not settings.topology
     found = []
     for mesh in (*([""] if is_full else []), DATA, SPATIAL):
-        words = [*base.split(), "--max-batch-meshes", mesh]
+        words = [*base.split(), "--meshes", mesh]
         of = point | {"mesh": mesh}
         row = Row(
             NAME, mesh or "one device", words, searched, of, env=env, is_timed=False, weight=5.0
@@ -77,7 +77,7 @@ def _on_gpus(settings: Settings) -> list[Row]:
 
 
 def searched(folder: Path, seconds: float) -> Samples:
-    """Of a search that was run with `--max-batch-folder {run}`."""
+    """Of a search that was run with `--folder {run}`."""
     found = recipes.read_object(folder / "max_batch.json")["found"][0]
     points = [(n, peak) for n, peak in found["points"] if peak < 2**62]
     return {

@@ -26,7 +26,7 @@ def run(rows: Sequence[Row], store: Store) -> None:
     """Runs what the store has not got, with a progress bar and an estimate of the time left.
 
     Each row's result is kept as soon as it is known. A row that fails is kept with its reason, and
-    the others go on. The rounds of each row are spread over the whole, so that a change of the
+    the others go on. The rounds of each row are spread over the run, so that a change of the
     machine's speed reaches all rows. A row that is timed runs alone.
 
     Raises:
@@ -87,12 +87,12 @@ class _Progress:
         self._bar.set_description("; ".join(f"{row.figure}: {row.name}" for row in running))
 
     def skips(self, row: Row) -> None:
-        """Counts a run that will not start."""
+        """Counts a run that does not start."""
         self._left[row] -= 1
         self._bar.update()
 
     def ends(self, measured: Measured, row: Row) -> None:
-        """Says what a run took, or why it gave nothing."""
+        """Prints the time of a run, or why it failed."""
         self._left[row] -= 1
         if measured.status == "failed":
             said = f"failed: {measured.reason.splitlines()[-1]}"

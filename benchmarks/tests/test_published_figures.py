@@ -15,6 +15,7 @@ from benchmarks.published.rows import Device, Measured, Row, Scale, Settings
 from examples.gpt2 import train as gpt2_train
 from examples.llama_tp import train as llama_train
 from examples.resnet_spatial import train as resnet_train
+from examples.resnet_spatial.search import search_from
 
 QUICK = Settings()
 SETTINGS = {
@@ -29,6 +30,7 @@ RECIPES: dict[str, Any] = {
     "examples.gpt2.train": gpt2_train.config_from,
     "examples.llama_tp.train": llama_train.config_from,
     "examples.resnet_spatial.train": resnet_train.config_from,
+    "examples.resnet_spatial.max_batch": search_from,
 }
 
 

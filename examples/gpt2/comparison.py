@@ -1,33 +1,53 @@
-"""Compares the strategies of a GPT-2 run, each on the meshes that it takes."""
+"""Compares the strategies of a GPT-2 run, each on the meshes that it takes.
 
-from collections.abc import Sequence
+    python -m examples.gpt2.comparison --smoke --devices 8
+
+It trains by every strategy in turn, each in a process of its own, and writes a table and a plot of
+losses, memory and collectives. The options are those of `examples.gpt2.train`.
+"""
+
+from examples.gpt2.config import config_from
+from examples.training.knobs import KnobError, check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: config_from(None, usage=__doc__, module="examples.gpt2.comparison"))
+
+import sys
 from pathlib import Path
 
 from examples.gpt2 import shardings
-from examples.gpt2.config import COMPARED, TrainConfig
-from examples.training.command import num_real_devices
-from examples.training.compare import Variant, compare
-from examples.training.knobs import KnobError
+from examples.training.command import exit_code
+from examples.training.compare import CompareError, Variant, compare, num_real_devices
+
+FOLDER = Path("results/gpt2_strategies")
 
 
-def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns its exit code (see `exit_code`)."""
+    given = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: compare_strategies(given), failed=(CompareError,))
+
+
+def compare_strategies(argv: list[str]) -> None:
     """Runs every strategy on the meshes that it takes, each in a process, and compares them.
 
     Raises:
         KnobError: an option that the comparison chooses itself is given, or there is one device.
         CompareError: a run failed.
     """
+    config = config_from(argv)
     chosen = {"mesh": config.mesh, "results": config.results, "log-dir": config.log_dir}
     given = [f"--{name}" for name, value in chosen.items() if value]
     if given or config.strategy != "spmd" or config.device == "cpu":
         raise KnobError(
-            "--compare chooses --mesh, --strategy, --results, --log-dir and --device itself; got "
-            f"{', '.join(given) or 'another --strategy or --device'}. Leave them out."
+            "a comparison chooses --mesh, --strategy, --results, --log-dir and --device itself; "
+            f"got {', '.join(given) or 'another --strategy or --device'}. Leave them out."
         )
     num_devices = config.devices or num_real_devices()
     if num_devices < 2:
         raise KnobError(
-            f"--compare needs at least two devices; got {num_devices}. "
+            f"a comparison needs at least two devices; got {num_devices}. "
             "Pass for instance --devices 8, which emulates them."
         )
 
@@ -39,5 +59,8 @@ def compare_strategies(config: TrainConfig, argv: Sequence[str]) -> None:
         Variant(f"{strategy} {mesh}", options(num_devices, "--strategy", strategy, "--mesh", mesh))
         for strategy, mesh in shardings.compared(num_devices)
     ]
-    common = [argument for argument in argv if argument != "--compare"]
-    compare("examples.gpt2.train", variants, common=common, folder=Path(COMPARED))
+    compare("examples.gpt2.train", variants, common=argv, folder=FOLDER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,11 +4,19 @@ from typing import Any
 
 import spmd_core as spmd
 from examples.gpt2 import shardings
-from examples.gpt2.config import TrainConfig
-from examples.gpt2.presets import PRESETS
-from examples.gpt2.strategies import STRATEGIES
+from examples.gpt2.config import STRATEGIES, TrainConfig
+from examples.gpt2.presets import PRESETS, padded_vocab
 from examples.training.command import mesh_of
 from examples.training.knobs import KnobError, nearest_multiple
+
+DRAWN_ON_HOST = 400_000_000  # the most parameters that --init auto draws on the host
+
+
+def draws_on_device(config: TrainConfig) -> bool:
+    """Whether the weights are drawn on the device: the host may lack memory for a large model."""
+    num_params = PRESETS[config.preset].num_params(padded_vocab(config.vocab, config.pad_vocab))
+    is_large = num_params > DRAWN_ON_HOST
+    return config.init == "device" or (config.init == "auto" and is_large)
 
 
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
@@ -84,7 +92,7 @@ def _check_pipeline(config: TrainConfig, mesh: spmd.Mesh) -> None:
     """Raises KnobError if a pipeline does not fit the mesh or the preset's layers."""
     if "pipe" not in mesh.shape():
         raise KnobError(
-            f"--strategy pipeline needs a mesh axis pipe, along which the stages lie; got "
+            f"--strategy pipeline needs a mesh axis pipe, along which the stages are split; got "
             f"{config.mesh!r}. Pass for instance --mesh pipe={mesh.size()}."
         )
     if config.mesh_devices:

@@ -1,4 +1,4 @@
-"""Where a GPT-2's tensors lie on a mesh with axes among pipe, data, fsdp and tensor, by strategy.
+"""How a GPT-2's tensors are sharded over mesh axes pipe, data, fsdp and tensor, by strategy.
 
 `ddp` and `spmd` are marks alone; `fsdp` wraps each block with `fully_shard`, which gathers the
 block's parameters before use, once more in backward, and reduce-scatters their gradients.
@@ -30,14 +30,14 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
     # (V, D). The output layer has the same weight, so logits are split along V. Of a gradient that
     # is scattered along its first dim, no device makes a transposed copy.
     (r"transformer\.wte\.weight", (("tensor", "fsdp"), None)),
-    # Along P: the gradient, a sum over the batch, is split along T; a table that is split along D
-    # would need a gather of the whole gradient.
+    # Along P, because the gradient, a sum over the batch, is split along T: a table split along D
+    # would need the gradient gathered.
     (r"transformer\.wpe\.weight", ("fsdp", None)),  # (P, D)
     # (D, F): column parallel.
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight", ("fsdp", "tensor")),
     (r"transformer\.h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.bias", ("tensor",)),  # (F,)
     # (F or D, D): row parallel, ends in one all-reduce. fsdp splits the rows, too: TPUs pad a last
-    # dim to whole registers of 128, of which many devices would have less.
+    # dim to a multiple of 128, and with many devices a shard would have less.
     (r"transformer\.h\.\d+\.(attn|mlp)\.c_proj\.weight", (("tensor", "fsdp"), None)),
     # Replicated: splitting these small vectors, 0.1% of a model, would save little memory for the
     # cost of one gather each.
@@ -47,7 +47,7 @@ PARAMETER_RULES: tuple[tuple[str, Spec], ...] = (
 
 HIDDEN_BTD: Spec = (BATCH_AXES, None, None)
 LOGITS_BTV: Spec = (BATCH_AXES, None, "tensor")
-# In a pipeline, whose region is manual over fsdp, the shards of fsdp are those that lie together.
+# A pipeline's region is manual over fsdp, so each position along fsdp has contiguous rows.
 PIPELINE_TABLE_VD: Spec = (("fsdp", "tensor"), None)
 PIPELINE_PROJECTION: Spec = ("tensor", "fsdp")
 # What comes after the blocks is computed on all stages, each for a part of the sequences.
@@ -133,12 +133,12 @@ def compared(num_devices: int) -> list[tuple[str, str]]:
 
 
 def parallelize(model: GPT2LMHeadModel, mesh: spmd.Mesh, strategy: str) -> None:
-    """Lays a model's parameters and activations out over the mesh, in place.
+    """Shards a model's parameters and activations over the mesh, in place.
 
     Args:
         model: a GPT-2 on device `xla`.
         mesh: with axes among those of the strategy; `fsdp` needs an axis of that name.
-        strategy: a key of `STRATEGIES`, but not "pipeline" (see `pipeline`).
+        strategy: a key of `config.STRATEGIES`, but not "pipeline" (see `pipeline`).
     """
     if strategy == "fsdp":
         replicas = "data" if "data" in mesh.shape() else None

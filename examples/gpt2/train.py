@@ -8,10 +8,8 @@
         on a machine with eight accelerators
     python -m examples.gpt2.train --smoke --device cpu
         eager torch, whose losses every mesh must reproduce
-    python -m examples.gpt2.train --smoke --devices 8 --compare
-        every strategy in turn, with a table and a plot
 
-Legend: A parts of a batch, B sequences of a part, T tokens of a sequence, V vocabulary.
+Legend: A parts of a batch, B sequences of a part, T tokens of a sequence.
 """
 
 from examples.gpt2.config import config_from, with_defaults
@@ -30,15 +28,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from examples.gpt2 import data, shardings
-from examples.gpt2.comparison import compare_strategies
 from examples.gpt2.config import TrainConfig, check_resumable
-from examples.gpt2.model import build_model
+from examples.gpt2.model import build_model, mean_targets, next_token_loss
 from examples.gpt2.presets import PRESETS, padded_vocab
-from examples.gpt2.resolve import parsed_mesh, pipeline_options
+from examples.gpt2.resolve import draws_on_device, parsed_mesh, pipeline_options
 from examples.training import resume
 from examples.training.command import device_of, exit_code
 from examples.training.host_values import on_host
@@ -49,9 +45,6 @@ from examples.training.schedule import decay_groups, warmup_and_cosine
 from examples.training.text_sources import TextError
 from spmd_core.metrics import ModelSize, flops_per_token
 from spmd_data import MpDeviceLoader
-from spmd_data.packing import NO_TARGET
-
-DEVICE_INIT_ABOVE = 400_000_000  # parameters; larger models are not built on the host first
 
 
 def run(config: TrainConfig) -> Report:
@@ -64,27 +57,22 @@ def run(config: TrainConfig) -> Report:
     """
     config = with_defaults(config)
     saved = resume.read(config)
-    if saved:
-        check_resumable(config, saved["config"])
-    first = saved["step"] if saved else 0
+    check_resumable(config, saved)
 
-    # --- Devices and mesh -------------------------------------------------------------------------
-    device = device_of(config)
-    mesh = parsed_mesh(config)
-    resume.check_writable({"--checkpoint": config.checkpoint, "--results": config.results})
-
-    # --- Data: before the model, so that a wrong path fails within seconds ------------------------
+    # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
+    device, mesh = device_of(config), parsed_mesh(config)
+    resume.check_writable(config)
     text = data.load(config)
+    first = saved["step"] if saved else 0
     train_batches, eval_batches = data.batches(text, config, mesh, first=first)
 
     # --- Model: single-device code ----------------------------------------------------------------
     preset = PRESETS[config.preset]
     vocab_size = padded_vocab(config.vocab, config.pad_vocab)
     num_params = preset.num_params(vocab_size)
-    is_large = num_params > DEVICE_INIT_ABOVE
-    inits_on_device = config.init == "device" or (config.init == "auto" and is_large)
+    draws_on = device if draws_on_device(config) else torch.device("cpu")
     torch.manual_seed(config.seed)
-    with device if inits_on_device else torch.device("cpu"):
+    with draws_on:
         model = build_model(preset, vocab_size=vocab_size, dropout=config.dropout)
     model.to(device)
     # Before the shardings: parameters are then gathered for each of a block's two runs.
@@ -98,41 +86,34 @@ def run(config: TrainConfig) -> Report:
         shardings.parallelize(model, mesh, config.strategy)
     input_sharding = shardings.batch_sharding(mesh, minibatch=config.pack) if mesh else None
     loader = partial(MpDeviceLoader, device=device, input_sharding=input_sharding)
-    if inits_on_device and config.device == "xla":
+    if draws_on.type == "xla":
         spmd.sync()  # draws the weights in a separate program; each device draws only its shards
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bf16")
 
     # --- Optimizer --------------------------------------------------------------------------------
     groups = decay_groups(model.parameters(), config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), foreach=True)
-    scheduler = warmup_and_cosine(
-        optimizer, steps=config.steps, warmup=config.warmup, floor=config.min_lr / config.lr
-    )
+    floor = config.min_lr / config.lr
+    scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup, floor=floor)
 
-    # --- Where the run begins ---------------------------------------------------------------------
+    # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     batches = loader(train_batches)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if config.pack:
         parts["data"] = batches  # which knows the run's place in the data
-    if saved:
-        resume.restore(saved, data=text.identity, parts=parts)
     size = ModelSize(num_params, preset.num_layers, preset.width, config.seq)
     journal = Journal(
-        config,
+        *(config, saved),
         device=device,
         mesh=mesh,
+        model=f"GPT-2 {preset.name}",
         num_params=num_params,
         items_per_step=config.batch * config.seq,
         unit="tokens",
         flops_per_item=flops_per_token(size),
-        first=first,
-        data=text.identity,
+        data=text,
         parts=parts,
     )
-    journal.log.say(f"text   {text.summary}")
-    journal.log.say(f"model  GPT-2 {preset.name}, {num_params:,} parameters, on {journal.where}")
-    if config.resume:
-        journal.log.say(resume.said(config, saved, lr=scheduler.get_last_lr()[0]))
 
     # --- Loop -------------------------------------------------------------------------------------
     with journal, batches:
@@ -157,9 +138,7 @@ def run(config: TrainConfig) -> Report:
             optimizer.zero_grad()
 
             if stages and step == first + 1:
-                journal.report.bubble = bubble = shardings.bubble(stages)
-                idle = ", ".join(f"{share:.4f} {name}" for name, share in bubble.items())
-                journal.log.say(f"pipe   {stages.extra_repr()}: idle part of the ticks {idle}")
+                journal.report.bubble = shardings.bubble(stages)
             journal.add(step, torch.stack(losses).mean(), grad_norm, lr)
             if journal.evaluates_after(step):
                 eval_loss = evaluate(model, loader(eval_batches), autocast)
@@ -168,38 +147,6 @@ def run(config: TrainConfig) -> Report:
             if journal.ends_after(step):
                 break
         return journal.finish()
-
-
-def next_token_loss(
-    model: nn.Module,
-    x_BT: torch.Tensor,
-    y_BT: torch.Tensor,
-    position_BT: torch.Tensor | None = None,
-    document_BT: torch.Tensor | None = None,
-    *,
-    num_targets: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device.
-
-    Args:
-        model: the model.
-        x_BT, y_BT: tokens, and what follows each; -100 where nothing does.
-        position_BT, document_BT: of packed documents.
-        num_targets: what to divide the sum by, in place of the number of this part's targets.
-    """
-    packed = (
-        {} if document_BT is None else {"position_ids": position_BT, "document_ids": document_BT}
-    )
-    logits_BTV = model(x_BT, **packed).logits
-    scores, targets = logits_BTV.float().flatten(0, 1), y_BT.flatten()
-    if num_targets is None:
-        return F.cross_entropy(scores, targets)
-    return F.cross_entropy(scores, targets, reduction="sum") / num_targets
-
-
-def mean_targets(y_ABT: torch.Tensor) -> torch.Tensor:
-    """The mean number of targets of a part, so that the parts' losses have the batch's mean."""
-    return (y_ABT != NO_TARGET).sum() / len(y_ABT)
 
 
 @torch.no_grad()
@@ -219,21 +166,9 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-# --- The command line -----------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-    given = sys.argv[1:] if argv is None else argv
-
-    def command() -> bool:
-        config = config_from(given, usage=__doc__)
-        if "--compare" in given:
-            compare_strategies(config, given)
-            return False
-        return run(config).interrupted
-
-    return exit_code(command, usage=(TextError,))
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted, usage=(TextError,))
 
 
 if __name__ == "__main__":

@@ -321,7 +321,7 @@ class _EventStream(StreamingResponse):
     Args:
         run: what runs.
         answer: makes the events.
-        usage_of: the tokens of the prompts, if the last event shall have the numbers of tokens.
+        usage_of: the tokens of the prompts, if the last event is to have the numbers of tokens.
     """
 
     def __init__(self, run: _Run, answer: Answer, *, usage_of: int | None) -> None:
@@ -368,7 +368,7 @@ async def _json_body(request: Request, within_s: float) -> Any:
         RefusedError: it is not declared as JSON, too late, too large, or no JSON.
     """
     declared = request.headers.get("content-type", "")
-    # A web page may send a form or a text anywhere without asking the server before; JSON not.
+    # A web page may send forms and text to any server without a preflight request, but not JSON.
     if declared.partition(";")[0].strip().lower() != "application/json":
         raise RefusedError(
             f"a body must have the Content-Type application/json; got {declared[:80]!r}. Add the "
@@ -399,10 +399,12 @@ async def _json_body(request: Request, within_s: float) -> Any:
         )
     try:
         data = json.loads(bytes(body), parse_constant=_no_json)
-        json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of half a character
+        json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of a lone surrogate
         return data
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body must be JSON; got what is none: {error}. Mend it.") from None
+        raise RefusedError(
+            f"the body must be JSON; got something else: {error}. Correct it."
+        ) from None
 
 
 def _no_json(text: str) -> Any:

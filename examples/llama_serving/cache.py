@@ -73,7 +73,7 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the tensors exist."""
+        """Does nothing: the tensors exist."""
 
     def get_seq_length(self) -> int:
         """Refused: a slot's length is a tensor on the device, so callers pass positions."""
@@ -98,8 +98,8 @@ class _PromptLayer(_SlotLayer):
         """Writes (1, K, T, H) at the positions from 0 on, and returns it."""
         (slot_1,) = self.where
         for all_SKLH, new in ((self.keys, key_states), (self.values, value_states)):
-            # The whole row: what the slot's last request left behind would count nothing where it
-            # is finite, but a NaN times a weight of zero is NaN.
+            # The whole row: attention gives what the slot's last request left behind a weight of
+            # zero, but zero times NaN is NaN.
             room = all_SKLH.shape[2] - new.shape[2]
             row = torch.nn.functional.pad(new, (0, 0, 0, room)).to(all_SKLH.dtype)
             all_SKLH.index_copy_(0, slot_1, row)

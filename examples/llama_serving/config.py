@@ -1,6 +1,6 @@
 """The options of a server, and what they must satisfy.
 
-Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
+Plain values: neither torch nor jax is imported, so that a wrong option is reported at once.
 """
 
 import os

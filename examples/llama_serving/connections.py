@@ -1,4 +1,4 @@
-"""HTTP connections with limits: of their number, and of the time that a silent client has.
+"""Limits the number of HTTP connections, and the time that a client may be silent.
 
 uvicorn has no limit of the time for a request's head, and refuses new connections where others only
 hold theirs open.
@@ -53,7 +53,7 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection that ends when its client lets it wait."""
+    """A connection that is closed when its client is silent for too long."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -69,7 +69,7 @@ class LimitedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Makes room for itself, or refuses."""
+        """Closes an idle connection if there are too many; if none is idle, refuses this one."""
         super().connection_made(transport)
         is_full = len(self.connections) > self.limits.connections
         if is_full and not self._has_made_room():
@@ -152,12 +152,12 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, and closes; a request that is being answered ends."""
+        """Answers what is not HTTP, and closes; a request that is being answered ends."""
         message = "requests must be HTTP/1.1, with at most 16 KiB of headers; got something else. "
         self._refuse(400, f"{message}Mend the client.", code="invalid_http")
 
     def _refuse(self, status: int, message: str, *, code: str) -> None:
-        if self.cycle is not None:  # what answers it has nothing to send any more
+        if self.cycle is not None:  # the app that answers it can send nothing any more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

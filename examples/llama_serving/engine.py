@@ -25,7 +25,7 @@ class EngineError(RuntimeError):
 
 
 class QueueFullError(EngineError):
-    """As many requests wait as may wait."""
+    """The queue of requests is full."""
 
 
 class EngineStoppedError(EngineError):
@@ -103,7 +103,7 @@ class Generation:
         self.detokenizer = Detokenizer(tokenizer, request.prompt)
         self.stop = StopStrings(request.stop)
         self.is_cancelled = self.has_ended = False
-        self.num_sent = self.num_read = 0  # tokens whose programs were sent, whose values were read
+        self.num_sent = self.num_read = 0  # tokens, by their programs and their values
         self.last_s = time.perf_counter()  # its arrival, then its last token
 
     def cancel(self) -> None:
@@ -113,7 +113,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A program on its way: its tokens, and whose they will be, by their index."""
+    """A program in flight: its tokens, and the generation that each belongs to, by index."""
 
     tokens: torch.Tensor
     holders: dict[int, Generation]
@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits or is answered, and no program is on its way."""
+        """Whether no request waits or is answered, and no program is in flight."""
         with self._changed:
             return self._is_waiting and not self._queue
 
@@ -397,7 +397,7 @@ def _check(request: Request, max_length: int) -> None:
 def _add_text(
     generation: Generation, token: int, end_tokens: frozenset[int]
 ) -> FinishReason | None:
-    """Tells the listener what the token adds to the text; the reason if that ends it."""
+    """Gives the listener the text that the token adds; returns the reason if that ends it."""
     reason = None
     if token in end_tokens:
         reason = FinishReason.STOP

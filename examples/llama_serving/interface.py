@@ -56,7 +56,7 @@ class RefusedError(ValueError):
     Attributes:
         status: of HTTP.
         param: the option that it is about.
-        code: a word for programs.
+        code: identifies the kind of error for clients.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ def _without_neutral(
     return {name: value for name, value in data.items() if name not in unsupported}
 
 
-# Of pydantic's messages, those that speak of Python's types.
+# Replaces the messages of pydantic that name Python's types.
 _RULES = {
     "dict_type": "should be an object",
     "model_type": "should be an object",

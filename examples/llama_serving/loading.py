@@ -47,7 +47,7 @@ def read_config(folder: Path) -> LlamaConfig:
         kind, wrong = found.get("model_type"), wrong_size(found)
     except (ValueError, AttributeError) as error:
         raise ModelFolderError(
-            f"config.json must be a JSON object; got what is none: {error}. Save the model anew."
+            f"config.json must be a JSON object; got something else: {error}. Save the model again."
         ) from None
     if kind != "llama":
         raise ModelFolderError(
@@ -55,14 +55,14 @@ def read_config(folder: Path) -> LlamaConfig:
         )
     if wrong is not None:
         raise ModelFolderError(
-            f"config.json must describe a Llama; {wrong} in {folder}. Save the model anew."
+            f"config.json must describe a Llama; {wrong} in {folder}. Save the model again."
         )
     try:
         config = LlamaConfig.from_pretrained(folder)
     except (ValueError, StrictDataclassError) as error:
         raise ModelFolderError(
             "config.json must describe a Llama that transformers can build; got one that it "
-            f"refuses: {_in_a_line(error)}. Save the model anew."
+            f"refuses: {_in_a_line(error)}. Save the model again."
         ) from None
     rope = (config.rope_parameters or {}).get("rope_type", "default")
     if rope in _DYNAMIC_ROPE:

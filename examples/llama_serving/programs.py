@@ -17,7 +17,7 @@ SMALLEST_BUCKET = 32
 
 
 class Programs:
-    """Writes prompts into slots and continues all slots, without a word from the host in between.
+    """Writes prompts into slots and continues all slots; the host reads nothing in between.
 
     What a slot needs for its next token is on the device: its last token, its position and its
     options. So a step can be sent before the tokens of the last one are read.
@@ -161,7 +161,7 @@ class Programs:
         return chosen_S.clone()
 
     def _gathered(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        """Logits that are split by vocabulary, whole on each device, which then chooses alone."""
+        """Gathers logits that are split by vocabulary: each device then chooses by itself."""
         if self._mesh is None:
             return logits_SV
         return spmd.mark_sharding(logits_SV, self._mesh, (None, None))

@@ -32,7 +32,7 @@ class Server(uvicorn.Server):
         config = LimitedConfig(
             app,
             limits=Limits() if limits is None else limits,
-            log_level="error",  # what clients do wrong is told to them
+            log_level="error",  # clients get their errors as answers
             access_log=False,
             lifespan="off",
             proxy_headers=False,

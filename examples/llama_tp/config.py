@@ -1,6 +1,6 @@
 """The options of a Llama run, what each means, and what they must satisfy together.
 
-Plain values: neither torch nor jax is imported, so that a wrong option is told at once.
+Plain values: neither torch nor jax is imported, so that a wrong option is reported at once.
 """
 
 import argparse
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.llama_tp.presets import PRESETS
-from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, RESUME_AUTO, TEXT_CACHE_DIR
+from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
 from examples.training.knobs import (
     KnobError,
     add_smoke,
-    check_ranges,
     knob,
     parse,
     parser_of,
 )
+from examples.training.run_config import RunConfig, check_run_config
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(RunConfig):
     """All options of a run; `--help` prints a line for each."""
 
     preset: str = knob(
@@ -58,30 +58,12 @@ class TrainConfig:
         action=argparse.BooleanOptionalAction,
         resumable=True,
     )
-    devices: int = knob(0, "number of emulated CPU devices; 0: the real ones", resumable=True)
-    device: str = knob(
-        "xla",
-        "xla, or cpu for eager torch without any sharding",
-        choices=("xla", "cpu"),
-        resumable=True,
-    )
-    dtype: str = knob(
-        "fp32",
-        "bf16 computes matrices in bfloat16 under autocast; parameters stay in float32",
-        choices=("fp32", "bf16"),
-    )
     init: str = knob(
         "auto",
         "where random weights are drawn; auto: on the host up to 125M (a seed gives the same "
         "weights on every mesh), on the device above",
         choices=("auto", "host", "device"),
         resumable=True,
-    )
-    steps: int = knob(
-        200,
-        "optimizer steps, over which the learning rate decays; of a resumed run, all together",
-        resumable=True,
-        least=1,
     )
     batch: int = knob(0, "sequences in a step, over all devices; 0: the preset's")
     accumulate: int = knob(
@@ -90,15 +72,12 @@ class TrainConfig:
         least=1,
     )
     seq: int = knob(0, "tokens in a sequence; 0: the preset's")
-    lr: float = knob(0.0, "peak learning rate; 0: the preset's")
-    warmup: int = knob(20, "steps of linear warm-up")
     min_lr: float = knob(
         -1.0,
         "learning rate at the end of the cosine decay; negative: a tenth of the peak",
         least=-math.inf,
     )
     weight_decay: float = knob(0.1, "weight decay of matrices and tables; norms have none")
-    clip: float = knob(1.0, "clip gradients to this norm; 0: no clipping")
     remat: str = knob(
         "none",
         "what a block computes again in backward instead of keeping it; none; full: everything; "
@@ -107,7 +86,6 @@ class TrainConfig:
         choices=("none", *REMAT_POLICIES),
         resumable=True,
     )
-    seed: int = knob(0, "seed of the weights and of the order of the batches")
     data: Sequence[str] = knob(
         (PYTHON_STDLIB,),
         "files, folders, a hub dataset (name or name:configuration), or python-stdlib",
@@ -118,19 +96,6 @@ class TrainConfig:
     max_mb: float = knob(0.0, "how much of the text to use, in millions of bytes; 0: all")
     vocab: int = knob(0, "tokens of the BPE vocabulary; 0: the preset's")
     cache_dir: str = knob(TEXT_CACHE_DIR, "folder for tokenizers and tokens", resumable=True)
-    checkpoint: str = knob(
-        "",
-        "file to save the run to, every --save-every steps, at the end and after Ctrl-C or "
-        "SIGTERM; {step} in its name keeps each; empty: none",
-        resumable=True,
-    )
-    save_every: int = knob(0, "steps between two saves; 0: only at the end", resumable=True)
-    resume: str = knob(
-        "",
-        "saved run to go on from, also on another mesh; auto: the newest that --checkpoint names, "
-        "or a new run where there is none yet; empty: a new run",
-        resumable=True,
-    )
     export: str = knob(
         "",
         "folder to write the trained model and its tokenizer to, for transformers; adapters are "
@@ -143,18 +108,6 @@ class TrainConfig:
     prompt: str = knob("", "text that the trained model continues; empty: none", resumable=True)
     new_tokens: int = knob(
         32, "tokens of that continuation, each the likeliest", resumable=True, least=1
-    )
-    eval_every: int = knob(100, "steps between evaluations; 0: one at the end", resumable=True)
-    eval_batches: int = knob(8, "batches in an evaluation; 0: no evaluations", resumable=True)
-    log_every: int = knob(10, "steps between log lines", resumable=True, least=1)
-    log_dir: str = knob(
-        "",
-        "folder for TensorBoard, metrics.jsonl and report.json; empty: no files",
-        resumable=True,
-    )
-    results: str = knob("", "file for the report as JSON; empty: none", resumable=True)
-    progress: bool = knob(
-        True, "progress bar", action=argparse.BooleanOptionalAction, resumable=True
     )
 
 
@@ -169,27 +122,21 @@ SMOKE: dict[str, Any] = {
 }
 
 
-COMPARED = "results/llama_plans"
-
-
-def config_from(argv: Sequence[str] | None, *, usage: str | None = None) -> TrainConfig:
+def config_from(
+    argv: Sequence[str] | None, *, usage: str | None = None, module: str = "examples.llama_tp.train"
+) -> TrainConfig:
     """The command line as a configuration.
 
     Args:
         argv: without the program; None: this process's.
+        module: the command, for --help.
         usage: stands on top of --help, up to its legend.
 
     Raises:
         KnobError: two options do not fit together.
     """
-    parser = parser_of(TrainConfig, module="examples.llama_tp.train", usage=usage)
+    parser = parser_of(TrainConfig, module=module, usage=usage)
     add_smoke(parser, SMOKE)
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="runs every plan, one after the other, and writes a table and a plot of losses, "
-        f"memory and collectives into {COMPARED}",
-    )
     config = parse(parser, TrainConfig, argv, smoke=SMOKE)
     given = sys.argv[1:] if argv is None else argv
     if config.weights and any(a.split("=")[0] == "--preset" for a in given):
@@ -208,7 +155,7 @@ def check_options(config: TrainConfig) -> None:
     Raises:
         KnobError: an option is out of range, or two options do not fit together.
     """
-    check_ranges(config)
+    check_run_config(config, axis="tensor")
     if config.weights and config.vocab:
         raise KnobError(
             f"--weights brings its own vocabulary; got --vocab {config.vocab} too. Leave it out."
@@ -217,24 +164,4 @@ def check_options(config: TrainConfig) -> None:
         raise KnobError(
             f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "
             "instance --lora 8, or write all weights with --export."
-        )
-    if config.resume == RESUME_AUTO and not config.checkpoint:
-        raise KnobError(
-            "--resume auto goes on from the file that --checkpoint names; got no --checkpoint. Add "
-            "for instance --checkpoint run.pt."
-        )
-    if config.save_every and not config.checkpoint:
-        raise KnobError(
-            f"--save-every saves to a file; got {config.save_every} and no --checkpoint. Add for "
-            "instance --checkpoint run.pt."
-        )
-    if config.device == "cpu" and (config.mesh or config.devices):
-        raise KnobError(
-            f"a mesh needs the xla device; got --device cpu with --mesh {config.mesh!r} and "
-            f"--devices {config.devices}. Leave out --device cpu."
-        )
-    if config.devices > 1 and not config.mesh:
-        raise KnobError(
-            f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
-            f"Add for instance --mesh tensor={config.devices}."
         )

@@ -10,7 +10,7 @@ _COUNTS = (
 
 
 def wrong_size(config: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first size that no model can have, in words; None if all are right.
+    """The error of the first size that no model can have, as text; None if all are right.
 
     A size that is absent or null has the default of transformers.
     """

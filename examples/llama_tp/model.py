@@ -1,5 +1,11 @@
-"""Builds Hugging Face's Llama from a preset, with random weights and without a mesh."""
+"""Hugging Face's Llama from a preset, with random weights, and its loss; neither knows a mesh.
 
+Legend: B sequences, T tokens of a sequence, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.llama_tp.presets import ModelPreset
@@ -29,3 +35,9 @@ def build_model(preset: ModelPreset, *, vocab_size: int, positions: int) -> Llam
         attn_implementation=CAUSAL_SDPA,
     )
     return LlamaForCausalLM(config).train()
+
+
+def next_token_loss(model: nn.Module, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over the tokens of a batch: a float32 scalar on the batch's device."""
+    logits_BTV = model(x_BT).logits
+    return F.cross_entropy(logits_BTV.float().transpose(1, 2), y_BT)

@@ -52,6 +52,19 @@ def sizes(config: TrainConfig) -> ModelPreset:
     return weights.sizes(config.weights, defaults=preset) if config.weights else preset
 
 
+DRAWN_ON_HOST = 200_000_000  # the most parameters that --init auto draws on the host
+
+
+def draws_on_device(config: TrainConfig) -> bool:
+    """Whether the weights are drawn on the device: the host may lack memory for a large model.
+
+    Weights that come from files are recorded there too: they are replaced before any is drawn.
+    """
+    is_large = sizes(config).num_params(config.vocab) > DRAWN_ON_HOST
+    from_files = bool(config.weights)
+    return from_files or config.init == "device" or (config.init == "auto" and is_large)
+
+
 def parsed_mesh(config: TrainConfig) -> spmd.Mesh | None:
     """The mesh, or None for one device.
 

@@ -1,4 +1,4 @@
-"""Where a Llama's tensors lie on a mesh with axes among data, fsdp, context and tensor: the plans.
+"""How a Llama's tensors are sharded over mesh axes data, fsdp, context and tensor: the plans.
 
 The plans are those of torch's tutorial on tensor parallelism, with its names. Beside them the batch
 is split over data and fsdp, sequences over context, and `fully_shard` splits every parameter over
@@ -63,10 +63,10 @@ def plan(*, sequence_parallel: bool, loss_parallel: bool, splits_kv_heads: bool)
 
 
 def inputs_of_blocks(hidden: Placement) -> dict[str, Any]:
-    """Attention and MLPs take their input whole, once for all their layers, as do its gradients.
+    """Gathers the input of attention and of MLPs once for all their layers; likewise its gradient.
 
     Args:
-        hidden: how the hidden state lies between them.
+        hidden: the placement of the hidden state between them.
     """
     return {
         "model.layers.*.self_attn": PrepareModuleInput(
@@ -83,8 +83,8 @@ def with_adapters(styles: Mapping[str, Any], *, sequence_parallel: bool) -> dict
     """The plan of a model whose blocks' linear layers have LoRA adapters.
 
     The adapter's matrix that has the split features is split like the layer's weight, the other one
-    is whole: beside the layer's own collectives, only (batch, sequence, rank) moves. The gradients
-    of layers and adapters with one input add up before they are reduced.
+    is replicated: beside the layer's own collectives, only (batch, sequence, rank) moves. The
+    gradients of layers and adapters with one input add up before they are reduced.
     """
     hidden = Shard(1) if sequence_parallel else Replicate()
     found: dict[str, Any] = inputs_of_blocks(hidden)
@@ -108,7 +108,7 @@ def parallelize(
     loss_parallel: bool,
     has_adapters: bool = False,
 ) -> None:
-    """Lays a model's parameters and activations out over the mesh, in place.
+    """Shards a model's parameters and activations over the mesh, in place.
 
     Args:
         model: a Llama on device `xla`.

@@ -140,7 +140,7 @@ def tokenizer(folder: str) -> GivenTokenizer:
     separator = next((i for i in (config.bos_token_id, *ends) if i is not None), None)
     if separator is None:
         raise KnobError(
-            "documents are told apart by the token that begins or ends a text; got neither "
+            "documents are separated by the token that begins or ends a text; got neither "
             f"bos_token_id nor eos_token_id in {folder!r}. Add one to its {CONFIG}."
         )
     return GivenTokenizer(found, separator)
@@ -198,7 +198,7 @@ def export(model: LlamaForCausalLM, text: TextData, folder: str, *, source: str)
                 ).save_pretrained(target)
     except OSError as error:
         raise SaveError(
-            f"--export must be able to write the model; {folder!r} got no whole one: {error}"
+            f"--export must be able to write the model; {folder!r} has no complete one: {error}"
         ) from error
 
 

@@ -20,7 +20,7 @@ from examples.resnet_spatial import shapes
 # Of ImageNet's images, which all of torchvision's weights were trained with.
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NUM_FAKE = 4  # batches, which repeat
-# Where a folder has no images for evaluation apart: one of so many is kept from training.
+# If a folder has no images for evaluation, one of so many is kept from training.
 HELD_OUT = 20
 _TRAINED, _EVALUATED = 0, 1  # parts of the data that share no random number
 
@@ -79,7 +79,7 @@ def _generator(*numbers: int) -> torch.Generator:
 
 
 class Fake:
-    """Random numbers with random labels: for measuring, as nothing is to be learned."""
+    """Random numbers with random labels: for measurements; there is nothing to learn."""
 
     def __init__(self, size: int, num_classes: int) -> None:
         self.summary = f"random numbers of {size} x {size}, {num_classes} classes"

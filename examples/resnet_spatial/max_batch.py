@@ -1,9 +1,19 @@
 """Finds the largest batch that fits the memory of a device, by compiling train steps: none runs.
 
+    python -m examples.resnet_spatial.max_batch --memory-gib 16
+        ResNet-50 on one device, on four by data, and on four by space, with a table and a curve
+
 The compiler knows the peak memory of a program that it has compiled. A batch's peak is nearly a
 straight line over its size, so two small batches predict the largest one, and compiling around the
 prediction confirms it. The search of each mesh has a process of its own, with the mesh's devices.
 """
+
+from examples.resnet_spatial.search import Search, search_from
+from examples.training.knobs import KnobError, check_command_line
+
+if __name__ == "__main__":
+    # Before the imports below, which take seconds.
+    check_command_line(lambda: search_from(None, usage=__doc__))
 
 import spmd_core as spmd  # before torchvision: see spmd_core.torch_backend.torchvision_ops
 
@@ -13,8 +23,9 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +35,14 @@ from rich.table import Table
 from examples.resnet_spatial import shardings
 from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.model import build_model
-from examples.resnet_spatial.pictures import memory_curves
 from examples.resnet_spatial.presets import MESH_AXES
 from examples.resnet_spatial.resolve import num_classes, parsed_mesh
-from examples.resnet_spatial.search import Search
+from examples.training.command import exit_code
 from examples.training.console import console
-from examples.training.knobs import KnobError
 from spmd_core import files
 
 GIB = 2**30
-# How near the found batch has to be to one that does not fit, as a share.
+# The largest relative distance of the found batch from one that does not fit.
 PRECISION = 1 / 32
 
 
@@ -58,29 +67,28 @@ class Found:
     points: list[tuple[int, int]]
 
 
-def run(search: Search, config: TrainConfig) -> list[Found]:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code (see `exit_code`)."""
+    return exit_code(lambda: run(search_from(argv, usage=__doc__)), failed=(CompileError,))
+
+
+def run(search: Search) -> None:
     """Searches every mesh, prints a table, and writes it with the curve.
 
     Raises:
-        KnobError: a mesh cannot work, or the images are files.
+        KnobError: a mesh cannot work.
         CompileError: a batch did not compile.
     """
-    if config.data not in ("fake", "shapes"):
-        raise KnobError(
-            f"--max-batch needs no images; got --data {config.data!r}. Leave it out, and pass "
-            "--classes."
-        )
     limit = int(search.memory_gib * GIB)
     found = []
     for mesh in search.meshes:
         sizes = _sizes(mesh)
         share = sizes.get("data", 1)
-        of = dataclasses.replace(config, mesh=mesh)
+        of = dataclasses.replace(search.config, mesh=mesh)
         batch, points = _in_process(of, search.topology, limit, share)
         found.append(Found(mesh, batch, share, sorted(points.items())))
         print(f"{mesh or 'one device'}: {batch} images", flush=True)
-    _publish(search, config, found)
-    return found
+    _publish(search, found)
 
 
 def _sizes(mesh: str) -> dict[str, int]:
@@ -89,7 +97,7 @@ def _sizes(mesh: str) -> dict[str, int]:
     unknown = [name for name, _, size in axes if name not in MESH_AXES or not size]
     if unknown or not all(size.isdigit() and int(size) > 0 for _, _, size in axes):
         raise KnobError(
-            f"meshes of --max-batch name axes among {', '.join(MESH_AXES)} with their "
+            f"--meshes takes meshes whose axes are among {', '.join(MESH_AXES)} with their "
             f"sizes; got {mesh!r}. Write for instance height=2,width=2."
         )
     return {name: int(size) for name, _, size in axes}
@@ -164,7 +172,7 @@ def compiled_peak(config: TrainConfig) -> int:
 def planned_peak(config: TrainConfig, topology: str) -> int:
     """The same, of a device of TPUs that are not there; `DOES_NOT_FIT` if their compiler gives up.
 
-    It recomputes when memory is short: near the limit, the peak says little but that it fits.
+    It recomputes when memory is short: near the limit, the peak only says that the step fits.
     """
     made = spmd.plan(lambda: _record_step(config, end=spmd.sync), topology=topology)
     return made.peak_bytes or DOES_NOT_FIT
@@ -173,7 +181,7 @@ def planned_peak(config: TrainConfig, topology: str) -> int:
 def _record_step(config: TrainConfig, *, end: Callable[[], object]) -> None:
     """Records a train step of a new model, whose optimizer has its state, and ends it.
 
-    What `end` does not compute is lost with the model.
+    Operations that `end` does not compute are dropped with the model.
     """
     spmd.use_spmd()
     mesh = parsed_mesh(config)
@@ -199,12 +207,19 @@ def _record_step(config: TrainConfig, *, end: Callable[[], object]) -> None:
     end()
 
 
+_CHILD = """
+import sys
+from examples.resnet_spatial import max_batch
+max_batch._search_here(sys.argv[1])
+"""
+
+
 def _in_process(
     config: TrainConfig, topology: str, limit: int, multiple: int
 ) -> tuple[int, dict[int, int]]:
     """`largest` for the mesh of a configuration, in a new process."""
     values = json.dumps([dataclasses.asdict(config), topology, limit, multiple])
-    command = [sys.executable, "-m", "examples.resnet_spatial.max_batch", values]
+    command = [sys.executable, "-c", _CHILD, values]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(
@@ -216,8 +231,8 @@ def _in_process(
     return batch, {int(n): peak for n, peak in points.items()}
 
 
-def _of_this_process(values: str) -> tuple[int, dict[int, int]]:
-    """The search that `_in_process` started."""
+def _search_here(values: str) -> None:
+    """The search that `_in_process` started; prints its result."""
     fields, topology, limit, multiple = json.loads(values)
     config = TrainConfig(**fields)
     if not topology:
@@ -232,13 +247,14 @@ def _of_this_process(values: str) -> tuple[int, dict[int, int]]:
         except Exception as error:
             raise CompileError(f"{batch} images: {error}") from error
 
-    return largest(peak, limit, multiple=multiple, first=8 * multiple)
+    print(json.dumps(largest(peak, limit, multiple=multiple, first=8 * multiple)))
 
 
 # --- Results --------------------------------------------------------------------------------------
 
 
-def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
+def _publish(search: Search, found: list[Found]) -> None:
+    config = search.config
     columns = ["mesh", "images in a step", "images that a device has a part of", "times unsplit"]
     unsplit = next((f.batch for f in found if not f.mesh), 0)
     rows = [
@@ -270,9 +286,50 @@ def _publish(search: Search, config: TrainConfig, found: list[Found]) -> None:
     curves = {
         f.mesh or "one device": [(batch, peak / GIB) for batch, peak in f.points] for f in found
     }
-    memory_curves(search.folder / "max_batch.png", curves, limit_gib=search.memory_gib, title=title)
+    _memory_curves(
+        search.folder / "max_batch.png", curves, limit_gib=search.memory_gib, title=title
+    )
     print(f"written: {search.folder / 'max_batch'}.json, .md and .png")
 
 
+def _memory_curves(
+    path: Path, points: Mapping[str, Sequence[tuple[int, float]]], *, limit_gib: float, title: str
+) -> None:
+    """Writes an image of a device's memory over the batch, a line for each mesh.
+
+    Args:
+        path: of the image.
+        points: by the mesh's name, (images in a step, GiB of a device).
+        limit_gib: drawn across.
+        title: above.
+    """
+    import matplotlib  # noqa: PLC0415  (slow to import, and only this picture needs it)
+
+    matplotlib.use("Agg")  # files only: there may be no display
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, curves = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    for name, found in points.items():
+        batches, memory = zip(*sorted(found))
+        (line,) = curves.plot(batches, memory, marker="o", label=name)
+        fitting = [b for b, gib in found if gib <= limit_gib]
+        if fitting:
+            curves.axvline(max(fitting), color=line.get_color(), linestyle=":")
+            curves.annotate(
+                f"{max(fitting)}", (max(fitting), 0), color=line.get_color(), ha="right"
+            )
+    curves.axhline(limit_gib, color="black", linestyle="--", label=f"{limit_gib:g} GiB")
+    curves.set(
+        xlabel="images in a step, over all devices",
+        ylabel="peak memory of a device, GiB",
+        title=title,
+        ylim=(0, 1.6 * limit_gib),
+        xlim=(0, None),
+    )
+    curves.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    print(json.dumps(_of_this_process(sys.argv[1])))
+    sys.exit(main())

@@ -2,7 +2,7 @@
 
 import spmd_core as spmd
 from examples.resnet_spatial.config import TrainConfig
-from examples.resnet_spatial.data import Fake, Folder, Shapes, Source
+from examples.resnet_spatial.data import Batches, Fake, Folder, Shapes, Source
 from examples.resnet_spatial.presets import MESH_AXES
 from examples.resnet_spatial.shapes import KINDS
 from examples.resnet_spatial.shardings import axis_size
@@ -59,6 +59,14 @@ def load_source(config: TrainConfig) -> Source:
         config.image_size,
         workers=config.workers,
         skips_unreadable=config.skip_unreadable,
+    )
+
+
+def batches(source: Source, config: TrainConfig, *, first: int) -> tuple[Batches, Batches]:
+    """The batches of training, from the one after `first` on, and those of an evaluation."""
+    return (
+        Batches(lambda index: source.train(index, config.batch, config.seed), config.steps, first),
+        Batches(lambda index: source.evaluation(index, config.batch), config.eval_batches),
     )
 
 

@@ -1,10 +1,11 @@
-"""What --max-batch searches: its options."""
+"""The options of a search for the largest batch, in plain values without a framework."""
 
-import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.training.knobs import KnobError
+from examples.resnet_spatial.config import SMOKE, TrainConfig, with_defaults
+from examples.training.knobs import KnobError, add_smoke, parse, parser_of
 
 FOLDER = Path("results/resnet_spatial")
 MESHES = ("", "data=4", "height=2,width=2")
@@ -15,56 +16,61 @@ class Search:
     """What to search.
 
     Attributes:
+        config: the train step; its mesh and its batch are the search's.
         memory_gib: of a device.
         meshes: by text; empty: one device.
         folder: for max_batch.json, .md and .png.
         topology: of TPUs to compile for; empty: emulated CPU devices.
     """
 
+    config: TrainConfig
     memory_gib: float
     meshes: tuple[str, ...]
     folder: Path
     topology: str = ""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --max-batch and its options."""
-    parser.add_argument(
-        "--max-batch",
-        action="store_true",
-        help=f"only find the largest batch that fits --memory-gib on each of {MESHES}",
-    )
+def search_from(argv: Sequence[str] | None, *, usage: str | None = None) -> Search:
+    """The command line as a search: its own options, and those of the train step.
+
+    Args:
+        argv: without the program; None: this process's.
+        usage: stands on top of --help.
+
+    Raises:
+        KnobError: an option is out of range, or two options do not fit together.
+    """
+    parser = parser_of(TrainConfig, module="examples.resnet_spatial.max_batch", usage=usage)
+    add_smoke(parser, SMOKE)
     parser.add_argument(
         "--memory-gib", type=float, default=16.0, help="memory of a device (default: 16)"
     )
     parser.add_argument(
-        "--max-batch-meshes",
-        nargs="+",
-        default=list(MESHES),
-        help="meshes of --max-batch; an empty one is one device",
+        "--meshes", nargs="+", default=list(MESHES), help="to search; an empty one is one device"
     )
     parser.add_argument(
-        "--max-batch-topology",
+        "--topology",
         default="",
         metavar="NAME",
         help="compile for TPUs that are not there, such as v4-8, whose devices each mesh takes all",
     )
-    parser.add_argument(
-        "--max-batch-folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})"
-    )
-
-
-def search_from(values: argparse.Namespace) -> Search | None:
-    """The search that the options describe; None without --max-batch."""
-    if not values.max_batch:
-        return None
+    parser.add_argument("--folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})")
+    config = with_defaults(parse(parser, TrainConfig, argv, smoke=SMOKE))
+    values = parser.parse_args(argv)
     if values.memory_gib <= 0:
         raise KnobError(
             f"--memory-gib must be above 0; got {values.memory_gib}. Pass for instance 16."
         )
+    if config.data not in ("fake", "shapes"):
+        raise KnobError(
+            f"the search needs no images; got --data {config.data!r}. Leave it out, and pass "
+            "--classes."
+        )
+    if config.mesh:
+        raise KnobError(
+            f"--meshes names the meshes to search; got --mesh {config.mesh!r}. Pass --meshes "
+            f"{config.mesh}."
+        )
     return Search(
-        values.memory_gib,
-        tuple(values.max_batch_meshes),
-        Path(values.max_batch_folder),
-        values.max_batch_topology,
+        config, values.memory_gib, tuple(values.meshes), Path(values.folder), values.topology
     )

@@ -1,4 +1,4 @@
-"""Where images, weights and statistics lie on a mesh with axes among data, height and width."""
+"""How images, weights and statistics are sharded over mesh axes data, height and width."""
 
 from collections.abc import Iterable
 
@@ -17,10 +17,10 @@ def batch_sharding(mesh: spmd.Mesh) -> spmd.ShardingSpec:
 
 
 def replicate(models: Iterable[nn.Module], mesh: spmd.Mesh) -> None:
-    """Puts all weights and running statistics on each device, whole.
+    """Replicates all weights and running statistics.
 
     Gradients and batch norm's statistics are sums over all images and all their positions. The
-    partitioner makes these sums over the devices, as the tensors are whole tensors to the program.
+    partitioner makes these sums over the devices, as the program is written for the global tensors.
     """
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):

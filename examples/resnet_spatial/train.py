@@ -8,8 +8,6 @@
         ResNet-50 on a folder of images, on a machine with four accelerators
     python -m examples.resnet_spatial.train --smoke --device cpu
         eager torch, whose losses every mesh must reproduce
-    python -m examples.resnet_spatial.train --max-batch
-        the largest batch that fits, unsplit, by data and by space, with a curve; runs nothing
 
 Legend: N images, C channels, H rows, W columns.
 """
@@ -19,7 +17,7 @@ from examples.training.knobs import check_command_line
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
-    check_command_line(lambda: with_defaults(config_from(None, usage=__doc__)[0]))
+    check_command_line(lambda: with_defaults(config_from(None, usage=__doc__)))
 
 import spmd_core  # noqa: F401  before torchvision: see spmd_core.torch_backend.torchvision_ops
 
@@ -33,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from examples.resnet_spatial import max_batch, shardings
+from examples.resnet_spatial import shardings
 from examples.resnet_spatial.config import TrainConfig
-from examples.resnet_spatial.data import Batches, DataError
+from examples.resnet_spatial.data import DataError
 from examples.resnet_spatial.model import build_model, forward_flops
 from examples.resnet_spatial.pictures import samples_picture
-from examples.resnet_spatial.resolve import load_source, parsed_mesh
+from examples.resnet_spatial.resolve import batches, load_source, parsed_mesh
 from examples.training import resume
 from examples.training.average import MovingAverage
 from examples.training.command import device_of, exit_code
@@ -60,22 +58,14 @@ def run(config: TrainConfig) -> Report:
     """
     config = with_defaults(config)
     saved = resume.read(config)
-    first = saved["step"] if saved else 0
 
-    # --- Devices and mesh -------------------------------------------------------------------------
-    device = device_of(config)
-    mesh = parsed_mesh(config)
-    resume.check_writable({"--checkpoint": config.checkpoint, "--results": config.results})
-
-    # --- Data: before the model, so that a wrong path fails within seconds ------------------------
+    # --- Devices, mesh and data: before the model, so that a wrong path fails within seconds ------
+    device, mesh = device_of(config), parsed_mesh(config)
+    resume.check_writable(config)
     source = load_source(config)
     num_classes = len(source.class_names)
-    train_batches = Batches(
-        lambda index: source.train(index, config.batch, config.seed), config.steps, first
-    )
-    eval_batches = Batches(
-        lambda index: source.evaluation(index, config.batch), config.eval_batches
-    )
+    first = saved["step"] if saved else 0
+    train_batches, eval_batches = batches(source, config, first=first)
 
     # --- Model: single-device code ----------------------------------------------------------------
     torch.manual_seed(config.seed)
@@ -101,35 +91,29 @@ def run(config: TrainConfig) -> Report:
     )
     scheduler = warmup_and_cosine(optimizer, steps=config.steps, warmup=config.warmup)
 
-    # --- Where the run begins ---------------------------------------------------------------------
+    # --- The run's record: log, figures, saved states; here a resumed run gets its state ----------
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts |= {"average": average.model} if average else {}
-    if saved:
-        resume.restore(saved, data=source.identity, parts=parts)
     flops = forward_flops(config.model, num_classes=num_classes, image_size=config.image_size)
     journal = Journal(
-        config,
+        *(config, saved),
         device=device,
         mesh=mesh,
+        model=config.model,
         num_params=num_params,
         items_per_step=config.batch,
         unit="images",
         flops_per_item={"3 x forward": 3 * flops},
-        first=first,
-        data=source.identity,
+        data=source,
         parts=parts,
     )
     if config.log_dir:
         samples = source.train(0, config.batch, config.seed)
         journal.log.picture("images", samples_picture(*samples))
-    journal.log.say(f"data   {source.summary}")
-    journal.log.say(f"model  {config.model}, {num_params:,} parameters, on {journal.where}")
-    if config.resume:
-        journal.log.say(resume.said(config, saved, lr=scheduler.get_last_lr()[0]))
 
     # --- Loop -------------------------------------------------------------------------------------
-    with journal, loader(train_batches) as batches:
-        for step, (images_NCHW, labels_N) in journal.steps(batches):
+    with journal, loader(train_batches) as loaded:
+        for step, (images_NCHW, labels_N) in journal.steps(loaded):
             with autocast:
                 logits = model(images_NCHW.contiguous(memory_format=order))
             loss = F.cross_entropy(logits.float(), labels_N, label_smoothing=config.label_smoothing)
@@ -179,20 +163,9 @@ def evaluate(
     return {"loss": loss, "top1": top1, "top5": top5}
 
 
-# --- The command line -----------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code (see `exit_code`)."""
-
-    def command() -> bool:
-        config, search = config_from(argv, usage=__doc__)
-        if search is not None:
-            max_batch.run(search, with_defaults(config))
-            return False
-        return run(config).interrupted
-
-    return exit_code(command, usage=(DataError,), failed=(max_batch.CompileError,))
+    return exit_code(lambda: run(config_from(argv, usage=__doc__)).interrupted, usage=(DataError,))
 
 
 if __name__ == "__main__":

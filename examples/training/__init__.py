@@ -1,1 +1,1 @@
-"""What every training recipe needs: step times, items per second, model FLOPs utilisation, logs."""
+"""What every training recipe needs: options, a run's record, text, saved runs."""

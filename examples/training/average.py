@@ -9,8 +9,8 @@ from torch import nn
 class MovingAverage:
     """A copy of a model whose weights follow the model's slowly.
 
-    torch's own `AveragedModel` asks on the host, in every step, whether it is the first; that would
-    cut a step on a lazy device in two.
+    torch's own `AveragedModel` reads a tensor on the host in every step, to see whether it is the
+    first; on a lazy device that would split each step into two programs.
 
     Args:
         model: on its device, with its shardings, which the copy has too.

@@ -1,4 +1,4 @@
-"""What options may name, in plain values: a command line is read without importing a framework."""
+"""The values that options may name, without a framework: a command line is read at once."""
 
 # What a block keeps between forward and backward, beside its input: the results of operations whose
 # name contains one of these. "offload" keeps the input itself in the memory of the host.

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """Inside, the garbage collector does not examine what was alive before.
+    """Inside, the garbage collector does not examine objects that were alive before.
 
-    Entering collects: what is garbage must not keep tensors, which hold memory of devices. What was
-    exempt before stays so, and with it what the loop exempted: Python only ends it for all.
+    Runs the collector first, so that no garbage keeps tensors and their device memory alive.
+    Objects that were exempt before stay so, with those that the loop exempted: Python ends it only
+    for all.
 
     Example:
         >>> with long_lived():
@@ -33,7 +34,7 @@ def long_lived() -> Iterator[None]:
 
 
 def exempt_new() -> None:
-    """Inside of `long_lived`, collects, and exempts what was made since, such as new programs."""
+    """Inside of `long_lived`, collects, then exempts the objects made since, such as programs."""
     if gc.get_freeze_count():
         gc.collect()
         gc.freeze()

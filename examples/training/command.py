@@ -2,31 +2,29 @@
 
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import spmd_core as spmd
-from examples.training.compare import CompareError
 from examples.training.knobs import EXIT_USAGE, KnobError
 from examples.training.resume import ResumeError, SaveError
+from examples.training.run_config import RunConfig
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def exit_code(
-    command: Callable[[], bool],
+    command: Callable[[], bool | None],
     *,
     usage: tuple[type[Exception], ...] = (),
     failed: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Runs a command, and prints an error that its user can mend as a line on stderr.
+    """Runs a command, and prints an error that its user can correct as a line on stderr.
 
     Args:
-        command: returns whether it was interrupted.
+        command: returns whether it was interrupted; None for what ends at once on Ctrl-C.
         usage: further errors of what the user gave.
         failed: further errors that end a run.
 
@@ -39,13 +37,13 @@ def exit_code(
     except (KnobError, ResumeError, spmd.errors.MeshError, *usage) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except (CompareError, SaveError, *failed) as error:
+    except (SaveError, *failed) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_INTERRUPTED if interrupted else 0
 
 
-# How torchrun, scripts/launch.sh, srun and mpirun tell the number of processes.
+# Where torchrun, scripts/launch.sh, srun and mpirun put the number of processes.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
@@ -73,7 +71,7 @@ def start_devices(num_emulated: int | None) -> None:
     spmd.use_spmd()
 
 
-def device_of(config: Any) -> torch.device:
+def device_of(config: RunConfig) -> torch.device:
     """The device that a recipe's options name; for `xla`, after `start_devices`."""
     if config.device == "cpu":
         return torch.device("cpu")
@@ -108,12 +106,3 @@ def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:
             f"{'Pass' if num_emulated else 'Add'} --devices {needed}, which emulates them"
             f"{f', or let the sizes multiply to {num_devices}' if num_devices > 1 else ''}."
         ) from error
-
-
-def num_real_devices() -> int:
-    """The number of devices, from a process that ends: the runs need the devices themselves."""
-    script = "import spmd_core; print(spmd_core.global_runtime_device_count())"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)

@@ -73,6 +73,15 @@ def compare(
     return reports
 
 
+def num_real_devices() -> int:
+    """The number of devices, from a process that ends: the runs need the devices themselves."""
+    script = "import spmd_core; print(spmd_core.global_runtime_device_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
 def rows(reports: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """One row of the table for each report, in the order of `COLUMNS`."""
     first = next(iter(reports.values()))["losses"]

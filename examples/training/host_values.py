@@ -1,4 +1,4 @@
-"""Values of device tensors on the host, where there are some."""
+"""Reads device tensors on the host, also in a plan, which computes no values."""
 
 import math
 from typing import Any

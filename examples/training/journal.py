@@ -1,6 +1,7 @@
-"""What a run does beside its steps: its log, figures, saved states, an orderly end, a report.
+"""The record of a run: its log, figures, saved states, orderly end and report.
 
-It takes figures and never touches a model's values or an optimizer: the loop is the recipe's.
+At its beginning it gives the parts of a resumed run their saved state. Then it takes figures, and
+never touches a model or an optimizer: the loop is the recipe's.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain, islice, repeat
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -18,6 +19,7 @@ from examples.training.collector import long_lived
 from examples.training.log import Report, RunLog
 from examples.training.meter import Meter
 from examples.training.resume import SaveError, Stateful
+from examples.training.run_config import RunConfig
 from examples.training.timing import StopOnInterrupt
 from spmd_core.metrics import device_kind, device_peak
 
@@ -26,8 +28,23 @@ from spmd_core.metrics import device_kind, device_peak
 READ_LAG = 2
 
 
+class Data(Protocol):
+    """What a model is trained on.
+
+    Attributes:
+        identity: differs for other data; saved with the run.
+        summary: one line for the console.
+    """
+
+    @property
+    def identity(self) -> str: ...
+
+    @property
+    def summary(self) -> str: ...
+
+
 class Journal:
-    """A run's record. The loop is inside of its `with` block, and tells it each step:
+    """A run's record. The training loop runs inside of its `with` block, and reports each step:
 
         with journal, batches:
             for step, batch in journal.steps(batches):
@@ -40,42 +57,48 @@ class Journal:
                     break
             report = journal.finish()
 
-    Inside the block, Ctrl-C and SIGTERM ask for an end, and the garbage collector leaves alone what
-    was alive before.
+    Inside the block, Ctrl-C and SIGTERM end the run after a step, and the garbage collector does
+    not examine objects that were alive before.
 
     Args:
-        config: the run's options, a dataclass of `knob`s. It has those that all recipes share.
+        config: the run's options.
+        saved: what `resume.read` gave; None for a new run.
         device, mesh: where the model is.
+        model: its name.
         num_params: of the model, padding included.
         items_per_step: items in a batch, over all devices.
         unit: what an item is, in the plural, such as "tokens" or "images".
         flops_per_item: forward and backward FLOPs for one item, by formula.
-        first: the steps that a saved run has done.
-        data: identifies the data; it is saved.
-        parts: what a resumed run goes on with, by name: what is saved.
+        data: what the model is trained on.
+        parts: what is saved, and what a resumed run goes on with, by name: the model, the optimizer
+            and the scheduler, and what else has a state.
 
     Attributes:
         log: where its lines go; the recipe may write more.
         report: the figures so far.
-        where: the devices and the mesh, for a line of the log.
+
+    Raises:
+        ResumeError: the saved run has other data or other parts.
     """
 
     def __init__(
         self,
-        config: Any,
+        config: RunConfig,
+        saved: Mapping[str, Any] | None,
         *,
         device: torch.device,
         mesh: spmd.Mesh | None,
+        model: str,
         num_params: int,
         items_per_step: int,
         unit: str,
         flops_per_item: Mapping[str, float],
-        first: int,
-        data: str,
+        data: Data,
         parts: Mapping[str, Stateful],
     ) -> None:
+        first = resume.restore(saved, data=data.identity, parts=parts) if saved else 0
         self._config, self._first = config, first
-        self._data, self._parts = data, parts
+        self._data, self._parts = data.identity, parts
         self._on_xla = config.device == "xla"
         self._last_step = first
         self._stack = ExitStack()
@@ -92,7 +115,6 @@ class Journal:
             peak_flops=peak.flops_per_s,
             peak_source=peak.source,
         )
-        self.where = f"{self.report.num_devices} {config.device} device(s) {axes or ''}"
         self.log = RunLog(
             log_dir=config.log_dir,
             num_steps=config.steps,
@@ -102,6 +124,12 @@ class Journal:
         self.log.settings(self.report.config)
         if mesh:
             self.log.mesh(mesh)
+        where = f"{self.report.num_devices} {config.device} device(s) {axes or ''}".rstrip()
+        self.log.say(f"data   {data.summary}")
+        self.log.say(f"model  {model}, {num_params:,} parameters, on {where}")
+        if config.resume:
+            scheduler: Any = parts["scheduler"]
+            self.log.say(resume.said(config, saved, lr=scheduler.get_last_lr()[0]))
         self._meter = Meter(
             self.report,
             items_per_step=items_per_step,

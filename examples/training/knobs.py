@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 Config = TypeVar("Config")
 EXIT_USAGE = 2
-_MOST = 2**63 - 1  # what an integer of the programs holds
+_MOST = 2**63 - 1  # of int64, the integers of the programs
 
 
 class KnobError(ValueError):
@@ -48,6 +48,8 @@ def option(name: str) -> str:
 def parser_of(config_type: type, *, module: str, usage: str | None) -> argparse.ArgumentParser:
     """A parser with an option for each field of a configuration made of knobs.
 
+    --help lists the fields of the class itself before those that it inherits.
+
     Args:
         config_type: a dataclass whose fields are `knob`s.
         module: what `python -m` runs.
@@ -59,7 +61,8 @@ def parser_of(config_type: type, *, module: str, usage: str | None) -> argparse.
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for field in dataclasses.fields(config_type):
+    own = config_type.__annotations__
+    for field in sorted(dataclasses.fields(config_type), key=lambda field: field.name not in own):
         options = {k: v for k, v in field.metadata["options"].items() if v is not bool}
         shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
         default = "" if field.default in (None, "") else f" (default: {shown})"
@@ -93,7 +96,7 @@ def parse(
 
 
 def check_command_line(read: Callable[[], object]) -> None:
-    """Ends the process for --help and for options that cannot work, as the whole command would.
+    """Ends the process for --help and for options that cannot work, as the command itself would.
 
     A command calls it before its slow imports, under `if __name__ == "__main__":`; these options
     are read again when it runs.

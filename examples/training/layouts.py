@@ -1,4 +1,4 @@
-"""Says which tensors of a run are split how, as a table for the console."""
+"""A table of how each tensor of a run is sharded, for the console."""
 
 import math
 import re
@@ -13,10 +13,10 @@ import spmd_core as spmd
 
 
 def layout_table(model: nn.Module, tokens: spmd.ShardingSpec | None = None) -> Table:
-    """How the parameters of a model on device `xla`, and its token ids, lie on the mesh.
+    """How the parameters of a model on device `xla`, and its token ids, are sharded over the mesh.
 
-    Layers of equal layout share a line, with * for their numbers, x times. "(64 tensor, 192)" is a
-    tensor of shape (64, 192) whose first dim the axis tensor splits.
+    Layers of equal sharding share a line: * stands for their numbers, column x counts them. "(64
+    tensor, 192)" is a tensor of shape (64, 192) whose first dim the axis tensor splits.
 
     Args:
         model: the model.

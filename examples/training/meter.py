@@ -87,7 +87,7 @@ class Meter:
             if num_compiles > self._num_compiles:
                 exempt_new()  # in a step whose time counts as none
             self._num_compiles = num_compiles
-            # The mean over all steps since the last read, whichever have rows.
+            # The mean over all steps since the last read, whether or not they have rows.
             step_time_s = self._clock.mark(
                 step=step, in_flight=len(self._pending), num_compiles=num_compiles
             )
@@ -95,7 +95,7 @@ class Meter:
                 self._log_step(*row, step_time_s)
 
     def read_due(self) -> None:
-        """Reads up to the step that lies `lag` steps back, if it has a row."""
+        """Reads up to the step `lag` steps ago, if that step has a row."""
         due = self._pending[-1][0] - self._lag if self._pending else 0
         if due % self._log_every == 0:
             self.read(up_to=due)
@@ -203,6 +203,6 @@ class Meter:
 
 
 def _evaluation_tag(figure: str) -> str:
-    """TensorBoard sorts by tags, and opens with losses: "loss/eval" beside that of training."""
+    """TensorBoard sorts by tags and opens the first, losses: "loss/eval" beside training's."""
     prefix, is_loss, rest = figure.rpartition("loss")
     return f"loss/{prefix}eval" if is_loss and not rest else f"score/{figure}"

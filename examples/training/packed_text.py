@@ -1,6 +1,6 @@
-"""Packs a text's documents into sequences: none is cut that fits, and none sees another.
+"""Packs a text's documents into sequences: those that fit stay in one, and none attends to another.
 
-The documents' tokens lie in a file that all processes of a machine share.
+The documents' tokens are in a file that all processes of a machine share.
 
 Legend: T tokens in a sequence.
 """

@@ -13,6 +13,7 @@ import torch
 import spmd_core as spmd
 from examples.training.choices import RESUME_AUTO
 from examples.training.knobs import option
+from examples.training.run_config import RunConfig
 from examples.training.saved_state import StateError, check_parts, check_run
 from spmd_core import files
 
@@ -29,24 +30,27 @@ class SaveError(OSError):
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a schedule: what gives its state and takes it back."""
+    """Has a state that is saved and loaded: a model, an optimizer, a schedule."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-def check_writable(places: Mapping[str, str]) -> None:
-    """Tries to write files, so that a wrong path fails before the training and not after it.
+def check_writable(config: RunConfig, places: Mapping[str, str] | None = None) -> None:
+    """Tries to write a run's files, so that a wrong path fails before the training and not after.
 
     Args:
-        places: a file for each option that names it or its folder; an empty one is left out. Their
-            folders are made. `{step}` stands for a number.
+        config: names the files of --checkpoint, in which `{step}` stands for a number, and
+            --results.
+        places: further files, by the option that names each or its folder; an empty one is left
+            out.
 
     Raises:
-        SaveError: a file cannot be written.
+        SaveError: a file, or its folder, cannot be made.
     """
-    for name, place in places.items():
+    known = {"--checkpoint": config.checkpoint, "--results": config.results}
+    for name, place in (known | dict(places or {})).items():
         path = place.replace("{step}", "0")
         if path and not spmd.is_planning() and spmd.distributed.is_master():
             try:
@@ -62,19 +66,20 @@ def save(
     path: str | Path,
     *,
     step: int,
-    config: Any,
+    config: RunConfig,
     data: str,
     parts: Mapping[str, Stateful],
 ) -> None:
     """Writes a run's state. Waits for the device; under several processes, each must call it.
 
-    The file replaces an earlier one when it is whole, so there is always one that can be resumed.
-    It holds whole tensors, whatever the mesh, and `torch.load(path, weights_only=True)` reads it.
+    The file replaces an earlier one when it is complete, so one can always be resumed.
+    It holds unsharded tensors, whatever the mesh, and `torch.load(path, weights_only=True)` reads
+    it.
 
     Args:
         path: a file; its folder is made.
         step: the number of steps done, which is the place in the data.
-        config: the run's options, a dataclass of `knob`s.
+        config: the run's options.
         data: identifies the data, such as a hash of it.
         parts: what the run goes on with, by name.
 
@@ -108,14 +113,13 @@ def save(
         ) from error
 
 
-def read(config: Any) -> dict[str, Any] | None:
+def read(config: RunConfig) -> dict[str, Any] | None:
     """The saved run, for `restore`, after checking that its options are those of `config`.
 
     Needs no device, so that a wrong file fails within seconds.
 
     Args:
-        config: the run's options, a dataclass of `knob`s; `resume` names the file, or is
-            `RESUME_AUTO`.
+        config: the run's options; `resume` names the file, or is `RESUME_AUTO`.
 
     Returns:
         The saved run; None for a new one: nothing is to be resumed, or `RESUME_AUTO` finds no file
@@ -223,7 +227,7 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
 
     Raises:
         ResumeError: the run was of other data, or an entry of a part is missing or not as it must
-            be. Nothing has changed then, unless a part alone could tell.
+            be. Nothing has changed then, unless only a part's own `load_state_dict` noticed.
     """
     if saved["data"] != data:
         raise ResumeError(
@@ -236,7 +240,7 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
         for name, part in parts.items():
             try:
                 part.load_state_dict(saved["parts"][name])
-            # Each part's own words for a state that it cannot take.
+            # The errors that parts raise for a state that they cannot load.
             except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
                 raise StateError(f"parts.{name} cannot be taken: {_first_line(error)}") from error
     except StateError as error:
@@ -257,7 +261,7 @@ def restore(saved: Mapping[str, Any], *, data: str, parts: Mapping[str, Stateful
     return int(saved["step"])
 
 
-def said(config: Any, saved: Mapping[str, Any] | None, *, lr: float) -> str:
+def said(config: RunConfig, saved: Mapping[str, Any] | None, *, lr: float) -> str:
     """A line about where the run begins.
 
     Args:
@@ -278,7 +282,7 @@ def said(config: Any, saved: Mapping[str, Any] | None, *, lr: float) -> str:
     return line
 
 
-def _plain(config: Any) -> dict[str, Any]:
+def _plain(config: RunConfig) -> dict[str, Any]:
     """The options as a dict that a file of tensors may hold: tuples become lists."""
     values = dataclasses.asdict(config)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

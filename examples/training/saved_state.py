@@ -1,6 +1,6 @@
-"""Whether a saved run has the structure of what shall take it, told by the entry that has not.
+"""Checks that a saved run has the structure of the parts that load it; an error names the entry.
 
-What is compared is known before anything is changed: names, kinds of values, shapes of tensors.
+It compares names, kinds of values and shapes of tensors, before anything is changed.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopOnInterrupt:
-    """Within the block, the first Ctrl-C or SIGTERM asks for an end; a second one does as usual.
+    """Within the block, the first Ctrl-C or SIGTERM ends the run after a step; a second one acts as
+    usual.
 
     A scheduler sends SIGTERM some seconds before it ends a process. Outside the main thread, where
     Python allows no handlers, signals are left alone.
@@ -27,8 +28,8 @@ class StopOnInterrupt:
     def __enter__(self) -> "StopOnInterrupt":
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # None for a handler that is not Python's: jax's for SIGTERM, which takes it for the
-                # notice of a preemption, and which nothing here asks for.
+                # `signal.signal` returns None for a handler that is not Python's, such as jax's for
+                # SIGTERM, a notice of preemption that nothing here reads.
                 self._previous[number] = signal.signal(number, self._request) or signal.SIG_DFL
         return self
 

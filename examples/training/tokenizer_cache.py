@@ -1,4 +1,4 @@
-"""A trained tokenizer on the disk: as it was written, or trained again."""
+"""A cache of trained tokenizers: a file that is damaged is trained again."""
 
 import hashlib
 import json

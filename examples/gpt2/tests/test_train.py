@@ -19,6 +19,7 @@ import torch
 from tiers import exhaustive
 
 import spmd_core as spmd
+from examples.gpt2 import comparison
 from examples.gpt2.config import (
     SMOKE,
     TrainConfig,
@@ -440,7 +441,8 @@ def test_a_pipeline_must_fit_the_batch_the_layers_and_the_devices(
 
 
 def test_a_pipeline_resumes_with_its_stages() -> None:
-    saved = dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))
+    saved = {"config": dataclasses.asdict(TrainConfig(strategy="pipeline", mesh="pipe=2,fsdp=4"))}
+    check_resumable(TrainConfig(mesh="fsdp=8"), None)  # a new run
     check_resumable(TrainConfig(strategy="pipeline", mesh="pipe=2,tensor=4"), saved)
     for other in (
         TrainConfig(mesh="fsdp=8"),
@@ -506,15 +508,15 @@ def test_the_learning_rate_rises_then_falls_to_its_floor() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "fsdp=8", "--devices", "8"], "--compare chooses --mesh, --strategy"),
+        (["--mesh", "fsdp=8", "--devices", "8"], "a comparison chooses --mesh, --strategy"),
         (["--strategy", "ddp"], "got another --strategy or --device"),
-        (["--devices", "1"], "--compare needs at least two devices; got 1"),
+        (["--devices", "1"], "a comparison needs at least two devices; got 1"),
     ],
 )
 def test_options_that_a_comparison_chooses_itself(
     arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--smoke", "--compare", "--cache-dir", cache_dir, *arguments]) == 2
+    assert comparison.main(["--smoke", "--cache-dir", cache_dir, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -525,7 +527,7 @@ def test_a_comparison_runs_every_strategy(cache_dir: str, monkeypatch: pytest.Mo
         seen.update({v.name: v.options for v in variants}, common=common)
 
     monkeypatch.setattr("examples.gpt2.comparison.compare", compared)
-    assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
+    assert comparison.main(["--smoke", "--devices", "8", "--cache-dir", cache_dir]) == 0
     assert seen.pop("common") == ["--smoke", "--devices", "8", "--cache-dir", cache_dir]
     assert seen["one device"] == ["--devices", "1"]
     assert seen["spmd fsdp=4,tensor=2"][-1] == "fsdp=4,tensor=2"

@@ -430,7 +430,7 @@ def test_what_is_no_request(client: httpx2.Client) -> None:
     nan = b'{"temperature": NaN}'
     for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}', half, nan):
         status, message = error_of(posted(client, body))
-        assert status == 400 and message.startswith("the body must be JSON; got what is none")
+        assert status == 400 and message.startswith("the body must be JSON; got something else")
     status, message = error_of(posted(client, b" " * (MAX_BODY_BYTES + 1)))
     assert status == 413 and f"at most {MAX_BODY_BYTES} bytes; got {MAX_BODY_BYTES + 1}" in message
     status, message = error_of(client.get("/v1/engines"))

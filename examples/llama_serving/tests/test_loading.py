@@ -49,11 +49,11 @@ def test_missing_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "config.json must be a JSON object; got what is none"),
-        ("[]", "config.json must be a JSON object; got what is none"),
+        ("{", "config.json must be a JSON object; got something else"),
+        ("[]", "config.json must be a JSON object; got something else"),
         (
             {"model_type": "llama", "hidden_size": 100, "num_attention_heads": 12},
-            r"got one that it refuses: .*size \(100\) is not a multiple .*Save the model anew",
+            r"got one that it refuses: .*size \(100\) is not a multiple .*Save the model again",
         ),
         *(
             ({"model_type": "llama", name: value}, f"{name} must be a whole .* at least 1; got")

@@ -13,6 +13,7 @@ import pytest
 from tiers import exhaustive
 
 import spmd_core as spmd
+from examples.llama_tp import comparison
 from examples.llama_tp.config import SMOKE, TrainConfig, config_from
 from examples.llama_tp.resolve import parsed_mesh, with_defaults
 from examples.llama_tp.train import main, run
@@ -142,8 +143,6 @@ def test_the_sample_of_the_readme() -> None:
             ["--device", "cpu", "--batch", "4000"],
             "the text must fill one training batch of 4000 blocks",
         ),
-        (["--compare", "--loss-parallel"], "--compare chooses --mesh, the plans"),
-        (["--compare", "--devices", "3"], "--compare needs an even number of devices; got 3"),
     ],
 )
 def test_what_cannot_work_is_said_in_a_line(
@@ -195,6 +194,20 @@ def test_help_has_a_line_for_every_knob(capsys: pytest.CaptureFixture[str]) -> N
     assert all(f"--{name.replace('_', '-')}" in out for name in names)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss-parallel"], "a comparison chooses --mesh, the plans"),
+        (["--devices", "3"], "a comparison needs an even number of devices; got 3"),
+    ],
+)
+def test_what_a_comparison_refuses(
+    arguments: list[str], message: str, cache_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert comparison.main(["--smoke", "--cache-dir", cache_dir, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_comparison_runs_every_plan(cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
@@ -202,7 +215,7 @@ def test_a_comparison_runs_every_plan(cache_dir: str, monkeypatch: pytest.Monkey
         seen.update({v.name: v.options for v in variants})
 
     monkeypatch.setattr("examples.llama_tp.comparison.compare", compared)
-    assert main(["--smoke", "--compare", "--devices", "8", "--cache-dir", cache_dir]) == 0
+    assert comparison.main(["--smoke", "--devices", "8", "--cache-dir", cache_dir]) == 0
     assert seen["one device"] == ["--devices", "1"]
     loss = ["--sequence-parallel", "--loss-parallel"]
     assert seen["TP"] == ["--devices", "8", "--mesh", "data=2,tensor=4"]

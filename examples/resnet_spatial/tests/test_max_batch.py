@@ -9,7 +9,6 @@ from children import figures
 
 from examples.resnet_spatial import max_batch, search
 from examples.resnet_spatial.config import TrainConfig
-from examples.resnet_spatial.train import main
 
 PEAKS: dict[str, Callable[[int], int]] = {
     "a straight line": lambda batch: 1000 + 7 * batch,
@@ -79,9 +78,8 @@ def test_the_files_of_a_search(
         return max_batch.largest(peak, limit, multiple=multiple, first=8 * multiple)
 
     monkeypatch.setattr(max_batch, "_in_process", searched)
-    options = ["--memory-gib", "4", "--max-batch-folder", str(tmp_path)]
-    options += ["--max-batch-topology", "v4-8"]
-    assert main(["--max-batch", "--model", "small", *options]) == 0
+    options = ["--memory-gib", "4", "--folder", str(tmp_path), "--topology", "v4-8"]
+    assert max_batch.main(["--model", "small", *options]) == 0
     found = json.loads((tmp_path / "max_batch.json").read_text())["found"]
     batches = [each["batch"] for each in found]
     assert [each["mesh"] for each in found] == list(search.MESHES)
@@ -95,14 +93,15 @@ def test_the_files_of_a_search(
     ("options", "message"),
     [
         (["--memory-gib", "0"], "--memory-gib must be above 0; got 0.0"),
-        (["--data", "photos"], "--max-batch needs no images; got --data 'photos'"),
-        (["--max-batch-meshes", "rows=2"], "meshes of --max-batch name axes among data, height"),
+        (["--data", "photos"], "the search needs no images; got --data 'photos'"),
+        (["--meshes", "rows=2"], "--meshes takes meshes whose axes are among data, height"),
+        (["--mesh", "data=4"], "got --mesh 'data=4'. Pass --meshes data=4."),
     ],
 )
 def test_what_a_search_refuses(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--max-batch", *options]) == 2
+    assert max_batch.main(options) == 2
     assert message in capsys.readouterr().err
 
 

@@ -13,35 +13,49 @@ import spmd_core as spmd
 from examples.training import resume
 from examples.training.journal import Journal
 from examples.training.resume import SaveError
+from examples.training.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(RunConfig):
     device: str = "cpu"
-    dtype: str = "fp32"
     steps: int = 5
     eval_every: int = 2
     eval_batches: int = 1
-    save_every: int = 0
-    checkpoint: str = ""
-    results: str = ""
     log_every: int = 1
-    log_dir: str = ""
     progress: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Data:
+    identity: str = "text"
+    summary: str = "some text"
+
+
 def of_run(first: int = 0, **options: Any) -> Journal:
+    """The journal of a run that goes on after step `first`."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    saved = {
+        "step": first,
+        "data": "text",
+        "random": torch.get_rng_state(),
+        "parts": {name: part.state_dict() for name, part in parts.items()},
+    }
     return Journal(
         Config(**options),
+        saved if first else None,
         device=torch.device("cpu"),
         mesh=None,
+        model="a line",
         num_params=1,
         items_per_step=4,
         unit="tokens",
         flops_per_item={"6N": 6.0},
-        first=first,
-        data="text",
-        parts={"model": torch.nn.Linear(1, 1)},
+        data=Data(),
+        parts=parts,
     )
 
 

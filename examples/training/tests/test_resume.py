@@ -17,17 +17,15 @@ import spmd_core as spmd
 from examples.training import resume
 from examples.training.knobs import knob
 from examples.training.resume import ResumeError, SaveError
+from examples.training.run_config import RunConfig
 from examples.training.schedule import lr_factor
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(RunConfig):
     lr: float = knob(0.1, "learning rate")
     data: Sequence[str] = knob(("a",), "files")
-    mesh: str = knob("", "mesh", resumable=True)
     steps: int = knob(6, "steps", resumable=True)
-    checkpoint: str = knob("", "file", resumable=True)
-    resume: str = knob("", "file", resumable=True)
 
 
 def parts(

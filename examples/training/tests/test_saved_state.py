@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from examples.training import resume
 from examples.training.resume import ResumeError
-from examples.training.tests.test_resume import parts, read, save, train
+from examples.training.tests.test_resume import Config, parts, read, save, train
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +143,11 @@ def test_damage_is_never_another_state(whole: Path, tmp_path: Path, data: st.Dat
 
 def test_a_path_that_cannot_be_written_is_told_before_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    resume.check_writable({"--checkpoint": str(tmp_path / "new" / "run.pt"), "--export": ""})
+    resume.check_writable(Config(checkpoint=str(tmp_path / "new" / "run.pt")), {"--export": ""})
     for path, cause in ((tmp_path / "file" / "run.pt", "file"), (tmp_path, "is a folder")):
         message = f"--checkpoint must name what can be written; got {str(path)!r}: .*{cause}.*"
         with pytest.raises(resume.SaveError, match=re.escape(message).replace(r"\.\*", ".*")):
-            resume.check_writable({"--checkpoint": str(path)})
+            resume.check_writable(Config(checkpoint=str(path)))
     with pytest.raises(resume.SaveError, match=r"must be written to a file; /dev/null could not"):
         save(Path("/dev/null"), parts("cpu"))
     assert Path("/dev/null").is_char_device() and (tmp_path / "file").read_text() == "kept"

@@ -52,7 +52,6 @@ def test_help_and_wrong_options_import_no_framework(command, options, code):
 # What another file starts, and no user.
 CHILDREN = {
     "benchmarks/published/speed.py",
-    "examples/resnet_spatial/max_batch.py",
     "packages/spmd-core/src/spmd_core/planner/compiler.py",
 }
 # It looks at the words that started Python: see above.
