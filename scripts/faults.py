@@ -49,7 +49,7 @@ FAULTS = (
         "_contract_leading(ctx, jnp.conj(x), grad_outputs)",
     ),
     Fault(
-        "spmd_core/ops/norm.py",
+        "spmd_core/ops/softmax.py",
         "softmax's backward always sums over the last dim",
         "jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True)",
         "jnp.sum(grad * output, axis=reduced_dims(-1, grad.ndim), keepdims=True)",
@@ -67,7 +67,7 @@ FAULTS = (
         "partial(_REDUCTIONS[op], axis_name=tuple(axes)[:1])",
     ),
     Fault(
-        "spmd_core/ops/elementwise.py",
+        "spmd_core/ops/comparison.py",
         "comparisons convert the second operand to the first one's dtype",
         "dtype = result_dtype(a, b)",
         "dtype = a.dtype",
@@ -197,7 +197,7 @@ FAULTS = (
         "np.pad(block, [((b - a) - have, 0) for",
     ),
     Fault(
-        "spmd_core/runtime/buffers.py",
+        "spmd_core/runtime/in_flight.py",
         "beyond the in-flight limit nothing waits for the oldest program",
         "        while len(self._queue) > limit:\n            self._wait_for_oldest()",
         "        while len(self._queue) > limit:\n            self._queue.popleft()",
@@ -528,13 +528,13 @@ FAULTS = (
         "if",
     ),
     Fault(
-        "spmd_core/modules/tensor_parallel.py",
+        "spmd_core/modules/parallel_styles.py",
         "what is gathered for a layer is kept from forward to backward",
         "if over.reshards and not isinstance",
         "if not over.reshards and not isinstance",
     ),
     Fault(
-        "spmd_core/modules/tensor_parallel.py",
+        "spmd_core/modules/parallel_styles.py",
         "gradients of a column-parallel layer's input are not reduced as a sum",
         "of_input = over.layout(style.input_layouts[0], is_sum=True)",
         "of_input = over.layout(style.input_layouts[0])",

@@ -1,109 +1,17 @@
-"""The operations of random chains: per element, views, writes, indices, reductions, windows.
-
-A maker draws what an operation reads and its other arguments, and returns a function of the values.
-"""
+"""The operations of random chains: per element, views, writes, indices, reductions, windows."""
 
 import itertools
 import math
-import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.partitioner.programs import Skip
-
-DTYPE = torch.float64
-LARGEST = 4000  # elements of a value
-
-Compute = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One operation.
-
-    Attributes:
-        name: of the maker that drew it.
-        inputs: the numbers of the values that it reads; leaves come first, then steps.
-        compute: the result, from these values.
-        shape: of the result.
-    """
-
-    name: str
-    inputs: tuple[int, ...]
-    compute: Compute
-    shape: tuple[int, ...]
-
-
-class Draw:
-    """Draws steps, and computes them on the CPU to know what may follow.
-
-    Args:
-        rng: where choices come from.
-        values: the values of the leaves, to which those of the steps are added.
-    """
-
-    def __init__(self, rng: random.Random, values: list[torch.Tensor]) -> None:
-        self.rng, self.values = rng, [v.requires_grad_() for v in values]
-        self.inputs: list[int] = []
-
-    def step(self) -> Step | None:
-        """A step; None where what was drawn has no input, or no useful result."""
-        self.inputs = []
-        name = self.rng.choice(list(MAKERS))
-        try:
-            compute = MAKERS[name](self)
-            result = compute(*(self.values[i] for i in self.inputs))
-        except (Skip, RuntimeError, IndexError, ValueError):
-            return None
-        if result.dtype != DTYPE or not 0 < result.numel() <= LARGEST:
-            return None
-        if not result.isfinite().all() or result.abs().max() > 1e4:
-            return None
-        self.values.append(result)
-        return Step(name, tuple(self.inputs), compute, tuple(result.shape))
-
-    def take(
-        self,
-        least: int = 0,
-        most: int = 9,
-        fits: Callable[[torch.Tensor], bool] = lambda t: True,
-    ) -> torch.Tensor:
-        """A value with so many dims, a recent one most likely; the step reads it."""
-        found = [i for i, t in enumerate(self.values) if least <= t.dim() <= most and fits(t)]
-        if not found:
-            raise Skip
-        self.inputs.append(found[-1 - min(int(self.rng.expovariate(0.5)), len(found) - 1)])
-        return self.values[self.inputs[-1]]
-
-    def dim(self, x: torch.Tensor) -> int:
-        return self.rng.randrange(x.dim())
-
-    def indices(self, high: int, *shape: int) -> torch.Tensor:
-        """Random indices below `high`."""
-        count = math.prod(shape)
-        return torch.tensor([self.rng.randrange(high) for _ in range(count)]).reshape(shape)
-
-    def weight(self, *shape: int) -> torch.Tensor:
-        """Random numbers, such as a kernel of a convolution."""
-        count = math.prod(shape)
-        numbers = [self.rng.gauss(0, 0.3) for _ in range(count)]
-        return torch.tensor(numbers, dtype=DTYPE).reshape(shape)
-
-
-MAKERS: dict[str, Callable[[Draw], Compute]] = {}
-
-
-def _step(maker: Callable[[Draw], Compute]) -> Callable[[Draw], Compute]:
-    MAKERS[maker.__name__.strip("_")] = maker
-    return maker
+from benchmarks.partitioner.chain_draws import DTYPE, LARGEST, Compute, Draw, maker
 
 
 def _at(dim: int, index: Any) -> tuple[Any, ...]:
-    """What indexes a dim with `index` and takes all of those before it."""
+    """An index that applies `index` to one dim and takes all dims before it whole."""
     return (*itertools.repeat(slice(None), dim), index)
 
 
@@ -124,13 +32,13 @@ _BINARY: list[Compute] = [
 ]  # fmt: skip
 
 
-@_step
+@maker
 def _unary(draw: Draw) -> Compute:
     draw.take()
     return draw.rng.choice(_UNARY)
 
 
-@_step
+@maker
 def _binary(draw: Draw) -> Compute:
     x = draw.take()
 
@@ -144,34 +52,34 @@ def _binary(draw: Draw) -> Compute:
     return draw.rng.choice(_BINARY)
 
 
-@_step
+@maker
 def _matmul(draw: Draw) -> Compute:
     x = draw.take(2, 4)
     draw.take(2, 2, lambda y: y.shape[0] == x.shape[-1])
     return torch.matmul
 
 
-@_step
+@maker
 def _linear(draw: Draw) -> Compute:
     x = draw.take(1, 4)
     draw.take(2, 2, lambda y: y.shape[1] == x.shape[-1])
     return F.linear
 
 
-@_step
+@maker
 def _gram(draw: Draw) -> Compute:
     draw.take(2, 4)
     return lambda x: x @ x.mT
 
 
-@_step
+@maker
 def _outer(draw: Draw) -> Compute:
     draw.take(1, 1)
     draw.take(1, 1)
     return torch.outer
 
 
-@_step
+@maker
 def _einsum(draw: Draw) -> Compute:
     x = draw.take(3, 3)
     draw.take(3, 3, lambda y: y.shape == x.shape)
@@ -179,21 +87,21 @@ def _einsum(draw: Draw) -> Compute:
     return lambda x, y: torch.einsum(equation, x, y)
 
 
-@_step
+@maker
 def _kron(draw: Draw) -> Compute:
     x = draw.take(1, 2)
     draw.take(x.dim(), x.dim(), lambda y: x.numel() * y.numel() <= LARGEST)
     return torch.kron
 
 
-@_step
+@maker
 def _distances(draw: Draw) -> Compute:
     x = draw.take(2, 2)
     draw.take(2, 2, lambda y: y.shape[1] == x.shape[1])
     return lambda x, y: torch.cdist(x, y + 3, p=1.0)
 
 
-@_step
+@maker
 def _attention(draw: Draw) -> Compute:
     draw.take(3, 4)
     is_causal = draw.rng.random() < 0.5
@@ -203,7 +111,7 @@ def _attention(draw: Draw) -> Compute:
 # ---- along dims ----------------------------------------------------------------------------------
 
 
-@_step
+@maker
 def _reduction(draw: Draw) -> Compute:
     x = draw.take(1)
     dims = tuple(draw.rng.sample(range(x.dim()), draw.rng.randint(1, x.dim())))
@@ -213,7 +121,7 @@ def _reduction(draw: Draw) -> Compute:
     return lambda x: getattr(x, name)(dims, keepdim=keepdim, **more)
 
 
-@_step
+@maker
 def _along(draw: Draw) -> Compute:
     d = draw.dim(draw.take(1))
     count = draw.rng.randint(-5, 5)
@@ -239,7 +147,7 @@ def _along(draw: Draw) -> Compute:
     )
 
 
-@_step
+@maker
 def _topk(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -247,7 +155,7 @@ def _topk(draw: Draw) -> Compute:
     return lambda x: x.topk(count, d)[0]
 
 
-@_step
+@maker
 def _normalization(draw: Draw) -> Compute:
     x = draw.take(2)
     choices: list[Compute] = [
@@ -263,14 +171,14 @@ def _normalization(draw: Draw) -> Compute:
 # ---- views and copies ----------------------------------------------------------------------------
 
 
-@_step
+@maker
 def _permute(draw: Draw) -> Compute:
     x = draw.take(2)
     order = draw.rng.sample(range(x.dim()), x.dim())
     return lambda x: x.permute(order)
 
 
-@_step
+@maker
 def _reshape(draw: Draw) -> Compute:
     left = draw.take(1).numel()
     shape: list[int] = []
@@ -282,7 +190,7 @@ def _reshape(draw: Draw) -> Compute:
     return lambda x: x.reshape(shape)
 
 
-@_step
+@maker
 def _flatten(draw: Draw) -> Compute:
     x = draw.take(2)
     first = draw.rng.randrange(x.dim() - 1)
@@ -290,7 +198,7 @@ def _flatten(draw: Draw) -> Compute:
     return lambda x: x.flatten(first, last)
 
 
-@_step
+@maker
 def _unflatten(draw: Draw) -> Compute:
     x = draw.take(1, 4)
     d = draw.dim(x)
@@ -298,20 +206,20 @@ def _unflatten(draw: Draw) -> Compute:
     return lambda x: x.unflatten(d, (outer, -1))
 
 
-@_step
+@maker
 def _unsqueeze(draw: Draw) -> Compute:
     d = draw.rng.randint(0, draw.take(0, 4).dim())
     return lambda x: x.unsqueeze(d)
 
 
-@_step
+@maker
 def _expand(draw: Draw) -> Compute:
     sizes = [draw.rng.choice((2, 3, 4, 8)) if n == 1 else n for n in draw.take(1, 4).shape]
     sizes = [draw.rng.choice((2, 3, 4))] * (draw.rng.random() < 0.4) + sizes
     return lambda x: x.expand(sizes)
 
 
-@_step
+@maker
 def _repeat(draw: Draw) -> Compute:
     x = draw.take(1, 3)
     counts = [draw.rng.choice((1, 1, 2, 3)) for _ in x.shape]
@@ -321,7 +229,7 @@ def _repeat(draw: Draw) -> Compute:
     )
 
 
-@_step
+@maker
 def _slice(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -331,7 +239,7 @@ def _slice(draw: Draw) -> Compute:
     return lambda x: x[at]
 
 
-@_step
+@maker
 def _select(draw: Draw) -> Compute:
     x = draw.take(2)
     d = draw.dim(x)
@@ -339,7 +247,7 @@ def _select(draw: Draw) -> Compute:
     return lambda x: x.select(d, index)
 
 
-@_step
+@maker
 def _cat(draw: Draw) -> Compute:
     x = draw.take(1, 4)
     d = draw.dim(x)
@@ -348,7 +256,7 @@ def _cat(draw: Draw) -> Compute:
     return lambda x, y: torch.cat([x, y], d)
 
 
-@_step
+@maker
 def _stack(draw: Draw) -> Compute:
     x = draw.take(0, 3)
     d = draw.rng.randint(0, x.dim())
@@ -356,7 +264,7 @@ def _stack(draw: Draw) -> Compute:
     return lambda x, y: torch.stack([x, y], d)
 
 
-@_step
+@maker
 def _split(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -369,14 +277,14 @@ def _split(draw: Draw) -> Compute:
     return compute
 
 
-@_step
+@maker
 def _pad(draw: Draw) -> Compute:
     x = draw.take(1, 4)
     edges = [draw.rng.choice((0, 0, 1, 2, 3, -1)) for _ in range(2 * draw.rng.randint(1, x.dim()))]
     return lambda x: F.pad(x, edges, value=0.25)
 
 
-@_step
+@maker
 def _pad_from_inside(draw: Draw) -> Compute:
     x = draw.take(3, 3)
     edges = [draw.rng.randint(0, x.shape[-1] - 1) for _ in range(2)]
@@ -384,7 +292,7 @@ def _pad_from_inside(draw: Draw) -> Compute:
     return lambda x: F.pad(x, edges, mode=mode)
 
 
-@_step
+@maker
 def _diagonal(draw: Draw) -> Compute:
     x = draw.take(2)
     first, second = draw.rng.sample(range(x.dim()), 2)
@@ -392,7 +300,7 @@ def _diagonal(draw: Draw) -> Compute:
     return lambda x: x.diagonal(offset, first, second)
 
 
-@_step
+@maker
 def _triangle(draw: Draw) -> Compute:
     draw.take(2)
     diagonal = draw.rng.randint(-2, 2)
@@ -402,7 +310,7 @@ def _triangle(draw: Draw) -> Compute:
 # ---- indices -------------------------------------------------------------------------------------
 
 
-@_step
+@maker
 def _index(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -410,7 +318,7 @@ def _index(draw: Draw) -> Compute:
     return lambda x: x[_at(d, rows.to(x.device))]
 
 
-@_step
+@maker
 def _index_two_dims(draw: Draw) -> Compute:
     x = draw.take(2)
     first, second = sorted(draw.rng.sample(range(x.dim()), 2))
@@ -424,7 +332,7 @@ def _index_two_dims(draw: Draw) -> Compute:
     return compute
 
 
-@_step
+@maker
 def _gather(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -434,14 +342,14 @@ def _gather(draw: Draw) -> Compute:
     return lambda x: x.gather(d, index.to(x.device))
 
 
-@_step
+@maker
 def _embedding(draw: Draw) -> Compute:
     shape = [draw.rng.choice((1, 3, 4, 8)) for _ in range(draw.rng.randint(1, 2))]
     ids = draw.indices(draw.take(2, 2).shape[0], *shape)
     return lambda x: F.embedding(ids.to(x.device), x)
 
 
-@_step
+@maker
 def _cross_entropy(draw: Draw) -> Compute:
     x = draw.take(2, 2)
     labels = draw.indices(x.shape[1], x.shape[0])
@@ -449,7 +357,7 @@ def _cross_entropy(draw: Draw) -> Compute:
     return lambda x: F.cross_entropy(x, labels.to(x.device), reduction=reduction)
 
 
-@_step
+@maker
 def _index_write(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -468,7 +376,7 @@ def _index_write(draw: Draw) -> Compute:
     return draw.rng.choice([add, copy])
 
 
-@_step
+@maker
 def _scatter(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -479,7 +387,7 @@ def _scatter(draw: Draw) -> Compute:
     return lambda x: x.scatter_reduce(d, index.to(x.device), values.to(x.device), reduce)
 
 
-@_step
+@maker
 def _write(draw: Draw) -> Compute:
     x = draw.take(1)
     d = draw.dim(x)
@@ -522,7 +430,7 @@ def _write(draw: Draw) -> Compute:
     return compute
 
 
-@_step
+@maker
 def _rows_in_a_loop(draw: Draw) -> Compute:
     draw.take(1)
 
@@ -538,7 +446,7 @@ def _rows_in_a_loop(draw: Draw) -> Compute:
 # ---- windows -------------------------------------------------------------------------------------
 
 
-@_step
+@maker
 def _unfold(draw: Draw) -> Compute:
     x = draw.take(1, 3)
     d = draw.dim(x)
@@ -546,7 +454,7 @@ def _unfold(draw: Draw) -> Compute:
     return lambda x: x.unfold(d, size, step)
 
 
-@_step
+@maker
 def _convolution(draw: Draw) -> Compute:
     x = draw.take(3, 4)
     size = draw.rng.choice((1, 2, 3))
@@ -556,7 +464,7 @@ def _convolution(draw: Draw) -> Compute:
     return lambda x: function(x, weight.to(x.device), stride=stride, padding=padding)
 
 
-@_step
+@maker
 def _pooling(draw: Draw) -> Compute:
     x = draw.take(3, 4)
     size, stride = draw.rng.choice((2, 3)), draw.rng.choice((1, 2))
@@ -568,7 +476,7 @@ def _pooling(draw: Draw) -> Compute:
     return lambda x: function(x, size, stride, padding)
 
 
-@_step
+@maker
 def _resampling(draw: Draw) -> Compute:
     draw.take(4, 4)
     return draw.rng.choice(
@@ -580,7 +488,7 @@ def _resampling(draw: Draw) -> Compute:
     )
 
 
-@_step
+@maker
 def _pixel_shuffle(draw: Draw) -> Compute:
     draw.take(3, 4, lambda x: x.shape[-3] % 4 == 0)
     return lambda x: F.pixel_shuffle(x, 2)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import spmd_core as spmd
-from benchmarks.partitioner.chain_steps import DTYPE, Draw, Step
+from benchmarks.partitioner import chain_steps  # noqa: F401  (adds the makers)
+from benchmarks.partitioner.chain_draws import DTYPE, Draw, Step
 from benchmarks.partitioner.programs import MESHES, Skip, Spec, weights
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 12, 16)

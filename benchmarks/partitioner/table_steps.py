@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import spmd_core as spmd
-from benchmarks.partitioner.chain_steps import DTYPE
+from benchmarks.partitioner.chain_draws import DTYPE
 from benchmarks.partitioner.chains import draw_spec
 from benchmarks.partitioner.programs import MESHES, Spec, weights
 

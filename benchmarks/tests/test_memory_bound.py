@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks import memory_bound
-from benchmarks.reference_jax_gpt2 import Setup, parameter_shapes, partition_spec
+from benchmarks.reference_jax_program import Setup, parameter_shapes, partition_spec
 from examples.gpt2.presets import PRESETS, ModelPreset
 
 # 2 layers, width 8, 2 heads, vocabulary 128, 4 positions

@@ -10,7 +10,7 @@ from tiers import exhaustive
 import spmd_core as spmd
 from benchmarks.opinfo import samples
 from benchmarks.partitioner import examination, programs
-from benchmarks.partitioner.chain_steps import MAKERS, Step
+from benchmarks.partitioner.chain_draws import MAKERS, Step
 from benchmarks.partitioner.chains import Chain, Chains
 from benchmarks.partitioner.examination import examine
 from benchmarks.partitioner.programs import MESHES, Entry

@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from torch import nn
 
 from benchmarks import reference_jax_gpt2 as reference
+from benchmarks import reference_jax_program as program
 from examples.gpt2.model import build_model
 from examples.gpt2.presets import ModelPreset
 from spmd_core.planner import topology
@@ -52,16 +53,16 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def jax_steps(
-    setup: reference.Setup, initial: dict[str, Any], num_steps: int
-) -> tuple[reference.State, Any]:
+    setup: program.Setup, initial: dict[str, Any], num_steps: int
+) -> tuple[program.State, Any]:
     """The same steps by the program."""
-    step = reference.step_for(setup, jax.devices())
-    shapes = reference.parameter_shapes(setup)
+    step = program.step_for(setup, jax.devices())
+    shapes = program.parameter_shapes(setup)
     zeros = {name: np.zeros(size, np.float32) for name, size in shapes.items()}
     values = {name: initial[name].reshape(size) for name, size in shapes.items()}
     x_BT, y_BT = batch()
     parts: Any = (values, zeros, zeros, np.int32(0))
-    arguments = (reference.State(*parts), x_BT, y_BT, np.float32(LR))
+    arguments = (program.State(*parts), x_BT, y_BT, np.float32(LR))
     state, *rest = jax.tree.map(
         lambda x, to: jax.device_put(x, to.sharding), arguments, step.arguments
     )
@@ -79,7 +80,7 @@ def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
     if fsdp * tensor > jax.device_count():
         pytest.skip(f"needs {fsdp * tensor} devices; this run has {jax.device_count()}")
     model, initial, expected = torch_steps(3, dtype=torch.float32)
-    setup = reference.Setup(
+    setup = program.Setup(
         TINY, fsdp, tensor, batch=8 // fsdp, recomputes=recomputes, dtype=jnp.float32
     )
     state, found = jax_steps(setup, initial, 3)
@@ -93,7 +94,7 @@ def test_steps_equal_torch(fsdp: int, tensor: int, recomputes: bool) -> None:
 
 
 def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
-    setup = reference.Setup(TINY, batch=16, dtype=jnp.float32)
+    setup = program.Setup(TINY, batch=16, dtype=jnp.float32)
     ids = np.tile(batch()[0], (2, 1))
     assert 8 * TINY.seq < setup.vocabulary <= ids.size  # the test above has the other case
     table = np.random.default_rng(1).normal(size=(256, 32)).astype(np.float32)
@@ -101,8 +102,8 @@ def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
     spec = jax.sharding.PartitionSpec()
     rows, gradient = jax.shard_map(
         lambda t, i: (
-            reference.look_up(setup, t, i),
-            jax.grad(lambda t: (reference.look_up(setup, t, i) ** 2).sum())(t),
+            program.look_up(setup, t, i),
+            jax.grad(lambda t: (program.look_up(setup, t, i) ** 2).sum())(t),
         ),
         mesh=mesh,
         in_specs=spec,
@@ -119,7 +120,7 @@ def test_rows_travel_to_tokens_where_there_are_more_tokens_than_rows() -> None:
 
 def test_bfloat16_is_near_torchs_autocast() -> None:
     _, initial, expected = torch_steps(1, dtype=torch.bfloat16)
-    _, found = jax_steps(reference.Setup(TINY, batch=8), initial, 1)
+    _, found = jax_steps(program.Setup(TINY, batch=8), initial, 1)
     np.testing.assert_allclose(found, expected, rtol=2e-3)  # bfloat16 keeps 8 bits
 
 

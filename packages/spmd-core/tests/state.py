@@ -10,7 +10,7 @@ import dataclasses
 import spmd_core as spmd
 from spmd_core import source_lines
 from spmd_core.debugging import recompile_warnings
-from spmd_core.dispatch import automatic_cut, data_dependent
+from spmd_core.dispatch import automatic_cut, shape_reads
 from spmd_core.graph import storage
 from spmd_core.program import execution, growing_sizes, index_checks
 from spmd_core.runtime import stopping
@@ -36,7 +36,7 @@ def reset() -> None:
     index_checks.forget()
     closures._waiting.clear()
     compile._keys_of_name.clear()
-    data_dependent._warned.clear()
+    shape_reads._warned.clear()
     source_lines._forward.clear()
     stopping.reset()
     spmd.metrics.reset()

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import spmd_core as spmd
-from spmd_core.dispatch import data_dependent
+from spmd_core.dispatch import shape_reads
 
 pytestmark = pytest.mark.one_device
 SAYS = "the shape of the result of {} depends on the data"
@@ -208,7 +208,7 @@ def test_static_alternatives_read_nothing(name):
 
 
 def test_it_is_said_once_with_the_alternative_and_allowed_in_strict_mode(monkeypatch):
-    monkeypatch.setattr(data_dependent, "_warned", set())
+    monkeypatch.setattr(shape_reads, "_warned", set())
     x = torch.eye(3, device="xla")
     with spmd.strict():
         with pytest.warns(

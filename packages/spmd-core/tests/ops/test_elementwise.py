@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracle import check
-from spmd_core.ops import elementwise
+from spmd_core.ops import comparison, elementwise
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float32, torch.bfloat16]
@@ -362,7 +362,7 @@ def test_nextafter() -> None:
 # ---- comparison and logic ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", sorted(elementwise._COMPARISONS))
+@pytest.mark.parametrize("op", sorted(comparison._COMPARISONS))
 def test_comparisons(op: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         check(

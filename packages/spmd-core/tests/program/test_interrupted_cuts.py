@@ -13,7 +13,7 @@ import torch
 
 import spmd_core as spmd
 from spmd_core.program import compile_cache, growing_sizes, index_checks
-from spmd_core.runtime.buffers import InFlight
+from spmd_core.runtime.in_flight import InFlight
 
 PACKAGE = str(Path(spmd.__file__).parent)
 # Python ignores what finalizers raise, and no signal interrupts the exit of a context manager.

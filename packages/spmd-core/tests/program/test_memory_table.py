@@ -12,7 +12,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import pending
 from spmd_core.program import memory_table, tensor_names
 from spmd_core.program.planning import plan
-from spmd_core.runtime import buffers
+from spmd_core.runtime import in_flight
 
 EDGE = 1 << 25  # a product of two such sizes is petabytes, which no machine has
 
@@ -147,8 +147,8 @@ def test_a_failure_that_nobody_knows_any_more(monkeypatch: pytest.MonkeyPatch) -
     spmd.sync()
     with pytest.raises(spmd.errors.DeviceMemoryError):
         spmd.sync(wait=True)
-    monkeypatch.setattr(buffers, "in_flight", buffers.InFlight())
+    monkeypatch.setattr(in_flight, "programs", in_flight.InFlight())
     with pytest.raises(
         spmd.errors.ProgramError, match=r"call sync\(wait=True\) after each step to find"
     ):
-        buffers.wait_for(huge._handle.value.data)
+        in_flight.wait_for(huge._handle.value.data)

@@ -12,7 +12,7 @@ import torch
 from tiers import exhaustive
 from torch.nn import functional as F
 
-from spmd_core.recording import cpu_kernels
+from spmd_core.recording import cpu_kernels, stand_ins
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str) -> torch.Tensor:
@@ -149,8 +149,8 @@ def test_large_tensors_are_refused_alike(name: str, size: int) -> None:
 def test_large_calls_are_accepted_without_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins of large tensors are small, if the sizes among the arguments allow it."""
     made: list[int] = []
-    fill = cpu_kernels._ones_and_zeros
-    monkeypatch.setattr(cpu_kernels, "_ones_and_zeros", lambda t: made.append(t.numel()) or fill(t))
+    fill = stand_ins.ones_and_zeros
+    monkeypatch.setattr(cpu_kernels, "ones_and_zeros", lambda t: made.append(t.numel()) or fill(t))
     x = torch.empty(5000, 3000, device="xla")
     assert (x @ x.t()).shape == (5000, 5000)
     assert F.layer_norm(x, (3000,)).stride() == (3000, 1)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import spmd_core as spmd
-from spmd_core.runtime import presence, watch
+from spmd_core.runtime import presence, start_log, watch
 from spmd_core.runtime.watch import Watch
 
 
@@ -146,7 +146,7 @@ def test_old_starts_are_forgotten_and_far_ones_wait(pair):
     look(pair[0])
     starts(pair[1], "a")
     look(*pair)
-    assert pair[0]._error is None and len(pair[0]._logs[0, 1].starts) == watch._NUM_DESCRIBED
+    assert pair[0]._error is None and len(pair[0]._logs[0, 1].starts) == start_log.NUM_DESCRIBED
 
 
 def test_a_process_that_stays_behind_is_named_in_all_with_its_line(pair, monkeypatch, capsys):

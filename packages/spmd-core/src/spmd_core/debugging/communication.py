@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_core.debugging import hlo_text
+from spmd_core.debugging import hlo_collectives
 from spmd_core.debugging.slices import SliceNumbers
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import Graph
@@ -63,7 +63,7 @@ class Collective:
     operand_bytes: int
     axes: tuple[str, ...] | None
     is_part: bool
-    groups: hlo_text.Groups | None
+    groups: hlo_collectives.Groups | None
     executions: int | None
     causes: tuple[Cause, ...]
     name: str
@@ -191,14 +191,17 @@ def of_text(hlo: str, program: Program) -> Collectives:
     """The collectives of a program's optimised module, given as text."""
     graph, numbers = program.graph, SliceNumbers(program.devices)
     meshes = _meshes(graph)
-    found = hlo_text.collectives(hlo, numbers.num_devices)
+    found = hlo_collectives.collectives(hlo, numbers.num_devices)
     return Collectives.of(
         (_collective(c, graph, meshes, numbers) for c in found), program.record.name
     )
 
 
 def _collective(
-    c: hlo_text.CollectiveInstruction, graph: Graph, meshes: list[Mesh], numbers: SliceNumbers
+    c: hlo_collectives.CollectiveInstruction,
+    graph: Graph,
+    meshes: list[Mesh],
+    numbers: SliceNumbers,
 ) -> Collective:
     if c.is_between_slices:
         positions = numbers.between(c.groups_text)
@@ -252,7 +255,7 @@ def _meshes(graph: Graph) -> list[Mesh]:
 
 
 def match_axes(
-    groups: hlo_text.Groups, meshes: list[Mesh], *, is_permute: bool = False
+    groups: hlo_collectives.Groups, meshes: list[Mesh], *, is_permute: bool = False
 ) -> tuple[tuple[str, ...] | None, bool]:
     """The mesh axes along which groups of device ids lie.
 

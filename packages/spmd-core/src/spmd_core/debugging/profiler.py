@@ -15,7 +15,7 @@ import jax
 from spmd_core.arguments import checked
 from spmd_core.errors import SpmdError, UnsupportedOpError
 from spmd_core.program import execution
-from spmd_core.runtime import buffers, devices, processes
+from spmd_core.runtime import devices, in_flight, processes
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The running profiler server.
@@ -112,7 +112,7 @@ def stop_trace() -> None:
             "Call start_trace(logdir) first."
         )
     try:
-        buffers.in_flight.wait_all()
+        in_flight.programs.wait_all()
     finally:
         _logdir = None
         jax.profiler.stop_trace()

@@ -42,6 +42,7 @@ from spmd_core.ops import registry
 from spmd_core.recording import calls, cpu_kernels, inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler
 from spmd_core.recording.in_place import in_place_handler, several_written_handler
+from spmd_core.recording.stand_ins import leaves_of
 from spmd_core.recording.views import alias, as_strided, pieces_handler, view_handler
 from spmd_core.runtime import devices
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, replace_handle, spec_of
@@ -231,7 +232,7 @@ def _derived_out(func: torch._ops.OpOverload, form: torch._ops.OpOverload) -> Ha
         # gets. Overloads without a meta kernel are checked in their parts.
         layouts: list[Any] = [None] * len(outs)
         with suppress(NotImplementedError):
-            found = list(cpu_kernels.leaves_of(inference.infer(func, args, kwargs, spec_of)))
+            found = list(leaves_of(inference.infer(func, args, kwargs, spec_of)))
             layouts = found if len(found) == len(outs) else layouts
         rest = {**required, **{name: a for name, a in kwargs.items() if name not in names}}
         if computes_in_out_dtype and facts.by_name(args, kwargs).get("dtype") is None:

@@ -14,9 +14,10 @@ import torch
 from spmd_core import releases
 from spmd_core.dispatch import masked_writes
 from spmd_core.graph.storage import read
-from spmd_core.recording import cpu_kernels, schema
+from spmd_core.recording import schema
 from spmd_core.recording.calls import Handler, from_host
 from spmd_core.recording.inference import map_tensors
+from spmd_core.recording.stand_ins import leaves_of
 from spmd_core.tensor.selected_tensor import (
     Count,
     SelectedTensor,
@@ -73,7 +74,7 @@ def route(
 
 
 def _selected(args: Iterable[Any]) -> list[SelectedTensor]:
-    return [t for t in cpu_kernels.leaves_of(args) if isinstance(t, SelectedTensor)]
+    return [t for t in leaves_of(args) if isinstance(t, SelectedTensor)]
 
 
 def _on_dense(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

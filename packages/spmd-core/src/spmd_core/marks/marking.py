@@ -22,7 +22,8 @@ from spmd_core.runtime import devices
 from spmd_core.sharding.mesh import Mesh, check_devices
 from spmd_core.sharding.partition_spec import PartitionSpecLike, ShardingSpec
 from spmd_core.sharding.sharding import Sharding
-from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, device_tensor, wrap
+from spmd_core.tensor.gradient_sharding import GradientSharding
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, device_tensor, wrap
 
 
 def mark_sharding(

@@ -1,4 +1,4 @@
-"""Elementwise arithmetic, comparison, logic, bit operations, selection and conversion."""
+"""Elementwise arithmetic: functions of one number, of two, and of complex numbers."""
 
 import math
 from collections.abc import Callable
@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core import dtypes
-from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import is_inexact, is_sixteen_bit, opmath
-from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
+from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
 def _rounded(ctx: Context, function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
@@ -404,96 +402,7 @@ def _pow_scalar(ctx: Context, base: Any, exponent: Any) -> jax.Array:
     return _rounded(ctx, jnp.power, base, exponent)
 
 
-# ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------
-
-_COMPARISONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "eq": jnp.equal,
-    "ge": jnp.greater_equal,
-    "gt": jnp.greater,
-    "le": jnp.less_equal,
-    "lt": jnp.less,
-    "ne": jnp.not_equal,
-}
-
-
-def _register_comparison(op: str, function: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
-    @lowering(f"aten.{op}.Tensor", f"aten.{op}.Scalar")
-    def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
-        dtype = result_dtype(a, b)
-        return function(as_array(a, dtype), as_array(b, dtype))
-
-
-for _op, _function in _COMPARISONS.items():
-    _register_comparison(_op, _function)
-
-_LOGIC: dict[str, Callable[..., jax.Array]] = {
-    "logical_and": jnp.logical_and,
-    "logical_not": jnp.logical_not,
-    "logical_or": jnp.logical_or,
-    "logical_xor": jnp.logical_xor,
-}
-
-
-def _register_logic(op: str, function: Callable[..., jax.Array]) -> None:
-    @lowering(f"aten.{op}.default")
-    def lower(ctx: Context, *operands: Any) -> jax.Array:
-        return function(*(as_array(x, np.dtype(np.bool_)) for x in operands))
-
-
-for _op, _function in _LOGIC.items():
-    _register_logic(_op, _function)
-
-
-@lowering("aten.bitwise_not.default")
-def _bitwise_not(ctx: Context, x: Any) -> jax.Array:
-    return jnp.invert(x)
-
-
-# ---- selection and interpolation -----------------------------------------------------------------
-
-
-def _bound(x: Any, dtype: np.dtype) -> jax.Array:
-    """A bound of clamp; of a number beyond the integers of `dtype`, their own bound.
-
-    torch 2.15 takes such a number where it bounds nothing; older releases refuse it.
-    """
-    if isinstance(x, Number) and np.issubdtype(dtype, np.integer) and x.kind is int:
-        limits = np.iinfo(dtype)
-        return jnp.clip(x.value, limits.min, min(limits.max, np.iinfo(np.int64).max)).astype(dtype)
-    return as_array(x, dtype)
-
-
-@lowering("aten.clamp.default", "aten.clamp.Tensor")
-def _clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> jax.Array:
-    dtype = opmath(ctx.dtype)
-    x = as_array(x, dtype)
-    if min is not None:
-        x = jnp.maximum(x, _bound(min, dtype))
-    if max is not None:  # last, as torch gives `max` where min > max
-        x = jnp.minimum(x, _bound(max, dtype))
-    return x.astype(ctx.dtype)
-
-
-@lowering("aten.clamp_min.default", "aten.clamp_min.Tensor")
-def _clamp_min(ctx: Context, x: Any, min: Any) -> jax.Array:
-    return _clamp(ctx, x, min, None)
-
-
-@lowering("aten.clamp_max.default", "aten.clamp_max.Tensor")
-def _clamp_max(ctx: Context, x: Any, max: Any) -> jax.Array:
-    return _clamp(ctx, x, None, max)
-
-
-@lowering("aten.where.self")
-def _where(ctx: Context, condition: Any, a: Any, b: Any) -> jax.Array:
-    return jnp.where(
-        as_array(condition, np.dtype(np.bool_)), as_array(a, ctx.dtype), as_array(b, ctx.dtype)
-    )
-
-
-@lowering("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-def _masked_fill(ctx: Context, x: Any, mask: Any, value: Any) -> jax.Array:
-    return jnp.where(as_array(mask, np.dtype(np.bool_)), as_array(value, ctx.dtype), x)
+# ---- interpolation -------------------------------------------------------------------------------
 
 
 @lowering("aten.lerp.Scalar", "aten.lerp.Tensor")
@@ -541,62 +450,6 @@ def _angle(ctx: Context, x: Any) -> jax.Array:
     return _rounded(
         ctx, lambda x: jnp.where(jnp.isnan(x), x, jnp.where(x < 0, jnp.pi, 0.0).astype(x.dtype)), x
     )
-
-
-# ---- copies and conversion -----------------------------------------------------------------------
-
-
-def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """torch's conversion: floats are truncated, and wrap in integers of 8 and 16 bits.
-
-    XLA's own conversion would saturate there.
-    """
-    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, np.complexfloating) and dtype != np.bool_:
-        x = lax.real(x)
-    if is_inexact(x.dtype) and jnp.issubdtype(dtype, np.integer) and dtype.itemsize < 4:
-        x = x.astype(np.int64)
-    if dtype == jnp.float8_e4m3fn and dtypes.float8_saturates():
-        largest = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x.astype(opmath(x.dtype)), -largest, largest)
-    return cast(x, dtype)
-
-
-@lowering("aten._to_copy.default")
-def _to_copy(
-    ctx: Context,
-    x: Any,
-    *,
-    dtype: Any = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-    non_blocking: bool = False,
-    memory_format: Any = None,
-) -> jax.Array:
-    return _convert(x, ctx.dtype)
-
-
-@lowering("aten.clone.default")
-def _clone(ctx: Context, x: Any, *, memory_format: Any = None) -> jax.Array:
-    return x
-
-
-@lowering("aten.copy.default")
-def _copy(ctx: Context, x: Any, source: Any, non_blocking: bool = False) -> jax.Array:
-    return jnp.broadcast_to(_convert(as_array(source, source.dtype), ctx.dtype), ctx.shape)
-
-
-@lowering("aten.fill.Scalar", "aten.fill.Tensor")
-def _fill(ctx: Context, x: Any, value: Any) -> jax.Array:
-    return jnp.broadcast_to(
-        _convert(value.value if isinstance(value, Number) else jnp.asarray(value), ctx.dtype),
-        ctx.shape,
-    )
-
-
-@lowering("aten.zero.default")
-def _zero(ctx: Context, x: Any) -> jax.Array:
-    return jnp.zeros(ctx.shape, ctx.dtype)
 
 
 @lowering("aten.frexp.Tensor")

@@ -1,4 +1,4 @@
-"""Batch, layer, group and weight norm, softmax, and gradients, in float32 for 16-bit tensors."""
+"""Batch, layer, group and weight norm, with their gradients, in float32 for 16-bit tensors."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 
 from spmd_core import dtypes
-from spmd_core.ops.kernels.precision import opmath, reduced_dims
+from spmd_core.ops.kernels.precision import widened
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -51,11 +50,6 @@ def _statistics(x: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
     return mean, _mean(jnp.square(x - mean), dims)
 
 
-def _wide(x: Any) -> Any:
-    """The array in torch's compute dtype; None stays None."""
-    return None if x is None else x.astype(opmath(x.dtype))
-
-
 def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
     if weight is not None:
         x = x * weight
@@ -81,7 +75,7 @@ def _all_but_channel(x: jax.Array) -> tuple[int, ...]:
 
 
 def _per_channel(values: Any, x: jax.Array) -> Any:
-    return None if values is None else _wide(values).reshape(_channel_shape(x))
+    return None if values is None else widened(values).reshape(_channel_shape(x))
 
 
 def _batch_normalise(
@@ -109,9 +103,9 @@ def _batch_norm(
 
     The last two are None without running statistics.
     """
-    x = _wide(x)
+    x = widened(x)
     if not training:
-        mean, rstd = _wide(running_mean), lax.rsqrt(_wide(running_var) + eps)
+        mean, rstd = widened(running_mean), lax.rsqrt(widened(running_var) + eps)
         return _batch_normalise(x, weight, bias, mean, rstd), mean, rstd, running_mean, running_var
     dims = _all_but_channel(x)
     mean, variance = (s.reshape(-1) for s in _statistics(x, dims))
@@ -119,8 +113,8 @@ def _batch_norm(
     if running_mean is not None:
         count = math.prod(x.shape[d] for d in dims)
         unbiased = variance * count / as_array(count - 1, variance.dtype)
-        running_mean = _wide(running_mean) * (1 - momentum) + mean * momentum
-        running_var = _wide(running_var) * (1 - momentum) + unbiased * momentum
+        running_mean = widened(running_mean) * (1 - momentum) + mean * momentum
+        running_var = widened(running_var) * (1 - momentum) + unbiased * momentum
     return _batch_normalise(x, weight, bias, mean, rstd), mean, rstd, running_mean, running_var
 
 
@@ -259,7 +253,7 @@ def _batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
-    grad, x = _wide(grad), _wide(x)
+    grad, x = widened(grad), widened(x)
     dims = _all_but_channel(x)
     mean = _per_channel(save_mean if train else running_mean, x)
     rstd = _per_channel(save_invstd, x) if train else lax.rsqrt(_per_channel(running_var, x) + eps)
@@ -308,10 +302,12 @@ def _batch_norm_backward_with_reserve(
 def _layer_norm(
     ctx: Context, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> tuple[jax.Array, ...]:
-    wide = _wide(x)
+    wide = widened(x)
     mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
     rstd = lax.rsqrt(variance + eps)
-    return _as_results(ctx, _affine((wide - mean) * rstd, _wide(weight), _wide(bias)), mean, rstd)
+    return _as_results(
+        ctx, _affine((wide - mean) * rstd, widened(weight), widened(bias)), mean, rstd
+    )
 
 
 @lowering("aten.layer_norm.default")
@@ -328,11 +324,11 @@ def _layer_norm_without_statistics(
 
     `dispatch.composite.layer_norm` records this overload where nothing is differentiated.
     """
-    wide = _wide(x)
+    wide = widened(x)
     mean, variance = _statistics(wide, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
-    return _affine((wide - mean) * lax.rsqrt(variance + eps), _wide(weight), _wide(bias)).astype(
-        ctx.dtype
-    )
+    return _affine(
+        (wide - mean) * lax.rsqrt(variance + eps), widened(weight), widened(bias)
+    ).astype(ctx.dtype)
 
 
 @lowering("aten.native_layer_norm_backward.default")
@@ -349,9 +345,9 @@ def _layer_norm_backward(
 ) -> tuple[jax.Array | None, ...]:
     first = x.ndim - len(normalized_shape)
     inner, outer = tuple(range(first, x.ndim)), tuple(range(first))
-    grad, rstd = _wide(grad), _wide(rstd)
-    normal = (_wide(x) - _wide(mean)) * rstd
-    grad_x = _normalised_gradient(_affine(grad, _wide(weight), None), normal, rstd, inner)
+    grad, rstd = widened(grad), widened(rstd)
+    normal = (widened(x) - widened(mean)) * rstd
+    grad_x = _normalised_gradient(_affine(grad, widened(weight), None), normal, rstd, inner)
     return _masked_results(
         ctx, output_mask, grad_x, jnp.sum(grad * normal, axis=outer), jnp.sum(grad, axis=outer)
     )
@@ -364,12 +360,12 @@ def _layer_norm_backward(
 def _group_norm(
     ctx: Context, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> tuple[jax.Array, ...]:
-    grouped = _wide(x).reshape(N, group, C // group, HxW)
+    grouped = widened(x).reshape(N, group, C // group, HxW)
     mean, variance = _statistics(grouped, (2, 3))
     rstd = lax.rsqrt(variance + eps)
     normal = ((grouped - mean) * rstd).reshape(N, C, HxW)
     out = _affine(
-        normal, *(None if p is None else _wide(p).reshape(1, C, 1) for p in (weight, bias))
+        normal, *(None if p is None else widened(p).reshape(1, C, 1) for p in (weight, bias))
     )
     return _as_results(ctx, out.reshape(x.shape), mean.reshape(N, group), rstd.reshape(N, group))
 
@@ -389,11 +385,11 @@ def _group_norm_backward(
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, ...]:
     grouped = (N, group, C // group, HxW)
-    rstd = _wide(rstd).reshape(N, group, 1, 1)
-    normal = (_wide(x).reshape(grouped) - _wide(mean).reshape(N, group, 1, 1)) * rstd
-    grad = _wide(grad).reshape(grouped)
+    rstd = widened(rstd).reshape(N, group, 1, 1)
+    normal = (widened(x).reshape(grouped) - widened(mean).reshape(N, group, 1, 1)) * rstd
+    grad = widened(grad).reshape(grouped)
     grad_normal = _affine(
-        grad, None if weight is None else _wide(weight).reshape(1, group, C // group, 1), None
+        grad, None if weight is None else widened(weight).reshape(1, group, C // group, 1), None
     )
     grad_x = _normalised_gradient(grad_normal, normal, rstd, (2, 3)).reshape(x.shape)
     return _masked_results(
@@ -414,125 +410,15 @@ def _all_but(x: jax.Array, dim: int) -> tuple[int, ...]:
 
 @lowering("aten._weight_norm_interface.default")
 def _weight_norm(ctx: Context, v: Any, g: Any, dim: int = 0) -> tuple[jax.Array, ...]:
-    v = _wide(v)
+    v = widened(v)
     norm = jnp.sqrt(jnp.sum(v * v, axis=_all_but(v, dim), keepdims=True))
-    return _as_results(ctx, v * (_wide(g) / norm), norm)
+    return _as_results(ctx, v * (widened(g) / norm), norm)
 
 
 @lowering("aten._weight_norm_interface_backward.default")
 def _weight_norm_backward(
     ctx: Context, grad: Any, v: Any, g: Any, norm: Any, dim: int
 ) -> tuple[jax.Array, ...]:
-    grad, v, g, norm = _wide(grad), _wide(v), _wide(g), _wide(norm)
+    grad, v, g, norm = widened(grad), widened(v), widened(g), widened(norm)
     along = jnp.sum(grad * v, axis=_all_but(v, dim), keepdims=True) / norm
     return _as_results(ctx, (g / norm) * (grad - v * along / norm), along)
-
-
-# ---- softmax -------------------------------------------------------------------------------------
-
-
-def _shifted(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    """`x` less its maximum, in torch's compute dtype, so that no exponential overflows."""
-    x = as_array(x, opmath(ctx.dtype))
-    return x - jnp.max(x, axis=dims, keepdims=True, initial=-jnp.inf)
-
-
-def _softmax_over(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
-    powers = jnp.exp(_shifted(ctx, x, dims))
-    return powers / jnp.sum(powers, axis=dims, keepdims=True)
-
-
-@lowering("aten._softmax.default")
-def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
-    return _softmax_over(ctx, x, reduced_dims(dim, x.ndim)).astype(ctx.dtype)
-
-
-@lowering("aten._safe_softmax.default")
-def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Array:
-    dims = reduced_dims(dim, x.ndim)
-    # Attention to no position at all: zeros, not nan.
-    nothing = jnp.all(x == -jnp.inf, axis=dims, keepdims=True)
-    result = _softmax_over(ctx, x, dims)
-    return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
-
-
-@lowering("aten._log_softmax.default")
-def _log_softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
-    dims = reduced_dims(dim, x.ndim)
-    shifted = _shifted(ctx, x, dims)
-    return (shifted - jnp.log(jnp.sum(jnp.exp(shifted), axis=dims, keepdims=True))).astype(
-        ctx.dtype
-    )
-
-
-@lowering("aten._softmax_backward_data.default")
-def _softmax_backward(
-    ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
-) -> jax.Array:
-    grad, output = _wide(grad), _wide(output)
-    return (
-        output * (grad - jnp.sum(grad * output, axis=reduced_dims(dim, grad.ndim), keepdims=True))
-    ).astype(ctx.dtype)
-
-
-@lowering("aten._log_softmax_backward_data.default")
-def _log_softmax_backward(
-    ctx: Context, grad: Any, output: Any, dim: int, input_dtype: Any
-) -> jax.Array:
-    grad, output = _wide(grad), _wide(output)
-    return (
-        grad - jnp.exp(output) * jnp.sum(grad, axis=reduced_dims(dim, grad.ndim), keepdims=True)
-    ).astype(ctx.dtype)
-
-
-# torch's numbers for `mask_type`. The mask's shape is (query, key) for 0, (batch, key) for 1, and
-# the input's shape for 2 or None.
-_SOURCE_MASK, _PADDING_MASK = 0, 1
-
-
-def _check_masked(
-    x: torch.Tensor, mask: torch.Tensor, dim: int | None = None, mask_type: int | None = None
-) -> torch.Tensor:
-    if mask.dtype is not torch.bool:
-        raise RuntimeError(
-            f"Mask should be a boolean tensor; got {mask.dtype}. "
-            "Convert it with .bool(), where True means left out."
-        )
-    wanted: tuple[int, ...] = tuple(x.shape)
-    if mask_type == _SOURCE_MASK:
-        wanted = tuple(x.shape[-2:])
-    elif mask_type == _PADDING_MASK:
-        wanted = (x.shape[0], x.shape[-1])
-    if tuple(mask.shape) != wanted:
-        raise RuntimeError(
-            f"Mask shape should match the input's: {list(wanted)} for mask type {mask_type}; "
-            f"got {list(mask.shape)}. Give it that shape."
-        )
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@lowering("aten._masked_softmax.default", meta=_check_masked)
-def _masked_softmax(
-    ctx: Context, x: Any, mask: Any, dim: int | None = None, mask_type: int | None = None
-) -> jax.Array:
-    """The softmax over elements whose mask is False; NaN for a row without any, as in torch."""
-    if mask_type == _PADDING_MASK:
-        mask = mask.reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
-    x = jnp.where(mask, jnp.asarray(-jnp.inf, x.dtype), x)
-    return _softmax_over(ctx, x, reduced_dims(-1 if dim is None else dim, x.ndim)).astype(ctx.dtype)
-
-
-@lowering(
-    "aten._masked_softmax_backward.default",
-    meta=lambda grad, output, mask, dim=None: _check_masked(grad, mask),
-)
-def _masked_softmax_backward(
-    ctx: Context, grad: Any, output: Any, mask: Any, dim: int | None = None
-) -> jax.Array:
-    zero = jnp.zeros((), opmath(grad.dtype))
-    # Masked before the products, because a masked gradient may be NaN.
-    grad, output = jnp.where(mask, zero, _wide(grad)), jnp.where(mask, zero, _wide(output))
-    total = jnp.sum(
-        grad * output, axis=reduced_dims(-1 if dim is None else dim, grad.ndim), keepdims=True
-    )
-    return jnp.where(mask, zero, output * (grad - total)).astype(ctx.dtype)

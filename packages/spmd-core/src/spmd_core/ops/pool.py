@@ -254,6 +254,8 @@ _LARGE_KERNEL = 64
 
 
 def _register_max_pool(num_dims: int) -> None:
+    """Windows of one size, and their gradient."""
+
     def geometry(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> Any:
         kernel = per_dim(kernel_size, num_dims)
         return (
@@ -313,6 +315,10 @@ def _register_max_pool(num_dims: int) -> None:
         if np.prod(kernel) > _LARGE_KERNEL:
             return _gradient_by_scatter(wide, indices, x.shape, num_dims).astype(ctx.dtype)
         return _gradient_per_tap(ctx, wide, indices, x.shape, kernel, *rest).astype(ctx.dtype)
+
+
+def _register_adaptive_max_pool(num_dims: int) -> None:
+    """Windows whose sizes follow from those of the result, and their gradient."""
 
     @lowering(f"aten.adaptive_max_pool{num_dims}d.default")
     def adaptive(ctx: Context, x: Any, output_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -398,7 +404,8 @@ def _register_fractional_max_pool(num_dims: int) -> None:
         ).astype(ctx.dtype)
 
 
-_register_max_pool(2)
-_register_max_pool(3)
+for _num_dims in (2, 3):
+    _register_max_pool(_num_dims)
+    _register_adaptive_max_pool(_num_dims)
 _register_fractional_max_pool(2)
 _register_fractional_max_pool(3)

@@ -38,7 +38,7 @@ from spmd_core.program.planned_program import PlannedProgram
 from spmd_core.program.planning import Plan, collect, plan
 from spmd_core.program.program import Program
 from spmd_core.program.program_graph import padded_shape
-from spmd_core.runtime import abstract, buffers, interrupts
+from spmd_core.runtime import abstract, buffers, in_flight, interrupts
 from spmd_core.runtime.abstract import AbstractArray
 
 # Context managers around the cut that ends a step; they are exited even if the cut fails. A module
@@ -122,7 +122,7 @@ def cut(*, wait: bool = False, wanted: Storage | None = None) -> None:
                 _request(live)
                 raise
     if wait:
-        buffers.in_flight.wait_all()
+        in_flight.programs.wait_all()
         index_checks.raise_if_found()
 
 

@@ -21,7 +21,7 @@ from spmd_core.program.index_flag import Check
 from spmd_core.program.lower import Traced
 from spmd_core.program.program_graph import Graph
 from spmd_core.program.target import Whole
-from spmd_core.runtime import abstract, buffers, devices, interrupts, watch
+from spmd_core.runtime import abstract, devices, in_flight, interrupts, watch
 from spmd_core.runtime.abstract import AbstractArray
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -232,16 +232,16 @@ class Program(Traced):
         try:
             with jax.enable_x64(True):
                 results, token = self.compiled(numbers, *leaves)
-        except buffers.FAILURES as error:
+        except in_flight.FAILURES as error:
             own = functools.partial(explained, program=self)
             raise (
-                watch.failure_of_others(error) or buffers.in_flight.explained_at_start(error, own)
+                watch.failure_of_others(error) or in_flight.programs.explained_at_start(error, own)
             ) from error
         self.record.executions += 1
         # Weak, as the newest programs stay in flight until something waits: one that is dropped is
         # to be freed before.
         later = weakref.WeakMethod(self._explain_later)
-        buffers.in_flight.add(token, lambda error: _explained_later(later, error))
+        in_flight.programs.add(token, lambda error: _explained_later(later, error))
         if self.index_checks and self._is_on_this_process:
             index_checks.add(token, self.record.name, self.graph, self.index_checks, lines)
         return results
@@ -250,7 +250,7 @@ class Program(Traced):
 def _explained_later(explain: "weakref.WeakMethod[Any]", error: Exception) -> Exception:
     """The error of a program in flight, as the program says it if it is still there."""
     found = explain()
-    return buffers.of_unknown_program(error) if found is None else found(error)
+    return in_flight.of_unknown_program(error) if found is None else found(error)
 
 
 def refuse_mixed(record: counters.ProgramRecord) -> NoReturn:

@@ -28,6 +28,20 @@ from spmd_core.graph.strides import dense_strides, is_dense
 from spmd_core.graph.values import Spec
 from spmd_core.ops import registry
 from spmd_core.recording import schema
+from spmd_core.recording.stand_ins import (
+    COUNT_FROM_1,
+    WIDER,
+    StandIn,
+    StandInCall,
+    Static,
+    fractions_and_ones,
+    leaves_of,
+    map_leaves,
+    memory_of,
+    ones_and_zeros,
+    smaller,
+    with_wider_dtype,
+)
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
 # Arguments that say where results are stored: neither lowerings nor inference need them.
@@ -35,11 +49,7 @@ PLACEMENT_KEYWORDS = ("layout", "pin_memory", "generator", "non_blocking", "devi
 # A call of at most `_SMALL` elements, results included, runs in its own sizes. A larger one is made
 # smaller; if it has no smaller form, its own sizes are used up to `_LARGEST`.
 _SMALL, _LARGEST = 1 << 14, 1 << 22
-# Sizes up to this one are not reduced: they are windows, heads or a few channels.
-_SMALL_SIZE = 8
 _NUMBERS = (bool, int, float, complex)
-# These kernels read rows at pivots, which count from 1: a pivot of 0 reads beyond their memory.
-_COUNT_FROM_1 = ("linalg_lu_solve", "linalg_ldl_solve", "lu_unpack")
 # These take lengths that must have a given sum, which stand-ins do not have. They run only to
 # obtain torch's error message, after the meta kernel has refused a call.
 _REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
@@ -47,78 +57,6 @@ _REFUSE_STAND_INS = ("_ctc_loss", "repeat_interleave", "segment_reduce")
 _OF_INTEGERS_ELSEWHERE = ("histc",)
 # torch's errors for calls that only the CPU's libraries cannot compute.
 _OF_THE_CPU = re.compile(r"not implemented on the CPU|MKL FFT error")
-# Dtypes for which the CPU lacks many kernels that other devices have. A missing kernel counts as a
-# refusal only if it is missing for the wider dtype, too.
-_WIDER = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.uint16: torch.int64,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
-
-
-@dataclass(frozen=True)
-class _StandIn:
-    """A tensor argument.
-
-    Attributes:
-        spec: its shape, strides and dtype.
-        memory: the number of the memory that it shares with another argument, or None.
-        offset: where it begins in that memory, in elements.
-    """
-
-    spec: Spec
-    memory: int | None = None
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class _Static:
-    """Any other argument; compared with its type, as 1, 1.0 and True are equal.
-
-    A scalar input of a program changes from call to call. Unless the answer is to be about its
-    value, every such call gets the same value, and the second trial another one.
-    """
-
-    kind: type
-    value: Any
-    is_input: bool = False
-    second: Any = None
-
-
-@dataclass(frozen=True)
-class _StandInCall:
-    """A call over stand-ins: the positional arguments, and the others by name."""
-
-    func: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-
-    def map(self, function: Callable[[Any], Any]) -> "_StandInCall":
-        """The call with `function` applied to each stand-in and each static argument."""
-        return _StandInCall(
-            self.func,
-            tuple(map_leaves(a, function) for a in self.args),
-            tuple((name, map_leaves(a, function)) for name, a in self.kwargs),
-        )
-
-    def run(self, tensor: Callable[[_StandIn], torch.Tensor], *, is_second: bool = False) -> Any:
-        """What the overload returns, with `tensor` for each stand-in."""
-
-        def given(a: Any) -> Any:
-            if isinstance(a, _StandIn):
-                return tensor(a)
-            return a.second if a.is_input and is_second else a.value
-
-        args = [_as_lists(map_leaves(a, given)) for a in self.args]
-        return self.func(*args, **{n: _as_lists(map_leaves(a, given)) for n, a in self.kwargs})
-
-    def stand_ins(self) -> list[_StandIn]:
-        leaves = (*self.args, *(a for _, a in self.kwargs))
-        return [a for a in leaves_of(leaves) if isinstance(a, _StandIn)]
 
 
 @dataclass(frozen=True)
@@ -139,26 +77,6 @@ class Answer:
 
 
 _UNKNOWN = Answer()
-
-
-def leaves_of(tree: Any) -> Iterator[Any]:
-    """The leaves of nested lists and tuples."""
-    if isinstance(tree, (list, tuple)):
-        for x in tree:
-            yield from leaves_of(x)
-    else:
-        yield tree
-
-
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` applied to the leaves of nested lists and tuples, which become tuples."""
-    if isinstance(tree, (list, tuple)):
-        return tuple(map_leaves(x, function) for x in tree)
-    return function(tree)
-
-
-def _as_lists(tree: Any) -> Any:
-    return [_as_lists(x) for x in tree] if isinstance(tree, tuple) else tree
 
 
 def ask(
@@ -190,19 +108,19 @@ def ask(
     def describe(name: str, a: Any) -> Any:
         if isinstance(a, torch.Tensor):
             if not facts.written or not isinstance(a, XLAShardedTensor):
-                return _StandIn(spec_of(a))
+                return StandIn(spec_of(a))
             memory = memories.setdefault(id(a._handle.storage), len(memories))
-            return _StandIn(a._handle.spec, memory, a._handle.offset)
+            return StandIn(a._handle.spec, memory, a._handle.offset)
         if name in numbers and isinstance(a, _NUMBERS) and not is_refused:
             if number is not None:
-                return _Static(type(a), number(a), is_input=True, second=number(a))
+                return Static(type(a), number(a), is_input=True, second=number(a))
             # Ascending in the order of the schema, as lower and upper bounds must be.
             kind, position = type(a), facts.names.index(name)
-            return _Static(kind, kind(1 + position), is_input=True, second=kind(0))
+            return Static(kind, kind(1 + position), is_input=True, second=kind(0))
         # No random number drawn here is visible to the user.
-        return _Static(type(None), None) if isinstance(a, torch.Generator) else _Static(type(a), a)
+        return Static(type(None), None) if isinstance(a, torch.Generator) else Static(type(a), a)
 
-    call = _StandInCall(
+    call = StandInCall(
         func,
         tuple(map_leaves(a, partial(describe, name)) for name, a in zip(facts.names, args)),
         tuple(
@@ -214,7 +132,7 @@ def ask(
     if memories:
         users = Counter(a.memory for a in call.stand_ins())
         call = call.map(
-            lambda a: _StandIn(a.spec) if isinstance(a, _StandIn) and users[a.memory] == 1 else a
+            lambda a: StandIn(a.spec) if isinstance(a, StandIn) and users[a.memory] == 1 else a
         )
     size = sum(a.spec.num_elements for a in call.stand_ins())
     size += sum(t.numel() for t in leaves_of(result) if isinstance(t, torch.Tensor))
@@ -318,42 +236,42 @@ def _numbers(func: torch._ops.OpOverload) -> frozenset[str]:
 
 @lru_cache(maxsize=8192)
 def _answer(
-    call: _StandInCall, default_dtype: torch.dtype, is_small: bool, is_feasible: bool
+    call: StandInCall, default_dtype: torch.dtype, is_small: bool, is_feasible: bool
 ) -> Answer:
-    smaller = None if is_small else _smaller(call)
-    if smaller is not None:
-        answer = _answer_for_any_size(smaller, default_dtype)
+    small = None if is_small else smaller(call)
+    if small is not None:
+        answer = _answer_for_any_size(small, default_dtype)
         if answer is not None:
             return answer
     return _carry_out(call) if is_small or is_feasible else _UNKNOWN
 
 
 @lru_cache(maxsize=8192)
-def _answer_for_any_size(smaller: _StandInCall, default_dtype: torch.dtype) -> Answer | None:
+def _answer_for_any_size(small: StandInCall, default_dtype: torch.dtype) -> Answer | None:
     """The answer for all calls that reduce to this one; None if their own sizes may matter."""
-    metas = _meta_specs(smaller)
+    metas = _meta_specs(small)
     if metas is None:
         return None
-    answer = _carry_out(smaller)
+    answer = _carry_out(small)
     # Another error may be due to the reduced sizes.
-    is_right = answer.error is None or _is_for_the_dtypes(smaller)
+    is_right = answer.error is None or _is_for_the_dtypes(small)
     return replace(answer, metas=metas) if is_right else None
 
 
-def _carry_out(call: _StandInCall) -> Answer:
+def _carry_out(call: StandInCall) -> Answer:
     """What the CPU kernel does. It refuses a call only if it refuses it for two sets of values."""
     first: Exception | None = None
     with torch.no_grad(), _in_silence(call.func):
         name = call.func._schema.name.removeprefix("aten::")
-        fills = (_ones_and_zeros, _fractions_and_ones)
-        for fill in fills[1:] if name in _COUNT_FROM_1 else fills:
+        fills = (ones_and_zeros, fractions_and_ones)
+        for fill in fills[1:] if name in COUNT_FROM_1 else fills:
             try:
-                is_second = fill is _fractions_and_ones
-                return Answer(results=_specs(call.run(_memory(call, fill), is_second=is_second)))
+                is_second = fill is fractions_and_ones
+                return Answer(results=_specs(call.run(memory_of(call, fill), is_second=is_second)))
             except NotImplementedError as error:
                 if name in _OF_INTEGERS_ELSEWHERE:
                     return _UNKNOWN
-                wider = call.map(_widened)
+                wider = call.map(with_wider_dtype)
                 if wider == call:
                     return Answer(again(error))
                 answer = _carry_out(wider)
@@ -379,57 +297,6 @@ def _in_silence(func: torch._ops.OpOverload) -> Iterator[None]:
         yield
 
 
-def _memory(
-    call: _StandInCall, fill: Callable[[torch.Tensor], object]
-) -> Callable[[_StandIn], torch.Tensor]:
-    """A function that makes a call's stand-ins."""
-    shared: dict[int, torch.Tensor] = {}
-    for a in call.stand_ins():
-        if a.memory is not None:
-            reach = a.offset + 1 + sum((n - 1) * s for n, s in zip(a.spec.shape, a.spec.strides))
-            num_bytes = -(-max(reach, 1) * a.spec.dtype.itemsize // 16) * 16
-            if a.memory not in shared or shared[a.memory].numel() < num_bytes:
-                shared[a.memory] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def make(a: _StandIn) -> torch.Tensor:
-        spec = a.spec
-        if a.memory is None:
-            made = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="cpu")
-        else:
-            flat = shared[a.memory].view(spec.dtype)
-            made = flat.as_strided(spec.shape, spec.strides, a.offset)
-        fill(made)
-        return made
-
-    return make
-
-
-def _ones_and_zeros(t: torch.Tensor) -> None:
-    """Fills with values that serve as weights, and as indices that exist."""
-    t.fill_(1 if t.dtype.is_floating_point or t.dtype.is_complex else 0)
-
-
-def _fractions_and_ones(t: torch.Tensor) -> None:
-    """Fills with values that serve as invertible matrices, probabilities and divisors."""
-    if t.dtype.is_floating_point or t.dtype.is_complex:
-        t.fill_(0.25)
-        if t.dim() > 1:
-            t.diagonal(0, -2, -1).fill_(0.75)
-    else:
-        t.fill_(1)
-
-
-def _widened(a: Any) -> Any:
-    if isinstance(a, _StandIn):
-        dtype = _WIDER.get(a.spec.dtype)
-        if dtype is None:
-            return a
-        return _StandIn(Spec.of(a.spec.shape, a.spec.strides, dtype), a.memory, a.offset)
-    if a.kind is torch.dtype:
-        return _Static(a.kind, _WIDER.get(a.value, a.value))
-    return a
-
-
 def _specs(result: Any) -> Any:
     return map_leaves(
         result, lambda x: Spec.from_tensor(x) if isinstance(x, torch.Tensor) else None
@@ -439,41 +306,7 @@ def _specs(result: Any) -> Any:
 # Smaller stand-ins for large tensors.
 
 
-def _smaller(call: _StandInCall) -> _StandInCall | None:
-    """The call with each size replaced by a smaller one, the same wherever it occurs.
-
-    None if another number among the arguments may be made from sizes, such as a product.
-    """
-    sizes = sorted({n for a in call.stand_ins() for n in a.spec.shape if n > _SMALL_SIZE})
-    new = {n: _SMALL_SIZE + 2 * i for i, n in enumerate(sizes, 1)}
-    if any(abs(a.value) > _SMALL_SIZE and a.value not in new for a in _ints(call)):
-        return None
-    if any(a.memory is not None for a in call.stand_ins()):
-        first: dict[int, _StandIn] = {}
-        for a in call.stand_ins():
-            if a.memory is not None and first.setdefault(a.memory, a) != a:
-                return None  # whether they overlap depends on the sizes
-
-    def shrink(a: Any) -> Any:
-        if isinstance(a, _StandIn):
-            shape = tuple(new.get(n, n) for n in a.spec.shape)
-            strides = dense_strides(shape, a.spec.shape, a.spec.strides)
-            return _StandIn(Spec.of(shape, strides, a.spec.dtype), a.memory)
-        return _Static(int, new.get(a.value, a.value)) if _is_static_int(a) else a
-
-    return call.map(shrink)
-
-
-def _ints(call: _StandInCall) -> Iterator[_Static]:
-    leaves = (*call.args, *(a for _, a in call.kwargs))
-    return (a for a in leaves_of(leaves) if _is_static_int(a))
-
-
-def _is_static_int(a: Any) -> bool:
-    return isinstance(a, _Static) and a.kind is int and not a.is_input
-
-
-def _meta_specs(call: _StandInCall) -> Any:
+def _meta_specs(call: StandInCall) -> Any:
     """The meta kernel's specs of the results, or None if it refuses the call."""
     make = lambda a: torch.empty_strided(  # noqa: E731
         a.spec.shape, a.spec.strides, dtype=a.spec.dtype, device="meta"
@@ -485,20 +318,20 @@ def _meta_specs(call: _StandInCall) -> Any:
             return None
 
 
-def _is_for_the_dtypes(call: _StandInCall) -> bool:
+def _is_for_the_dtypes(call: StandInCall) -> bool:
     """Whether a refused call is accepted with other dtypes, so that its sizes are right."""
     floats = dict.fromkeys((torch.float64, torch.float16, torch.bfloat16), torch.float32)
     narrow = dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int64)
     every = dict.fromkeys((*floats, *narrow, torch.int64, torch.bool), torch.float32)
     complexes = {torch.complex64: torch.float32, torch.complex128: torch.float32}
-    for table in ({**floats, **narrow, **_WIDER, **complexes}, {**every, **_WIDER, **complexes}):
+    for table in ({**floats, **narrow, **WIDER, **complexes}, {**every, **WIDER, **complexes}):
 
         def convert(a: Any, to: dict[torch.dtype, torch.dtype] = table) -> Any:
-            if isinstance(a, _StandIn):
+            if isinstance(a, StandIn):
                 spec = a.spec
                 dtype = to.get(spec.dtype, spec.dtype)
-                return _StandIn(Spec.of(spec.shape, spec.strides, dtype), a.memory, a.offset)
-            return _Static(a.kind, to.get(a.value, a.value)) if a.kind is torch.dtype else a
+                return StandIn(Spec.of(spec.shape, spec.strides, dtype), a.memory, a.offset)
+            return Static(a.kind, to.get(a.value, a.value)) if a.kind is torch.dtype else a
 
         if _carry_out(call.map(convert)).error is None:
             return True

@@ -12,6 +12,7 @@ from spmd_core.graph.values import Entry, Part, Spec, Value
 from spmd_core.ops import registry
 from spmd_core.recording import cpu_kernels, inference, random_stream, schema
 from spmd_core.recording.calls import Call, Handler, look_up, mixed, new_entry
+from spmd_core.recording.stand_ins import leaves_of
 from spmd_core.recording.writes import refuse_partial_overlap, write, write_one_value
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, spec_of
 
@@ -45,7 +46,7 @@ def refuse_overlap(
     if cpu_kernels.refuse(func, args, kwargs):
         return
     target = args[0]._handle
-    for a in cpu_kernels.leaves_of(args[1:]):
+    for a in leaves_of(args[1:]):
         if isinstance(a, XLAShardedTensor) and a._handle.storage is target.storage:
             refuse_partial_overlap(target, a._handle)
 

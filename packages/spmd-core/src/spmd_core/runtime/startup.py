@@ -16,7 +16,7 @@ from spmd_core import releases
 from spmd_core.arguments import checked
 from spmd_core.config import config
 from spmd_core.errors import SpmdError
-from spmd_core.runtime import buffers, devices, disk_cache, presence, watch
+from spmd_core.runtime import devices, disk_cache, in_flight, presence, watch
 
 DEVICE_TYPES = ("CPU", "TPU", "CUDA", "ROCM")
 _jax_cache = releases.jax_module(
@@ -331,7 +331,7 @@ def initialize_cache(path: str | os.PathLike[str], readonly: bool = False) -> No
     Raises:
         SpmdError: a program was already compiled.
     """
-    if buffers.in_flight.has_started:
+    if in_flight.programs.has_started:
         raise SpmdError(
             "the folder of compiled programs is chosen before the first one is compiled; "
             f"a program has run and spmd.initialize_cache({str(path)!r}) "

@@ -15,24 +15,24 @@ them (`runtime.presence`), and after `config.process_timeout_s` that is an error
 """
 
 import atexit
-import hashlib
 import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from spmd_core.config import config
 from spmd_core.errors import ProcessError
 from spmd_core.runtime import agreement, interrupts, presence, stopping
+from spmd_core.runtime.start_log import (
+    Start,
+    StartLog,
+    difference_text,
+)
 
-_NUM_PUBLISHED = 64
-_NUM_DESCRIBED = 128
 # How long the user's program may take to raise the error itself, and a failed process to publish
 # its own.
 _GRACE_S = 5.0
@@ -41,94 +41,6 @@ _MAX_LINES = 20_000
 # end this process after the heartbeat's timeout, and name nobody.
 _STORE_S = 15.0
 _TOGETHER = "all processes of a program end together"
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a program.
-
-    Attributes:
-        number: counted from 1 in the group.
-        hash: of this start and all before it.
-        line: the user's.
-        describe: what is started, a line for each operation.
-    """
-
-    number: int
-    hash: str
-    line: str
-    describe: Callable[[], list[str]]
-
-
-class _Log:
-    """The starts of programs over the devices of a group of processes.
-
-    Attributes:
-        key: where each process of the group publishes, below `spmd/path/`.
-        neighbour: the process with which this one compares.
-        starts: the newest, in order.
-    """
-
-    def __init__(self, group: tuple[int, ...], process: int) -> None:
-        self.key = hashlib.sha256(repr(group).encode()).hexdigest()[:12]
-        self.group = group
-        self.neighbour = group[group.index(process) - 1]
-        self.starts: deque[Start] = deque(maxlen=_NUM_DESCRIBED)
-        self.num_published = 0
-        self.lag = _Lag()
-
-    @property
-    def count(self) -> int:
-        return self.starts[-1].number if self.starts else 0
-
-    def add(self, what: bytes, line: str, describe: Callable[[], list[str]]) -> Start:
-        before = self.starts[-1].hash if self.starts else ""
-        digest = hashlib.blake2b(before.encode() + what, digest_size=8).hexdigest()
-        start = Start(self.count + 1, digest, line, describe)
-        self.starts.append(start)
-        return start
-
-    def text(self) -> str:
-        """What is published."""
-        newest = list(self.starts)[-_NUM_PUBLISHED:]
-        return json.dumps(
-            {"last": newest[-1].number, "line": newest[-1].line, "hashes": [s.hash for s in newest]}
-        )
-
-    def first_difference(self, published: dict[str, Any]) -> Start | None:
-        """The first start that both know and that differs; None if there is none."""
-        first = published["last"] - len(published["hashes"]) + 1
-        for start in list(self.starts):
-            at = start.number - first
-            if 0 <= at < len(published["hashes"]) and published["hashes"][at] != start.hash:
-                return start
-        return None
-
-
-class _Lag:
-    """How long the neighbour has been behind, with the same newest start.
-
-    Attributes:
-        is_told: whether a warning has been given.
-    """
-
-    def __init__(self) -> None:
-        self._last: int | None = None
-        self._since = 0.0
-        self.is_told = False
-
-    def seconds(self, last: int, ahead: int) -> float:
-        """Seconds behind; 0 if it is not, or has just started something.
-
-        Args:
-            last: the number of the neighbour's newest start.
-            ahead: that of this process.
-        """
-        if last >= ahead or last != self._last:
-            self._last, self.is_told = last if last < ahead else None, False
-            self._since = time.monotonic()
-            return 0.0
-        return time.monotonic() - self._since
 
 
 class Watch:
@@ -142,7 +54,7 @@ class Watch:
 
     def __init__(self, client: Any, process: int, num_processes: int) -> None:
         self._client, self._process, self._num_processes = client, process, num_processes
-        self._logs: dict[tuple[int, ...], _Log] = {}
+        self._logs: dict[tuple[int, ...], StartLog] = {}
         self._lock = threading.Lock()
         self._error: str | None = None
         self._still = presence.Stillness(client, process)
@@ -202,7 +114,7 @@ class Watch:
             self._starters.add(threading.get_ident())
             log = self._logs.get(group)
             if log is None:
-                log = self._logs[group] = _Log(group, self._process)
+                log = self._logs[group] = StartLog(group, self._process)
             start = log.add(what, line, describe)
         if compares:
             self._publish(log)
@@ -224,7 +136,7 @@ class Watch:
         os._exit(1)
 
     @interrupts.waits
-    def _wait_for_neighbour(self, log: _Log, start: Start) -> None:
+    def _wait_for_neighbour(self, log: StartLog, start: Start) -> None:
         deadline = time.monotonic() + config.process_timeout_s
         pause_s = 0.0005
         while True:
@@ -332,7 +244,7 @@ class Watch:
         self._looked_at = time.monotonic()
         stopping.answer(self._client, self._process, self._num_processes)
 
-    def _look_at_lag(self, log: _Log) -> None:
+    def _look_at_lag(self, log: StartLog) -> None:
         """Warns of a neighbour that has been behind for long, and then gives it up."""
         published = self._published(log)
         last = 0 if published is None else published["last"]
@@ -362,18 +274,18 @@ class Watch:
         presence.say(text)
         self._tell({"says": text})
 
-    def _publish(self, log: _Log) -> None:
+    def _publish(self, log: StartLog) -> None:
         with self._lock:
             text, log.num_published = log.text(), log.count
         self._client.key_value_set(
             f"spmd/path/{log.key}/{self._process}", text, allow_overwrite=True
         )
 
-    def _published(self, log: _Log) -> dict[str, Any] | None:
+    def _published(self, log: StartLog) -> dict[str, Any] | None:
         text = _found(self._client, f"spmd/path/{log.key}/{log.neighbour}")
         return None if text is None else json.loads(text)
 
-    def _compare(self, log: _Log) -> None:
+    def _compare(self, log: StartLog) -> None:
         published = self._published(log)
         start = None if published is None else log.first_difference(published)
         if start is None:
@@ -392,7 +304,7 @@ class Watch:
             theirs = {"line": "an unknown line", "lines": []}
         ours = self._said(start)
         self._stop(
-            _difference(
+            difference_text(
                 start.number, (self._process, ours), (log.neighbour, theirs), len(log.group)
             )
         )
@@ -404,7 +316,7 @@ class Watch:
             "threads": len(self._starters),
         }
 
-    def _describe(self, log: _Log, number: int) -> None:
+    def _describe(self, log: StartLog, number: int) -> None:
         found = next((s for s in log.starts if s.number == number), None)
         if found is not None:
             said = self._said(found)
@@ -414,7 +326,7 @@ class Watch:
                 allow_overwrite=True,
             )
 
-    def _read(self, process: int, notice: dict[str, Any], logs: list[_Log]) -> None:
+    def _read(self, process: int, notice: dict[str, Any], logs: list[StartLog]) -> None:
         if process == self._process:
             return
         if "pings" in notice:
@@ -476,36 +388,6 @@ def _found(client: Any, key: str) -> str | None:
         if "NOT_FOUND" in str(error):
             return None
         raise
-
-
-def _difference(
-    number: int,
-    ours: tuple[int, dict[str, Any]],
-    theirs: tuple[int, dict[str, Any]],
-    num_processes: int,
-) -> str:
-    """What two processes did at the first start at which they differ, the lower process first."""
-    said, threads = [], ""
-    pair = sorted((ours, theirs), key=lambda one: one[0])
-    mine, other = pair[0][1]["lines"], pair[1][1]["lines"]
-    at = next(
-        (i for i, (a, b) in enumerate(zip(mine, other)) if a != b), min(len(mine), len(other))
-    )
-    for process, what in pair:
-        lines = what["lines"]
-        operation = lines[at] if at < len(lines) else "nothing more"
-        said.append(f"process {process} at {what['line']} has {operation}")
-        if what.get("threads", 1) > 1:
-            threads += (
-                f" {what['threads']} threads of process {process} start programs, in an order that "
-                "no other process has: let one thread record and end the steps."
-            )
-    return (
-        f"all {num_processes} processes start the same programs with the same numbers; number "
-        f"{number} differs from line {at + 1} of its description on: {'; '.join(said)}. Do not let "
-        "what is recorded, read or synced, a seed or a learning rate depend on the process "
-        f"(spmd.debugging.source_lines() has each operation tell its line).{threads}"
-    )
 
 
 # The watch of this process; set by `initialize`.

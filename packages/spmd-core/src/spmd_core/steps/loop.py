@@ -9,7 +9,7 @@ import torch
 from spmd_core.arguments import checked
 from spmd_core.graph.storage import Storage
 from spmd_core.program import execution
-from spmd_core.runtime import buffers
+from spmd_core.runtime import in_flight
 from spmd_core.steps.structures import map_tensors
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor
 
@@ -44,7 +44,7 @@ def wait_device_ops() -> None:
     Raises:
         ProgramError: a program failed on the device.
     """
-    buffers.in_flight.wait_all()
+    in_flight.programs.wait_all()
 
 
 def unlazy(tensors: Any) -> None:
@@ -63,7 +63,7 @@ def unlazy(tensors: Any) -> None:
     values = [execution.materialize(storage) for storage in storages]
     for value in values:
         if value.placement.jax_sharding is not None:
-            buffers.wait_for(value.data)
+            in_flight.wait_for(value.data)
 
 
 def _smoothing() -> float:

@@ -1,7 +1,6 @@
 """`XLAShardedTensor`: a torch tensor on device `xla`, made of metadata and a handle to a value."""
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +9,15 @@ import torch
 
 from spmd_core.arguments import checked
 from spmd_core.errors import DeviceMismatchError, ShardError, SpmdError, UnsupportedOpError
-from spmd_core.graph.storage import Handle, Storage, View, address
+from spmd_core.graph.storage import Handle, View, address
 from spmd_core.graph.values import Spec
 from spmd_core.runtime.jax_sharding import sharding_text
 from spmd_core.sharding.partition_spec import PartitionSpecLike
 from spmd_core.sharding.sharding import Sharding, ShardingType, from_text
 from spmd_core.sharding.xla_text import REPLICATED
 from spmd_core.tensor import shards, stored_bytes, tracing
+from spmd_core.tensor.device_storage import DeviceStorage
+from spmd_core.tensor.gradient_sharding import GradientSharding
 from spmd_core.tensor.logical_device import XLA_DEVICE
 from spmd_core.tensor.shards import XLAShard
 
@@ -28,36 +29,6 @@ _as_strided_ = torch.ops.aten.as_strided_.default
 _METADATA_KEYS = torch._C.DispatchKeySet(
     torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 )
-
-
-class GradientSharding:
-    """The sharding that a tensor's gradients are constrained to: the one of the tensor's handle.
-
-    The tensor and its gradient hook share this object. It holds the handle weakly: the hook lives
-    as long as autograd's graph, and a value that is held at a cut becomes a result of the program,
-    so a loss that lives through `sync()` would make all marked activations results. When the handle
-    is gone, its last known sharding stays in effect.
-
-    Attributes:
-        shape: the shape of the handle's tensor.
-    """
-
-    def __init__(self, handle: Handle) -> None:
-        self.follow(handle)
-
-    def follow(self, handle: Handle) -> None:
-        """From here on, gradients follow the sharding of this handle."""
-        self._handle, self._sharding, self.shape = (
-            weakref.ref(handle),
-            handle.sharding,
-            handle.spec.shape,
-        )
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """The handle's sharding now, or, if the handle is gone, at the last call of `follow`."""
-        handle = self._handle()
-        return self._sharding if handle is None else handle.sharding
 
 
 class XLAShardedTensor(torch.Tensor):
@@ -420,42 +391,6 @@ class XLAShardedTensor(torch.Tensor):
         if handle is None:
             raise tracing.refusal(outer_size)
         return wrap(handle)
-
-
-class DeviceStorage:
-    """Stands in for `torch.UntypedStorage`; equal for tensors that share one storage.
-
-    Raises:
-        AttributeError: for every attribute that would read, write or resize the bytes, which a
-            device array does not expose.
-    """
-
-    device = XLA_DEVICE
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-
-    def data_ptr(self) -> int:
-        """A number that identifies the storage."""
-        return address(self._storage)
-
-    def nbytes(self) -> int:
-        """The number of bytes of all elements, over all shards."""
-        return self._storage.spec.num_bytes
-
-    size = __len__ = nbytes
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceStorage) and other._storage is self._storage
-
-    def __hash__(self) -> int:
-        return hash(self._storage)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"the storage of an xla tensor has no bytes that Python can reach; got .{name}. "
-            "Use the tensor itself, or tensor.cpu().untyped_storage()."
-        )
 
 
 def _copy_of(handle: Handle, memo: dict[Any, Any]) -> Handle:

@@ -16,7 +16,7 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Handle, Storage
 from spmd_core.program import execution, leaves
 from spmd_core.program.program_graph import padded_shape
-from spmd_core.runtime import buffers, devices
+from spmd_core.runtime import buffers, devices, in_flight
 from spmd_core.sharding.sharding import Sharding
 
 
@@ -77,7 +77,7 @@ def read_local(storage: Storage) -> list[XLAShard]:
     sharding = storage.sharding
     assert sharding is not None
     array = execution.place(storage)
-    buffers.in_flight.wait_all()
+    in_flight.programs.wait_all()
     execution.raise_if_wrong(storage.value)
     indices, replicas, positions = (
         sharding.indices(storage.spec.shape),

@@ -20,7 +20,8 @@ from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage
 from spmd_core.program import leaves
 from spmd_core.sharding.sharding import Sharding
-from spmd_core.tensor.sharded_tensor import GradientSharding, XLAShardedTensor, attributes_of
+from spmd_core.tensor.gradient_sharding import GradientSharding
+from spmd_core.tensor.sharded_tensor import XLAShardedTensor, attributes_of
 from spmd_core.torch_backend.subclasses import device_class, user_class
 
 _SCRIPTED: Any = torch.jit.ScriptModule  # for type checkers, no subclass of nn.Module

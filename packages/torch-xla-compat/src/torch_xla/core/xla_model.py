@@ -1,6 +1,6 @@
-"""torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, collectives."""
+"""torch_xla.core.xla_model ("xm"): the logical device, steps, saving, random state, processes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,20 +19,24 @@ from spmd_core.torch_backend import random_state
 from torch_xla import _exchanged
 from torch_xla._environment import is_set
 from torch_xla._upstream import refuse, refused
-from torch_xla.core import _replica_groups
+from torch_xla.core._collectives import REDUCE_AND as REDUCE_AND
+from torch_xla.core._collectives import REDUCE_MAX as REDUCE_MAX
+from torch_xla.core._collectives import REDUCE_MIN as REDUCE_MIN
+from torch_xla.core._collectives import REDUCE_MUL as REDUCE_MUL
+from torch_xla.core._collectives import REDUCE_OR as REDUCE_OR
+from torch_xla.core._collectives import REDUCE_SUM as REDUCE_SUM
+from torch_xla.core._collectives import all_gather as all_gather
+from torch_xla.core._collectives import all_reduce as all_reduce
+from torch_xla.core._collectives import all_to_all as all_to_all
+from torch_xla.core._collectives import broadcast_master_param as broadcast_master_param
+from torch_xla.core._collectives import check_world_of_one
+from torch_xla.core._collectives import collective_broadcast as collective_broadcast
+from torch_xla.core._collectives import collective_permute as collective_permute
+from torch_xla.core._collectives import reduce_scatter as reduce_scatter
 
 _multihost_utils = releases.jax_module("jax.experimental.multihost_utils", "process_allgather")
 
 XLA_LIB = torch.library.Library("xla", "FRAGMENT")
-REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = (
-    "sum",
-    "mul",
-    "and",
-    "or",
-    "min",
-    "max",
-)
-_REDUCTIONS = (REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX)
 _PLATFORMS = ("TPU", "CPU", "GPU", "CUDA", "ROCM", "NEURON", "XLA_CPU", "XLA_GPU")
 
 RateTracker = loop.RateTracker
@@ -198,7 +202,7 @@ def optimizer_step(
 
     There is one replica, so gradients are not reduced.
     """
-    _world_of_one(groups)
+    check_world_of_one(groups)
     return loop.optimizer_step(optimizer, barrier=barrier, optimizer_args=optimizer_args)
 
 
@@ -207,7 +211,7 @@ def reduce_gradients(
     optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True
 ) -> None:
     """Does nothing: there is one logical replica, so gradients are already complete."""
-    _world_of_one(groups)
+    check_world_of_one(groups)
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -351,177 +355,7 @@ def fork_rng(device: Any = None, enabled: bool = True) -> AbstractContextManager
     return random_state.fork_rng(enabled=enabled)
 
 
-# Collectives between replicas. In SPMD mode there is one replica, which holds complete values.
-
-
-def _world_of_one(groups: Any) -> None:
-    if groups and any(list(group) != [0] for group in groups):
-        raise ValueError(
-            f"groups name replicas, and in SPMD mode there is one, number 0; got {groups}. "
-            "Leave groups out, or enter a manual region first."
-        )
-
-
-def _reduction(reduce_type: str) -> None:
-    if reduce_type not in _REDUCTIONS:
-        raise ValueError(
-            f"a reduction is one of {', '.join(_REDUCTIONS)}; got {reduce_type!r}. "
-            "Use one of the constants REDUCE_*."
-        )
-
-
-def _check_dim(name: str, dim: int, value: torch.Tensor) -> None:
-    """IndexError for a dim that the value lacks, as for the same call with several replicas."""
-    if not -value.dim() <= require_int(name, dim) < value.dim():
-        raise IndexError(
-            f"{name} is a dim of the value, which has {value.dim()}; got {dim!r}. "
-            f"Write for instance {name}=0."
-        )
-
-
-@checked()
-def all_reduce(
-    reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
-) -> Any:
-    """Reduces over all replicas: with one, a copy times `scale`; a list is scaled in place.
-
-    In a manual region the replicas are the region's devices, and `groups` contains their numbers.
-    This holds for all collectives of this module.
-    """
-    _reduction(reduce_type)
-    region = _replica_groups.region(inputs)
-    if region is not None:
-        return _replica_groups.all_reduce(region, reduce_type, inputs, scale, groups)
-    if not isinstance(inputs, torch.Tensor) and any(
-        _replica_groups.region(tensor) is not None for tensor in inputs
-    ):
-        for tensor in inputs:
-            tensor.copy_(all_reduce(reduce_type, tensor, scale, groups))
-        return None
-    _world_of_one(groups)
-    if isinstance(inputs, torch.Tensor):
-        return inputs * scale if scale != 1.0 else inputs.clone()
-    if scale != 1.0:
-        for tensor in inputs:
-            tensor.mul_(scale)
-    return None
-
-
-@checked()
-def all_gather(
-    value: torch.Tensor,
-    dim: int = 0,
-    groups: Any = None,
-    output: torch.Tensor | None = None,
-    pin_layout: bool = True,
-) -> torch.Tensor:
-    """Concatenates the values of all replicas: with one replica, returns the value."""
-    _check_dim("dim", dim, value)
-    region = _replica_groups.region(value)
-    if region is not None:
-        gathered = _replica_groups.all_gather(region, value, dim, groups)
-        return gathered if output is None else output.copy_(gathered)
-    _world_of_one(groups)
-    return value if output is None else output.copy_(value)
-
-
-@checked(shard_count=1)
-def reduce_scatter(
-    reduce_type: str,
-    input: torch.Tensor,
-    scale: float,
-    scatter_dim: int,
-    shard_count: int,
-    groups: Any = None,
-    output: torch.Tensor | None = None,
-    pin_layout: bool = True,
-) -> torch.Tensor:
-    """Returns a replica's part of the sum over replicas: with one, the value times `scale`.
-
-    Raises:
-        ValueError: `shard_count` is not the number of replicas.
-    """
-    _reduction(reduce_type)
-    _check_dim("scatter_dim", scatter_dim, input)
-    region = _replica_groups.region(input)
-    if region is not None:
-        part = _replica_groups.reduce_scatter(
-            region, reduce_type, input, scale, scatter_dim, shard_count, groups
-        )
-        return part if output is None else output.copy_(part)
-    _world_of_one(groups)
-    if shard_count != 1:
-        raise ValueError(
-            f"there is one replica in SPMD mode; got shard_count={shard_count}. "
-            "Use spmd_core.shard_map and reduce_scatter along a mesh axis."
-        )
-    result = input * scale
-    return result if output is None else output.copy_(result)
-
-
-@checked(split_count=1)
-def all_to_all(
-    value: torch.Tensor,
-    split_dimension: int,
-    concat_dimension: int,
-    split_count: int,
-    groups: Any = None,
-    pin_layout: bool = True,
-) -> torch.Tensor:
-    """Exchanges parts between replicas: with one replica, returns the value.
-
-    Raises:
-        ValueError: `split_count` is not the number of replicas.
-    """
-    _check_dim("split_dimension", split_dimension, value)
-    _check_dim("concat_dimension", concat_dimension, value)
-    region = _replica_groups.region(value)
-    if region is not None:
-        return _replica_groups.all_to_all(
-            region, value, split_dimension, concat_dimension, split_count, groups
-        )
-    _world_of_one(groups)
-    if split_count != 1:
-        raise ValueError(
-            f"there is one replica in SPMD mode; got split_count={split_count}. "
-            "Use spmd_core.shard_map and all_to_all along a mesh axis."
-        )
-    return value
-
-
-def collective_permute(value: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> torch.Tensor:
-    """Sends values between (source, target) pairs of replicas.
-
-    With one replica: a copy of the value for the pair (0, 0), zeros without it. ValueError for any
-    other pair.
-    """
-    given = [tuple(pair) for pair in pairs]
-    if any(pair != (0, 0) for pair in given):
-        raise ValueError(
-            f"there is one replica in SPMD mode, number 0; got {given}. "
-            "Use spmd_core.shard_map and collective_permute along a mesh axis."
-        )
-    return value.clone() if given else torch.zeros_like(value)
-
-
-@checked()
-def collective_broadcast(
-    tensors: Sequence[torch.Tensor],
-    root_ordinal: int = 0,
-    groups: Any = None,
-    pin_layout: bool = True,
-) -> None:
-    """Broadcasts the root's values: does nothing, as there is one replica, which is the root."""
-    _world_of_one(groups)
-    if root_ordinal != 0:
-        raise ValueError(
-            f"there is one replica in SPMD mode, number 0; got root_ordinal={root_ordinal}. "
-            "Leave it out."
-        )
-
-
-def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Broadcasts the first replica's parameters: does nothing, as there is one replica."""
+# Replicas, of which SPMD mode has one, and processes.
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from spmd_core.program import execution
-from spmd_core.runtime import buffers
+from spmd_core.runtime.in_flight import wait_for
 from spmd_core.tensor.sharded_tensor import device_tensor
 
 
@@ -24,7 +24,7 @@ def on_ready_callback(tensor: torch.Tensor, callback: Callable[[], None]) -> Non
     array = execution.place(device_tensor(part, "on_ready_callback")._handle.storage)
 
     def wait() -> None:
-        buffers.wait_for(array)
+        wait_for(array)
         callback()
 
     threading.Thread(target=wait, name="on_ready_callback", daemon=True).start()

@@ -389,6 +389,9 @@ def backward(
     """The gradients of query, key, value and mask in torch's compute dtype, None if not wanted.
 
     `delta` may be given instead of `out`: the sum of its products with `grad`, for each query.
+
+    One function, although long: the step of one scan adds to all gradients, which share the scores
+    and the weights of a pair of blocks.
     """
     wide = opmath(query.dtype)
     size_q, size_k = plan.query_blocks[0], plan.key_blocks[0]

@@ -1,6 +1,7 @@
 """The dtype and precision that lowerings compute in, and the dims that they reduce, as in torch."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,11 @@ def opmath(dtype: np.dtype) -> np.dtype:
     float32 for the 16-bit floats, else `dtype`.
     """
     return np.dtype(np.float32) if dtype in _SIXTEEN_BITS else np.dtype(dtype)
+
+
+def widened(x: Any) -> Any:
+    """The array in torch's compute dtype; None stays None."""
+    return None if x is None else x.astype(opmath(x.dtype))
 
 
 def is_sixteen_bit(dtype: np.dtype) -> bool:

@@ -16,7 +16,7 @@ another way is left to the partitioner. GPT-2 over `fsdp=8` CPU devices then sen
 step.
 
 The same holds for the activations of tensor parallelism, and for their gradients: a linear layer
-whose input's features are split sums over these (`modules/tensor_parallel.py` marks such a sum with
+whose input's features are split sums over these (`modules/parallel_styles.py` marks such a sum with
 the axes that split them). "The batch" stands for the features there. Several such
 sums that are added up, as are gradients of layers with one input, are always found: the partitioner
 joins them only where nothing else, such as the gradient of an adapter, is added in between.
