@@ -159,7 +159,7 @@ def compare(name: str, run: Mapping[str, Any], baseline: Mapping[str, Any]) -> C
         now = _samples(name, figure, run)
         try:
             before = _samples(name, figure, baseline)
-        except CheckError:  # of before the benchmark measured it
+        except CheckError:  # a result from before the benchmark measured it
             before = {}
         common = [key for key in before if key in now]
         gone += [key for key in before if key not in now]
@@ -177,7 +177,7 @@ def compare(name: str, run: Mapping[str, Any], baseline: Mapping[str, Any]) -> C
 
 
 def _samples(name: str, figure: Ratio | Amount, data: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The samples of a figure's entries, by their path; of what takes no time, none."""
+    """The samples of a figure's entries, by their path, without those that take no time."""
     try:
         if isinstance(figure, Amount):
             return {path: [_amount(value)] for path, _, value in _found(figure.path, data)}
@@ -213,7 +213,7 @@ def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 def _found(
     path: str, data: Any, named: tuple[str, ...] = (), entry: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    """The values at a path, each with its own path and the names of its entries alone.
+    """The values at a path, each with its own path, in which entries have only their names.
 
     An entry of a list that the benchmark `skipped` has none, nor what `failed`; entries of one name
     are numbered.

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
         ]
         for m in measured
     ]
-    bound = 2 + (7 + args.tokens).bit_length() - 5  # the prompt, a length, rooms from 32 on
+    bound = 2 + (7 + args.tokens).bit_length() - 5  # prompt, a length, capacities from 32
     reached = all(
         m["programs"] <= (bound if m["cache"] == "dynamic" else MAX_STATIC_PROGRAMS)
         for m in measured

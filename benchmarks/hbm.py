@@ -2,7 +2,7 @@
 
 Compiles a train step for chips that are not there, by libtpu, and runs nothing: the recipe's
 (`examples/gpt2/train.py` through `spmd_core.plan`) and the hand-written one
-(`reference_jax_gpt2.py`), with the same sizes, shardings, recomputation of each block, bfloat16
+(`reference_jax_program.py`), with the same sizes, shardings, recomputation of each block, bfloat16
 autocast and AdamW, one sequence of 1,024 tokens on each shard of the batch. The bound is that of
 `memory_bound.py`. All figures are of one device and without the program's code.
 
@@ -38,7 +38,7 @@ from examples.gpt2.presets import PRESETS
 MAX_OF_BOUND, MAX_OF_REFERENCE, MIN_MFU_BOUND = 1.10, 1.03, 0.50
 TIMEOUT_S = 3600
 CAPACITY = 32 * 2**30  # of a v4 chip
-# Of LIBTPU_INIT_ARGS. 4 KiB: a DMA of HBM is cut at such boundaries in any case.
+# Of LIBTPU_INIT_ARGS. 4 KiB: a DMA of HBM is split at such boundaries in any case.
 ALIGNED = "--xla_jf_program_hbm_alignment_in_kib=4"
 # Chips by the number of devices that the mesh takes: a v4 slice has at least four.
 TOPOLOGIES = {1: "v4-8", 4: "v4-8", 8: "v4-16", 16: "v4-32"}
@@ -94,7 +94,7 @@ def compiled(command: list[str], output: Path, *, arguments: str) -> Any:
     """Runs a module that writes JSON, with arguments of libtpu.
 
     Returns:
-        What it wrote, or the end of its complaint.
+        What it wrote, or the end of its error.
     """
     output.unlink(missing_ok=True)
     try:
@@ -192,7 +192,7 @@ def _ratio(peak: float | None, of: float | None) -> str:
 
 
 def _brief(failure: str) -> str:
-    """What a compiler says of memory, without what stands around it."""
+    """The part of a compiler's error that is about memory."""
     found = re.search(r"total memory required .* exceeds available HBM \([^)]*\)", failure)
     return found[0] if found else failure.splitlines()[0]
 

@@ -82,7 +82,7 @@ class Case:
     """A model and the dtype in which it is created.
 
     Attributes:
-        parallelize: lays it out over a mesh of fsdp and tensor, as the recipes do; None: each
+        parallelize: shards it over a mesh of fsdp and tensor, as the recipes do; None: each
             parameter's largest dim is split over one axis.
     """
 

@@ -117,7 +117,7 @@ class Programs:
         return [torch.tensor(self.x.sum().item())]
 
     def compiled(self) -> list[torch.Tensor]:
-        """Programs of ever new sizes; the result has none of them."""
+        """Compiles programs of new sizes each time; they leave no result."""
         self._sizes += 1
         ones = torch.ones(self._sizes, 2, device=self.device).cumsum(1)
         spmd.sync()
@@ -195,7 +195,7 @@ def interrupted(rounds: int, seed: int) -> dict[str, Any]:
                 hit[name] += 1
             else:
                 wrong[f"lost in {name}"] += 1
-            sender.stdout.readline()  # a second KeyboardInterrupt of one signal would end this
+            sender.stdout.readline()  # a second KeyboardInterrupt for one signal would end this
             after = state()
             wrong.update(f"{k} after {name}" for k in before if before[k] != after[k])
             before = after

@@ -18,9 +18,9 @@ in memory under these semantics, whatever the order of the operations:
   (6 bytes x tokens x width), attended values (2), the residual sum between the two layers (4), the
   MLP's inner values (8). The other activations are functions of these element by element or row by
   row, and a fused program never stores them. In addition, where fsdp splits the weights, the
-  largest weight of the block, gathered whole in bfloat16.
+  largest weight of the block, gathered in bfloat16.
 - **The head**: bfloat16 logits, whose gradient may take their place, and where fsdp splits it, the
-  table, gathered whole in bfloat16.
+  table, gathered in bfloat16.
 
 Gradients grow by as much as a block's in each block of the backward, and block inputs shrink, both
 linearly: so the peak is at the head, in the last block, in the first block, or at the end. The
@@ -38,7 +38,7 @@ STATE_BYTES, FLOAT32_BYTES, BFLOAT16_BYTES = 12, 4, 2
 
 @dataclass(frozen=True)
 class Moment:
-    """What lies in memory at one moment of the step, in bytes of one device."""
+    """The contents of one device's memory at one moment of the step, in bytes."""
 
     state: float
     gradients: float = 0.0

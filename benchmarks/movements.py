@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _RESAMPLES = 2000
-_CERTAINTY = 0.99  # that a figure which did not move is inside of its noise
+_CERTAINTY = 0.99  # the probability that a figure which did not move is inside of its noise
 _FEWEST_SAMPLES = 3
 _LEAST_AMOUNT = 0.01  # a smaller change of bytes or counts is another version's rounding up
 # Fewer figures that have a single sample do not tell how much such figures scatter.
@@ -43,7 +43,7 @@ class Movement:
 
     @property
     def change(self) -> float:
-        """By how much more, as a fraction: 0.1 for 10% more."""
+        """The relative change: 0.1 for 10% more."""
         if self.before == 0:
             return 0.0 if self.now == 0 else math.inf
         return self.now / self.before - 1

@@ -322,7 +322,7 @@ def _largest(op: Any, variant: str) -> Sample | None:
     try:
         scaled = _scaled(largest, op.formatted_name)
         _run(op, scaled, variant)
-    except Exception:  # its other arguments, such as shapes, do not fit any more
+    except Exception:  # its other arguments, such as shapes, no longer fit
         return largest
     return scaled
 

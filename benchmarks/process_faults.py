@@ -1,4 +1,4 @@
-"""Is every process told, within a minute and with a name, when one of them dies, hangs or differs?
+"""Does every process get an error that names the one that died, hung or differed, in a minute?
 
     python -m benchmarks.process_faults
         two processes on this machine for each fault, with the default times: a quarter of an hour

@@ -215,7 +215,7 @@ def _described(outcome: Any) -> str:
 
 
 def _compare(op: Any, call: _Call) -> tuple[str, Finding | None, str]:
-    """What both sides did: a word for the summary, the finding, and its detail."""
+    """Compares both sides: a category for the summary, the finding, and its detail."""
     right = _outcome(op, call, "cpu")
     if isinstance(right, Exception) and (
         isinstance(right, torch.linalg.LinAlgError) or _OF_VALUES.search(str(right))

@@ -207,7 +207,7 @@ async def measured(url: str, clients: int) -> dict[str, Any]:
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """The middle and the nearly worst of some times."""
+    """The median and a high percentile of some times."""
     return {"median": statistics.median(seconds), "p95": statistics.quantiles(seconds, n=20)[-1]}
 
 

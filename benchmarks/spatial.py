@@ -62,7 +62,7 @@ class Case:
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def halo_bytes(self, shape: Sequence[int]) -> float:
-        """What a device receives at most, of a batch, where the mesh splits rows and columns so.
+        """The most that a device receives for a batch whose rows and columns the mesh splits.
 
         Counted from the definition of the windows: forward, the elements that a block of results
         reads outside of the same device's block of the input; backward, for a convolution, the
@@ -81,7 +81,7 @@ class Case:
         return float((forward * self.channels + backward * self.outs) * per_element)
 
     def _halos(self, num: int, count: int) -> tuple[int, int]:
-        """Rows before and after a block that it lacks, at most: of the input, of the gradient."""
+        """The most rows before and after a block that it reads: of the input, of the gradient."""
         block, block_out = -(-self.size // count), -(-num // count)
         reads = {
             (r, r * self.stride + k - self.kernel // 2)
@@ -229,7 +229,7 @@ def _cells(before: dict[str, Any], after: dict[str, Any], limit: float) -> list[
 
 
 def step_arithmetic(shape: Sequence[int]) -> float:
-    """What crosses the borders in a step of ResNet-50: 125,216 elements an image, and back."""
+    """What devices exchange in a step of ResNet-50: 125,216 elements an image, and back."""
     borders = sum(n / math.prod(shape) for n in shape if n > 1)
     return 2.0 * 125_216 * 4 * BATCH * borders
 

@@ -60,7 +60,7 @@ class _Worker:
         answers.put(None)
 
     def ask(self, task: Task, lost: Callable[[Task, str], Any]) -> Any:
-        """The answer; `lost(task, what happened)` if the process dies or is too slow."""
+        """The answer; `lost(task, reason)` if the process dies or is too slow."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()

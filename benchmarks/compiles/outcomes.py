@@ -149,7 +149,7 @@ def _made(graph: Graph, target: Target, outcome: Outcome) -> set[str]:
 
 
 def alone(graph: Graph, position: int) -> Graph:
-    """The program of one operation, whose inputs are whole on each device."""
+    """The program of one operation, whose inputs are replicated."""
     node = graph.nodes[position]
     specs = [spec for n in graph.nodes for spec in n.entry.outs]
     inputs = [specs[i] if i >= 0 else graph.leaves[-i - 1].spec for i in node.inputs]

@@ -76,7 +76,7 @@ class Target:
 
     @contextmanager
     def _made(self) -> Iterator[None]:
-        """Inside, programs that a read needs are made as `make` makes them."""
+        """Inside, programs that a read needs are compiled by `make`."""
         if self.name != CUDA:
             # Nothing reads the buffers that a plan's compilations write down.
             with mock.patch.object(abstract.Run, "compile_options", return_value={}):
@@ -92,6 +92,6 @@ class Target:
 
 
 def _place(program: Program) -> None:
-    """Where the partitioner would have chosen, results are whole."""
+    """Where the partitioner would have chosen a sharding, results are replicated."""
     whole = Placement.of(replicated(program.graph.device_ids), None)
     program.out_placements = [whole if p is None else p for p in program.out_placements]

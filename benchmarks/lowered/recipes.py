@@ -70,13 +70,13 @@ RUNS = {
 
 
 def _lowered(seen: planning._Seen, topology: object, *, machine_code: bool) -> None:
-    """Takes the place of a plan's compilation: lowers, and stops there."""
+    """Replaces a plan's compilation: only lowers the program."""
     Traced(seen.program.graph, seen.program.name)
     raise DeviceMemoryError("lowered, not compiled")
 
 
 def _placement(self: planned_program.PlannedProgram, output: object) -> Placement | None:
-    """Results that a compilation would place are whole."""
+    """Results whose sharding a compilation would choose are replicated."""
     known = _known_placement(self, output)  # type: ignore[arg-type]
     return known or Placement.of(replicated(self.graph.device_ids), None)
 

@@ -106,7 +106,7 @@ def graph_hash(text: str) -> str:
 
 @contextlib.contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Inside, whatever is lowered is kept in a folder under the current label."""
+    """Inside, all lowered programs are kept in a folder under the current label."""
     folder.mkdir(parents=True, exist_ok=True)
     lower = jax.stages.Traced.lower
 
@@ -130,7 +130,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Inside, what is lowered has this label."""
+    """Inside, lowered programs have this label."""
     before, _label[0] = _label[0], label
     try:
         yield
@@ -157,7 +157,7 @@ def pytest_sessionfinish() -> None:
 
 
 def main(before: Path, after: Path) -> int:
-    """Prints which programs differ; 0 if none computes something else."""
+    """Prints which programs differ; returns 0 if all compute the same."""
     old, new = (json.loads((folder / _INDEX).read_text()) for folder in (before, after))
     same, compared = 0, {}
     for label in [*old, *(label for label in new if label not in old)]:

@@ -362,7 +362,7 @@ def examine(
         return verdict
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        router.forget()  # afterwards calls.entries holds only what this call uses
+        router.forget()  # afterwards calls.entries holds only the entries that this call uses
         if variant == "errors":
             _examine_errors(op, verdict)
         else:

@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass
 class Answer:
-    """What came of a task: how many programs ran, and which failed."""
+    """The result of a task: how many programs ran, and which failed."""
 
     num_programs: int = 0
     failures: list[Failure] = field(default_factory=list)
@@ -125,7 +125,7 @@ RANDOM = {
 
 
 def _run_together(source: Source, programs: list[_Program], mesh: spmd.Mesh) -> None:
-    """Fills in the results: by one cut, or by one for each program where that one fails."""
+    """Fills in the results: of one program for all; if that fails, of one for each case."""
     recorded = []
     for program in programs:
         try:
@@ -148,7 +148,7 @@ def _run_together(source: Source, programs: list[_Program], mesh: spmd.Mesh) -> 
 
 
 def num_replicated() -> float:
-    """How many programs were compiled with all tensors replicated, as XLA refused them else."""
+    """How many programs were compiled replicated, because XLA refused them otherwise."""
     return spmd.metrics.counter("programs_with_whole_everything")
 
 

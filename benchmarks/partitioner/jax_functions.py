@@ -176,7 +176,7 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tasks(names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every function under one mesh and size, then under the next: a run may be cut off."""
+    """Every function under one mesh and size, then under the next: a run may be interrupted."""
     return [
         {"call": name, "mesh": mesh, "sizes": size, "limit": args.limit}
         for mesh, size, name in itertools.product(args.mesh or MESHES, reversed(SIZES), names)

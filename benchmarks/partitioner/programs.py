@@ -9,7 +9,7 @@ number, so that a failure can be run again. What is drawn:
 - what reads the result, and how the result is marked;
 - whether the gradient is computed too, or the operation is done in place.
 
-Many programs are recorded before one cut, so that XLA compiles them as one.
+Many cases are recorded before one flush, so that XLA compiles them as one program.
 """
 
 import copy
@@ -43,7 +43,7 @@ READERS = ("nothing", "product", "row", "sum", "flipped")
 VARIANTS = ("forward", "gradient", "in place")
 LARGEST = 4096  # elements of a sample's tensors: larger ones only take longer
 
-# Factors of a matrix are determined up to signs: only the samples' own functions may read them.
+# Factors of a matrix are unique up to signs: only the samples' own functions may read them.
 NOT_UNIQUE = frozenset(
     {"svd", "svd_lowrank", "pca_lowrank", "linalg_svd", "linalg_eig", "linalg_eigh"}
 )
@@ -206,7 +206,7 @@ class Entry:
         try:
             if close(down(process(got)), down(process(expected)), rtol=2e-4, atol=2e-5) is None:
                 return True
-        except Exception:  # the function takes the operation's results, not what is read of them
+        except Exception:  # the function takes the results, not values computed from them
             pass
 
         def run(sample: Sample) -> Any:

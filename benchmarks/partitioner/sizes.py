@@ -52,13 +52,13 @@ from spmd_core.program import compile_cache, growing_sizes
 NAMES = ("B", "T", "D")
 RUNS = 7
 LARGEST = 24
-# A running product of many elements leaves no digits.
+# A running product of many elements has no accurate digits.
 LARGEST_ERROR = 1e3 * TOLERANCE
 
 
 @dataclass
 class Found:
-    """What a call did while a size of it varied.
+    """The outcome of a call while one of its sizes varied.
 
     Attributes:
         runs: how often it ran.
@@ -95,7 +95,7 @@ def _is_right(got: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def examine(call: Call, place: int, mesh: spmd.Mesh, layout: tuple[Spec, ...], seed: str) -> Found:
-    """Runs a call at varying sizes under one layout; `()` splits nothing."""
+    """Runs a call at varying sizes under one layout; `()` replicates all tensors."""
     growing_sizes.clear()
     found = Found()
     before = spmd.metrics.counter("compiles")

@@ -30,7 +30,7 @@ class Kind(Enum):
 
     WRONG = "wrong"  # a value is not right
     ERROR = "error"  # it raises, or ends the process
-    # Right, with a warning: the partitioner made it invalid, so each device computes everything.
+    # Right, with a warning: the partitioner made it invalid, so all tensors were replicated.
     REPLICATED = "replicated"
 
 
