@@ -251,7 +251,7 @@ def test_modules_with_their_own_apply():
     assert layer.cpu()[0].extra.device.type == "cpu" and layer[0].weight is weight
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_modules_move_with_all_that_they_contain(tmp_path):
     x, path = torch.randn(5, 4), str(tmp_path / "module.pt")
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval())

@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-import warnings
 from pathlib import Path
 
 import fresh
@@ -174,6 +173,7 @@ def test_torch_compile_is_refused_in_one_sentence_without_its_own_frames():
         assert "module.cpu()" in line
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_tracers_without_fake_tensors_work():
     layer, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
     expected, on_device, moved = layer(x), copy.deepcopy(layer).to("xla"), x.to("xla")
@@ -181,9 +181,7 @@ def test_tracers_without_fake_tensors_work():
     functional = torch.func.functional_call(on_device, dict(on_device.named_parameters()), (moved,))
     for found in (traced(moved), functional, torch.func.vmap(on_device)(moved)):
         torch.testing.assert_close(found.cpu(), expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.trace(on_device, (moved,)), torch.jit.script(on_device)
+    scripted = torch.jit.trace(on_device, (moved,)), torch.jit.script(on_device)
     for module in scripted:
         torch.testing.assert_close(module(moved).cpu(), expected)
 
