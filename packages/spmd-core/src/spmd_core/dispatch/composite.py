@@ -17,6 +17,7 @@ from spmd_core.dispatch.router import out_handler
 from spmd_core.graph.values import Entry, Indices, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.attention import is_documents
+from spmd_core.ops.kernels.traits import SAME
 from spmd_core.recording import random_stream, split_sequences
 from spmd_core.recording.calls import NO_KWARGS, Handler, functional_handler, known, record_own
 from spmd_core.recording.views import conjugated
@@ -354,7 +355,7 @@ def _checked(x: torch.Tensor, size: int) -> torch.Tensor:
     def make() -> Entry:
         rule = Indices(0, 0, size - 1)
         kernel = lambda context, inputs, numbers: list(inputs)  # noqa: E731
-        return Entry("spmd::checked_indices", kernel, (spec,), indices=(rule,))
+        return Entry("spmd::checked_indices", kernel, (spec,), indices=(rule,), traits=SAME)
 
     result: torch.Tensor = record_own(known(("checked indices", spec, size), make), (x,))
     return result

@@ -19,6 +19,7 @@ from spmd_core import source_lines
 from spmd_core.config import config
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import Recorder
+from spmd_core.ops.kernels.traits import COMPUTED, Traits
 from spmd_core.sharding.sharding import Border, Sharding
 
 # Interned specs.
@@ -147,6 +148,8 @@ class Entry:
             accept, and their classes (`recording.cpu_kernels.number_class`); None where it
             accepts all.
         indices: what the operation accepts in those of its inputs that are indices.
+        traits: what passes need to know of the operation.
+        dims: which dims of its inputs are which dims of its results; set by `program.dim_rules`.
         form: the key without its integers, as a number, and these; set by `program.growing_sizes`.
     """
 
@@ -156,6 +159,7 @@ class Entry:
         "arguments",
         "as_list",
         "border",
+        "dims",
         "form",
         "indices",
         "kernel",
@@ -168,6 +172,7 @@ class Entry:
         "spec",
         "structure",
         "summed_over",
+        "traits",
         "view_write",
     )
 
@@ -187,6 +192,7 @@ class Entry:
         border: Border | None = None,
         arguments: Mapping[str, Any] | None = None,
         indices: tuple[Indices, ...] = (),
+        traits: Traits = COMPUTED,
     ) -> None:
         self.name, self.kernel, self.outs, self.structure, self.as_list = (
             name,
@@ -200,9 +206,10 @@ class Entry:
         self.spec = outs[0]
         self.border = border
         self.arguments = arguments
-        self.indices = indices
+        self.indices, self.traits = indices, traits
         self.view_write: Entry | None = None
         self.key: Any = None
+        self.dims: Any = None
         self.form: tuple[int, tuple[int, ...]] | None = None
         self.accepted: set[tuple[Any, ...]] | None = None
 

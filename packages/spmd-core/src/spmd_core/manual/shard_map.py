@@ -13,6 +13,7 @@ from spmd_core.errors import PartitionSpecError, SpmdError
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.manual.collectives import all_reduce, axis_group
 from spmd_core.manual.region import Axes, axes_of, current_region, inside, manual_axes
+from spmd_core.ops.kernels.traits import CHOSEN, REPEATED
 from spmd_core.recording.calls import known, record_own
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import jax_axis_names
@@ -28,7 +29,11 @@ def _crossed(tensor: XLAShardedTensor, border: Border, shape: tuple[int, ...]) -
 
     def make() -> Entry:
         name = "spmd::leave_region" if border.is_exit else "spmd::enter_region"
-        return Entry(name, _never, (Spec.contiguous(shape, spec.dtype),), border=border)
+        # Blocks of an axis that splits nothing are equal: an exit takes one of them.
+        traits = CHOSEN if border.is_exit else REPEATED
+        return Entry(
+            name, _never, (Spec.contiguous(shape, spec.dtype),), border=border, traits=traits
+        )
 
     crossed: XLAShardedTensor = record_own(known(("border", spec, border), make), (tensor,))
     return crossed

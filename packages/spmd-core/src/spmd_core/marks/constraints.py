@@ -5,6 +5,7 @@ from typing import Any
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec, Value
+from spmd_core.ops.kernels.traits import SAME
 from spmd_core.program.mark_names import MARK_SHARDING
 from spmd_core.recording.calls import known
 from spmd_core.sharding.sharding import Sharding
@@ -32,6 +33,7 @@ def constrained(
             sharding=sharding,
             along=along,
             summed_over=summed_over,
+            traits=SAME,
         ),
     )
     return Value(entry, (value,), ())

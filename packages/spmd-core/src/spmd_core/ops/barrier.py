@@ -8,6 +8,9 @@ import torch
 
 from spmd_core.ops.registry import Context, lowering
 
+# The operation, as recorded entries name it. Each result is the operand of its position.
+BARRIER = "spmd::optimization_barrier"
+
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define("optimization_barrier(Tensor[] tensors) -> Tensor[]")
 _library.impl(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import OF_ALL
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
 # ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------
@@ -90,7 +91,7 @@ def _clamp_max(ctx: Context, x: Any, max: Any) -> jax.Array:
     return _clamp(ctx, x, None, max)
 
 
-@lowering("aten.where.self")
+@lowering("aten.where.self", traits=OF_ALL)
 def _where(ctx: Context, condition: Any, a: Any, b: Any) -> jax.Array:
     return jnp.where(
         as_array(condition, np.dtype(np.bool_)), as_array(a, ctx.dtype), as_array(b, ctx.dtype)

@@ -10,6 +10,7 @@ from jax import lax
 from spmd_core import dtypes
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import is_inexact, opmath
+from spmd_core.ops.kernels.traits import SAME, Elements, Traits
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -28,7 +29,7 @@ def _convert(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return cast(x, dtype)
 
 
-@lowering("aten._to_copy.default")
+@lowering("aten._to_copy.default", traits=SAME)
 def _to_copy(
     ctx: Context,
     x: Any,
@@ -43,12 +44,12 @@ def _to_copy(
     return _convert(x, ctx.dtype)
 
 
-@lowering("aten.clone.default")
+@lowering("aten.clone.default", traits=SAME)
 def _clone(ctx: Context, x: Any, *, memory_format: Any = None) -> jax.Array:
     return x
 
 
-@lowering("aten.copy.default")
+@lowering("aten.copy.default", traits=Traits(Elements.REPEATED, source=1))
 def _copy(ctx: Context, x: Any, source: Any, non_blocking: bool = False) -> jax.Array:
     return jnp.broadcast_to(_convert(as_array(source, source.dtype), ctx.dtype), ctx.shape)
 

@@ -15,6 +15,7 @@ import numpy as np
 from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.lookups import look_up
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import CHOSEN
 from spmd_core.ops.registry import Context, Number, TableLayout, as_array, lowering
 
 
@@ -37,8 +38,8 @@ def _key(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
 
 
-@lowering("aten._unsafe_index.Tensor")
-@lowering("aten.index.Tensor", indices=index_rules.of_each_dim)
+@lowering("aten._unsafe_index.Tensor", traits=CHOSEN)
+@lowering("aten.index.Tensor", indices=index_rules.of_each_dim, traits=CHOSEN)
 def _index(ctx: Context, x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     return x.at[_key(x, indices)].get(mode="clip").reshape(ctx.shape)
 
@@ -55,13 +56,13 @@ def _unsafe_masked_index(
     return jnp.where(mask, picked, as_array(fill, x.dtype))
 
 
-@lowering("aten.index_select.default", indices=index_rules.along_dim())
+@lowering("aten.index_select.default", indices=index_rules.along_dim(), traits=CHOSEN)
 def _index_select(ctx: Context, x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     axis = _axis(dim, x.ndim)
     return jnp.take(jnp.atleast_1d(x), index.reshape(-1), axis=axis, mode="clip").reshape(ctx.shape)
 
 
-@lowering("aten.gather.default", indices=index_rules.along_dim())
+@lowering("aten.gather.default", indices=index_rules.along_dim(), traits=CHOSEN)
 def _gather(
     ctx: Context, x: jax.Array, dim: int, index: jax.Array, sparse_grad: bool = False
 ) -> jax.Array:
@@ -74,7 +75,7 @@ def _gather(
     return jnp.take_along_axis(x[region], index, axis=axis, mode="clip").reshape(ctx.shape)
 
 
-@lowering("aten.take.default", indices=index_rules.of_elements)
+@lowering("aten.take.default", indices=index_rules.of_elements, traits=CHOSEN)
 def _take(ctx: Context, x: jax.Array, index: jax.Array) -> jax.Array:
     return x.reshape(-1).at[index].get(mode="clip")
 
@@ -90,7 +91,7 @@ def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = 
     )
 
 
-@lowering("aten.embedding.default", indices=index_rules.of_rows("indices", "weight"))
+@lowering("aten.embedding.default", indices=index_rules.of_rows("indices", "weight"), traits=CHOSEN)
 def _embedding(
     ctx: Context,
     weight: jax.Array,

@@ -10,6 +10,7 @@ from jax import lax
 from spmd_core.ops.kernels.blocks import apart, write_block_in_dim
 from spmd_core.ops.kernels.diagonal import write_diagonal
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import OF_ALL, PERMUTED, REPEATED
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -21,7 +22,7 @@ def _axis(dim: int, ndim: int) -> int:
 # Joining and repeating.
 
 
-@lowering("aten.cat.default")
+@lowering("aten.cat.default", traits=OF_ALL)
 def _cat(ctx: Context, tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     # Legacy rule of torch: a tensor of shape (0,) can be joined with tensors of any rank.
     parts = [as_array(x, ctx.dtype) for x in tensors if x.shape != (0,)]
@@ -32,7 +33,7 @@ def _cat(ctx: Context, tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     )
 
 
-@lowering("aten.stack.default", "aten._stack.default")
+@lowering("aten.stack.default", "aten._stack.default", traits=OF_ALL)
 def _stack(ctx: Context, tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.stack([as_array(x, ctx.dtype) for x in tensors], _axis(dim, len(ctx.shape)))
 
@@ -67,7 +68,7 @@ def _chunk_cat(ctx: Context, tensors: Sequence[jax.Array], dim: int, num_chunks:
     return jnp.concatenate(parts, -1)
 
 
-@lowering("aten.repeat.default")
+@lowering("aten.repeat.default", traits=REPEATED)
 def _repeat(ctx: Context, x: jax.Array, repeats: list[int]) -> jax.Array:
     return jnp.tile(x, repeats)
 
@@ -86,31 +87,31 @@ def _repeat_interleave(ctx: Context, repeats: jax.Array, *, output_size: int) ->
 # Reordering.
 
 
-@lowering("aten.roll.default")
+@lowering("aten.roll.default", traits=PERMUTED)
 def _roll(ctx: Context, x: jax.Array, shifts: list[int], dims: Sequence[int] = ()) -> jax.Array:
     if x.size == 0:
         return x
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
-@lowering("aten.flip.default")
+@lowering("aten.flip.default", traits=PERMUTED)
 def _flip(ctx: Context, x: jax.Array, dims: list[int]) -> jax.Array:
     return lax.rev(x, [_axis(d, x.ndim) for d in dims]) if x.ndim else x
 
 
-@lowering("aten.rot90.default")
+@lowering("aten.rot90.default", traits=PERMUTED)
 def _rot90(ctx: Context, x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
     first, second = dims
     return jnp.rot90(x, k, (first, second))
 
 
-@lowering("aten.channel_shuffle.default")
+@lowering("aten.channel_shuffle.default", traits=PERMUTED)
 def _channel_shuffle(ctx: Context, x: jax.Array, groups: int) -> jax.Array:
     grouped = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     return jnp.swapaxes(grouped, 1, 2).reshape(x.shape)
 
 
-@lowering("aten.pixel_shuffle.default")
+@lowering("aten.pixel_shuffle.default", traits=PERMUTED)
 def _pixel_shuffle(ctx: Context, x: jax.Array, upscale_factor: int) -> jax.Array:
     r, (*batch, channels, height, width) = upscale_factor, x.shape
     n = len(batch)

@@ -31,6 +31,7 @@ from torch.utils import flop_counter
 
 from spmd_core import dtypes, releases
 from spmd_core.ops.kernels.booleans import cast
+from spmd_core.ops.kernels.traits import COMPUTED, Traits
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class Lowering:
     meta: Callable[..., Any] | None = None
     numbers: frozenset[str] = field(default_factory=frozenset)
     indices: IndexRules | None = None
+    traits: Traits = COMPUTED
 
 
 # Guarded by: imports. Cleared by: never.
@@ -265,6 +267,7 @@ def lowering(
     meta: Callable[..., Any] | None = None,
     numbers: tuple[str, ...] = (),
     indices: IndexRules | None = None,
+    traits: Traits = COMPUTED,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated function for each overload in `names` that this torch has.
 
@@ -284,6 +287,7 @@ def lowering(
             they change from call to call.
         indices: which indices eager torch accepts, where it refuses others. Programs check them
             (`config.check_indices`).
+        traits: what passes need to know of the operation.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,6 +307,7 @@ def lowering(
                 meta,
                 frozenset(numbers),
                 indices,
+                traits,
             )
         return function
 

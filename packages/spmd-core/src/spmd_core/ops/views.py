@@ -17,6 +17,7 @@ from jax import lax
 from spmd_core import dtypes
 from spmd_core.ops.kernels.blocks import apart, write_block, write_block_in_dim
 from spmd_core.ops.kernels.diagonal import take_diagonal, write_diagonal
+from spmd_core.ops.kernels.traits import BLOCK, PERMUTED, REPEATED, RESHAPED, SAME
 from spmd_core.ops.registry import Context, lowering, view_write
 
 
@@ -49,6 +50,7 @@ def _axis(dim: int, ndim: int) -> int:
         "aten.unsqueeze.default",
         "aten.unsqueeze_copy.default",
     ),
+    traits=RESHAPED,
 )
 def _reshape(ctx: Context, x: jax.Array, *_: Any, **__: Any) -> jax.Array:
     return x.reshape(ctx.shape)
@@ -76,6 +78,7 @@ def _reshape_write(base: jax.Array, view: jax.Array, *_: Any) -> jax.Array:
         "aten.detach_copy.default",
     ),
     *("aten.lift.default", "aten.lift_fresh.default", "aten.lift_fresh_copy.default"),
+    traits=SAME,
 )
 def _alias(ctx: Context, x: jax.Array) -> jax.Array:
     return x
@@ -86,7 +89,7 @@ def _alias_write(base: jax.Array, view: jax.Array) -> jax.Array:
     return view
 
 
-@lowering("aten.expand.default", "aten.expand_copy.default")
+@lowering("aten.expand.default", "aten.expand_copy.default", traits=REPEATED)
 def _expand(ctx: Context, x: jax.Array, size: list[int], implicit: bool = False) -> jax.Array:
     return jnp.broadcast_to(x, ctx.shape)
 
@@ -94,7 +97,7 @@ def _expand(ctx: Context, x: jax.Array, size: list[int], implicit: bool = False)
 # Same elements in another order.
 
 
-@lowering("aten.t.default", "aten.t_copy.default")
+@lowering("aten.t.default", "aten.t_copy.default", traits=PERMUTED)
 def _t(ctx: Context, x: jax.Array) -> jax.Array:
     return x.T
 
@@ -108,7 +111,7 @@ def _swap(x: jax.Array, dim0: int, dim1: int) -> jax.Array:
     return jnp.swapaxes(x, _axis(dim0, x.ndim), _axis(dim1, x.ndim)) if x.ndim else x
 
 
-@lowering("aten.transpose.int", "aten.transpose_copy.int")
+@lowering("aten.transpose.int", "aten.transpose_copy.int", traits=PERMUTED)
 def _transpose(ctx: Context, x: jax.Array, dim0: int, dim1: int) -> jax.Array:
     return _swap(x, dim0, dim1)
 
@@ -118,7 +121,7 @@ def _transpose_write(base: jax.Array, view: jax.Array, dim0: int, dim1: int) -> 
     return _swap(view, dim0, dim1)
 
 
-@lowering("aten.permute.default", "aten.permute_copy.default")
+@lowering("aten.permute.default", "aten.permute_copy.default", traits=PERMUTED)
 def _permute(ctx: Context, x: jax.Array, dims: list[int]) -> jax.Array:
     return jnp.transpose(x, [_axis(d, x.ndim) for d in dims])
 
@@ -131,7 +134,7 @@ def _permute_write(base: jax.Array, view: jax.Array, dims: list[int]) -> jax.Arr
 # Some of the elements.
 
 
-@lowering("aten.select.int", "aten.select_copy.int")
+@lowering("aten.select.int", "aten.select_copy.int", traits=BLOCK)
 def _select(ctx: Context, x: jax.Array, dim: int, index: int) -> jax.Array:
     return lax.index_in_dim(x, index, _axis(dim, x.ndim), keepdims=False)
 
@@ -149,7 +152,7 @@ def _bounds(length: int, start: int | None, end: int | None, step: int) -> tuple
     return first, max(first, last)
 
 
-@lowering("aten.slice.Tensor", "aten.slice_copy.Tensor")
+@lowering("aten.slice.Tensor", "aten.slice_copy.Tensor", traits=BLOCK)
 def _slice(
     ctx: Context,
     x: jax.Array,
@@ -182,7 +185,7 @@ def _slice_write(
     return base.at[region].set(apart(view))
 
 
-@lowering("aten.narrow_copy.default")
+@lowering("aten.narrow_copy.default", traits=BLOCK)
 def _narrow_copy(ctx: Context, x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
     axis = _axis(dim, x.ndim)
     first = start + x.shape[axis] if start < 0 else start
@@ -196,6 +199,7 @@ def _narrow_copy(ctx: Context, x: jax.Array, dim: int, start: int, length: int) 
         "aten.split_with_sizes_copy.default",
         "aten.unsafe_split_with_sizes.default",
     ),
+    traits=BLOCK,
 )
 def _split(ctx: Context, x: jax.Array, sizes: Any, dim: int = 0) -> tuple[jax.Array, ...]:
     axis = _axis(dim, x.ndim)
@@ -205,13 +209,13 @@ def _split(ctx: Context, x: jax.Array, sizes: Any, dim: int = 0) -> tuple[jax.Ar
     )
 
 
-@lowering("aten.unbind.int", "aten.unbind_copy.int")
+@lowering("aten.unbind.int", "aten.unbind_copy.int", traits=BLOCK)
 def _unbind(ctx: Context, x: jax.Array, dim: int = 0) -> tuple[jax.Array, ...]:
     axis = _axis(dim, x.ndim)
     return tuple(lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis]))
 
 
-@lowering("aten.diagonal.default", "aten.diagonal_copy.default")
+@lowering("aten.diagonal.default", "aten.diagonal_copy.default", traits=BLOCK)
 def _diagonal(
     ctx: Context, x: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> jax.Array:
@@ -240,7 +244,7 @@ def _windows(length: int, size: int, step: int) -> np.ndarray:
     return np.arange(0, length - size + 1, step)[:, None] + np.arange(size)
 
 
-@lowering("aten.unfold.default", "aten.unfold_copy.default")
+@lowering("aten.unfold.default", "aten.unfold_copy.default", traits=BLOCK)
 def _unfold(ctx: Context, x: jax.Array, dimension: int, size: int, step: int) -> jax.Array:
     if x.ndim == 0:
         return x.reshape(ctx.shape)
@@ -333,7 +337,7 @@ def _positions(size: list[int], stride: list[int], offset: int) -> np.ndarray:
     return index
 
 
-@lowering("aten.as_strided.default", "aten.as_strided_copy.default")
+@lowering("aten.as_strided.default", "aten.as_strided_copy.default", traits=BLOCK)
 def _as_strided(
     ctx: Context,
     x: jax.Array,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spmd_core.debugging import hlo_text
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.planner.buffer_text import Buffers, Value
-from spmd_core.program.mark_names import UNCHANGED
 from spmd_core.program.program_graph import Graph, Node
 from spmd_core.source_lines import Origin, Phase
 
@@ -128,7 +128,7 @@ def _is_backward(origin: Origin) -> bool:
 
 def _hands_on(node: Node) -> bool:
     """Whether an operation's result is its operand, sharded or typed or cut in another way."""
-    return node.entry.name.startswith("spmd::mark") or node.entry.name in UNCHANGED
+    return node.entry.traits.elements <= Elements.RESHAPED
 
 
 def _outs(node: Node) -> int:

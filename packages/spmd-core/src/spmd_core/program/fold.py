@@ -12,7 +12,9 @@ import numpy as np
 from spmd_core import dtypes
 from spmd_core.graph.values import Entry
 from spmd_core.ops import registry
+from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.host_memory import in_device_memory
+from spmd_core.ops.kernels.threefry import prng_key
 from spmd_core.program import regions, split_dims
 from spmd_core.program.constraints import constrain, constrain_along, with_whole_block_dims
 from spmd_core.program.index_flag import Flag
@@ -111,7 +113,7 @@ class Fold:
         self, op: Op, inputs: list[jax.Array], numbers: list[registry.Number]
     ) -> Sequence[jax.Array]:
         entry, target = op.entry, self._target
-        key = _prng_key(numbers.pop().value) if entry.random else None
+        key = prng_key(numbers.pop().value) if entry.random else None
         context = registry.Context(
             tuple(registry.Out(spec.shape, spec.dtype) for spec in entry.outs),
             target.platform,
@@ -222,7 +224,7 @@ class Fold:
             return list(self._in_safe_forms(entry, inner, blocks, numbers, splits))
 
         local = [operand.manual is not None for operand in op.operands]
-        if entry.name == "spmd::optimization_barrier":
+        if entry.name == BARRIER:
             # Outside of jax.shard_map, which would drop an operand whose result is not used.
             stacks = regions.run(manual, lambda blocks, *_: blocks, inputs, local, [], None)
             return list(jax.lax.optimization_barrier(tuple(stacks)))
@@ -280,12 +282,6 @@ class Fold:
             returned.add(id(x))
             outputs.append(x)
         return outputs
-
-
-def _prng_key(seed: jax.Array) -> jax.Array:
-    """The threefry key of a 64-bit seed."""
-    words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
-    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _check(op: Op, results: Sequence[jax.Array]) -> None:

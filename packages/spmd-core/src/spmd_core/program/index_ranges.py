@@ -12,32 +12,11 @@ from typing import Any
 import torch
 
 from spmd_core.graph.values import Entry, Indices, Spec
+from spmd_core.ops.barrier import BARRIER
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.index_flag import Check
 from spmd_core.program.ir import Graph, Op, Ref
 
-# The result has the elements of the first input, each at least once. Its indices are checked in
-# that input, which may have fewer, and whose layout may be known.
-_REARRANGED = frozenset(
-    (
-        *("aten::alias", "aten::clone", "aten::contiguous", "aten::detach", "aten::expand"),
-        *("aten::flip", "aten::permute", "aten::repeat", "aten::reshape", "aten::roll"),
-        *("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims", "aten::t"),
-        *("aten::transpose.int", "aten::unsqueeze", "aten::view", "aten::_reshape_alias"),
-        *("aten::_unsafe_view", "spmd::checked_indices", "spmd::enter_region"),
-    )
-)
-# The result has no other elements than the first input.
-_OF_FIRST_INPUT = _REARRANGED | {
-    *(
-        "aten::as_strided",
-        "aten::diagonal",
-        "aten::embedding",
-        "aten::gather",
-        "aten::index.Tensor",
-    ),
-    *("aten::index_select", "aten::select.int", "aten::slice.Tensor", "aten::split.Tensor"),
-    *("aten::take", "aten::unbind.int", "aten::unfold"),
-}
 # Their second result, or their only one, has positions in a dim of the first input.
 _POSITIONS = frozenset(
     (
@@ -46,10 +25,7 @@ _POSITIONS = frozenset(
         *("aten::cummax", "aten::cummin"),
     )
 )
-_BARRIER = "spmd::optimization_barrier"
-# Operations that cast, with the position of what they cast. Between the wide dtypes they keep every
-# index of a dim that a device can hold.
-_CASTS = {"aten::_to_copy": 0, "aten::copy": 1}
+# Between these dtypes, a cast keeps every index of a dim that a device can hold.
 _WIDE = (torch.int32, torch.int64)
 
 
@@ -74,12 +50,12 @@ def needed(graph: Graph) -> list[tuple[Check, Op, Ref]]:
 def _origin(value: Ref) -> Ref:
     """The value that an index was rearranged from; a mark tells a layout, so it ends there."""
     while isinstance(op := value.producer, Op):
-        if op.entry.name == _BARRIER:
-            value = op.operands[value.result]
-        elif op.entry.name.removesuffix(".moving") in _REARRANGED:
-            value = op.operands[0]
-        else:
+        if op.entry.sharding is not None:
             break
+        source = _source(op, value.result, Elements.REPEATED)
+        if source is None or source.spec.dtype != value.spec.dtype:
+            break
+        value = source
     return value
 
 
@@ -93,24 +69,21 @@ def _is_known(value: Ref, accepted: Indices, known: Mapping[Ref, list[Indices]])
         bounds = _bounds(op.entry, value.result)
         if bounds is not None:
             return accepted.low <= bounds[0] and bounds[1] <= accepted.high
-        source = _source(op, value.result)
+        source = _source(op, value.result, Elements.CHOSEN)
         if source is None:
             return False
         value = source
 
 
-def _source(op: Op, result: int) -> Ref | None:
-    """The value among whose elements are all of a result; None if none is known."""
-    entry = op.entry
-    if entry.name == _BARRIER:
+def _source(op: Op, result: int, elements: Elements) -> Ref | None:
+    """The value whose elements a result has; None if none is known."""
+    if op.entry.name == BARRIER:
         return op.operands[result]
-    name = entry.name.removesuffix(".moving")
-    if name in _OF_FIRST_INPUT or entry.sharding is not None or entry.border is not None:
-        return op.operands[0]
-    if name in _CASTS and entry.spec.dtype in _WIDE:
-        source = op.operands[_CASTS[name]]
-        return source if source.spec.dtype in _WIDE else None
-    return None
+    source = op.source_of_elements(elements)
+    if source is None or source.spec.dtype == op.entry.outs[result].dtype:
+        return source
+    is_wide = {source.spec.dtype, op.entry.outs[result].dtype} <= {*_WIDE}
+    return source if is_wide else None
 
 
 def _implies(known: Indices, wanted: Indices) -> bool:

@@ -14,6 +14,8 @@ import jax
 
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
+from spmd_core.ops.barrier import BARRIER
+from spmd_core.ops.kernels.traits import SAME, Elements
 from spmd_core.program import program_graph, regions
 from spmd_core.program.index_flag import Flag
 from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
@@ -89,6 +91,14 @@ class Op:
     def results(self) -> tuple["Ref", ...]:
         """All results."""
         return tuple(Ref(self, i) for i in range(len(self.entry.outs)))
+
+    def source_of_elements(self, most: Elements) -> "Ref | None":
+        """The operand whose elements the results have; None if they have less of them than `most`.
+
+        A result of another dtype has them converted.
+        """
+        traits = self.entry.traits
+        return self.operands[traits.source] if traits.elements <= most else None
 
     @property
     def is_inserted(self) -> bool:
@@ -299,7 +309,7 @@ class Rewriter:
     def wait(self, values: Sequence[Ref], source: Source) -> tuple[Ref, ...]:
         """Values of the new graph behind a barrier: whoever reads one waits for all."""
         specs = tuple(value.spec for value in values)
-        entry = BarrierEntry("spmd::optimization_barrier", _barrier, specs)
+        entry = BarrierEntry(BARRIER, _barrier, specs)
         manuals = tuple(value.manual for value in values)
         return self.add(entry, values, source, manuals=manuals).results
 
@@ -327,7 +337,7 @@ def _unchanged(context: registry.Context, inputs: Any, numbers: Any) -> Any:
 def mark(spec: Spec, sharding: Sharding, along: tuple[int, ...] | None) -> Entry:
     """A mark that a pass makes; see `Entry` for its parts."""
     name = MARK_SHARDING if along is None else MARK_ALONG
-    return Entry(name, _unchanged, (spec,), sharding=sharding, along=along)
+    return Entry(name, _unchanged, (spec,), sharding=sharding, along=along, traits=SAME)
 
 
 def inserted(

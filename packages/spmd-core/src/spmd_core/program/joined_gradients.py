@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref
-from spmd_core.program.mark_names import MARK, MARK_SUM, UNCHANGED, is_plain_addition
+from spmd_core.program.mark_names import MARK, MARK_SUM, is_plain_addition
 from spmd_core.program.partial_sums import Sum
 from spmd_core.program.reductions import Reduction
 
@@ -91,8 +92,9 @@ class Joins:
         if is_plain_addition(entry):
             reductions = {self._gradients[mark].reduction for mark in marks}
             return marks if len(reductions) == 1 else ()
-        passes_on = entry.name in (*UNCHANGED, MARK) and entry.spec == op.operands[0].spec
-        return marks if passes_on else ()
+        is_marked = entry.summed_over is not None and entry.name != MARK
+        source = None if is_marked else op.source_of_elements(Elements.RESHAPED)
+        return marks if source is not None and source.spec == entry.spec else ()
 
     def _before(self, op: Op) -> Iterator[Op]:
         """The last additions of what it adds up."""

@@ -8,9 +8,6 @@ MARK_SHARDING, MARK_ALONG, MARK_SUM = "spmd::mark_sharding", "spmd::mark_along",
 # Those of gradients; those of the second name are reduced at once, also where they are added up.
 MARK, MARK_AT_ONCE = "spmd::mark_gradient", "spmd::mark_gradient.at_once"
 
-# They pass a gradient on; a view, in another shape.
-UNCHANGED = ("aten::_to_copy", "aten::view", "aten::clone", MARK_SHARDING, MARK_ALONG)
-
 
 def is_plain_addition(entry: Entry) -> bool:
     """Whether an operation adds two tensors, without a factor."""

@@ -14,20 +14,15 @@ from jax.sharding import Mesh, NamedSharding
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
-from spmd_core.program.mark_names import UNCHANGED
-from spmd_core.program.program_graph import Graph, stored_shape
+from spmd_core.ops.barrier import BARRIER
+from spmd_core.ops.kernels.traits import Elements
+from spmd_core.program.program_graph import Graph, Node, stored_shape
 from spmd_core.runtime.jax_sharding import jax_mesh, named_sharding, replicated
 from spmd_core.sharding.mesh import get_global_mesh
 from spmd_core.source_lines import Origin
 
 _NUM_ROWS = 8
 _LEAST = 1e-3  # of the largest: smaller tensors are not worth a line
-# Operations whose result is no array of its own, beside those of `UNCHANGED`.
-_NO_ARRAYS = (
-    *("aten::alias", "aten::detach", "aten::empty", "aten::expand", "aten::permute", "aten::slice"),
-    *("aten::squeeze", "aten::t", "aten::transpose", "aten::unsqueeze", "aten::_unsafe_view"),
-    *("spmd::mark", "spmd::optimization_barrier", "spmd::enter_region", "spmd::leave_region"),
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,6 @@ class _Table:
         value = 0
         for node in graph.nodes:
             entry = node.entry
-            has_arrays = not entry.name.startswith(_NO_ARRAYS) and entry.name not in UNCHANGED
             for spec in entry.outs:
                 output = outputs.get(value)
                 named, shape = self._marks.get(value), spec.shape
@@ -120,8 +114,9 @@ class _Table:
                 if output is not None and output.placement is not None:
                     named = output.placement.jax_sharding
                     shape = stored_shape(output.spec, output.placement)
+                has_array = _has_arrays(node, is_result=output is not None)
                 # An updated argument is there once, as it is donated.
-                if (has_arrays or name) and not (name and name in argument_names):
+                if (has_array or name) and not (name and name in argument_names):
                     made = f"{entry.name} {spec!r}"
                     what = f"{name}, {spec!r} by {entry.name}" if name else made
                     yield self._row(what, spec, shape, named, _place("recorded", node.origin))
@@ -173,6 +168,14 @@ class _Table:
                 each = share * num_bytes // math.prod(block)
                 found.append(f"over {axis}{f'={n}' if mesh else ''} {_size(each)}")
         return f"; if split {', '.join(found)}" if found else ""
+
+
+def _has_arrays(node: Node, *, is_result: bool) -> bool:
+    """Whether what it computes is an array of its own: no view or cast, which readers compute."""
+    entry = node.entry
+    is_constant = not node.inputs and not entry.random and not is_result
+    is_passed_on = entry.name == BARRIER or entry.border is not None
+    return entry.traits.elements > Elements.BLOCK and not (is_constant or is_passed_on)
 
 
 def _place(verb: str, origin: Origin | None) -> str:

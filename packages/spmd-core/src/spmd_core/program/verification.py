@@ -109,7 +109,13 @@ def _without_mark(node: Node) -> Node:
     if node.entry.sharding is None:
         return node
     return dataclasses.replace(
-        node, entry=Entry(node.entry.name, lambda ctx, inputs, numbers: inputs, node.entry.outs)
+        node,
+        entry=Entry(
+            node.entry.name,
+            lambda ctx, inputs, numbers: inputs,
+            node.entry.outs,
+            traits=node.entry.traits,
+        ),
     )
 
 

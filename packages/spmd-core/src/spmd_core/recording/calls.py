@@ -255,6 +255,7 @@ def mixed(entry: Entry, inputs: Sequence[Value]) -> tuple[Entry, list[Value]]:
             number_kinds=entry.number_kinds,
             random=True,
             arguments=entry.arguments,
+            traits=entry.traits,
         )
 
     tensor = random_stream.position.tensor
@@ -311,6 +312,7 @@ def new_entry(
         random=lowering.random,
         arguments=arguments,
         indices=() if lowering.indices is None else _indices(lowering, arguments),
+        traits=lowering.traits,
     )
 
 

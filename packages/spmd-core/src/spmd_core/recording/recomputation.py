@@ -18,6 +18,7 @@ from spmd_core.graph import values
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import Storage, read
 from spmd_core.graph.values import Entry, Part, Value
+from spmd_core.ops.barrier import BARRIER
 from spmd_core.recording.calls import known
 from spmd_core.tensor.sharded_tensor import XLAShardedTensor, wrap
 
@@ -61,9 +62,7 @@ class _Recomputation:
         specs = tuple(operand.spec for operand in operands)
         entry = known(
             ("recomputation", specs),
-            lambda: Entry(
-                "spmd::optimization_barrier", _barrier, specs, structure=tuple(range(len(specs)))
-            ),
+            lambda: Entry(BARRIER, _barrier, specs, structure=tuple(range(len(specs)))),
         )
         with _running(None):
             return Part(Value(entry, operands, ()), 0)

@@ -16,6 +16,7 @@ from spmd_core.graph.strides import is_dense
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels.blocks import write_block_in_dim
+from spmd_core.ops.kernels.traits import BLOCK
 from spmd_core.recording import inference, schema
 from spmd_core.recording.calls import NO_KWARGS, Handler, known, new_entry, remember
 from spmd_core.runtime import devices
@@ -186,7 +187,7 @@ def _moving_link(
 
         spec, name = Spec.from_tensor(result), f"{call[0].name()}.moving"
         arguments = {"dim": dim, "start": int, "length": length}
-        entry = Entry(name, kernel, (spec,), number_kinds=(int,), arguments=arguments)
+        entry = Entry(name, kernel, (spec,), number_kinds=(int,), arguments=arguments, traits=BLOCK)
         entry.view_write = Entry(f"write.{name}", write_back, (base,), number_kinds=(int,))
         entry.view_write.key = ("write", *family)
         return entry
@@ -378,7 +379,7 @@ def _strided_entry(base: Spec, changes: list[Any], spec: Spec, offset: int) -> E
         return [flat.reshape(dense).transpose(inverse)]
 
     arguments = {"size": spec.shape, "stride": spec.strides, "storage_offset": offset}
-    entry = Entry("aten::as_strided", kernel, (spec,), arguments=arguments)
+    entry = Entry("aten::as_strided", kernel, (spec,), arguments=arguments, traits=BLOCK)
     entry.view_write = Entry("write.aten::as_strided", write_back, (base,))
     return entry
 

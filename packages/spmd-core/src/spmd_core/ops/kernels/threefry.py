@@ -10,12 +10,19 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import random as jax_random
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
+
+
+def prng_key(seed: jax.Array) -> jax.Array:
+    """The key of a 64-bit seed."""
+    words = jnp.stack([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF]).astype(np.uint32)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def fused(key: jax.Array) -> jax.Array:

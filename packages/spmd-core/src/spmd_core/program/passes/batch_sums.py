@@ -27,11 +27,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spmd_core.graph.values import Entry, Spec
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.ops.registry import ImageLayout
 from spmd_core.program.batch_reductions import batch_reduction, batch_split
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter
 from spmd_core.program.joined_gradients import Gradient, Joins, Total, sums, uses
-from spmd_core.program.mark_names import MARK_SUM, UNCHANGED, is_plain_addition
+from spmd_core.program.mark_names import MARK_SUM, is_plain_addition
 from spmd_core.program.partial_sums import (
     Lookup,
     Sum,
@@ -292,7 +293,8 @@ class _Finder:
         if op.entry.name == MARK_SUM:
             # A sum that only goes into this one, which is reduced for both.
             return op.entry.summed_over == reduction.batch_axes and self._uses[value] == 1
-        return op.entry.name in UNCHANGED
+        source = op.source_of_elements(Elements.RESHAPED)
+        return op.entry.summed_over is None and source is not None
 
     def _splits_positions(self, op: Op) -> bool:
         """Whether the program may split what a convolution's windows move over.

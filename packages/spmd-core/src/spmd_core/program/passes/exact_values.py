@@ -9,14 +9,8 @@ tensor. The values found here are stored too.
 import math
 
 from spmd_core.ops.kernels.blocks import apart
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter, behind_barriers, inserted
-from spmd_core.program.mark_names import (
-    MARK,
-    MARK_ALONG,
-    MARK_AT_ONCE,
-    MARK_SHARDING,
-    MARK_SUM,
-)
 from spmd_core.program.target import Target
 
 # Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
@@ -39,18 +33,6 @@ _COMPARISONS = frozenset(
         *("unique_consecutive", "searchsorted", "bucketize", "_cdist_forward", "_pdist_forward"),
     )
 )
-# Results have the elements of the operands, in other places.
-_MOVES = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("alias", "as_strided", "broadcast_to", "cat", "clone", "contiguous", "detach"),
-        *("diagonal", "expand", "flip", "gather", "index", "index_select", "lift_fresh"),
-        *("movedim", "narrow", "permute", "repeat", "reshape", "roll", "rot90", "select", "slice"),
-        *("split", "split_with_sizes", "squeeze", "stack", "t", "take", "take_along_dim", "tile"),
-        *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "_unsafe_view", "view"),
-        *("_reshape_alias", "_to_copy", "where"),
-    )
-) | {MARK_SHARDING, MARK_ALONG, MARK_SUM, MARK, MARK_AT_ONCE}
 
 
 def exact_values(graph: Graph, target: Target) -> Graph:
@@ -86,8 +68,11 @@ def _stored(graph: Graph) -> set[Ref]:
         dtype = value.spec.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             continue
-        if _operation(value.op.entry.name) in _MOVES:
+        source = value.op.source_of_elements(Elements.CHOSEN)
+        if value.op.entry.traits.elements is Elements.OF_ALL:
             pending.extend(value.op.operands)
+        elif source is not None:
+            pending.append(source)
         else:
             found.add(value)
     return found

@@ -8,13 +8,13 @@ gather moves half the bytes. What is gathered and cast several times is gathered
 from typing import NamedTuple
 
 from spmd_core.graph.values import Entry
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter, mark
 from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
 from spmd_core.program.target import Target, Whole
 from spmd_core.sharding.sharding import Sharding
 
 _CAST, _GATHERS = "aten::_to_copy", (MARK_SHARDING, MARK_ALONG)
-_UNCHANGED = ("aten::clone", "aten::alias", "aten::detach")
 
 
 class _Gather(NamedTuple):
@@ -83,8 +83,11 @@ def _gathers(graph: Graph) -> dict[Op, _Gather]:
 
 def _layout(value: Ref) -> tuple[Sharding | None, tuple[int, ...] | None]:
     """How a value is sharded, and the axes that its mark speaks of."""
-    while value.op is not None and value.op.entry.name in _UNCHANGED:
-        value = value.op.operands[0]
+    while (op := value.op) is not None and op.entry.sharding is None:
+        source = op.source_of_elements(Elements.SAME)
+        if source is None or source.spec.dtype != value.spec.dtype:
+            break
+        value = source
     if isinstance(value.producer, Op):
         return value.producer.entry.sharding, value.producer.entry.along
     return value.producer.leaf.placement.sharding, None

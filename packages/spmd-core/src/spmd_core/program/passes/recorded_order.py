@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter
 from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
 from spmd_core.program.partial_sums import ADDITION, PARTIAL_SUM
@@ -28,14 +29,6 @@ _PRODUCTS = frozenset(
 )
 
 _ADD = "aten::add.Tensor"
-
-# They give the values of one operand in another shape, order or dtype.
-_MOVES = frozenset(
-    (
-        *("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::clone", "aten::_to_copy"),
-        *("aten::t", "aten::transpose.int", "aten::permute"),
-    )
-)
 
 
 def recorded_order(graph: Graph, target: Target) -> Graph:
@@ -127,6 +120,9 @@ def _is_partial_sum(op: Op | None) -> bool:
 
 
 def _may_be_shared(value: Ref) -> bool:
-    while value.op is not None and value.op.entry.name in _MOVES:
-        value = value.op.operands[0]
-    return value.op is None or value.op.entry.sharding is not None
+    while (op := value.op) is not None and op.entry.sharding is None:
+        source = op.source_of_elements(Elements.PERMUTED)
+        if source is None:
+            return False
+        value = source
+    return True

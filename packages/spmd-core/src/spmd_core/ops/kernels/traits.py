@@ -1,0 +1,43 @@
+"""Traits: what passes need to know of an operation, written at its `lowering(traits=...)`.
+
+A pass asks for a trait, not for names: a new operation says what it is in its own block.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Elements(IntEnum):
+    """Whose elements the results of an operation have. Each kind includes those before it.
+
+    They are elements of one operand, `Traits.source`, converted where a result has another dtype.
+    """
+
+    SAME = 1  # all of them, in the same shape
+    RESHAPED = 2  # in the same row-major order
+    PERMUTED = 3  # each once
+    REPEATED = 4  # each at least once
+    BLOCK = 5  # no others; which ones is known when the operation is recorded
+    CHOSEN = 6  # no others
+    OF_ALL = 7  # no others than those of all operands
+    NEW = 8  # computed
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an operation is.
+
+    Attributes:
+        elements: whose elements its results have.
+        source: the position of the operand that `elements` speaks of.
+    """
+
+    elements: Elements = Elements.NEW
+    source: int = 0
+
+
+COMPUTED = Traits()
+# Of operations that only pass on their operand's elements.
+SAME, RESHAPED = Traits(Elements.SAME), Traits(Elements.RESHAPED)
+PERMUTED, REPEATED = Traits(Elements.PERMUTED), Traits(Elements.REPEATED)
+BLOCK, CHOSEN, OF_ALL = Traits(Elements.BLOCK), Traits(Elements.CHOSEN), Traits(Elements.OF_ALL)
