@@ -17,6 +17,7 @@ from spmd_core.ops.kernels.convolutions import (
 )
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import Parts, Traits
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 # ---- over split images: every device convolves the rows that it has and fetches ------------------
@@ -127,7 +128,7 @@ def _convolution(
     )
 
 
-@lowering("aten.convolution_backward.default")
+@lowering("aten.convolution_backward.default", traits=Traits(parts=Parts.SUM))
 def _convolution_backward(
     ctx: Context,
     grad: Any,

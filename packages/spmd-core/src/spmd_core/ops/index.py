@@ -15,7 +15,7 @@ import numpy as np
 from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.lookups import look_up
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.kernels.traits import CHOSEN
+from spmd_core.ops.kernels.traits import CHOSEN, Elements, Parts, Rows, Traits
 from spmd_core.ops.registry import Context, Number, TableLayout, as_array, lowering
 
 
@@ -91,7 +91,11 @@ def _nonzero_static(ctx: Context, x: jax.Array, *, size: int, fill_value: int = 
     )
 
 
-@lowering("aten.embedding.default", indices=index_rules.of_rows("indices", "weight"), traits=CHOSEN)
+@lowering(
+    "aten.embedding.default",
+    indices=index_rules.of_rows("indices", "weight"),
+    traits=Traits(Elements.CHOSEN, parts=Parts.DIMS, rows=Rows.READ),
+)
 def _embedding(
     ctx: Context,
     weight: jax.Array,
@@ -106,7 +110,10 @@ def _embedding(
     return jnp.take(weight, indices, axis=0, mode="clip")
 
 
-@lowering("aten.embedding_dense_backward.default")
+@lowering(
+    "aten.embedding_dense_backward.default",
+    traits=Traits(parts=Parts.SUM, rows=Rows.WRITTEN),
+)
 def _embedding_dense_backward(
     ctx: Context,
     grad_output: jax.Array,

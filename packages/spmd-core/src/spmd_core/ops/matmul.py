@@ -12,6 +12,7 @@ from jax import lax
 
 from spmd_core.ops.kernels import grouped
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.traits import Parts, Traits
 from spmd_core.ops.registry import Context, Number, as_array, flop_formula, lowering
 
 _DOT = (((0,), (0,)), ((), ()))
@@ -50,7 +51,7 @@ def _plus_product(
     return jnp.broadcast_to(term + product, ctx.shape).astype(ctx.dtype)
 
 
-@lowering("aten.mm.default", "aten.mm.dtype")
+@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.PIECES))
 def _mm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
     return _contract(a, b, _MATRIX_MATRIX).astype(ctx.dtype)
 
@@ -85,7 +86,7 @@ def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * math.prod(weight[:-1])
 
 
-@lowering("aten.linear.default")
+@lowering("aten.linear.default", traits=Traits(parts=Parts.DIMS))
 def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     """x @ weight^T + bias.
 
@@ -123,7 +124,11 @@ def _contract_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
     return _contract(a, b, ((dims, dims), ((), ())))
 
 
-@lowering("aten.linear_backward.default", meta=_meta_linear_backward)
+@lowering(
+    "aten.linear_backward.default",
+    meta=_meta_linear_backward,
+    traits=Traits(parts=Parts.PIECES),
+)
 def _linear_backward(
     ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]
 ) -> tuple[jax.Array | None, ...]:
@@ -135,11 +140,9 @@ def _linear_backward(
             grad_outputs, jnp.conj(rows), (((grad_outputs.ndim - 1,), (0,)), ((), ()))
         ).astype(x.dtype)
     if output_mask[1]:
-        grad_weight = (
-            _contract_leading(ctx, grad_outputs, jnp.conj(x))
-            .reshape(weight.shape)
-            .astype(weight.dtype)
-        )
+        # Not by `weight.shape`: a device may compute its part (`program.partial_sums`).
+        product = _contract_leading(ctx, grad_outputs, jnp.conj(x))
+        grad_weight = (product if weight.ndim == 2 else product[0]).astype(weight.dtype)
     if output_mask[2]:
         grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(
             grad.dtype

@@ -11,6 +11,7 @@ from jax import lax
 
 from spmd_core import dtypes
 from spmd_core.ops.kernels.precision import widened
+from spmd_core.ops.kernels.traits import Parts, Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -331,7 +332,7 @@ def _layer_norm_without_statistics(
     ).astype(ctx.dtype)
 
 
-@lowering("aten.native_layer_norm_backward.default")
+@lowering("aten.native_layer_norm_backward.default", traits=Traits(parts=Parts.SUM))
 def _layer_norm_backward(
     ctx: Context,
     grad: Any,

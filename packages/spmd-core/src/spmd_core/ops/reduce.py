@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core.ops.kernels.precision import is_inexact, opmath, reduced_dims
+from spmd_core.ops.kernels.traits import Parts, Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 _BOOL = np.dtype(np.bool_)
@@ -33,7 +34,7 @@ def _sum(ctx: Context, x: Any, *, dtype: Any = None) -> jax.Array:
     return _sum_dims(ctx, x, None)
 
 
-@lowering("aten.sum.dim_IntList")
+@lowering("aten.sum.dim_IntList", traits=Traits(parts=Parts.SUM))
 def _sum_dims(
     ctx: Context, x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None
 ) -> jax.Array:

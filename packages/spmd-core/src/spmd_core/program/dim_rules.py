@@ -41,8 +41,8 @@ class DimRule:
         operands: the factors of each operand's dims.
         results: the factors of each result's dims.
         sums: for each result the factors that it is a sum over: the results for parts of these add
-            up to it. To each the operands that do not have the factor and are added to the sum, so
-            that one part alone adds them.
+            up to it, of halos with what moves. To each the operands that do not have the factor
+            and are added to the sum, so that one part alone adds them.
         reduced: for each result all factors over which something is reduced on the way to it.
         halos: factors along which elements move, as to the windows of a convolution.
         whole: factors that are not split without gathering them first.
@@ -103,7 +103,7 @@ def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
 
     with jax.enable_x64(True):
         lowered = jax.jit(dims_of_kernel, keep_unused=True).lower(arrays, numbers)
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         populate = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
         passmanager.PassManager.parse(populate).run(module.operation)
@@ -210,6 +210,7 @@ _PASSING = frozenset(
         *("negate", "real", "imag"),
     )
 )
+_RULE = "sdy.sharding_rule"
 _CALL, _BARRIER = "func.call", "stablehlo.optimization_barrier"
 _PRODUCTS = ("stablehlo.multiply", "stablehlo.dot_general", "stablehlo.convolution")
 _ADDITIONS = ("stablehlo.add", "stablehlo.subtract", "stablehlo.concatenate")
@@ -241,6 +242,8 @@ class _Module:
             operands = [values[x] for x in op.operands]
             if op.name == "func.return":
                 return operands
+            if _RULE not in op.attributes:
+                operands += [values[x] for x in _inside(op) if x in values]
             values.update(zip(op.results, self._operation(op, operands)))
         raise AssertionError("a function returns")
 
@@ -250,10 +253,11 @@ class _Module:
             return self._block(called.regions[0].blocks[0], operands)
         if op.name == _BARRIER:
             return operands
-        if "sdy.sharding_rule" in op.attributes:
-            rule = sdy.OpShardingRuleAttr(op.attributes["sdy.sharding_rule"])
-            return _ruled(op, operands, rule)
+        if _RULE in op.attributes:
+            return _ruled(op, operands, sdy.OpShardingRuleAttr(op.attributes[_RULE]))
         made = [_Value.of_shape(_shape(x)) for x in op.results]
+        if op.name.startswith("chlo."):
+            return [_elementwise(operands, value) for value in made]
         if op.name == "stablehlo.constant":
             made[0].is_zero = _is_zero(op.attributes["value"])
         if operands:  # such as a loop
@@ -265,13 +269,35 @@ class _Module:
         return made
 
 
+def _inside(op: Any) -> Iterator[Any]:
+    """What the operations inside an operation read, such as those of a conditional's branches."""
+    for region in op.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                yield from child.operation.operands
+                yield from _inside(child.operation)
+
+
+def _elementwise(operands: list[_Value], made: _Value) -> _Value:
+    """The result of a function of StableHLO's client operations, such as `chlo.erf`."""
+    for value in operands:
+        made.reduced |= value.reduced | {*value.summed()}
+        for factor in value.factors() if len(value.dims) != len(made.dims) else ():
+            factor.is_whole = True
+        for known, own in zip(value.dims, made.dims):
+            if known and own:
+                _equate(known, own)
+    return made
+
+
 def _shape(value: Any) -> Sequence[int]:
     return value.type.shape if isinstance(value.type, ir.ShapedType) else ()
 
 
 def _is_zero(value: Any) -> bool:
     is_splat = isinstance(value, ir.DenseElementsAttr) and value.is_splat
-    return is_splat and value.get_splat_value().value == 0
+    # Of a complex number, jaxlib hands out no value.
+    return is_splat and getattr(value.get_splat_value(), "value", None) == 0
 
 
 def _ruled(op: Any, operands: list[_Value], rule: Any) -> list[_Value]:
@@ -312,7 +338,7 @@ def _ruled(op: Any, operands: list[_Value], rule: Any) -> list[_Value]:
     for value in made:
         lost = read - value.factors()
         value.sums = {factor: once for factor, once in sums.items() if once is not None}
-        value.reduced = (before | lost | summed) - {*value.sums}
+        value.reduced = before | ((lost | summed) - {*value.sums})
         if op.name in _PASSING:
             value.operand, value.is_zero = operands[0].operand, operands[0].is_zero
     return made
@@ -387,8 +413,8 @@ def _numbered(operands: Sequence[_Value], results: Sequence[_Value]) -> DimRule:
     for value in results:
         taken = {number[x] for x in _last(value.reduced) if x in number}
         found = {number[x]: once for x, once in value.summed().items() if x in number}
-        own = {i for dim in dims(value) for i in dim}
-        sums.append({i: once for i, once in found.items() if i not in taken and i not in own})
+        kept = {i for dim in dims(value) for i in dim}
+        sums.append({i: once for i, once in found.items() if i not in taken and i not in kept})
         reduced.append(frozenset(taken | {*found}))
     return DimRule(
         tuple(factor.size for factor in number),

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from spmd_core.graph.values import Entry, Spec
 from spmd_core.ops import registry
 from spmd_core.ops.kernels import pieces
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import Parts, Rows
+from spmd_core.program.batch_reductions import BatchSum
 from spmd_core.program.ir import InsertedEntry, Op, Ref, inserted
 from spmd_core.program.reductions import (
     Reduction,
@@ -54,21 +56,16 @@ class Sum:
     Attributes:
         op: the operation that sums.
         result: which of the operation's results it is.
-        split_dims: for each input of the operation, the axes that split its dims in the region.
+        how: how its operands are split in the region.
         spec: the spec of the value, which may be a conversion or another shape of that result.
         lookup: what makes the value of that result; None if it is the value.
-        once: the input that one device alone adds to its part; None if there is none.
-        sources: for each dim of the result, the inputs and their dims whose parts make a part of
-            it; empty where that is not known.
     """
 
     op: Op
     result: int
-    split_dims: tuple[Mapping[int, tuple[int, ...]], ...]
+    how: BatchSum
     spec: Spec
     lookup: Lookup | None = None
-    once: int | None = None
-    sources: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def last_op(self) -> Op:
@@ -178,12 +175,12 @@ def _lowered(
         num_pieces = _num_pieces(part, reduction, context.platform) if reduces else 1
         if num_pieces > 1:
             return _in_pieces(entry.kernel, part, reduction, blocks, num_pieces, context.platform)
-        if part.once is not None and part.once < len(blocks):
-            own = blocks[part.once]
-            blocks[part.once] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
+        for i in part.how.once:
+            own = blocks[i]
+            blocks[i] = jnp.where(_part(reduction) == 0, own, jnp.zeros_like(own))
         typed = [registry.Number(value, kind) for value, kind in zip(values, kinds)]
         inner = registry.Context(outs, context.platform)
-        found = _rows_here(blocks, reduction) if entry.name == "aten::embedding" else None
+        found = _rows_here(blocks, reduction) if entry.traits.rows is Rows.READ else None
         total = entry.kernel(inner, blocks, typed)[part.result]
         total = total if found is None else jnp.where(found[..., None], total, 0)
         if lookup is not None:
@@ -195,7 +192,7 @@ def _lowered(
             total = total.reshape(part.spec.shape)
         return reduced_block(total, reduction, part.spec) if reduces else total[None]
 
-    in_specs = [reduction.spec(split) for split in part.split_dims]
+    in_specs = [reduction.spec(split) for split in part.how.split]
     function = mapped(
         local,
         reduction,
@@ -213,8 +210,8 @@ def _num_pieces(part: Sum, reduction: Reduction, platform: str) -> int:
     pieces.
     """
     shape, entry = part.spec.shape, part.op.entry
-    is_known = len(part.sources) == len(shape) == 2 and not entry.number_kinds
-    if platform != "tpu" or not is_known or reduction.dim is None:
+    may_be_cut = entry.traits.parts is Parts.PIECES and not entry.number_kinds and len(shape) == 2
+    if platform != "tpu" or not may_be_cut or reduction.of_activation or reduction.dim is None:
         return 1
     if any(dim != reduction.dim for dim, _ in reduction.others):
         return 1
@@ -233,7 +230,7 @@ def _in_pieces(
     """Inside the region: a gradient, computed and scattered piece by piece."""
     assert reduction.dim is not None
     dim = 1 - reduction.dim
-    sources = [(i, d % blocks[i].ndim) for i, d in part.sources[dim]]
+    sources = [(i, d % blocks[i].ndim) for i, d in part.how.sources[dim]]
     size = part.spec.shape[dim] // num_pieces
     shape = tuple(size if d == dim else n for d, n in enumerate(part.spec.shape))
     context = registry.Context((registry.Out(shape, part.spec.dtype),), platform)
@@ -291,7 +288,7 @@ class _RowsOfTable:
         cls, entry: Entry, reduction: Reduction, num_indices: int, *, reduces: bool
     ) -> "_RowsOfTable | None":
         """For the gradient of a table that is split by rows, else None."""
-        if entry.name != "aten::embedding_dense_backward":
+        if entry.traits.rows is not Rows.WRITTEN:
             return None
         num_rows = entry.spec.shape[0]
         axes = dict(reduction.others).get(0, ())

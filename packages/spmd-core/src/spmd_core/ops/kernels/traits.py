@@ -4,7 +4,7 @@ A pass asks for a trait, not for names: a new operation says what it is in its o
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class Elements(IntEnum):
@@ -23,6 +23,25 @@ class Elements(IntEnum):
     NEW = 8  # computed
 
 
+class Parts(IntEnum):
+    """What a kernel computes from parts of its operands. Each kind includes those before it.
+
+    A mean computes none: it divides by the size that it sees.
+    """
+
+    NONE = 0
+    SUM = 1  # a part of each sum
+    DIMS = 2  # and of those dims of a result that are dims of operands
+    PIECES = 3  # and a TPU makes a large gradient in pieces
+
+
+class Rows(Enum):
+    """What an operation does with the rows of a table. Devices send rows, or parts of the table."""
+
+    READ = "looks up those that its second operand has, in its first operand"
+    WRITTEN = "adds to those that its second operand has, what its first operand has"
+
+
 @dataclass(frozen=True)
 class Traits:
     """What an operation is.
@@ -30,10 +49,14 @@ class Traits:
     Attributes:
         elements: whose elements its results have.
         source: the position of the operand that `elements` speaks of.
+        parts: what its kernel computes from parts of its operands.
+        rows: what it does with the rows of a table; None if it has no table.
     """
 
     elements: Elements = Elements.NEW
     source: int = 0
+    parts: Parts = Parts.NONE
+    rows: Rows | None = None
 
 
 COMPUTED = Traits()

@@ -27,9 +27,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from spmd_core.graph.values import Entry, Spec
-from spmd_core.ops.kernels.traits import Elements
+from spmd_core.ops.kernels.traits import Elements, Rows
 from spmd_core.ops.registry import ImageLayout
-from spmd_core.program.batch_reductions import batch_reduction, batch_split
+from spmd_core.program.batch_reductions import batch_sum
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter
 from spmd_core.program.joined_gradients import Gradient, Joins, Total, sums, uses
 from spmd_core.program.mark_names import MARK_SUM, is_plain_addition
@@ -281,11 +281,9 @@ class _Finder:
         if "convolution" in op.entry.name and self._splits_positions(op):
             return None
         inputs = [x.spec for x in op.operands]
-        split = batch_split(op.entry, value.result, inputs, reduction)
-        if split is not None:
-            how = batch_reduction(op.entry, value.result)
-            assert how is not None
-            return Sum(op, value.result, split, spec, once=how.once, sources=how.sources)
+        found = batch_sum(op.entry, value.result, inputs, reduction)
+        if found is not None:
+            return Sum(op, value.result, found, spec)
         return self._lookup(op, reduction, spec)
 
     def _passes_on(self, op: Op, value: Ref, reduction: Reduction) -> bool:
@@ -309,7 +307,7 @@ class _Finder:
 
     def _lookup(self, op: Op, reduction: Reduction, spec: Spec) -> Sum | None:
         """The gradient of a table of which the whole batch looks up the same rows."""
-        if op.entry.name != "aten::embedding_dense_backward" or reduction.others:
+        if op.entry.traits.rows is not Rows.WRITTEN or reduction.others:
             return None
         if reduction.sequence_axes:
             return None  # each part of the batch looks up a part of the rows

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spmd_core.graph.values import Spec
+from spmd_core.ops.kernels.traits import Rows
 from spmd_core.ops.registry import Hint, TableLayout
 from spmd_core.program.ir import Graph, Input, Op
 from spmd_core.program.split_dims import DataSplit
@@ -19,14 +20,13 @@ from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.sharding import Sharding
 
-_LOOKUP = "aten::embedding"
 # Other uses that gather a table, in its own dtype: the lookup then reads what is there.
 _PRODUCTS = frozenset(("aten::linear", "aten::mm", "aten::t", "aten::transpose.int"))
 
 
 def lookups(graph: Graph, target: Target) -> Graph:
     """The graph with the layout of each lookup that is not left to the partitioner."""
-    found = [op for op in graph.ops if op.entry.name == _LOOKUP]
+    found = [op for op in graph.ops if op.entry.traits.rows is Rows.READ]
     if not found or not target.is_split:
         return graph
     # The fewest axes first: a mark may split what is computed later by more than the data.
