@@ -112,7 +112,7 @@ def _embedding(
 
 @lowering(
     "aten.embedding_dense_backward.default",
-    traits=Traits(parts=Parts.SUM, rows=Rows.WRITTEN),
+    traits=Traits(parts=Parts.SUM, rows=Rows.WRITTEN, is_product=True),
 )
 def _embedding_dense_backward(
     ctx: Context,

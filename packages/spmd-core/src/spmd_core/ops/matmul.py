@@ -12,7 +12,7 @@ from jax import lax
 
 from spmd_core.ops.kernels import grouped
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
-from spmd_core.ops.kernels.traits import Parts, Traits
+from spmd_core.ops.kernels.traits import PRODUCT, Parts, Traits
 from spmd_core.ops.registry import Context, Number, as_array, flop_formula, lowering
 
 _DOT = (((0,), (0,)), ((), ()))
@@ -51,12 +51,12 @@ def _plus_product(
     return jnp.broadcast_to(term + product, ctx.shape).astype(ctx.dtype)
 
 
-@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.PIECES))
+@lowering("aten.mm.default", "aten.mm.dtype", traits=Traits(parts=Parts.PIECES, is_product=True))
 def _mm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
     return _contract(a, b, _MATRIX_MATRIX).astype(ctx.dtype)
 
 
-@lowering("aten.bmm.default", "aten.bmm.dtype")
+@lowering("aten.bmm.default", "aten.bmm.dtype", traits=PRODUCT)
 def _bmm(ctx: Context, a: Any, b: Any, out_dtype: Any = None) -> jax.Array:
     return _contract(a, b, _BATCHED).astype(ctx.dtype)
 
@@ -86,7 +86,7 @@ def _linear_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
     return 2 * math.prod(x) * math.prod(weight[:-1])
 
 
-@lowering("aten.linear.default", traits=Traits(parts=Parts.DIMS))
+@lowering("aten.linear.default", traits=Traits(parts=Parts.DIMS, is_product=True))
 def _linear(ctx: Context, x: Any, weight: Any, bias: Any = None) -> jax.Array:
     """x @ weight^T + bias.
 
@@ -127,22 +127,24 @@ def _contract_leading(ctx: Context, a: jax.Array, b: jax.Array) -> jax.Array:
 @lowering(
     "aten.linear_backward.default",
     meta=_meta_linear_backward,
-    traits=Traits(parts=Parts.PIECES),
+    traits=Traits(parts=Parts.PIECES, is_product=True, gradients=(0, 2)),
 )
 def _linear_backward(
     ctx: Context, x: Any, grad: Any, weight: Any, output_mask: Sequence[bool]
 ) -> tuple[jax.Array | None, ...]:
     grad_x = grad_weight = grad_bias = None
     grad_outputs = grad if weight.ndim == 2 else grad[..., None]  # (..., outputs)
-    rows = weight.reshape(grad_outputs.shape[-1], weight.shape[-1])
     if output_mask[0]:
+        rows = weight.reshape(grad_outputs.shape[-1], weight.shape[-1])
         grad_x = _contract(
             grad_outputs, jnp.conj(rows), (((grad_outputs.ndim - 1,), (0,)), ((), ()))
         ).astype(x.dtype)
     if output_mask[1]:
-        # Not by `weight.shape`: a device may compute its part (`program.partial_sums`).
-        product = _contract_leading(ctx, grad_outputs, jnp.conj(x))
-        grad_weight = (product if weight.ndim == 2 else product[0]).astype(weight.dtype)
+        grad_weight = (
+            _contract_leading(ctx, grad_outputs, jnp.conj(x))
+            .reshape(weight.shape)
+            .astype(weight.dtype)
+        )
     if output_mask[2]:
         grad_bias = jnp.sum(grad.astype(opmath(grad.dtype)), axis=tuple(range(x.ndim - 1))).astype(
             grad.dtype
@@ -150,24 +152,24 @@ def _linear_backward(
     return grad_x, grad_weight, grad_bias
 
 
-@lowering("aten.addmm.default")
+@lowering("aten.addmm.default", traits=PRODUCT)
 def _addmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
 
 
-@lowering("aten.addmm.dtype")
+@lowering("aten.addmm.dtype", traits=PRODUCT)
 def _addmm_dtype(
     ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> jax.Array:
     return _plus_product(ctx, x, _contract(a, b, _MATRIX_MATRIX), beta, alpha)
 
 
-@lowering("aten.baddbmm.default")
+@lowering("aten.baddbmm.default", traits=PRODUCT)
 def _baddbmm(ctx: Context, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> jax.Array:
     return _plus_product(ctx, x, _contract(a, b, _BATCHED), beta, alpha)
 
 
-@lowering("aten.baddbmm.dtype")
+@lowering("aten.baddbmm.dtype", traits=PRODUCT)
 def _baddbmm_dtype(
     ctx: Context, x: Any, a: Any, b: Any, out_dtype: Any, *, beta: Any = 1, alpha: Any = 1
 ) -> jax.Array:

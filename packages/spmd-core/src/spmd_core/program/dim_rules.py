@@ -89,7 +89,7 @@ def dims(entry: Entry, operands: Sequence[Spec]) -> DimRule:
 
 def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
     if entry.border is not None:  # of a manual region: the fold crosses it
-        return _Module({}).rule([x.shape for x in operands], [x.shape for x in entry.outs])
+        return _Module({}).rule(operands, entry)
     arrays = [jax.ShapeDtypeStruct(x.shape, dtypes.to_jax(x.dtype)) for x in operands]
     types = {float: np.float64, int: np.int64, bool: np.bool_, complex: np.complex128}
     numbers = [jax.ShapeDtypeStruct((), types[kind]) for kind in entry.number_kinds]
@@ -108,7 +108,7 @@ def _rule(entry: Entry, operands: Sequence[Spec]) -> DimRule:
         populate = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
         passmanager.PassManager.parse(populate).run(module.operation)
         functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
-        return _Module(functions).rule([x.shape for x in operands], [x.shape for x in entry.outs])
+        return _Module(functions).rule(operands, entry)
 
 
 # Joining the rules of StableHLO's operations.
@@ -222,17 +222,23 @@ class _Module:
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self._functions = functions
 
-    def rule(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> DimRule:
-        """The rule for operands and results of these shapes."""
-        given = [_Value.of_shape(shape, operand=i) for i, shape in enumerate(operands)]
+    def rule(self, operands: Sequence[Spec], entry: Entry) -> DimRule:
+        """The rule for an entry, whose kernel is the module's main function."""
+        given = [_Value.of_shape(x.shape, operand=i) for i, x in enumerate(operands)]
         if "main" in self._functions:
             main = self._functions["main"].regions[0].blocks[0]
             numbers = [_Value.of_shape(()) for _ in range(len(main.arguments) - len(given))]
             made = self._block(main, [*given, *numbers])
         else:
-            made = [_Value.of_shape(shape, is_whole=True) for shape in results]
+            made = [_Value.of_shape(x.shape, is_whole=True) for x in entry.outs]
             for factor in (x for value in given for x in value.factors()):
                 factor.is_whole = True
+        # What a gradient does not read is split as it is: its other results fit then, too.
+        for result, operand in enumerate(entry.traits.gradients):
+            position = result if entry.structure is None else entry.structure[result]
+            if position is not None:
+                for known, own in zip(given[operand].dims, made[position].dims):
+                    _equate(known, own)
         return _numbered(given, made)
 
     def _block(self, block: Any, arguments: Sequence[_Value]) -> list[_Value]:

@@ -50,16 +50,23 @@ class Traits:
         elements: whose elements its results have.
         source: the position of the operand that `elements` speaks of.
         parts: what its kernel computes from parts of its operands.
+        gradients: for each of torch's first results the position of the operand whose gradient it
+            is: it has that operand's dims.
         rows: what it does with the rows of a table; None if it has no table.
+        is_product: whether it is a product of matrices or the like: it reads its operands from
+            memory, so that XLA fuses nothing into it.
     """
 
     elements: Elements = Elements.NEW
     source: int = 0
     parts: Parts = Parts.NONE
+    gradients: tuple[int, ...] = ()
     rows: Rows | None = None
+    is_product: bool = False
 
 
 COMPUTED = Traits()
+PRODUCT = Traits(is_product=True)
 # Of operations that only pass on their operand's elements.
 SAME, RESHAPED = Traits(Elements.SAME), Traits(Elements.RESHAPED)
 PERMUTED, REPEATED = Traits(Elements.PERMUTED), Traits(Elements.REPEATED)

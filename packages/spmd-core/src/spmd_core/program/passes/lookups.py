@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spmd_core.graph.values import Spec
-from spmd_core.ops.kernels.traits import Rows
+from spmd_core.ops.kernels.traits import Elements, Rows
 from spmd_core.ops.registry import Hint, TableLayout
 from spmd_core.program.ir import Graph, Input, Op
 from spmd_core.program.split_dims import DataSplit
@@ -19,9 +19,6 @@ from spmd_core.program.target import Target
 from spmd_core.runtime import torus
 from spmd_core.runtime.jax_sharding import jax_axis_names, jax_mesh
 from spmd_core.sharding.sharding import Sharding
-
-# Other uses that gather a table, in its own dtype: the lookup then reads what is there.
-_PRODUCTS = frozenset(("aten::linear", "aten::mm", "aten::t", "aten::transpose.int"))
 
 
 def lookups(graph: Graph, target: Target) -> Graph:
@@ -31,7 +28,7 @@ def lookups(graph: Graph, target: Target) -> Graph:
         return graph
     # The fewest axes first: a mark may split what is computed later by more than the data.
     splits = target.data_splits[::-1]
-    gathered = {x for op in graph.ops if op.entry.name in _PRODUCTS for x in op.operands}
+    gathered = {x for op in graph.ops if _gathers(op) for x in op.operands}
     hints: dict[Op, Hint] = {}
     for op in found:
         table, indices = op.operands[:2]
@@ -50,6 +47,12 @@ def lookups(graph: Graph, target: Target) -> Graph:
         if not layout.gathers or layout.rows[-1] == layout.shared:
             hints[op] = layout
     return graph.with_hints(hints)
+
+
+def _gathers(op: Op) -> bool:
+    """Whether an operation gathers a table, in its own dtype: a lookup then reads what is there."""
+    traits = op.entry.traits
+    return traits.is_product or traits.elements is Elements.PERMUTED
 
 
 def _layout(

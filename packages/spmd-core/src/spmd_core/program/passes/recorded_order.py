@@ -14,19 +14,8 @@ from itertools import groupby
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter
 from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
-from spmd_core.program.partial_sums import ADDITION, PARTIAL_SUM
+from spmd_core.program.partial_sums import ADDITION, PartialSumEntry
 from spmd_core.program.target import Target
-
-# Operations that read whole arrays anyway, so that a barrier before them hinders no fusion.
-_PRODUCTS = frozenset(
-    (
-        *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
-        *("aten::linear", "aten::linear_backward"),
-        *("aten::convolution", "aten::convolution_backward"),
-        *("spmd::attention.lse", "spmd::attention_backward"),
-        "aten::embedding_dense_backward",
-    )
-)
 
 _ADD = "aten::add.Tensor"
 
@@ -98,25 +87,28 @@ class _Order:
         return dict(zip(own, found))
 
     def _to_wait_for(self, op: Op) -> Iterator[Ref]:
-        is_product = op.entry.name in _PRODUCTS
+        is_product = op.entry.traits.is_product
         # A weight's gradients of several microbatches, for instance, which are added up.
         is_sum = op.entry.name == _ADD and self._summable.issuperset(op.operands)
         # Partial sums of several gradients; those of one are added where it is marked.
         is_joined = op.entry.name == ADDITION and op.source.name == _ADD
         if is_product or is_sum:
             self._summable.update(op.results)
-        others = (MARK, MARK_AT_ONCE, PARTIAL_SUM)
-        if is_product or is_sum or is_joined or op.entry.name in others:
+        is_gradient = op.entry.name in (MARK, MARK_AT_ONCE) or _is_partial_sum(op)
+        if is_product or is_sum or is_joined or is_gradient:
             yield from op.results
 
 
 def _is_product(op: Op) -> bool:
     """Whether an operation is a product, or a part of one."""
-    return op.entry.name in _PRODUCTS or (_is_partial_sum(op) and op.source.name in _PRODUCTS)
+    entry = op.entry
+    if isinstance(entry, PartialSumEntry):
+        entry = entry.part.last_op.entry
+    return entry.traits.is_product
 
 
 def _is_partial_sum(op: Op | None) -> bool:
-    return op is not None and op.entry.name == PARTIAL_SUM
+    return op is not None and isinstance(op.entry, PartialSumEntry)
 
 
 def _may_be_shared(value: Ref) -> bool:
