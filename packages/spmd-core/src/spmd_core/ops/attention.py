@@ -18,7 +18,7 @@ from jax import lax
 from spmd_core.ops.kernels import flash, platform_attention, ring
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.threefry import fused
-from spmd_core.ops.kernels.traits import PRODUCT
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import AttentionLayout, Context, Number, flop_formula, lowering
 
 # The seed is a Scalar, so that it is an input of the program; the other options are static. What is
@@ -312,7 +312,7 @@ def _forward(
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
-@lowering("spmd.attention.default", meta=_meta)
+@lowering("spmd.attention.default", meta=_meta, traits=Traits(query=0))
 def _attention(
     ctx: Context,
     query: Any,
@@ -328,7 +328,7 @@ def _attention(
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
 
 
-@lowering("spmd.attention.lse", meta=_meta_lse, traits=PRODUCT)
+@lowering("spmd.attention.lse", meta=_meta_lse, traits=Traits(is_product=True, query=0))
 def _attention_lse(
     ctx: Context,
     query: Any,
@@ -344,7 +344,9 @@ def _attention_lse(
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)
 
 
-@lowering("spmd.attention_backward.default", meta=_meta_backward, traits=PRODUCT)
+@lowering(
+    "spmd.attention_backward.default", meta=_meta_backward, traits=Traits(is_product=True, query=1)
+)
 def _attention_backward(
     ctx: Context,
     grad: Any,

@@ -17,7 +17,7 @@ from spmd_core.ops.kernels.convolutions import (
 )
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.kernels.traits import PRODUCT, Parts, Traits
+from spmd_core.ops.kernels.traits import Parts, Traits
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
 # ---- over split images: every device convolves the rows that it has and fetches ------------------
@@ -96,7 +96,11 @@ def _gradients_of_images(
     return [next(found) if want else None for want in wanted[:2]]
 
 
-@lowering("aten.convolution.default", "aten.convolution_overrideable.default", traits=PRODUCT)
+@lowering(
+    "aten.convolution.default",
+    "aten.convolution_overrideable.default",
+    traits=Traits(is_product=True, images=(0,)),
+)
 def _convolution(
     ctx: Context,
     x: Any,
@@ -128,7 +132,10 @@ def _convolution(
     )
 
 
-@lowering("aten.convolution_backward.default", traits=Traits(parts=Parts.SUM, is_product=True))
+@lowering(
+    "aten.convolution_backward.default",
+    traits=Traits(parts=Parts.SUM, is_product=True, images=(0, 1)),
+)
 def _convolution_backward(
     ctx: Context,
     grad: Any,
@@ -168,7 +175,9 @@ def _convolution_backward(
     )
 
 
-@lowering("aten.convolution_backward_overrideable.default", traits=PRODUCT)
+@lowering(
+    "aten.convolution_backward_overrideable.default", traits=Traits(is_product=True, images=(0, 1))
+)
 def _convolution_backward_overrideable(
     ctx: Context,
     grad: Any,

@@ -11,6 +11,7 @@ from jax import lax
 from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.kernels.windows import adaptive_windows, per_dim
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
@@ -127,7 +128,7 @@ def _register_mean_pool(num_dims: int) -> None:
     def spatial(x: jax.Array) -> tuple[int, ...]:
         return x.shape[x.ndim - num_dims :]
 
-    @lowering(f"aten.avg_pool{num_dims}d.default")
+    @lowering(f"aten.avg_pool{num_dims}d.default", traits=Traits(images=(0,)))
     def forward(
         ctx: Context,
         x: Any,
@@ -147,7 +148,7 @@ def _register_mean_pool(num_dims: int) -> None:
         )
         return _divided(total, counts).astype(ctx.dtype)
 
-    @lowering(f"aten.avg_pool{num_dims}d_backward.default")
+    @lowering(f"aten.avg_pool{num_dims}d_backward.default", traits=Traits(images=(0, 1)))
     def backward(
         ctx: Context,
         grad: Any,

@@ -12,6 +12,7 @@ from jax import lax
 from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.kernels.windows import adaptive_windows, crop_or_pad, per_dim
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
@@ -265,7 +266,7 @@ def _register_max_pool(num_dims: int) -> None:
             per_dim(dilation, num_dims),
         )
 
-    @lowering(f"aten.max_pool{num_dims}d_with_indices.default")
+    @lowering(f"aten.max_pool{num_dims}d_with_indices.default", traits=Traits(images=(0,)))
     def forward(
         ctx: Context,
         x: Any,
@@ -291,7 +292,9 @@ def _register_max_pool(num_dims: int) -> None:
             return _max_pool_of_images(ctx, images, x, kernel, strides, paddings, dilations, sizes)
         return _max_pool(ctx, x, kernel, strides, paddings, dilations, sizes)
 
-    @lowering(f"aten.max_pool{num_dims}d_with_indices_backward.default")
+    @lowering(
+        f"aten.max_pool{num_dims}d_with_indices_backward.default", traits=Traits(images=(0, 1))
+    )
     def backward(
         ctx: Context,
         grad: Any,

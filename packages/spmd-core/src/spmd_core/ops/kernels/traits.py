@@ -55,6 +55,10 @@ class Traits:
         rows: what it does with the rows of a table; None if it has no table.
         is_product: whether it is a product of matrices or the like: it reads its operands from
             memory, so that XLA fuses nothing into it.
+        images: the positions of the operands that are images or their gradients, of which windows
+            read; the kernel may ask for their `ImageLayout`.
+        query: of an attention, the position of the query, behind which the key is; the kernel may
+            ask for their `AttentionLayout`.
     """
 
     elements: Elements = Elements.NEW
@@ -63,6 +67,8 @@ class Traits:
     gradients: tuple[int, ...] = ()
     rows: Rows | None = None
     is_product: bool = False
+    images: tuple[int, ...] = ()
+    query: int | None = None
 
 
 COMPUTED = Traits()

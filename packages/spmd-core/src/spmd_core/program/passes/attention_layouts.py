@@ -14,13 +14,10 @@ from spmd_core.ops.registry import AttentionLayout, Hint
 from spmd_core.program.ir import Graph, Op, Ref
 from spmd_core.program.target import Target
 
-# Attentions, with the position of the query among the tensors that they take; the key's is next.
-_QUERY = {"spmd::attention": 0, "spmd::attention.lse": 0, "spmd::attention_backward": 1}
-
 
 def attention_layouts(graph: Graph, target: Target) -> Graph:
     """The graph with the layout of each attention."""
-    found = [op for op in graph.ops if op.entry.name in _QUERY]
+    found = [op for op in graph.ops if op.entry.traits.query is not None]
     if not found or not target.is_split or not target.mesh.exists:
         return graph
     mesh = target.jax_mesh
@@ -40,7 +37,7 @@ def attention_layouts(graph: Graph, target: Target) -> Graph:
 
     hints: dict[Op, Hint] = {}
     for op in found:
-        at = _QUERY[op.entry.name]
+        at = op.entry.traits.query or 0
         query, key = (x.spec.shape for x in op.operands[at : at + 2])
         if op.operands[at].manual is not None or 0 in (*query, *key):
             continue

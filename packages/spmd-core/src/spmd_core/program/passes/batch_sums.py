@@ -278,7 +278,7 @@ class _Finder:
             return self._total(op, reduction) if op.entry.spec.shape == spec.shape else None
         if value.spec.shape != spec.shape and reduction.others:
             return None  # other axes split dims of the gradient, which that result lacks
-        if "convolution" in op.entry.name and self._splits_positions(op):
+        if op.entry.traits.images and self._splits_positions(op):
             return None
         inputs = [x.spec for x in op.operands]
         found = batch_sum(op.entry, value.result, inputs, reduction)

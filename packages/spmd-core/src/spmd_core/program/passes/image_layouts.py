@@ -21,24 +21,12 @@ from spmd_core.program.target import Target
 # The axes that split each dim.
 _Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
-# Operations of windows: results have their input's layout, whatever their sizes.
-_WINDOWS = (
-    *("aten::convolution", "aten::convolution_overrideable"),
-    *("aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices"),
-    *("aten::avg_pool2d", "aten::avg_pool3d"),
-)
-_GRADIENTS = (
-    *("aten::convolution_backward", "aten::convolution_backward_overrideable"),
-    *("aten::max_pool2d_with_indices_backward", "aten::max_pool3d_with_indices_backward"),
-    *("aten::avg_pool2d_backward", "aten::avg_pool3d_backward"),
-)
-
 
 def image_layouts(graph: Graph, target: Target) -> Graph:
     """The graph with the layout of the images that windows read, where it is known."""
     if not target.is_split or not target.mesh.exists:
         return graph
-    if not any(op.entry.name in (*_WINDOWS, *_GRADIENTS) for op in graph.ops):
+    if not any(op.entry.traits.images for op in graph.ops):
         return graph
     known: dict[Ref, _Axes] = {}
 
@@ -71,9 +59,7 @@ def image_layouts(graph: Graph, target: Target) -> Graph:
 
 def _images(entry: Entry, inputs: Sequence[tuple[Spec, _Axes]]) -> _Axes:
     """The layout of what the operation's windows read; empty if unknown or no such operation."""
-    if entry.name not in (*_WINDOWS, *_GRADIENTS):
-        return ()
-    read = inputs[:1] if entry.name in _WINDOWS else inputs[:2]
+    read = (inputs[i] for i in entry.traits.images)
     return next((axes for _, axes in read if any(axes)), ())
 
 
@@ -84,9 +70,9 @@ def _result(entry: Entry, spec: Spec, inputs: Sequence[tuple[Spec, _Axes]]) -> _
     """
     if len(spec.shape) < 3:
         return ()
-    if entry.name in _WINDOWS:
-        axes = inputs[0][1]
-        return (axes[0], (), *axes[2:]) if axes and "convolution" in entry.name else axes
+    if len(entry.traits.images) == 1:  # whatever the sizes
+        axes = inputs[entry.traits.images[0]][1]
+        return (axes[0], (), *axes[2:]) if axes and entry.traits.is_product else axes
     for x, axes in inputs:
         if any(axes) and len(x.shape) == len(spec.shape):
             if x.shape == spec.shape:
