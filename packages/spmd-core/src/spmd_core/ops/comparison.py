@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels.precision import opmath
-from spmd_core.ops.kernels.traits import OF_ALL
+from spmd_core.ops.kernels.traits import COMPARISON, OF_ALL
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
 # ---- comparison and logic: computed in the promoted dtype of the operands, returned as bool ------
@@ -24,7 +24,7 @@ _COMPARISONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def _register_comparison(op: str, function: Callable[[jax.Array, jax.Array], jax.Array]) -> None:
-    @lowering(f"aten.{op}.Tensor", f"aten.{op}.Scalar")
+    @lowering(f"aten.{op}.Tensor", f"aten.{op}.Scalar", traits=COMPARISON)
     def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
         dtype = result_dtype(a, b)
         return function(as_array(a, dtype), as_array(b, dtype))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels.precision import matmul_precision, opmath
+from spmd_core.ops.kernels.traits import COMPARISON
 from spmd_core.ops.registry import Context, lowering
 
 # torch's numbers for `compute_mode`, and the number of points above which torch computes the
@@ -72,7 +73,7 @@ def _point_gradients(
     return jnp.sum(grad * slope, axis=-2)
 
 
-@lowering("aten._cdist_forward.default")
+@lowering("aten._cdist_forward.default", traits=COMPARISON)
 def _cdist(ctx: Context, a: Any, b: Any, p: float, compute_mode: int | None) -> jax.Array:
     wide = opmath(ctx.dtype)
     a, b = a.astype(wide), b.astype(wide)
@@ -111,7 +112,7 @@ def points_of(pair: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     return first, pair - begin(first) + first + 1
 
 
-@lowering("aten._pdist_forward.default")
+@lowering("aten._pdist_forward.default", traits=COMPARISON)
 def _pdist(ctx: Context, x: Any, p: float = 2.0) -> jax.Array:
     x = x.astype(opmath(ctx.dtype))
     pair = jnp.arange(ctx.shape[0], dtype=np.int64)

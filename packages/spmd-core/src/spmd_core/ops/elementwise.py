@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core.ops.kernels.precision import is_inexact, is_sixteen_bit, opmath
+from spmd_core.ops.kernels.traits import CHOICE, COMPUTED
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -314,12 +315,16 @@ _BINARY: dict[str, tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[str,
 # These operations need no float32 for 16-bit operands: the result is one of the operands, or is
 # rounded once in either dtype.
 _ROUNDED_ONCE = ("maximum", "minimum", "mul")
+_EXTREMES = ("fmax", "fmin", "maximum", "minimum")
 
 
 def _register_binary(
     op: str, function: Callable[..., jax.Array], overloads: tuple[str, ...]
 ) -> None:
-    @lowering(*(f"aten.{op}.{overload}" for overload in overloads))
+    @lowering(
+        *(f"aten.{op}.{overload}" for overload in overloads),
+        traits=CHOICE if op in _EXTREMES else COMPUTED,
+    )
     def lower(ctx: Context, a: Any, b: Any) -> jax.Array:
         if op in _ROUNDED_ONCE and all(
             isinstance(x, jax.Array) and x.dtype == ctx.dtype for x in (a, b)

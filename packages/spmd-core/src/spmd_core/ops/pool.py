@@ -12,7 +12,7 @@ from jax import lax
 from spmd_core.ops.kernels import windows
 from spmd_core.ops.kernels.halos import Images
 from spmd_core.ops.kernels.precision import is_inexact, opmath
-from spmd_core.ops.kernels.traits import Traits
+from spmd_core.ops.kernels.traits import CHOICE, Compared, Traits
 from spmd_core.ops.kernels.windows import adaptive_windows, crop_or_pad, per_dim
 from spmd_core.ops.registry import Context, ImageLayout, lowering
 
@@ -266,7 +266,10 @@ def _register_max_pool(num_dims: int) -> None:
             per_dim(dilation, num_dims),
         )
 
-    @lowering(f"aten.max_pool{num_dims}d_with_indices.default", traits=Traits(images=(0,)))
+    @lowering(
+        f"aten.max_pool{num_dims}d_with_indices.default",
+        traits=Traits(images=(0,), compared=Compared.ELEMENTS),
+    )
     def forward(
         ctx: Context,
         x: Any,
@@ -323,7 +326,7 @@ def _register_max_pool(num_dims: int) -> None:
 def _register_adaptive_max_pool(num_dims: int) -> None:
     """Windows whose sizes follow from those of the result, and their gradient."""
 
-    @lowering(f"aten.adaptive_max_pool{num_dims}d.default")
+    @lowering(f"aten.adaptive_max_pool{num_dims}d.default", traits=CHOICE)
     def adaptive(ctx: Context, x: Any, output_size: Any) -> tuple[jax.Array, jax.Array]:
         fields = [x]
         for d in reversed(range(num_dims)):
@@ -370,7 +373,7 @@ def _first_elements(samples: jax.Array, num_in: int, num_out: int, kernel: int) 
 
 
 def _register_fractional_max_pool(num_dims: int) -> None:
-    @lowering(f"aten.fractional_max_pool{num_dims}d.default")
+    @lowering(f"aten.fractional_max_pool{num_dims}d.default", traits=CHOICE)
     def forward(
         ctx: Context, x: Any, kernel_size: Any, output_size: Any, random_samples: Any
     ) -> tuple[jax.Array, jax.Array]:

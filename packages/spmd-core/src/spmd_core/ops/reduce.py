@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from spmd_core.ops.kernels.precision import is_inexact, opmath, reduced_dims
-from spmd_core.ops.kernels.traits import Parts, Traits
+from spmd_core.ops.kernels.traits import CHOICE, Compared, Parts, Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 _BOOL = np.dtype(np.bool_)
@@ -140,15 +140,15 @@ def _position(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> ja
 
 
 def _register_extremum(name: str, largest: bool) -> None:
-    @lowering(f"aten.a{name}.default")
+    @lowering(f"aten.a{name}.default", traits=CHOICE)
     def over_dims(ctx: Context, x: Any, dim: Any = None, keepdim: bool = False) -> jax.Array:
         return _extremum(x, reduced_dims(dim, x.ndim), keepdim, largest)
 
-    @lowering(f"aten.{name}.default")
+    @lowering(f"aten.{name}.default", traits=CHOICE)
     def over_all(ctx: Context, x: Any) -> jax.Array:
         return _extremum(x, reduced_dims(None, x.ndim), False, largest)
 
-    @lowering(f"aten.{name}.dim")
+    @lowering(f"aten.{name}.dim", traits=CHOICE)
     def with_position(
         ctx: Context, x: Any, dim: int, keepdim: bool = False
     ) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +156,7 @@ def _register_extremum(name: str, largest: bool) -> None:
             x, dim, keepdim, largest
         )
 
-    @lowering(f"aten.arg{name}.default")
+    @lowering(f"aten.arg{name}.default", traits=CHOICE)
     def position(ctx: Context, x: Any, dim: int | None = None, keepdim: bool = False) -> jax.Array:
         return _position(x, dim, keepdim, largest)
 
@@ -165,7 +165,7 @@ _register_extremum("max", largest=True)
 _register_extremum("min", largest=False)
 
 
-@lowering("aten.aminmax.default")
+@lowering("aten.aminmax.default", traits=CHOICE)
 def _aminmax(
     ctx: Context, x: Any, *, dim: int | None = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -289,6 +289,8 @@ def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Arr
 
 # ---- vector norms --------------------------------------------------------------------------------
 
+_NORM = Traits(compared=Compared.ORDER)
+
 
 def _vector_norm(
     ctx: Context, x: jax.Array, order: float | None, dim: Any, keepdim: bool
@@ -312,19 +314,19 @@ def _vector_norm(
     return norm.astype(ctx.dtype)
 
 
-@lowering("aten.linalg_vector_norm.default", static=("ord",))
+@lowering("aten.linalg_vector_norm.default", static=("ord",), traits=_NORM)
 def _linalg_vector_norm(
     ctx: Context, x: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> jax.Array:
     return _vector_norm(ctx, x, ord, dim, keepdim)
 
 
-@lowering("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", static=("p",))
+@lowering("aten.norm.Scalar", "aten.norm.ScalarOpt_dtype", static=("p",), traits=_NORM)
 def _norm(ctx: Context, x: Any, p: Any = 2, *, dtype: Any = None) -> jax.Array:
     return _vector_norm(ctx, x, p, None, False)
 
 
-@lowering("aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", static=("p",))
+@lowering("aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", static=("p",), traits=_NORM)
 def _norm_dims(
     ctx: Context, x: Any, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None
 ) -> jax.Array:
@@ -374,11 +376,11 @@ def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array,
     return running.astype(x.dtype), lax.cummax(jnp.where(updated, positions, 0), axis=dim)
 
 
-@lowering("aten.cummax.default")
+@lowering("aten.cummax.default", traits=CHOICE)
 def _cummax(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
     return _running_extremum(x, dim, largest=True)
 
 
-@lowering("aten.cummin.default")
+@lowering("aten.cummin.default", traits=CHOICE)
 def _cummin(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
     return _running_extremum(x, dim, largest=False)

@@ -17,6 +17,7 @@ from jax import lax
 from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.blocks import apart, write_block
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import CHOICE
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 # (base, values, method) -> base with the values written. The method is one of jax's `.at[...]`:
@@ -157,7 +158,7 @@ def _scatter_add(
     return _scattering(dim, index)(x, src, "add")
 
 
-@lowering("aten.scatter_reduce.two", indices=index_rules.along_dim())
+@lowering("aten.scatter_reduce.two", indices=index_rules.along_dim(), traits=CHOICE)
 def _scatter_reduce_two(
     ctx: Context,
     x: jax.Array,
@@ -249,7 +250,7 @@ def _index_fill(ctx: Context, x: jax.Array, dim: int, index: jax.Array, value: A
     return _slicing(dim, index, x.ndim, wrap=True)(x, as_array(value, x.dtype), "set")
 
 
-@lowering("aten.index_reduce.default", indices=index_rules.along_dim())
+@lowering("aten.index_reduce.default", indices=index_rules.along_dim(), traits=CHOICE)
 def _index_reduce(
     ctx: Context,
     x: jax.Array,

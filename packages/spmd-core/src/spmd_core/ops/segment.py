@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd_core.ops.kernels.precision import opmath
+from spmd_core.ops.kernels.traits import CHOICE
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -75,7 +76,7 @@ _METHOD = {"sum": "add", "mean": "add", "prod": "multiply", "max": "max", "min":
 _IDENTITY = {"sum": 0, "mean": 0, "prod": 1, "max": -np.inf, "min": np.inf}
 
 
-@lowering("aten.segment_reduce.default")
+@lowering("aten.segment_reduce.default", traits=CHOICE)
 def _segment_reduce(
     ctx: Context,
     data: Any,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels.traits import CHOICE, COMPARISON
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
 
 
@@ -49,21 +50,21 @@ def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.A
     return keys.astype(x.dtype), positions
 
 
-@lowering("aten.sort.default")
+@lowering("aten.sort.default", traits=CHOICE)
 def _sort(
     ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
     return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
-@lowering("aten.sort.stable")
+@lowering("aten.sort.stable", traits=CHOICE)
 def _sort_stable(
     ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
     return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
-@lowering("aten.topk.default")
+@lowering("aten.topk.default", traits=CHOICE)
 def _topk(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, ...]:
@@ -115,14 +116,14 @@ def _nanmedian_rank(x: jax.Array) -> jax.Array:
     return jnp.maximum((x.shape[-1] - _num_nan(x) - 1) // 2, 0)
 
 
-@lowering("aten.kthvalue.default")
+@lowering("aten.kthvalue.default", traits=CHOICE)
 def _kthvalue(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
     return _at_rank(ctx, _dim_last(x, dim), k - 1, dim, keepdim=keepdim)
 
 
-@lowering("aten.median.dim")
+@lowering("aten.median.dim", traits=CHOICE)
 def _median_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -130,7 +131,7 @@ def _median_dim(
     return _at_rank(ctx, rows, _median_rank(rows), dim, keepdim=keepdim)
 
 
-@lowering("aten.nanmedian.dim")
+@lowering("aten.nanmedian.dim", traits=CHOICE)
 def _nanmedian_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -156,19 +157,19 @@ def _empty_median(ctx: Context) -> jax.Array:
     return jnp.full(ctx.shape, jnp.nan, ctx.dtype)
 
 
-@lowering("aten.median.default", host_when=_median_is_undefined)
+@lowering("aten.median.default", host_when=_median_is_undefined, traits=CHOICE)
 def _median(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     return _element_at_rank(flat, _median_rank(flat)) if flat.size else _empty_median(ctx)
 
 
-@lowering("aten.nanmedian.default", host_when=_median_is_undefined)
+@lowering("aten.nanmedian.default", host_when=_median_is_undefined, traits=CHOICE)
 def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
     flat = x.reshape(-1)
     return _element_at_rank(flat, _nanmedian_rank(flat)) if flat.size else _empty_median(ctx)
 
 
-@lowering("aten.mode.default")
+@lowering("aten.mode.default", traits=CHOICE)
 def _mode(
     ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -223,7 +224,7 @@ def _search(ctx: Context, sequence: jax.Array, x: Any, right: bool) -> jax.Array
     return low.reshape(ctx.shape).astype(ctx.dtype)
 
 
-@lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar")
+@lowering("aten.searchsorted.Tensor", "aten.searchsorted.Scalar", traits=COMPARISON)
 def _searchsorted(
     ctx: Context,
     sorted_sequence: jax.Array,
@@ -239,7 +240,7 @@ def _searchsorted(
     return _search(ctx, sorted_sequence, x, right or side == "right")
 
 
-@lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar")
+@lowering("aten.bucketize.Tensor", "aten.bucketize.Scalar", traits=COMPARISON)
 def _bucketize(
     ctx: Context,
     x: jax.Array | Number,
@@ -255,7 +256,12 @@ def _bucketize(
 _FEW_TESTS = 32
 
 
-@lowering("aten.isin.Tensor_Tensor", "aten.isin.Tensor_Scalar", "aten.isin.Scalar_Tensor")
+@lowering(
+    "aten.isin.Tensor_Tensor",
+    "aten.isin.Tensor_Scalar",
+    "aten.isin.Scalar_Tensor",
+    traits=COMPARISON,
+)
 def _isin(
     ctx: Context, elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> jax.Array:

@@ -35,6 +35,14 @@ class Parts(IntEnum):
     PIECES = 3  # and a TPU makes a large gradient in pieces
 
 
+class Compared(Enum):
+    """What an operation compares exactly. Gradients and users look for what it chose by `==`."""
+
+    ELEMENTS = "the elements of an operand, of which its results are some, or their positions"
+    ORDER = "the same, if its `p` or `ord` is infinite: a norm"
+    OPERANDS = "the elements of two operands"
+
+
 class Rows(Enum):
     """What an operation does with the rows of a table. Devices send rows, or parts of the table."""
 
@@ -57,6 +65,7 @@ class Traits:
             memory, so that XLA fuses nothing into it.
         images: the positions of the operands that are images or their gradients, of which windows
             read; the kernel may ask for their `ImageLayout`.
+        compared: what it compares exactly; None for nothing.
         query: of an attention, the position of the query, behind which the key is; the kernel may
             ask for their `AttentionLayout`.
     """
@@ -69,10 +78,12 @@ class Traits:
     is_product: bool = False
     images: tuple[int, ...] = ()
     query: int | None = None
+    compared: Compared | None = None
 
 
 COMPUTED = Traits()
 PRODUCT = Traits(is_product=True)
+CHOICE, COMPARISON = Traits(compared=Compared.ELEMENTS), Traits(compared=Compared.OPERANDS)
 # Of operations that only pass on their operand's elements.
 SAME, RESHAPED = Traits(Elements.SAME), Traits(Elements.RESHAPED)
 PERMUTED, REPEATED = Traits(Elements.PERMUTED), Traits(Elements.REPEATED)

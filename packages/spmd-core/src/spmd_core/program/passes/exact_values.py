@@ -9,30 +9,9 @@ tensor. The values found here are stored too.
 import math
 
 from spmd_core.ops.kernels.blocks import apart
-from spmd_core.ops.kernels.traits import Elements
+from spmd_core.ops.kernels.traits import Compared, Elements
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter, behind_barriers, inserted
 from spmd_core.program.target import Target
-
-# Results are elements of an operand, or their positions. Gradients and users look for them by `==`.
-_CHOICES = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "cummax", "cummin"),
-        *("sort", "argsort", "msort", "topk", "kthvalue", "median", "nanmedian", "mode"),
-        *("scatter_reduce", "index_reduce", "segment_reduce"),
-        *("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d"),
-        *("adaptive_max_pool3d", "fractional_max_pool2d", "fractional_max_pool3d"),
-        *("maximum", "minimum", "fmax", "fmin", "quantile", "nanquantile"),
-    )
-)
-_NORMS = {"aten::norm": "p", "aten::linalg_vector_norm": "ord"}  # with their order's argument
-_COMPARISONS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("eq", "ne", "lt", "le", "gt", "ge", "equal", "isin", "unique_dim", "_unique2"),
-        *("unique_consecutive", "searchsorted", "bucketize", "_cdist_forward", "_pdist_forward"),
-    )
-)
 
 
 def exact_values(graph: Graph, target: Target) -> Graph:
@@ -79,13 +58,11 @@ def _stored(graph: Graph) -> set[Ref]:
 
 
 def _is_exact(op: Op) -> bool:
-    name = _operation(op.entry.name)
-    if name in _NORMS:
-        order = (op.entry.arguments or {}).get(_NORMS[name])
+    compared = op.entry.traits.compared
+    if compared is Compared.OPERANDS:
+        return len(op.operands) > 1
+    if compared is Compared.ORDER:
+        given = op.entry.arguments or {}
+        order = given.get("ord", given.get("p"))
         return isinstance(order, float) and math.isinf(order)
-    return name in _CHOICES or (name in _COMPARISONS and len(op.operands) > 1)
-
-
-def _operation(name: str) -> str:
-    """The operation without its overload."""
-    return name.partition(".")[0]
+    return compared is Compared.ELEMENTS
