@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd_core.ops.kernels import index_rules
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -59,17 +61,20 @@ def _range_dtype(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64)
 
 
-@lowering("aten.arange.default", static=("end",))
+_STEPS = Traits(bounds=index_rules.steps)
+
+
+@lowering("aten.arange.default", static=("end",), traits=_STEPS)
 def _arange(ctx: Context, end: Any, **_: Any) -> jax.Array:
     return _range_from(ctx, 0, 1)
 
 
-@lowering("aten.arange.start", static=("start", "end"))
+@lowering("aten.arange.start", static=("start", "end"), traits=_STEPS)
 def _arange_start(ctx: Context, start: Any, end: Any, **_: Any) -> jax.Array:
     return _range_from(ctx, start, 1)
 
 
-@lowering("aten.arange.start_step", static=("start", "end", "step"))
+@lowering("aten.arange.start_step", static=("start", "end", "step"), traits=_STEPS)
 def _arange_start_step(ctx: Context, start: Any, end: Any, step: Any = 1, **_: Any) -> jax.Array:
     return _range_from(ctx, start, step)
 

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from jax import lax
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.booleans import cast
 from spmd_core.ops.kernels.precision import opmath
 from spmd_core.ops.kernels.threefry import fused
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import Context, Number, as_array, lowering
 
 
@@ -340,7 +342,9 @@ def _binomial(ctx: Context, count: jax.Array, prob: jax.Array, generator: Any = 
     ).astype(ctx.dtype)
 
 
-@lowering("aten.multinomial.default", random=True)
+@lowering(
+    "aten.multinomial.default", random=True, traits=Traits(bounds=index_rules.positions(0, -1))
+)
 def _multinomial(
     ctx: Context,
     weights: jax.Array,
@@ -418,39 +422,47 @@ def _highest(dtype: np.dtype) -> int:
     return int(np.iinfo(dtype).max)
 
 
+_INTEGERS = Traits(bounds=index_rules.between("low", "high"))
+
+
 @lowering("aten.random.default", random=True)
 def _random(ctx: Context, x: jax.Array, *, generator: Any = None) -> jax.Array:
     return _integers(ctx, 0, _highest(ctx.dtype) + 1)
 
 
-@lowering("aten.random.to", random=True)
+@lowering("aten.random.to", random=True, traits=Traits(bounds=index_rules.between("from", "to")))
 def _random_to(ctx: Context, x: jax.Array, to: int, *, generator: Any = None) -> jax.Array:
     return _integers(ctx, 0, to)
 
 
-@lowering("aten.random.from", random=True)
+@lowering("aten.random.from", random=True, traits=Traits(bounds=index_rules.between("from", "to")))
 def _random_from(
     ctx: Context, x: jax.Array, low: int, to: int | None, *, generator: Any = None
 ) -> jax.Array:
     return _integers(ctx, low, _highest(ctx.dtype) + 1 if to is None else to)
 
 
-@lowering("aten.randint.default", "aten.randint.generator", random=True)
+@lowering("aten.randint.default", "aten.randint.generator", random=True, traits=_INTEGERS)
 def _randint(ctx: Context, high: int, size: list[int], **_: Any) -> jax.Array:
     return _integers(ctx, 0, high)
 
 
-@lowering("aten.randint.low", "aten.randint.low_generator", random=True)
+@lowering("aten.randint.low", "aten.randint.low_generator", random=True, traits=_INTEGERS)
 def _randint_low(ctx: Context, low: int, high: int, size: list[int], **_: Any) -> jax.Array:
     return _integers(ctx, low, high)
 
 
-@lowering("aten.randint_like.default", "aten.randint_like.generator", random=True)
+@lowering("aten.randint_like.default", "aten.randint_like.generator", random=True, traits=_INTEGERS)
 def _randint_like(ctx: Context, x: jax.Array, high: int, **_: Any) -> jax.Array:
     return _integers(ctx, 0, high)
 
 
-@lowering("aten.randint_like.low_dtype", "aten.randint_like.low_generator_dtype", random=True)
+@lowering(
+    "aten.randint_like.low_dtype",
+    "aten.randint_like.low_generator_dtype",
+    random=True,
+    traits=_INTEGERS,
+)
 def _randint_like_low(ctx: Context, x: jax.Array, low: int, high: int, **_: Any) -> jax.Array:
     return _integers(ctx, low, high)
 
@@ -462,6 +474,11 @@ def _randint_like_tensor(ctx: Context, x: jax.Array, high: jax.Array, **_: Any) 
     )
 
 
-@lowering("aten.randperm.default", "aten.randperm.generator", random=True)
+@lowering(
+    "aten.randperm.default",
+    "aten.randperm.generator",
+    random=True,
+    traits=Traits(bounds=index_rules.between("", "n")),
+)
 def _randperm(ctx: Context, n: int, **_: Any) -> jax.Array:
     return jax.random.permutation(_key(ctx), n).astype(ctx.dtype)

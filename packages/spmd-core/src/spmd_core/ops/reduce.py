@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd_core.ops.kernels import index_rules
 from spmd_core.ops.kernels.precision import is_inexact, opmath, reduced_dims
 from spmd_core.ops.kernels.traits import CHOICE, Compared, Parts, Traits
 from spmd_core.ops.registry import Context, as_array, lowering
@@ -120,6 +121,9 @@ def _is_any_true(ctx: Context, x: Any) -> jax.Array:
 # ---- extrema: NaN is the extremum where there is one; of equal values the first counts -----------
 
 
+_WITH_POSITIONS = Traits(compared=Compared.ELEMENTS, bounds=index_rules.positions(1))
+
+
 def _extremum(x: jax.Array, dims: tuple[int, ...], keepdim: bool, largest: bool) -> jax.Array:
     return (jnp.max if largest else jnp.min)(x, axis=dims, keepdims=keepdim)
 
@@ -148,7 +152,7 @@ def _register_extremum(name: str, largest: bool) -> None:
     def over_all(ctx: Context, x: Any) -> jax.Array:
         return _extremum(x, reduced_dims(None, x.ndim), False, largest)
 
-    @lowering(f"aten.{name}.dim", traits=CHOICE)
+    @lowering(f"aten.{name}.dim", traits=_WITH_POSITIONS)
     def with_position(
         ctx: Context, x: Any, dim: int, keepdim: bool = False
     ) -> tuple[jax.Array, jax.Array]:
@@ -156,7 +160,10 @@ def _register_extremum(name: str, largest: bool) -> None:
             x, dim, keepdim, largest
         )
 
-    @lowering(f"aten.arg{name}.default", traits=CHOICE)
+    @lowering(
+        f"aten.arg{name}.default",
+        traits=Traits(compared=Compared.ELEMENTS, bounds=index_rules.positions(0)),
+    )
     def position(ctx: Context, x: Any, dim: int | None = None, keepdim: bool = False) -> jax.Array:
         return _position(x, dim, keepdim, largest)
 
@@ -376,11 +383,11 @@ def _running_extremum(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array,
     return running.astype(x.dtype), lax.cummax(jnp.where(updated, positions, 0), axis=dim)
 
 
-@lowering("aten.cummax.default", traits=CHOICE)
+@lowering("aten.cummax.default", traits=_WITH_POSITIONS)
 def _cummax(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
     return _running_extremum(x, dim, largest=True)
 
 
-@lowering("aten.cummin.default", traits=CHOICE)
+@lowering("aten.cummin.default", traits=_WITH_POSITIONS)
 def _cummin(ctx: Context, x: Any, dim: int) -> tuple[jax.Array, jax.Array]:
     return _running_extremum(x, dim, largest=False)

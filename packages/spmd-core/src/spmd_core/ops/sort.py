@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spmd_core.ops.kernels.traits import CHOICE, COMPARISON
+from spmd_core.ops.kernels import index_rules
+from spmd_core.ops.kernels.traits import CHOICE, COMPARISON, Compared, Traits
 from spmd_core.ops.registry import Context, Number, as_array, lowering, result_dtype
+
+_WITH_POSITIONS = Traits(compared=Compared.ELEMENTS, bounds=index_rules.positions(1, -1))
 
 
 def _dim_last(x: jax.Array, dim: int) -> jax.Array:
@@ -50,21 +53,21 @@ def _sorted(x: jax.Array, *, descending: bool = False) -> tuple[jax.Array, jax.A
     return keys.astype(x.dtype), positions
 
 
-@lowering("aten.sort.default", traits=CHOICE)
+@lowering("aten.sort.default", traits=_WITH_POSITIONS)
 def _sort(
     ctx: Context, x: jax.Array, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
     return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
-@lowering("aten.sort.stable", traits=CHOICE)
+@lowering("aten.sort.stable", traits=_WITH_POSITIONS)
 def _sort_stable(
     ctx: Context, x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, ...]:
     return _restore_dim(ctx, _sorted(_dim_last(x, dim), descending=descending), dim)
 
 
-@lowering("aten.topk.default", traits=CHOICE)
+@lowering("aten.topk.default", traits=_WITH_POSITIONS)
 def _topk(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[jax.Array, ...]:
@@ -116,14 +119,14 @@ def _nanmedian_rank(x: jax.Array) -> jax.Array:
     return jnp.maximum((x.shape[-1] - _num_nan(x) - 1) // 2, 0)
 
 
-@lowering("aten.kthvalue.default", traits=CHOICE)
+@lowering("aten.kthvalue.default", traits=_WITH_POSITIONS)
 def _kthvalue(
     ctx: Context, x: jax.Array, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
     return _at_rank(ctx, _dim_last(x, dim), k - 1, dim, keepdim=keepdim)
 
 
-@lowering("aten.median.dim", traits=CHOICE)
+@lowering("aten.median.dim", traits=_WITH_POSITIONS)
 def _median_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -131,7 +134,7 @@ def _median_dim(
     return _at_rank(ctx, rows, _median_rank(rows), dim, keepdim=keepdim)
 
 
-@lowering("aten.nanmedian.dim", traits=CHOICE)
+@lowering("aten.nanmedian.dim", traits=_WITH_POSITIONS)
 def _nanmedian_dim(
     ctx: Context, x: jax.Array, dim: int, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -169,7 +172,7 @@ def _nanmedian(ctx: Context, x: jax.Array) -> jax.Array:
     return _element_at_rank(flat, _nanmedian_rank(flat)) if flat.size else _empty_median(ctx)
 
 
-@lowering("aten.mode.default", traits=CHOICE)
+@lowering("aten.mode.default", traits=_WITH_POSITIONS)
 def _mode(
     ctx: Context, x: jax.Array, dim: int = -1, keepdim: bool = False
 ) -> tuple[jax.Array, ...]:

@@ -7,24 +7,15 @@ through.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from spmd_core.graph.values import Entry, Indices, Spec
+from spmd_core.graph.values import Entry, Indices
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program.index_flag import Check
 from spmd_core.program.ir import Graph, Op, Ref
 
-# Their second result, or their only one, has positions in a dim of the first input.
-_POSITIONS = frozenset(
-    (
-        *("aten::sort", "aten::sort.stable", "aten::topk", "aten::kthvalue", "aten::median.dim"),
-        *("aten::nanmedian.dim", "aten::mode", "aten::max.dim", "aten::min.dim"),
-        *("aten::cummax", "aten::cummin"),
-    )
-)
 # Between these dtypes, a cast keeps every index of a dim that a device can hold.
 _WIDE = (torch.int32, torch.int64)
 
@@ -97,37 +88,7 @@ def _implies(known: Indices, wanted: Indices) -> bool:
 
 def _bounds(entry: Entry, index: int) -> tuple[int, int] | None:
     """The lowest and the highest element that a result can have; None if that is not known."""
-    arguments = entry.arguments
-    if arguments is None or entry.outs[index].dtype not in _WIDE:
+    spec, bounds = entry.outs[index], entry.traits.bounds
+    if bounds is None or entry.arguments is None or spec.dtype not in _WIDE:
         return None
-    packet = entry.name.split(".")[0]
-    if entry.name in _POSITIONS and index == 1:
-        return _positions(arguments, arguments.get("dim", -1))
-    if packet in ("aten::argmax", "aten::argmin"):
-        return _positions(arguments, arguments.get("dim"))
-    if packet == "aten::multinomial":
-        return _positions(arguments, -1)
-    if packet == "aten::randperm":
-        return _between(0, arguments["n"])
-    if packet == "aten::random":  # as torch's `randint` records it
-        return _between(arguments.get("from", 0), arguments.get("to"))
-    if packet == "aten::randint":
-        return _between(arguments.get("low", 0), arguments["high"])
-    if packet == "aten::arange":
-        start, step = arguments.get("start", 0), arguments.get("step", 1)
-        if not (type(start) is type(step) is int):
-            return None
-        last = start + step * max(entry.spec.num_elements - 1, 0)
-        return min(start, last), max(start, last)
-    return None
-
-
-def _positions(arguments: Mapping[str, Any], dim: int | None) -> tuple[int, int]:
-    spec = arguments["self"]
-    assert isinstance(spec, Spec)
-    shape = spec.shape or (1,)
-    return 0, (spec.num_elements if dim is None else shape[dim]) - 1
-
-
-def _between(low: Any, end: Any) -> tuple[int, int] | None:
-    return (low, end - 1) if type(low) is type(end) is int else None
+    return bounds(entry.arguments, index, spec.num_elements)

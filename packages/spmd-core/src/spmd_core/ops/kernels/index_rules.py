@@ -1,13 +1,16 @@
 """Which indices eager torch accepts in an operation's arguments: rules for `lowering(indices=...)`.
 
-Masks are no indices, and an argument without elements has none.
+Masks are no indices, and an argument without elements has none. And which indices results can be:
+bounds for its traits, of positions and of integers between two numbers.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from spmd_core.ops.kernels.traits import Bounds
 from spmd_core.ops.registry import IndexRule, IndexRules
 
 _MASKS = (torch.bool, torch.uint8)
@@ -72,3 +75,38 @@ def of_bags(arguments: Mapping[str, Any]) -> Iterator[IndexRule]:
     """`indices` has numbers of rows of `weight`, and `offsets` positions where bags begin."""
     yield from _within(arguments, "indices", arguments["weight"].shape[0])
     yield from _within(arguments, "offsets", arguments["indices"].shape[0] + 1)
+
+
+def positions(result: int, default: int | None = None) -> Bounds:
+    """A result has positions in the dim `dim` of `self`; for None, in the flattened one.
+
+    Args:
+        result: which one.
+        default: the dim where the call does not give it.
+    """
+
+    def bounds(arguments: Mapping[str, Any], index: int, num: int) -> tuple[int, int] | None:
+        shape, dim = arguments["self"].shape or (1,), arguments.get("dim", default)
+        size = math.prod(shape) if dim is None else shape[dim]
+        return (0, size - 1) if index == result else None
+
+    return bounds
+
+
+def between(low: str, end: str) -> Bounds:
+    """Integers from the argument `low`, or 0 without it, to below the argument `end`."""
+
+    def bounds(arguments: Mapping[str, Any], index: int, num: int) -> tuple[int, int] | None:
+        first, last = arguments.get(low, 0), arguments.get(end)
+        return (first, last - 1) if type(first) is type(last) is int else None
+
+    return bounds
+
+
+def steps(arguments: Mapping[str, Any], index: int, num: int) -> tuple[int, int] | None:
+    """Integers from `start` on, by `step`."""
+    start, step = arguments.get("start", 0), arguments.get("step", 1)
+    if not (type(start) is type(step) is int):
+        return None
+    last = start + step * max(num - 1, 0)
+    return min(start, last), max(start, last)

@@ -3,8 +3,10 @@
 A pass asks for a trait, not for names: a new operation says what it is in its own block.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Any
 
 
 class Elements(IntEnum):
@@ -50,6 +52,11 @@ class Rows(Enum):
     WRITTEN = "adds to those that its second operand has, what its first operand has"
 
 
+# A call's arguments by name, as `Entry.arguments` has them, the position of a result and its number
+# of elements -> the lowest and the highest integer that can be in it; None if that is not known.
+Bounds = Callable[[Mapping[str, Any], int, int], tuple[int, int] | None]
+
+
 @dataclass(frozen=True)
 class Traits:
     """What an operation is.
@@ -66,6 +73,7 @@ class Traits:
         images: the positions of the operands that are images or their gradients, of which windows
             read; the kernel may ask for their `ImageLayout`.
         compared: what it compares exactly; None for nothing.
+        bounds: what integers its results can have; None if that is not known of any.
         query: of an attention, the position of the query, behind which the key is; the kernel may
             ask for their `AttentionLayout`.
     """
@@ -79,6 +87,7 @@ class Traits:
     images: tuple[int, ...] = ()
     query: int | None = None
     compared: Compared | None = None
+    bounds: Bounds | None = None
 
 
 COMPUTED = Traits()
