@@ -5,6 +5,7 @@
 - else blocks in plain jax (`kernels.flash`), a single block where the sequences are short.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -312,7 +313,11 @@ def _forward(
     return out.reshape(shape).astype(ctx.dtype), lse.reshape(shape[:-1]).astype(wide)
 
 
-@lowering("spmd.attention.default", meta=_meta, traits=Traits(query=0))
+# The only number of an attention is the seed of its dropout.
+_traits = functools.partial(Traits, passes_nan_on=True, has_seeds=True)
+
+
+@lowering("spmd.attention.default", meta=_meta, traits=_traits(query=0))
 def _attention(
     ctx: Context,
     query: Any,
@@ -328,7 +333,7 @@ def _attention(
     return _forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale)[0]
 
 
-@lowering("spmd.attention.lse", meta=_meta_lse, traits=Traits(is_product=True, query=0))
+@lowering("spmd.attention.lse", meta=_meta_lse, traits=_traits(query=0, is_product=True))
 def _attention_lse(
     ctx: Context,
     query: Any,
@@ -345,7 +350,7 @@ def _attention_lse(
 
 
 @lowering(
-    "spmd.attention_backward.default", meta=_meta_backward, traits=Traits(is_product=True, query=1)
+    "spmd.attention_backward.default", meta=_meta_backward, traits=_traits(query=1, is_product=True)
 )
 def _attention_backward(
     ctx: Context,
@@ -394,7 +399,7 @@ def _attention_backward(
     ]
 
 
-@lowering("spmd.attention_kept.default", meta=_meta_kept)
+@lowering("spmd.attention_kept.default", meta=_meta_kept, traits=_traits())
 def _attention_kept(
     ctx: Context, query: Any, key: Any, seed: Number, dropout_p: float, is_causal: bool
 ) -> jax.Array:

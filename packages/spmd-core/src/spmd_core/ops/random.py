@@ -478,7 +478,7 @@ def _randint_like_tensor(ctx: Context, x: jax.Array, high: jax.Array, **_: Any) 
     "aten.randperm.default",
     "aten.randperm.generator",
     random=True,
-    traits=Traits(bounds=index_rules.between("", "n")),
+    traits=Traits(bounds=index_rules.between(None, "n")),
 )
 def _randperm(ctx: Context, n: int, **_: Any) -> jax.Array:
     return jax.random.permutation(_key(ctx), n).astype(ctx.dtype)

@@ -284,7 +284,7 @@ def _std_mean(
     return jnp.sqrt(variance).astype(ctx.dtype), mean.astype(x.dtype)
 
 
-@lowering("aten.logsumexp.default")
+@lowering("aten.logsumexp.default", traits=Traits(passes_nan_on=True))
 def _logsumexp(ctx: Context, x: Any, dim: Any, keepdim: bool = False) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     x = _accumulator(ctx, x)

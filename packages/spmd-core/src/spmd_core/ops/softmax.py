@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import torch
 
 from spmd_core.ops.kernels.precision import opmath, reduced_dims, widened
+from spmd_core.ops.kernels.traits import Traits
 from spmd_core.ops.registry import Context, as_array, lowering
 
 
@@ -21,7 +22,7 @@ def _softmax_over(ctx: Context, x: jax.Array, dims: tuple[int, ...]) -> jax.Arra
     return powers / jnp.sum(powers, axis=dims, keepdims=True)
 
 
-@lowering("aten._softmax.default")
+@lowering("aten._softmax.default", traits=Traits(passes_nan_on=True))
 def _softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
     return _softmax_over(ctx, x, reduced_dims(dim, x.ndim)).astype(ctx.dtype)
 
@@ -35,7 +36,7 @@ def _safe_softmax(ctx: Context, x: Any, dim: int, dtype: Any = None) -> jax.Arra
     return jnp.where(nothing, jnp.zeros_like(result), result).astype(ctx.dtype)
 
 
-@lowering("aten._log_softmax.default")
+@lowering("aten._log_softmax.default", traits=Traits(passes_nan_on=True))
 def _log_softmax(ctx: Context, x: Any, dim: int, half_to_float: bool) -> jax.Array:
     dims = reduced_dims(dim, x.ndim)
     shifted = _shifted(ctx, x, dims)

@@ -27,13 +27,6 @@ from spmd_core.runtime import interrupts
 from spmd_core.runtime.jax_sharding import jax_partition_spec
 from spmd_core.sharding.sharding import Manual, Sharding
 
-# They subtract the largest operand before they take exponentials. A NaN among the operands makes
-# their results NaN, whatever that largest one is.
-_SUMS_OF_EXPONENTIALS = (
-    *("aten::_softmax", "aten::_log_softmax", "aten::softmax", "aten::log_softmax"),
-    *("aten::logsumexp", "spmd::attention"),
-)
-
 
 class Scalars:
     """The scalar inputs of a program, by their positions.
@@ -184,7 +177,7 @@ class Fold:
             return kernel(inner, arrays, typed)
 
         arguments = (inputs, [number.value for number in numbers], context.key)
-        keeps_nan = not entry.name.startswith(_SUMS_OF_EXPONENTIALS)
+        keeps_nan = not entry.traits.passes_nan_on
         is_users = entry.name.startswith("jax::")
         splits = replace(splits, keeps_nan=keeps_nan, is_users=is_users)
         results = in_safe_forms(function, arguments, splits)
@@ -215,7 +208,7 @@ class Fold:
                 return [jax.lax.with_sharding_constraint(blocks[0], spec)]
             # Every device runs the kernel by itself: the context has one device and no split dims.
             inner = registry.Context(context.outs, context.platform, key)
-            if entry.name.startswith("spmd::attention"):  # its only number is the seed of dropout
+            if entry.traits.has_seeds:
                 numbers = [regions.own_seed(manual, seed) for seed in numbers]
             if manual.size == self._num_devices or not self._is_for_partitioner:
                 return list(entry.kernel(inner, blocks, numbers))

@@ -93,11 +93,12 @@ def positions(result: int, default: int | None = None) -> Bounds:
     return bounds
 
 
-def between(low: str, end: str) -> Bounds:
+def between(low: str | None, end: str) -> Bounds:
     """Integers from the argument `low`, or 0 without it, to below the argument `end`."""
 
     def bounds(arguments: Mapping[str, Any], index: int, num: int) -> tuple[int, int] | None:
-        first, last = arguments.get(low, 0), arguments.get(end)
+        first = 0 if low is None else arguments.get(low, 0)
+        last = arguments.get(end)
         return (first, last - 1) if type(first) is type(last) is int else None
 
     return bounds

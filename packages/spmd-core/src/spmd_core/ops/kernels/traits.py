@@ -74,6 +74,10 @@ class Traits:
             read; the kernel may ask for their `ImageLayout`.
         compared: what it compares exactly; None for nothing.
         bounds: what integers its results can have; None if that is not known of any.
+        passes_nan_on: whether a NaN among its operands makes its results NaN, whatever maximum it
+            takes of them, as of what it takes exponentials of.
+        has_seeds: whether its numbers are seeds, of which devices get different ones in a manual
+            region.
         query: of an attention, the position of the query, behind which the key is; the kernel may
             ask for their `AttentionLayout`.
     """
@@ -88,6 +92,8 @@ class Traits:
     query: int | None = None
     compared: Compared | None = None
     bounds: Bounds | None = None
+    passes_nan_on: bool = False
+    has_seeds: bool = False
 
 
 COMPUTED = Traits()
