@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from jax.sharding import NamedSharding
 
 from spmd_core.graph.values import Spec
+from spmd_core.ops.kernels.traits import Elements
 from spmd_core.program import regions
 from spmd_core.program.index_flag import Split
 from spmd_core.program.ir import Op, Ref
 from spmd_core.program.target import Target
 
-# They have the shape of other operations, and another order of elements.
-_REORDERED = ("aten::permute", "aten::transpose", "aten::t", "aten::as_strided")
 _MAX_DEPTH = 64
 
 
@@ -49,7 +48,7 @@ class IndexLayouts:
 
     def _of_operation(self, op: Op, spec: Spec, depth: int) -> Split:
         """The layout that an operation hands on from the first input whose shape tells it."""
-        if op.entry.name.startswith(_REORDERED):
+        if op.entry.traits.elements is Elements.PERMUTED:  # of which no shape tells
             return ()
         operands = [x for x in op.operands if x.manual is None]
         for x in operands:

@@ -23,12 +23,14 @@ import jax
 import numpy as np
 
 from spmd_core import dtypes
+from spmd_core.ops.barrier import BARRIER
+from spmd_core.ops.kernels.traits import Parts
 from spmd_core.program.ir import Graph, Op, Ref, Rewriter, inserted
 from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
 from spmd_core.program.partial_sums import PartialSumEntry, Sum
 from spmd_core.program.target import Target
 
-_BARRIER, _CAST = "spmd::optimization_barrier", "aten::_to_copy"
+_CAST = "aten::_to_copy"
 
 
 def paced_gradients(graph: Graph, target: Target) -> Graph:
@@ -88,7 +90,7 @@ class _Pace:
 
     def _operands(self, op: Op) -> Sequence[Ref] | None:
         name, operands = op.entry.name, [self.rewriter.now(x) for x in op.operands]
-        if name == _BARRIER and not op.is_inserted and len(operands) == 2:
+        if name == BARRIER and not op.is_inserted and len(operands) == 2:
             operands = self._after_gradients(op, operands)
             self._start = operands[1]
             return operands
@@ -114,8 +116,8 @@ class _Pace:
 
         The weight, which was gathered for the latter, is then gone.
         """
-        structure = part.op.entry.structure
-        if part.op.entry.name != "aten::linear_backward" or not structure or structure[0] is None:
+        entry, structure = part.op.entry, part.op.entry.structure
+        if entry.traits.parts is not Parts.PIECES or not structure or structure[0] is None:
             return None
         if self._first is None or self._first[0] != op.source.position or part.result == 0:
             return None
