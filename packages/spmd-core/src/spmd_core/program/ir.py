@@ -101,6 +101,12 @@ class Op:
         return self.operands[traits.source] if traits.elements <= most else None
 
     @property
+    def is_cast(self) -> bool:
+        """Whether it converts a value to another dtype, and does nothing else."""
+        source = self.source_of_elements(Elements.SAME)
+        return source is not None and source.spec.dtype != self.entry.spec.dtype
+
+    @property
     def is_inserted(self) -> bool:
         """Whether a pass made it, with a kernel that takes arrays as they are."""
         return isinstance(self.entry, InsertedEntry)

@@ -14,7 +14,7 @@ from spmd_core.program.mark_names import MARK_ALONG, MARK_SHARDING
 from spmd_core.program.target import Target, Whole
 from spmd_core.sharding.sharding import Sharding
 
-_CAST, _GATHERS = "aten::_to_copy", (MARK_SHARDING, MARK_ALONG)
+_GATHERS = (MARK_SHARDING, MARK_ALONG)
 
 
 class _Gather(NamedTuple):
@@ -59,7 +59,7 @@ def narrow_gathers(graph: Graph, target: Target) -> Graph:
 
 def _gathers(graph: Graph) -> dict[Op, _Gather]:
     """The gathers before casts, by the cast."""
-    casts = [op for op in graph.ops if op.entry.name == _CAST]
+    casts = [op for op in graph.ops if op.is_cast]
     if not casts:
         return {}
     users, outputs = graph.users(), {*graph.outputs}

@@ -30,8 +30,6 @@ from spmd_core.program.mark_names import MARK, MARK_AT_ONCE
 from spmd_core.program.partial_sums import PartialSumEntry, Sum
 from spmd_core.program.target import Target
 
-_CAST = "aten::_to_copy"
-
 
 def paced_gradients(graph: Graph, target: Target) -> Graph:
     """The graph with such barriers, for a TPU."""
@@ -78,7 +76,7 @@ class _Pace:
         name = op.entry.name
         if name in (MARK, MARK_AT_ONCE):
             self._made.append(Ref(op))
-        if name in (_CAST, MARK, MARK_AT_ONCE) and op.operands[0].op is not None:
+        if (op.is_cast or name in (MARK, MARK_AT_ONCE)) and op.operands[0].op is not None:
             self._copied[Ref(op)] = op.operands[0]
         self._parts = [x for x in self._parts if x not in op.operands]
         if op.is_inserted and not isinstance(op.entry, PartialSumEntry):
@@ -94,7 +92,7 @@ class _Pace:
             operands = self._after_gradients(op, operands)
             self._start = operands[1]
             return operands
-        if name == _CAST and op.operands[0].op is None:
+        if op.is_cast and op.operands[0].op is None:
             cast = (op.operands[0], op.entry)
             is_again = cast in self._casts
             self._casts.add(cast)
@@ -167,7 +165,7 @@ class _Pace:
             dtype = gradient.spec.dtype
             if behind.spec.dtype != dtype:
                 wide = dtypes.to_jax(dtype)
-                entry = inserted(_CAST, functools.partial(_cast, wide), gradient.spec)
+                entry = inserted("spmd::cast", functools.partial(_cast, wide), gradient.spec)
                 behind = Ref(
                     self.rewriter.add(entry, [behind], op.source, manuals=(gradient.manual,))
                 )
