@@ -18,7 +18,8 @@ from tiers import crossed, exhaustive
 import spmd_core as spmd
 from spmd_core.graph.values import Spec
 from spmd_core.program import split_dims
-from spmd_core.program.partitioner_rules import Splits, in_safe_forms
+from spmd_core.program.safe_forms import in_safe_forms
+from spmd_core.program.splits import Splits
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 

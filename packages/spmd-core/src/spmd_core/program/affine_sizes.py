@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from spmd_core.program.partitioner_rules import called
+from spmd_core.program.safe_forms import called
 
 
 class GrowthRefusedError(Exception):

@@ -20,8 +20,9 @@ from spmd_core.program.constraints import constrain, constrain_along, with_whole
 from spmd_core.program.index_flag import Flag
 from spmd_core.program.ir import Graph, Input, Op, Ref
 from spmd_core.program.operation_names import named
-from spmd_core.program.partitioner_rules import Splits, in_safe_forms
 from spmd_core.program.program_graph import padded_shape
+from spmd_core.program.safe_forms import in_safe_forms
+from spmd_core.program.splits import Splits
 from spmd_core.program.target import Target, Whole
 from spmd_core.runtime import interrupts
 from spmd_core.runtime.jax_sharding import jax_partition_spec

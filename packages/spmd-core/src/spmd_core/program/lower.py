@@ -15,8 +15,8 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program import ir, pipeline, regions
 from spmd_core.program.fold import Fold, Scalars
 from spmd_core.program.index_flag import Flag
-from spmd_core.program.partitioner_rules import in_safe_forms
 from spmd_core.program.program_graph import Graph, Growth, stored_shape
+from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.target import Target, Whole
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import replicated

@@ -21,7 +21,7 @@ from spmd_core.program.merged_dims import uniform_dims, unmerged
 from spmd_core.program.padded_arrays import Capacity, Padded, compacted, reshaped
 from spmd_core.program.padded_equation import Equation
 from spmd_core.program.padded_rules import RULES
-from spmd_core.program.partitioner_rules import called
+from spmd_core.program.safe_forms import called
 
 
 class Evaluation:

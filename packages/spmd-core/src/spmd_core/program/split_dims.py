@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from spmd_core.graph.values import Spec
 from spmd_core.program.ir import Graph
-from spmd_core.program.partitioner_rules import Splits
+from spmd_core.program.splits import Splits
 from spmd_core.runtime.jax_sharding import CommonMesh, named_sharding
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding

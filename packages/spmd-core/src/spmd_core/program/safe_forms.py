@@ -1,0 +1,154 @@
+"""Evaluates kernels in forms that XLA's partitioner gets right, in a program over several devices.
+
+The equations of a kernel's jaxpr that have a rule (`partitioner_rules`) are written by it; all
+others stay as they are. So lowerings, jax's own library and a user's jax functions are written
+without a thought of the partitioner.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun, primitives
+
+from spmd_core.program.partitioner_rules import has_rule, rule_of
+from spmd_core.program.splits import Splits
+
+
+def in_safe_forms(
+    function: Callable[..., Sequence[jax.Array]], arguments: Any, splits: Splits
+) -> Sequence[jax.Array] | None:
+    """The function's results with every rule applied, or None where no rule has a say.
+
+    Args:
+        function: a pure jax function.
+        arguments: its one argument, a tree of arrays.
+        splits: of the program that is traced.
+    """
+    closed = jax.make_jaxpr(function)(arguments)
+    if not _has_rule(closed.jaxpr, splits):
+        return None
+    return _evaluate(closed, jax.tree.leaves(arguments), splits)
+
+
+def _has_rule(jaxpr: Jaxpr, splits: Splits) -> bool:
+    return any(_is_ruled(eqn, splits) for eqn in jaxpr.eqns)
+
+
+# Primitives that call one function, by the name of the parameter that has it. `scan`, `while` and
+# `cond` are not among them: their bodies are rebuilt.
+_CALLS = {
+    primitives.jit_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The function that an equation is a mere call of; None for any other equation."""
+    name = _CALLS.get(eqn.primitive)
+    return None if name is None else eqn.params[name]
+
+
+def _inner(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The functions that an equation calls."""
+    if (inner := called(eqn)) is not None:
+        return [inner]
+    if eqn.primitive is primitives.scan_p:
+        return [eqn.params["jaxpr"]]
+    if eqn.primitive is primitives.while_p:
+        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
+    if eqn.primitive is primitives.remat_p:
+        return [ClosedJaxpr(eqn.params["jaxpr"], ())]
+    if eqn.primitive is primitives.linear_solve_p:
+        return [eqn.params["jaxprs"].solve]
+    return list(eqn.params["branches"]) if eqn.primitive is primitives.cond_p else []
+
+
+def _evaluate(
+    closed: ClosedJaxpr, arguments: Sequence[jax.Array], splits: Splits
+) -> list[jax.Array]:
+    """The function's results; the equations between two that have rules are evaluated together."""
+    jaxpr = closed.jaxpr
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts))
+    values.update(zip(jaxpr.invars, arguments))
+    outer = source_info_util.current_name_stack()
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for is_ruled, group in groupby(
+        jaxpr.eqns, lambda eqn: _is_ruled(eqn, splits) or _is_scalar_conversion(eqn)
+    ):
+        if not is_ruled:
+            _evaluate_as_is(jaxpr, list(group), values)
+            continue
+        for eqn in group:
+            inputs = [read(x) for x in eqn.invars]
+            with source_info_util.set_name_stack(outer + eqn.source_info.name_stack):
+                values.update(zip(eqn.outvars, _ruled(eqn, inputs, splits)))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _is_ruled(eqn: JaxprEqn, splits: Splits) -> bool:
+    return has_rule(eqn, splits) or any(_has_rule(x.jaxpr, splits) for x in _inner(eqn))
+
+
+def _is_scalar_conversion(eqn: JaxprEqn) -> bool:
+    made: Sequence[Any] = eqn.outvars
+    return eqn.primitive is primitives.convert_element_type_p and not made[0].aval.shape
+
+
+def _evaluate_as_is(jaxpr: Jaxpr, eqns: list[JaxprEqn], values: dict[Any, Any]) -> None:
+    """Adds the values that the equations compute to `values`, by jax's own evaluation."""
+    made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, DropVar)]
+    read = {x for eqn in eqns for x in eqn.invars if not isinstance(x, Literal)}
+    given = [x for x in values if x in read]
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(given), result_paths=("",) * len(made))
+    part = jaxpr.replace(constvars=[], invars=given, outvars=made, eqns=eqns, debug_info=names)
+    values.update(zip(made, jaxpr_as_fun(ClosedJaxpr(part, ()))(*(values[x] for x in given))))
+
+
+def _ruled(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
+    rule = rule_of(eqn)
+    if rule is None:
+        return _with_inner_rules(eqn, inputs, splits)
+    found = rule(splits, eqn, inputs)
+    return [eqn.primitive.bind(*inputs, **eqn.params)] if found is None else found
+
+
+def _with_inner_rules(eqn: JaxprEqn, inputs: Sequence[Any], splits: Splits) -> Sequence[jax.Array]:
+    """The results of an equation that calls functions, with the rules applied inside of them."""
+    if (inner := called(eqn)) is not None:
+        return _evaluate(inner, inputs, splits)
+    if eqn.primitive is primitives.linear_solve_p:
+        counts = eqn.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        constants, right = inputs[first : first + counts.solve], inputs[sum(counts) :]
+        return _evaluate(eqn.params["jaxprs"].solve, [*constants, *right], splits)
+    params = dict(eqn.params)
+
+    def rebuilt(inner: ClosedJaxpr) -> ClosedJaxpr:
+        return jax.make_jaxpr(lambda *xs: _evaluate(inner, xs, splits))(*inner.in_avals)
+
+    if eqn.primitive is primitives.remat_p:  # whose function has its constants as operands
+        found = rebuilt(ClosedJaxpr(params["jaxpr"], ()))
+        params["jaxpr"] = _without_constants(found.jaxpr)
+        return eqn.primitive.bind(*found.consts, *inputs, **params)
+    for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
+        if name in params:
+            params[name] = rebuilt(params[name])
+    if "branches" in params:
+        params["branches"] = tuple(rebuilt(branch) for branch in params["branches"])
+    results: Sequence[jax.Array] = eqn.primitive.bind(*inputs, **params)
+    return results
+
+
+def _without_constants(jaxpr: Jaxpr) -> Jaxpr:
+    """The function with its constants as its first operands."""
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(operands))
+    return jaxpr.replace(constvars=[], invars=operands, debug_info=names)
