@@ -22,7 +22,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.graph.recorders import lock
 from spmd_core.graph.storage import take_pending
 from spmd_core.program import planning
-from spmd_core.program.program_graph import Graph, Leaf, Node, Output
+from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.runtime.jax_sharding import replicated
 
 DTYPES = {**DTYPES_BY_NAME, "float64": torch.float64, "complex128": torch.complex128}
@@ -123,13 +123,13 @@ def examine(
     return outcome if outcome.num_samples else None
 
 
-def _pending_graph() -> Graph | None:
+def _pending_graph() -> RecordedGraph | None:
     with lock:
         live = take_pending()
         return planning.plan(live).graph() if live else None
 
 
-def _made(graph: Graph, target: Target, outcome: Outcome) -> set[str]:
+def _made(graph: RecordedGraph, target: Target, outcome: Outcome) -> set[str]:
     """The names of the operations that compile: all of them, or those that do so alone."""
     try:
         target.make(graph)
@@ -148,13 +148,13 @@ def _made(graph: Graph, target: Target, outcome: Outcome) -> set[str]:
         return found
 
 
-def alone(graph: Graph, position: int) -> Graph:
+def alone(graph: RecordedGraph, position: int) -> RecordedGraph:
     """The program of one operation, whose inputs are replicated."""
     node = graph.nodes[position]
     specs = [spec for n in graph.nodes for spec in n.entry.outs]
     inputs = [specs[i] if i >= 0 else graph.leaves[-i - 1].spec for i in node.inputs]
     whole = Placement.of(replicated(graph.device_ids), None)
-    return Graph(
+    return RecordedGraph(
         tuple(Leaf(spec, whole) for spec in inputs),
         (Node(node.entry, tuple(-i - 1 for i in range(len(inputs)))),),
         tuple(Output(i, spec, None) for i, spec in enumerate(node.entry.outs)),

@@ -15,7 +15,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.planner import topology
 from spmd_core.program.lower import Traced
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import abstract, devices
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -58,7 +58,7 @@ class Target:
                 spmd.use_spmd()
                 yield spmd.Mesh(range(self.num_devices), (self.num_devices,), ("x",))
 
-    def make(self, graph: Graph) -> None:
+    def make(self, graph: RecordedGraph) -> None:
         """Compiles a graph for the TPU; lowers it for CUDA.
 
         Raises:

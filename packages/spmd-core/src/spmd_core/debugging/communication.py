@@ -10,7 +10,7 @@ import numpy as np
 from spmd_core.debugging import hlo_collectives
 from spmd_core.debugging.slices import SliceNumbers
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime.jax_sharding import jax_axis_names
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.source_lines import Origin
@@ -199,7 +199,7 @@ def of_text(hlo: str, program: Program) -> Collectives:
 
 def _collective(
     c: hlo_collectives.CollectiveInstruction,
-    graph: Graph,
+    graph: RecordedGraph,
     meshes: list[Mesh],
     numbers: SliceNumbers,
 ) -> Collective:
@@ -233,12 +233,12 @@ def _collective(
     )
 
 
-def _cause(found: re.Match[str], graph: Graph) -> Cause:
+def _cause(found: re.Match[str], graph: RecordedGraph) -> Cause:
     node = None if found["node"] is None else graph.nodes[int(found["node"])]
     return Cause(found["op"], None if node is None else node.origin)
 
 
-def _meshes(graph: Graph) -> list[Mesh]:
+def _meshes(graph: RecordedGraph) -> list[Mesh]:
     """The meshes of a program's marks and manual regions, the most frequent first."""
     marks = [leaf.placement.sharding for leaf in graph.leaves] + [
         output.sharding for output in graph.outputs

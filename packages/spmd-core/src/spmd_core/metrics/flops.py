@@ -14,7 +14,7 @@ from spmd_core.debugging import hlo_flops
 from spmd_core.debugging.programs import kept
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.metrics.step_programs import given
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.regions import manual_of
 from spmd_core.sharding.sharding import Manual
 
@@ -111,7 +111,7 @@ def count_flops(program: ProgramRecord | None = None) -> FlopCount:
     )
 
 
-def operation_flops(graph: Graph) -> Iterator[tuple[int, str, int]]:
+def operation_flops(graph: RecordedGraph) -> Iterator[tuple[int, str, int]]:
     """The operations that torch has a formula for: position, name, and FLOPs over all devices."""
     for position, (entry, times) in enumerate(_operations(graph)):
         packet = _packet(entry)
@@ -121,7 +121,7 @@ def operation_flops(graph: Graph) -> Iterator[tuple[int, str, int]]:
             yield position, str(packet), times * int(formula(*args, **kwargs, out_val=out))
 
 
-def _operations(graph: Graph) -> Iterator[tuple[Entry, int]]:
+def _operations(graph: RecordedGraph) -> Iterator[tuple[Entry, int]]:
     """The operations, and on how many devices each runs with the shapes that it was recorded for.
 
     That is 1 for the operations on whole tensors; inside a manual region, each position along the

@@ -7,7 +7,7 @@ from spmd_core.debugging.communication import Collectives
 from spmd_core.metrics.flops import operation_flops
 from spmd_core.planner.buffer_text import Buffers
 from spmd_core.planner.topology import Topology
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.source_lines import Phase
 
 
@@ -46,7 +46,7 @@ class Costs:
 
 
 def costs_of(
-    graph: Graph, hlo: str, buffers: Buffers, collectives: Collectives, topology: Topology
+    graph: RecordedGraph, hlo: str, buffers: Buffers, collectives: Collectives, topology: Topology
 ) -> Costs:
     """The costs of a compiled program on these devices.
 
@@ -87,7 +87,7 @@ def costs_of(
     return Costs(*counts, compute, memory, ici, dcn, bound, mfu)
 
 
-def _recorded_flops(graph: Graph) -> tuple[int, int]:
+def _recorded_flops(graph: RecordedGraph) -> tuple[int, int]:
     """FLOPs of the recorded operations: those of the model, and those of recomputations."""
     model = again = 0
     for position, _, flops in operation_flops(graph):

@@ -19,7 +19,7 @@ from spmd_core.graph.storage import Storage
 from spmd_core.planner.topology import Topology
 from spmd_core.program import tensor_names
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import devices
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -52,7 +52,7 @@ class MemoryProgram(Program):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: RecordedGraph,
         name: str,
         topology: Topology,
         *,

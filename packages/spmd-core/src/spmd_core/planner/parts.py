@@ -9,7 +9,7 @@ from enum import StrEnum
 from spmd_core.debugging import hlo_text
 from spmd_core.ops.kernels.traits import Elements
 from spmd_core.planner.buffer_text import Buffers, Value
-from spmd_core.program.program_graph import Graph, Node
+from spmd_core.program.program_graph import Node, RecordedGraph
 from spmd_core.source_lines import Origin, Phase
 
 _POSITION = re.compile(r"(?P<op>[\w.]+::[\w.<>]+)#(?P<position>\d+)/")
@@ -76,7 +76,7 @@ class Roles:
         return Part.TEMPORARIES
 
 
-def roles(graph: Graph, kept: Collection[int]) -> Roles:
+def roles(graph: RecordedGraph, kept: Collection[int]) -> Roles:
     """The roles of a graph's operations and leaves.
 
     A leaf that stays from step to step is a parameter if a forward or backward pass reads it, and
@@ -144,7 +144,7 @@ def _first_results(nodes: Sequence[Node]) -> list[int]:
 
 
 def at_peak(
-    graph: Graph, found: Roles, buffers: Buffers, hlo: str, num_number_arrays: int
+    graph: RecordedGraph, found: Roles, buffers: Buffers, hlo: str, num_number_arrays: int
 ) -> tuple[Buffer, ...]:
     """Everything that lies in a device's memory when most of it is in use, the largest first.
 
@@ -185,7 +185,7 @@ def at_peak(
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 
-def _modules(graph: Graph, found: Roles) -> dict[int, str]:
+def _modules(graph: RecordedGraph, found: Roles) -> dict[int, str]:
     """By leaf, the module that it belongs to.
 
     That of a parameter is the first that reads it. Optimizer state has that of the gradient which
@@ -226,7 +226,7 @@ def sums(rows: Sequence[Buffer]) -> dict[Part, int]:
 class _Operations:
     """The torch operations behind the instructions of a compiled program."""
 
-    def __init__(self, graph: Graph, found: Roles, hlo: str) -> None:
+    def __init__(self, graph: RecordedGraph, found: Roles, hlo: str) -> None:
         self._graph, self._found = graph, found
         computations, _ = hlo_text.parse(hlo)
         self._instructions = {

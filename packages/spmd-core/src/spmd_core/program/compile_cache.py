@@ -17,7 +17,7 @@ from spmd_core.counters import ProgramRecord
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime import devices
 from spmd_core.source_lines import Origin
 
@@ -57,7 +57,7 @@ class Compiled:
     """What is kept of a compilation, even after its program was dropped from the cache."""
 
     key: Key
-    graph: Graph
+    graph: RecordedGraph
     record: ProgramRecord
 
 

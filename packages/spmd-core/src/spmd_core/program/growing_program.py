@@ -32,7 +32,7 @@ from spmd_core.program.compile_cache import Key
 from spmd_core.program.lower import Function
 from spmd_core.program.padded_arrays import Capacity
 from spmd_core.program.padded_evaluation import Evaluation
-from spmd_core.program.program_graph import Graph, KeepWhole, stored_shape
+from spmd_core.program.program_graph import KeepWhole, RecordedGraph, stored_shape
 
 # Arrays have room for at least so many elements along a growing dim, and for more as long as all
 # growing arrays of the function together stay below so many bytes, up to a limit: some have none.
@@ -56,7 +56,7 @@ class Sample:
     """
 
     key: Key
-    graph: Graph
+    graph: RecordedGraph
     ints: tuple[int, ...]
 
 
@@ -72,7 +72,7 @@ class Bounded:
     """
 
     key: Key
-    graph: Graph
+    graph: RecordedGraph
     targets: tuple[Placement, ...]
     number: int
 
@@ -114,7 +114,7 @@ class Growing:
     placements: tuple[Placement, ...]
     step: int = 1
     compared: set[int] = field(default_factory=set)
-    _graphs: dict[Key, Graph] = field(default_factory=dict)
+    _graphs: dict[Key, RecordedGraph] = field(default_factory=dict)
 
     @staticmethod
     def of(before: Sample, now: Sample, place: int) -> "Growing":
@@ -184,7 +184,7 @@ class Growing:
             self.slopes * number + self.offsets, np.array(ints)
         )
 
-    def bounded(self, key: Key, number: int, make_graph: Callable[[], Graph]) -> Bounded:
+    def bounded(self, key: Key, number: int, make_graph: Callable[[], RecordedGraph]) -> Bounded:
         """The program for a cut of which `has` is true; `find` has the other arguments.
 
         Raises:
@@ -212,7 +212,7 @@ class Growing:
         graph = self._graphs[key]
         return Bounded(key, graph, tuple(leaf.placement for leaf in graph.leaves), number)
 
-    def _compare(self, graph: Graph, number: int) -> None:
+    def _compare(self, graph: RecordedGraph, number: int) -> None:
         if number not in (self.fit.first, self.fit.second):
             form = Form.of(_trace(_placed(graph, self.placements)))
             if not self.forms[0].predicts(self.forms[1], self.fit, form, number):
@@ -220,7 +220,7 @@ class Growing:
             self.compared.add(number)
             self.step = math.gcd(self.step, number - self.fit.first)
 
-    def _graph(self, bound: int, placements: tuple[Placement, ...]) -> Graph:
+    def _graph(self, bound: int, placements: tuple[Placement, ...]) -> RecordedGraph:
         rooms = tuple(_room(sizes, bound) for sizes in self.out_sizes)
         graph = _placed(
             self.sample.graph,
@@ -265,7 +265,7 @@ def _padding(entry: Entry) -> tuple[int, ...]:
     return (size - length - (start + size if start < 0 else start),)
 
 
-def _trace(graph: Graph) -> ClosedJaxpr:
+def _trace(graph: RecordedGraph) -> ClosedJaxpr:
     """The graph's function. The form with room is what gets forms for the partitioner.
 
     Raises:
@@ -279,7 +279,7 @@ def _trace(graph: Graph) -> ClosedJaxpr:
         raise GrowthRefusedError(f"it cannot be traced at each size: {error}") from error
 
 
-def _placed(graph: Graph, placements: tuple[Placement, ...]) -> Graph:
+def _placed(graph: RecordedGraph, placements: tuple[Placement, ...]) -> RecordedGraph:
     """The graph with other placements of its leaves."""
     leaves = tuple(
         replace(leaf, placement=placement) for leaf, placement in zip(graph.leaves, placements)

@@ -26,7 +26,7 @@ from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.affine_sizes import GrowthRefusedError
 from spmd_core.program.compile_cache import Key
 from spmd_core.program.growing_program import Bounded, Growing, Sample, num_outer_sizes
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 
 _MAX_FAMILIES = 256
 _MAX_GROWTHS = 8
@@ -82,7 +82,7 @@ def refusal_of(key: Key) -> str | None:
     return family.refusals[-1] if family is not None and family.refusals else None
 
 
-def find(key: Key, make_graph: Callable[[], Graph]) -> Bounded | None:
+def find(key: Key, make_graph: Callable[[], RecordedGraph]) -> Bounded | None:
     """The program for many sizes that computes this cut; None if it needs one of its own.
 
     Args:

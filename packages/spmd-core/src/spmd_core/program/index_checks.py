@@ -25,7 +25,7 @@ from spmd_core.graph import recorders
 from spmd_core.graph.recorders import Recorder
 from spmd_core.graph.values import Value
 from spmd_core.program.index_flag import NONE_FAILED, Check
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.runtime.devices import num_processes
 
 
@@ -46,7 +46,7 @@ class _Started:
     number: int
     token: Any  # jax's type lacks `is_ready`
     name: str
-    graph: Graph
+    graph: RecordedGraph
     checks: Sequence[Check]
     lines: Sequence[str]
     recorder: Recorder
@@ -63,7 +63,7 @@ _MAX_UNREAD = 256
 
 
 def add(
-    token: jax.Array, name: str, graph: Graph, checks: Sequence[Check], lines: Sequence[str]
+    token: jax.Array, name: str, graph: RecordedGraph, checks: Sequence[Check], lines: Sequence[str]
 ) -> None:
     """Keeps a started program's token for the next read."""
     global _num_started

@@ -166,7 +166,7 @@ class Graph:
         checked: what the operations that check them found.
     """
 
-    recorded: program_graph.Graph
+    recorded: program_graph.RecordedGraph
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Ref, ...]
@@ -174,7 +174,7 @@ class Graph:
     checked: tuple[Ref, ...] = ()
 
     @staticmethod
-    def of(recorded: program_graph.Graph) -> "Graph":
+    def of(recorded: program_graph.RecordedGraph) -> "Graph":
         """A recorded graph.
 
         Raises:

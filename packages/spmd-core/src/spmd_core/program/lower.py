@@ -15,7 +15,7 @@ from spmd_core.graph.placement import Placement
 from spmd_core.program import ir, pipeline, regions
 from spmd_core.program.fold import Fold, Scalars
 from spmd_core.program.index_flag import Flag
-from spmd_core.program.program_graph import Graph, Growth, stored_shape
+from spmd_core.program.program_graph import Growth, RecordedGraph, stored_shape
 from spmd_core.program.safe_forms import in_safe_forms
 from spmd_core.program.target import Target, Whole
 from spmd_core.runtime import devices
@@ -50,7 +50,7 @@ class Function:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: RecordedGraph,
         name: str,
         *,
         whole: Whole = Whole.NOTHING,
@@ -169,7 +169,7 @@ class Traced:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: RecordedGraph,
         name: str,
         *,
         whole: Whole = Whole.NOTHING,

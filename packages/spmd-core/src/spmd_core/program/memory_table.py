@@ -16,7 +16,7 @@ from spmd_core.graph.storage import Storage
 from spmd_core.graph.values import Spec
 from spmd_core.ops.barrier import BARRIER
 from spmd_core.ops.kernels.traits import Elements
-from spmd_core.program.program_graph import Graph, Node, stored_shape
+from spmd_core.program.program_graph import Node, RecordedGraph, stored_shape
 from spmd_core.runtime.jax_sharding import jax_mesh, named_sharding, replicated
 from spmd_core.sharding.mesh import get_global_mesh
 from spmd_core.source_lines import Origin
@@ -44,7 +44,7 @@ class _Row:
     where: str
 
 
-def text(graph: Graph, names: Mapping[Storage, str]) -> str:
+def text(graph: RecordedGraph, names: Mapping[Storage, str]) -> str:
     """The largest tensors, two or three lines each.
 
     Args:
@@ -69,7 +69,7 @@ def text(graph: Graph, names: Mapping[Storage, str]) -> str:
 
 
 class _Table:
-    def __init__(self, graph: Graph, names: Mapping[Storage, str]) -> None:
+    def __init__(self, graph: RecordedGraph, names: Mapping[Storage, str]) -> None:
         self._graph, self._names = graph, names
         self._marks: dict[int, NamedSharding] = {}
         for node in graph.nodes:

@@ -9,7 +9,7 @@ from spmd_core import counters, dtypes, source_lines
 from spmd_core.graph.placement import Placement
 from spmd_core.program.index_flag import Check
 from spmd_core.program.program import Program, refuse_mixed
-from spmd_core.program.program_graph import Graph, Output, stored_shape
+from spmd_core.program.program_graph import Output, RecordedGraph, stored_shape
 from spmd_core.program.tensor_names import names
 from spmd_core.runtime import abstract
 from spmd_core.runtime.abstract import AbstractArray
@@ -29,7 +29,7 @@ class PlannedProgram:
             device, or is asked of the compiler.
     """
 
-    def __init__(self, graph: Graph, name: str) -> None:
+    def __init__(self, graph: RecordedGraph, name: str) -> None:
         self.graph, self.name = graph, name
         self._compiled: Program | None = None
         self.record = counters.ProgramRecord(
@@ -112,7 +112,7 @@ class PlannedProgram:
         ]
 
 
-def of(key: Any, graph: Callable[[], Graph], name: str) -> PlannedProgram:
+def of(key: Any, graph: Callable[[], RecordedGraph], name: str) -> PlannedProgram:
     """The program of this key in the plan in progress.
 
     Args:

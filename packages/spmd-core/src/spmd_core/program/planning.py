@@ -14,7 +14,7 @@ from spmd_core.graph.values import Part, Value, origin_of
 from spmd_core.program import compile_cache
 from spmd_core.program.leaves import marked_placement, target_placement
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph, Leaf, Node, Output
+from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.runtime.jax_sharding import default_device_ids, device_ids_of
 from spmd_core.sharding.mesh import Mesh
 from spmd_core.sharding.sharding import Sharding
@@ -47,11 +47,11 @@ class Plan:
     numbers: list[Any]
     label: str
 
-    def graph(self) -> Graph:
+    def graph(self) -> RecordedGraph:
         """The graph to lower; only needed if the program is not in the cache."""
         key = self.key
         origins = key.origins or (None,) * len(self.nodes)
-        return Graph(
+        return RecordedGraph(
             tuple(
                 Leaf(leaf.spec, target, origin_of(leaf), leaf.owner)
                 for leaf, target in zip(self.leaves, self.targets)

@@ -19,7 +19,7 @@ from spmd_core.graph.storage import Storage
 from spmd_core.program import index_checks, memory_table, tensor_names
 from spmd_core.program.index_flag import Check
 from spmd_core.program.lower import Traced
-from spmd_core.program.program_graph import Graph
+from spmd_core.program.program_graph import RecordedGraph
 from spmd_core.program.target import Whole
 from spmd_core.runtime import abstract, devices, in_flight, interrupts, watch
 from spmd_core.runtime.abstract import AbstractArray
@@ -46,7 +46,7 @@ class Program(Traced):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: RecordedGraph,
         name: str,
         *,
         names: Callable[[], Mapping[Storage, str]] = tensor_names.names,
@@ -73,7 +73,7 @@ class Program(Traced):
             )
         counters.record_program(self.record)
 
-    def _build(self, graph: Graph, name: str, whole: Whole = Whole.NOTHING) -> Whole:
+    def _build(self, graph: RecordedGraph, name: str, whole: Whole = Whole.NOTHING) -> Whole:
         """Lowers and compiles; a program that the partitioner makes invalid with more kept whole.
 
         Args:
@@ -263,7 +263,7 @@ def refuse_mixed(record: counters.ProgramRecord) -> NoReturn:
 
 
 @contextmanager
-def _metadata_in_disk_cache_key(graph: Graph) -> Iterator[None]:
+def _metadata_in_disk_cache_key(graph: RecordedGraph) -> Iterator[None]:
     """Inside, jax's disk cache tells programs apart by names and lines, if the graph has origins.
 
     By default these are not in jax's key: a program with origins could get the names and lines of

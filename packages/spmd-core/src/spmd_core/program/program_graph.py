@@ -1,4 +1,4 @@
-"""`Graph`: the immutable description of one cut, from which a program is lowered."""
+"""`RecordedGraph`: the immutable description of one cut, from which a program is lowered."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -102,7 +102,7 @@ class Growth(Protocol):
 
 
 @dataclass(frozen=True)
-class Graph:
+class RecordedGraph:
     """Everything that a program depends on.
 
     Attributes:

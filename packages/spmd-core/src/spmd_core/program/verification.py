@@ -18,7 +18,7 @@ from spmd_core.errors import ProgramError, VerificationError
 from spmd_core.graph.placement import Placement
 from spmd_core.graph.values import Entry, Spec
 from spmd_core.program.program import Program
-from spmd_core.program.program_graph import Graph, Leaf, Node, Output
+from spmd_core.program.program_graph import Leaf, Node, Output, RecordedGraph
 from spmd_core.runtime import buffers, devices
 from spmd_core.runtime.jax_sharding import replicated
 
@@ -83,7 +83,7 @@ class _NotOnOneDeviceError(Exception):
     """Why a graph has no form on one device."""
 
 
-def _on_one_device(graph: Graph, name: str) -> Program:
+def _on_one_device(graph: RecordedGraph, name: str) -> Program:
     """The graph as a program of this process's first device."""
     if any(node.entry.border for node in graph.nodes) or any(
         leaf.placement.manual for leaf in graph.leaves
@@ -91,7 +91,7 @@ def _on_one_device(graph: Graph, name: str) -> Program:
         raise _NotOnOneDeviceError("has a manual region")
     device = (devices.first_local_device(),)
     whole = Placement.of(replicated(device), None)
-    without_marks = Graph(
+    without_marks = RecordedGraph(
         tuple(Leaf(leaf.spec, whole, leaf.origin) for leaf in graph.leaves),
         tuple(_without_mark(node) for node in graph.nodes),
         tuple(Output(output.value, output.spec, None) for output in graph.outputs),
@@ -119,7 +119,7 @@ def _without_mark(node: Node) -> Node:
     )
 
 
-def _first_device_leaves(graph: Graph, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def _first_device_leaves(graph: RecordedGraph, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     target = replicated((devices.first_local_device(),))
     return [
         buffers.upload(buffers.download(array, leaf.spec.shape), target, leaf.spec.shape)
@@ -157,7 +157,7 @@ def difference(ours: torch.Tensor, expected: torch.Tensor) -> str | None:
     )
 
 
-def _with_all_results(program: Program) -> Graph:
+def _with_all_results(program: Program) -> RecordedGraph:
     """The graph with the results of all operations, none of them with a prescribed placement."""
     graph = program.graph
     specs = [spec for node in graph.nodes for spec in node.entry.outs]
@@ -205,7 +205,7 @@ def _numbers_of(node: Node, numbers: Sequence[Iterator[Any]]) -> Numbers:
 
 
 def _run_alone(
-    graph: Graph, node: Node, numbers: Numbers, read: Sequence[torch.Tensor]
+    graph: RecordedGraph, node: Node, numbers: Numbers, read: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """One operation's results on one device, from the given inputs."""
     target = replicated((devices.first_local_device(),))
