@@ -62,7 +62,7 @@ def test_missing_files(tmp_path: Path) -> None:
         ),
         (
             {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 3},
-            "num_key_value_heads must divide num_attention_heads; got 3 for 8 heads in .* anew",
+            "num_key_value_heads must divide num_attention_heads; got 3 for 8 heads in .* again",
         ),
         ({"model_type": "mistral"}, "the model must be of type 'llama'; got 'mistral' in"),
         (
