@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from recorded_graphs import graph_of
 from torch import nn
 
 import spmd_core as spmd
@@ -149,6 +150,15 @@ def test_a_failure_that_nobody_knows_any_more(monkeypatch: pytest.MonkeyPatch) -
         spmd.sync(wait=True)
     monkeypatch.setattr(in_flight, "programs", in_flight.InFlight())
     with pytest.raises(
-        spmd.errors.ProgramError, match=r"call sync\(wait=True\) after each step to find"
+        spmd.errors.ProgramError, match=r"spmd\.sync\(wait=True\) after each step to find"
     ):
         in_flight.wait_for(huge._handle.value.data)
+
+
+def test_what_is_an_array_of_its_own() -> None:
+    """A function whose name begins like a transpose's is, and a view or a cast is none."""
+    x = torch.ones(8, 4, device="cpu").to("xla")
+    y = x.tanh().t().double().view(1, 4, 8)
+    shown = memory_table.text(graph_of(y.sin()).recorded, {})
+    assert "aten::tanh float32[8, 4]" in shown and "aten::sin float64[1, 4, 8]" in shown
+    assert not any(f"aten::{name}" in shown for name in ("t ", "_to_copy", "view"))
