@@ -15,22 +15,23 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
         "--seq",
-        type=int,
+        type=whole(),
         nargs="+",
         default=[256, 512, 1024, 2048, 4096],
         help="sequence lengths (default 256 512 1024 2048 4096)",
     )
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=whole(), default=1)
+    parser.add_argument("--heads", type=whole(), default=8)
+    parser.add_argument("--dim", type=whole(), default=64)
     parser.add_argument(
-        "--repeats", type=int, default=5, help="timed steps per backend (default 5)"
+        "--repeats", type=whole(), default=5, help="timed steps per backend (default 5)"
     )
     args = parser.parse_args()
 

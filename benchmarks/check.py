@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.compared import BENCHMARKS, compare
 from benchmarks.movements import CheckError, Comparison
+from benchmarks.options import number
 from benchmarks.published import compared as published
 from benchmarks.report import RESULTS, Table
 
@@ -176,17 +177,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--least",
-        type=float,
+        type=number(),
         default=0.1,
         help="a smaller change of a time counts as none, as a fraction (default 0.1): two "
         "processes differ by several percent, which the samples of one do not show",
     )
     args = parser.parse_args(arguments)
     try:
-        if args.least < 0:
-            raise CheckError(
-                f"--least is a fraction from 0; got {args.least}. Use 0.1 for 10 percent."
-            )
         comparisons = list(
             _named(args.files, args.baseline) if args.files else _changed(RESULTS, args.baseline)
         )

@@ -11,9 +11,9 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.options import new_file, whole
 from examples.gpt2.presets import PRESETS, padded_vocab
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -22,12 +22,14 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     )
     parser.add_argument("--preset", default="124M", choices=list(PRESETS), help="model size")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of products")
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step (default 8)")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (default 1024)")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (default cuda)")
+    parser.add_argument("--batch", type=whole(), default=8, help="sequences in a step (default 8)")
+    parser.add_argument(
+        "--seq", type=whole(), default=1024, help="tokens of a sequence (default 1024)"
+    )
+    parser.add_argument("--steps", type=whole(), default=20, help="measured steps (default 20)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default cuda)")
     parser.add_argument("--backend", default="inductor", help="of torch.compile (default inductor)")
-    parser.add_argument("--results", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--results", type=new_file, help="file for the figures as JSON")
     args = parser.parse_args()
 
 import spmd_core  # noqa: F401  (before transformers: makes torchvision importable beside CPU torch)

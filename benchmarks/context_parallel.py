@@ -12,13 +12,14 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
         "--lengths",
-        type=int,
+        type=whole(),
         nargs="+",
         default=[4096, 8192, 16384, 32768],
         help="tokens of a sequence (default 4096 8192 16384 32768)",

@@ -18,7 +18,9 @@ from typing import Any
 
 from tqdm import trange
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Table, argument_parser, publish
+from examples.gpt2.presets import PRESETS
 
 IMPORTS = "import torch, spmd_core, transformers; torch.ones(1)"
 
@@ -42,9 +44,11 @@ def _seconds(command: list[str], env: dict[str, str] | None = None) -> float:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--preset", default="tiny", help="of examples.gpt2.train (default tiny)")
-    parser.add_argument("--devices", type=int, default=4, help="emulated devices (default 4)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind (default 2)")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="of examples.gpt2.train (default tiny)"
+    )
+    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument("--rounds", type=whole(), default=2, help="runs of each kind (default 2)")
     args = parser.parse_args()
     found: dict[str, Samples] = {}
 

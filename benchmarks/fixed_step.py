@@ -16,18 +16,21 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="timed pairs of steps (default 20)")
+    parser.add_argument(
+        "--rounds", type=whole(), default=20, help="timed pairs of steps (default 20)"
+    )
     parser.add_argument(
         "--burst",
-        type=int,
+        type=whole(0),
         default=4,
         help="steps in flight when throughput is measured; 0: not measured (default 4)",
     )
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
     parser.add_argument(
         "--activation-marks",
         action="store_true",

@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks import hbm, memory_bound
 from benchmarks.index import RESULTS
+from benchmarks.options import existing
 from benchmarks.published import plots
 from benchmarks.published.hbm import num_params
 from examples.gpt2.presets import PRESETS
@@ -28,7 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
+    parser.add_argument(
+        "--results", type=existing("folder"), default=RESULTS, help="folder of the figures"
+    )
     parser.add_argument("--picture", type=Path, default=PICTURE, help="what to write, no suffix")
     options = parser.parse_args(argv)
     peaks = json.loads((options.results / "hbm.json").read_text())["rows"]

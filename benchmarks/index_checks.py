@@ -15,12 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="timed pairs of steps (default 30)")
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
+    parser.add_argument(
+        "--rounds", type=whole(), default=30, help="timed pairs of steps (default 30)"
+    )
+    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
     args = parser.parse_args()
 
 import jax

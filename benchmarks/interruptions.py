@@ -24,13 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.prog = "python -m benchmarks.interruptions"
-    parser.add_argument("--rounds", type=int, default=500, help="interruptions (default 500)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--rounds", type=whole(), default=500, help="interruptions (default 500)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of the moments")
     parser.add_argument("--child", action="store_true", help="in this process; prints JSON")
     args = parser.parse_args()
 

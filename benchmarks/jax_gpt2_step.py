@@ -33,12 +33,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.options import whole
+
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=8, help="emulated CPU devices (default 8)")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps (default 20)")
+    parser.add_argument(
+        "--devices", type=whole(), default=8, help="emulated CPU devices (default 8)"
+    )
+    parser.add_argument("--rounds", type=whole(), default=20, help="timed steps (default 20)")
     args = parser.parse_args()
 
 import jax

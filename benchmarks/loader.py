@@ -32,15 +32,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=int, default=4, help="emulated devices (default 4)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of all kinds (default 5)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a round (default 10)")
+    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default 4)")
+    parser.add_argument("--rounds", type=whole(), default=5, help="rounds of all kinds (default 5)")
+    parser.add_argument("--steps", type=whole(), default=10, help="steps of a round (default 10)")
     parser.add_argument(
-        "--many-steps", type=int, default=10_000, help="steps of question 5 (default 10000)"
+        "--many-steps", type=whole(), default=10_000, help="steps of question 5 (default 10000)"
     )
     parser.add_argument(
         "--questions",

@@ -22,7 +22,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.options import number, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
+from examples.gpt2.presets import PRESETS
 
 MAX_DIFFERENCE = 1e-4
 ORACLE = "eager torch on the CPU"
@@ -79,17 +81,19 @@ def largest_relative_difference(losses: list[float], expected: list[float]) -> f
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--preset", default="tiny", help="preset of the recipe (default tiny)")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default 20)")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="preset of the recipe (default tiny)"
+    )
+    parser.add_argument("--steps", type=whole(), default=20, help="optimizer steps (default 20)")
     parser.add_argument(
         "--max-mb",
-        type=float,
+        type=number(),
         default=2.0,
         help="how much of the default text to use, in millions of bytes (default 2)",
     )
     parser.add_argument(
         "--clip",
-        type=float,
+        type=number(),
         default=1.0,
         help="clip gradients to this norm; 0: no clipping (default 1)",
     )

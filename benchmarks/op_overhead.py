@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--count", type=int, default=1000, help="operations per repeat (default 1000)"
+        "--count", type=whole(), default=1000, help="operations per repeat (default 1000)"
     )
-    parser.add_argument("--repeats", type=int, default=30, help="repeats (default 30)")
+    parser.add_argument("--repeats", type=whole(), default=30, help="repeats (default 30)")
     args = parser.parse_args()
 
 import torch

@@ -19,14 +19,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from benchmarks.options import number, selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.prog = "python -m benchmarks.op_speed"
     parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--rounds", type=int, default=5, help="of both, in turns (default 5)")
-    parser.add_argument("--timeout", type=float, default=120, help="for one entry, in seconds")
+    parser.add_argument("--rounds", type=whole(), default=5, help="of both, in turns (default 5)")
+    parser.add_argument(
+        "--timeout", type=number(0.1), default=120, help="for one entry, in seconds"
+    )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--show", action="store_true", help="print the table and write no files")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -439,17 +442,15 @@ def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve(args.rounds)
         return 0
-    patterns = args.ops.split(",")
     named = [(op.formatted_name, bool(op.supports_autograd)) for op in samples.entries()]
     named += [(name, True) for name in CALLS]
+    chosen = {*selected(parser, "--ops", args.ops, [name for name, _ in named])}
     tasks = [
         {"entry": name, "variant": variant}
         for name, has_gradient in named
-        if any(fnmatch.fnmatch(name, p) for p in patterns)
+        if name in chosen
         for variant in ("forward", "gradient")[: 1 + has_gradient]
     ]
-    if not tasks:
-        parser.error(f"--ops names no entry of torch's database: {args.ops}")
     journal = args.out / "op_speed.journal"
     found = workers.run(
         tasks,

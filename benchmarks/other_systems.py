@@ -30,6 +30,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.options import interpreter, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 SYSTEMS = Path(__file__).with_name("systems")
@@ -137,11 +138,17 @@ def table_of(found: Mapping[str, Any], missing: Sequence[str], *, num_devices: i
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--torch-xla", metavar="PYTHON", help="an interpreter that has torch_xla")
-    parser.add_argument("--torchax", metavar="PYTHON", help="an interpreter that has torchax")
-    parser.add_argument("--devices", type=int, default=4, help="emulated devices (default: 4)")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps (default: 10)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each system (default: 3)")
+    parser.add_argument(
+        "--torch-xla", type=interpreter, metavar="PYTHON", help="an interpreter that has torch_xla"
+    )
+    parser.add_argument(
+        "--torchax", type=interpreter, metavar="PYTHON", help="an interpreter that has torchax"
+    )
+    parser.add_argument("--devices", type=whole(), default=4, help="emulated devices (default: 4)")
+    parser.add_argument("--steps", type=whole(), default=10, help="measured steps (default: 10)")
+    parser.add_argument(
+        "--rounds", type=whole(), default=3, help="runs of each system (default: 3)"
+    )
     args = parser.parse_args()
     has_torchax = importlib.util.find_spec("torchax") and importlib.util.find_spec("optax")
     pythons = {

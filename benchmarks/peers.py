@@ -28,23 +28,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import new_file, whole
 from benchmarks.peer_sizes import RECIPES, SIZES_HELP, Sizes
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="measured steps (default: 20)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side (default: 3)")
+    parser.add_argument("--steps", type=whole(), default=20, help="measured steps (default: 20)")
+    parser.add_argument("--rounds", type=whole(), default=3, help="runs of each side (default: 3)")
     parser.add_argument("--recipe", choices=RECIPES, help="one recipe alone")
     parser.add_argument("--side", choices=("ours", "theirs"), help="one side alone, of --recipe")
-    parser.add_argument("--results", type=Path, help="with --side: file for its figures as JSON")
+    parser.add_argument(
+        "--results", type=new_file, help="with --side: file for its figures as JSON"
+    )
     sizes = parser.add_argument_group("sizes, with --side")
     sizes.add_argument("--preset", default=Sizes.preset, help="of the recipe (default: tiny)")
     for name, text in SIZES_HELP.items():
         default = getattr(Sizes, name)
-        sizes.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+        sizes.add_argument(f"--{name}", type=whole(), default=default, help=f"{text} ({default})")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=whole(0), default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
 import spmd_core as spmd  # before torchvision, whose compiled part may be built for another torch

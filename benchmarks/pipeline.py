@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Samples, Stopwatch, Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--microbatches", type=int, nargs="+", default=[4, 8, 16], help="(default 4 8 16)"
+        "--microbatches", type=whole(), nargs="+", default=[4, 8, 16], help="(default 4 8 16)"
     )
     args = parser.parse_args()
 

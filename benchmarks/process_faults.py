@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.options import check_names, number
+
 PROGRAM = """
 import os, re, signal, sys, threading, time
 import torch
@@ -233,11 +235,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--warn-after", type=float, default=30.0, help="seconds (default: 30)")
-    parser.add_argument("--give-up-after", type=float, default=300.0, help="(default: 300)")
+    parser.add_argument(
+        "--warn-after", type=number(0.1), default=30.0, help="seconds (default: 30)"
+    )
+    parser.add_argument("--give-up-after", type=number(0.1), default=300.0, help="(default: 300)")
     parser.add_argument("--verbose", action="store_true", help="also shows what processes said")
     parser.add_argument("faults", nargs="*", default=[], help="(default: all)")
     options = parser.parse_args(argv)
+    check_names(parser, "a fault", options.faults, [*FAULTS, *STARTS])
     folder = Path(os.environ.get("TMPDIR", "/tmp"))
     num_silent = 0
     for fault in options.faults or (*FAULTS, *STARTS):
@@ -252,10 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = "never" if found.told_s is None else f"after {found.told_s:.1f} s"
         print(f"{fault:16} told {told:14} exit codes {found.codes}", flush=True)
         if options.verbose or not is_told:
-            for number, errors in enumerate(found.errors):
-                print(
-                    "\n".join(f"    [{number}] {line[:400]}" for line in errors.splitlines()[-12:])
-                )
+            for rank, errors in enumerate(found.errors):
+                print("\n".join(f"    [{rank}] {line[:400]}" for line in errors.splitlines()[-12:]))
     print(f"{num_silent} faults of which a process was not told within a minute")
     return int(num_silent > 0)
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.reference_options import Options, options_from
+from benchmarks.reference_options import Options, options_from, sizes_of
 from examples.training.knobs import check_command_line
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -71,15 +71,7 @@ def setup_of(options: Options) -> Setup:
     Raises:
         KnobError: the mesh has other axes, or a size that does not fit the model.
     """
-    sizes = {FSDP: 1, TENSOR: 1}
-    for part in filter(None, options.mesh.split(",")):
-        axis, _, size = part.partition("=")
-        if axis not in sizes or not size.isdigit() or int(size) < 1:
-            raise KnobError(
-                f"--mesh takes sizes of the axes fsdp and tensor; got {part!r}. "
-                "Pass for instance --mesh fsdp=4,tensor=2."
-            )
-        sizes[axis] = int(size)
+    sizes = sizes_of(options)
     model = PRESETS[options.preset]
     for axis, divided, count in (
         (FSDP, "the width", model.width),
@@ -91,8 +83,6 @@ def setup_of(options: Options) -> Setup:
                 f"the axis {axis} must divide {divided} of {model.name}; got {axis}={sizes[axis]} "
                 f"for {count}. Pass another size, or another preset."
             )
-    if options.batch < 1:
-        raise KnobError(f"--batch must be at least 1; got {options.batch}. Pass --batch 1.")
     return Setup(
         model,
         **sizes,

@@ -28,9 +28,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import jax_gpt2_step as small
+from benchmarks.reference_options import AXES
 from examples.gpt2.presets import ModelPreset, padded_vocab
 
-FSDP, TENSOR = "fsdp", "tensor"
+FSDP, TENSOR = AXES
 BETA_1, BETA_2, EPSILON, WEIGHT_DECAY, MAX_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 Parameters = dict[str, jax.Array]

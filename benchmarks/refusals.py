@@ -22,15 +22,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from benchmarks.options import part, selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.prog = "python -m benchmarks.refusals"
     parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--samples", type=int, default=1, help="of each entry (default 1)")
+    parser.add_argument("--samples", type=whole(), default=1, help="of each entry (default 1)")
     parser.add_argument("--show", action="store_true", help="print the table and write no files")
-    parser.add_argument("--part", default="0/1", help="the part of the entries, such as 0/2")
+    parser.add_argument(
+        "--part", type=part, default="0/1", help="the part of the entries, such as 0/2"
+    )
     args = parser.parse_args()
 
 import torch
@@ -292,13 +295,10 @@ def _table(counts: Counter[str], found: list[Difference]) -> Table:
 def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
-    patterns = args.ops.split(",")
-    part, parts = map(int, args.part.split("/"))
-    chosen = [
-        op
-        for op in samples.entries()[part::parts]
-        if any(fnmatch.fnmatch(op.formatted_name, p) for p in patterns)
-    ]
+    entries = {op.formatted_name: op for op in samples.entries()}
+    names = {*selected(parser, "--ops", args.ops, entries)}
+    number, count = args.part
+    chosen = [op for op in samples.entries()[number::count] if op.formatted_name in names]
     counts: Counter[str] = Counter()
     found: list[Difference] = []
     for op in tqdm(chosen, desc="entries", disable=None):

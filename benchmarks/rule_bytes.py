@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.options import check_names
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -302,6 +303,7 @@ def _cell(found: dict[str, Any]) -> str:
 
 def main(args: argparse.Namespace) -> int:
     if args.case is not None:
+        check_names(parser, "--case", [args.case], CASES)
         spmd.config.cache_dir = None
         spmd.simulate(DEVICES)
         spmd.use_spmd()

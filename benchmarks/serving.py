@@ -24,18 +24,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
-    parser.add_argument("--devices", type=int, default=8, help="emulated devices (default 8)")
-    parser.add_argument("--width", type=int, default=512, help="hidden size (default 512)")
-    parser.add_argument("--layers", type=int, default=4, help="layers (default 4)")
+    parser.add_argument("--devices", type=whole(), default=8, help="emulated devices (default 8)")
+    parser.add_argument("--width", type=whole(), default=512, help="hidden size (default 512)")
+    parser.add_argument("--layers", type=whole(), default=4, help="layers (default 4)")
     parser.add_argument(
-        "--clients", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of clients at once"
+        "--clients",
+        type=whole(),
+        nargs="+",
+        default=[1, 4, 16, 64],
+        help="numbers of clients at once",
     )
     parser.add_argument(
-        "--tiny", type=int, default=10_000, help="tiny requests for the memory (default 10,000)"
+        "--tiny", type=whole(), default=10_000, help="tiny requests for the memory (default 10,000)"
     )
     args = parser.parse_args()
 

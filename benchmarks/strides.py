@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.options import selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.prog = "python -m benchmarks.strides"
     parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
-    parser.add_argument("--samples", type=int, default=4, help="of each entry (default 4)")
+    parser.add_argument("--samples", type=whole(), default=4, help="of each entry (default 4)")
     parser.add_argument("--show", action="store_true", help="print the table and write no files")
     args = parser.parse_args()
 
@@ -221,11 +222,8 @@ def _table(counts: Counter[str], found: list[Difference]) -> Table:
 def main(args: argparse.Namespace) -> int:
     spmd.simulate(1)
     torch.set_num_threads(1)
-    chosen = [
-        op
-        for op in samples.entries()
-        if any(fnmatch.fnmatch(op.formatted_name, p) for p in args.ops.split(","))
-    ]
+    entries = {op.formatted_name: op for op in samples.entries()}
+    chosen = [entries[name] for name in selected(parser, "--ops", args.ops, entries)]
     counts: Counter[str] = Counter()
     found: list[Difference] = []
     for op in tqdm(chosen, desc="entries", disable=None):

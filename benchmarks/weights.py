@@ -19,21 +19,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import existing, whole
 from benchmarks.report import Table, argument_parser, publish, verdict
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument(
-        "--layers", type=int, default=16, help="layers of 0.27 GB in float32 (default 16)"
+        "--layers", type=whole(), default=16, help="layers of 0.27 GB in float32 (default 16)"
     )
     parser.add_argument(
         "--scratch",
-        type=Path,
+        type=existing("folder"),
         default=Path(tempfile.gettempdir()),
         help="folder for the file and its copy (default: the system's for temporary files)",
     )
     parser.add_argument(
-        "--only", type=Path, help="measure this file and print JSON; the script uses this option"
+        "--only",
+        type=existing("file"),
+        help="measure this file and print JSON; the script uses this option",
     )
     args = parser.parse_args()
 

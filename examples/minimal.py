@@ -29,6 +29,16 @@ options.add_argument("--bf16", action="store_true", help="matrix products in bfl
 options.add_argument("--checkpoint", default="", help="file to save to, and to go on from")
 options.add_argument("--save-every", type=int, default=100, help="steps between two saves")
 args = options.parse_args()
+counts = ("fsdp", "tensor", "layers", "width", "heads", "seq", "batch", "steps", "save_every")
+for rule, holds in (
+    ("--emulate must be at least 0", args.emulate >= 0),
+    (f"{', '.join(counts)} must be at least 1", min(getattr(args, name) for name in counts) >= 1),
+    ("--lr must be a number above 0", 0 < args.lr < 1e9),
+    ("--heads must divide --width", args.width % (args.heads or 1) == 0),
+    ("--fsdp must divide --batch", args.batch % (args.fsdp or 1) == 0),
+):
+    if not holds:
+        options.error(f"{rule}; got {vars(args)}. Change it.")
 
 import spmd_core as spmd  # before transformers, whose import of torchvision it prepares
 

@@ -111,6 +111,11 @@ def main() -> None:
     parser.add_argument("source", nargs="?", type=Path, default=SOURCE, help="a package's folder")
     parser.add_argument("--imports", action="store_true", help="also list what each folder imports")
     options = parser.parse_args()
+    if not (options.source / "__init__.py").is_file():
+        parser.error(
+            f"the source must be a package's folder; got {options.source}, which has no "
+            "__init__.py. Correct its path, or leave it out."
+        )
     files = file_imports(options.source)
     folders = folder_imports(files)
     inside = {

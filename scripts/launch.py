@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help="emulated CPU devices of each process; without it, each has what the machine gives",
     )
     parser.add_argument(
-        "--port", type=_positive, help="the port where process 0 listens (default: a free one)"
+        "--port", type=_port, help="the port where process 0 listens (default: a free one)"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     return parser
@@ -93,7 +93,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a positive number is needed; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"this is a whole number of at least 1; got {text!r}. Write for instance 2"
+        )
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(
+            f"this is a port from 1 to 65535; got {text!r}. Leave it out for a free one"
+        )
     return int(text)
 
 

@@ -256,6 +256,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT, help=f"default: {RESULT.name}")
     options = parser.parse_args()
     chosen = [f for f in FAULTS if options.only in f.file or options.only in f.what]
+    if not chosen:
+        parser.error(
+            "--only is a text of a fault's file or description, such as "
+            f"{FAULTS[0].file}; got {options.only!r}, which no fault has. Correct it."
+        )
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1; got {options.jobs}. Leave it out for 2.")
     with tempfile.TemporaryDirectory() as folder:
         copies: Queue[Path] = Queue()
         for number in range(options.jobs):

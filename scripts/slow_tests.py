@@ -9,6 +9,7 @@ ends with the names of those that were not.
 
 import argparse
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -43,14 +44,31 @@ def chosen(
     return sorted(slow)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"this is a number of at least 0; got {text!r}. Leave it out for 360"
+        )
+    return seconds
+
+
 def main() -> None:
     """Writes the list."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("report", type=Path, help="written by pytest --junitxml")
     parser.add_argument(
-        "--budget", type=float, default=360.0, help="seconds of what is left (default: 360)"
+        "--budget", type=_seconds, default=360.0, help="seconds of what is left (default: 360)"
     )
     options = parser.parse_args()
+    if not options.report.is_file():
+        parser.error(
+            f"the report must be a file; got {options.report}, which is none. Write it with pytest "
+            "--junitxml."
+        )
     seconds = measured(options.report)
     files = defaultdict(list)
     slow = chosen(seconds, options.budget)

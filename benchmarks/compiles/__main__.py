@@ -19,6 +19,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.options import check_names, number, selected, whole
 from benchmarks.report import argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -27,7 +28,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument(
         "--target", default="v4-8", help="a topology, such as v5e-8, or cuda (default: v4-8)"
     )
-    parser.add_argument("--devices", type=int, default=1, help="devices of a program (default 1)")
+    parser.add_argument(
+        "--devices", type=whole(), default=1, help="devices of a program (default 1)"
+    )
     parser.add_argument(
         "--ops",
         default="*",
@@ -40,14 +43,14 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=whole(0),
         default=4,
         help="at most this many samples per entry and dtype, evenly spread (default 4; 0: all)",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=number(0.1),
         default=300,
         help="time limit in seconds for one entry, variant and dtype (default 300)",
     )
@@ -105,16 +108,13 @@ def main(args: argparse.Namespace) -> int:
         _serve(Target(args.target, num_devices=args.devices))
         return 0
     dtypes = args.dtypes.split(",")
-    unknown = [name for name in dtypes if name not in DTYPES]
-    if unknown:
-        parser.error(f"dtypes are {', '.join(DTYPES)}; got {', '.join(unknown)}")
+    check_names(parser, "--dtypes", dtypes, DTYPES)
     try:
         Target(args.target, num_devices=args.devices)
     except (spmd.errors.PlanError, ValueError) as error:
         parser.error(str(error))
+    selected(parser, "--ops", args.ops, samples.names())
     chosen = samples.matching(args.ops)
-    if not chosen:
-        parser.error(f"--ops names no entry of torch's database: {args.ops}")
     tasks = [
         {"entry": op.formatted_name, "variant": variant, "dtype": dtype, "limit": args.samples}
         for op in chosen

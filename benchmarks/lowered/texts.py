@@ -26,12 +26,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import existing
+
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", type=Path, help="the folder of one version's programs")
-    parser.add_argument("after", type=Path, help="that of the other one's")
+    parser.add_argument(
+        "before", type=existing("folder"), help="the folder of one version's programs"
+    )
+    parser.add_argument("after", type=existing("folder"), help="that of the other one's")
     args = parser.parse_args()
 
 import jax

@@ -16,6 +16,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.options import check_names, number, selected, whole
 from benchmarks.report import argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -29,18 +30,18 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--dtypes", help="separated by commas (default: all)")
     parser.add_argument("--variants", help="separated by commas (default: all)")
     parser.add_argument(
-        "--devices", type=int, default=1, help="emulated devices (default 1); 0: the real ones"
+        "--devices", type=whole(0), default=1, help="emulated devices (default 1); 0: the real ones"
     )
     parser.add_argument(
         "--samples",
-        type=int,
+        type=whole(0),
         default=8,
         help="at most this many samples per entry and dtype, evenly spread (default 8; 0: all)",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=number(0.1),
         default=300,
         help="time limit in seconds for one entry, variant and dtype (default 300)",
     )
@@ -109,15 +110,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     variants = args.variants.split(",") if args.variants else list(VARIANTS)
     dtypes = args.dtypes.split(",") if args.dtypes else list(DTYPES_BY_NAME)
-    unknown = [name for name in (*variants, *dtypes) if name not in (*VARIANTS, *DTYPES_BY_NAME)]
-    if unknown:
-        parser.error(
-            f"variants are {', '.join(VARIANTS)} and dtypes are {', '.join(DTYPES_BY_NAME)}; "
-            f"got {', '.join(unknown)}"
-        )
+    check_names(parser, "--variants", variants, VARIANTS)
+    check_names(parser, "--dtypes", dtypes, DTYPES_BY_NAME)
+    selected(parser, "--ops", args.ops, samples.names())
     chosen = samples.matching(args.ops)
-    if not chosen:
-        parser.error(f"--ops names no entry of torch's database: {args.ops}")
     tasks = [
         {
             "entry": op.formatted_name,

@@ -71,6 +71,11 @@ def entries() -> list[Any]:
     return list(op_db)
 
 
+def names() -> list[str]:
+    """The entries' names, full and short."""
+    return [name for op in op_db for name in dict.fromkeys((op.formatted_name, op.name))]
+
+
 def matching(patterns: str) -> list[Any]:
     """The entries whose name, full or short, matches one of the patterns, separated by commas."""
     return [

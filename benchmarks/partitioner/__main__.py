@@ -17,13 +17,13 @@ Run: python -m benchmarks.partitioner
 """
 
 import argparse
-import fnmatch
 import itertools
 import sys
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.options import check_names, number, selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -32,19 +32,23 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     parser.add_argument("--ops", default="*", help="patterns of entries, separated by commas")
     parser.add_argument(
         "--programs",
-        type=int,
+        type=whole(0),
         default=12,
         help="programs of each entry on each mesh (default 12)",
     )
-    parser.add_argument("--chains", type=int, default=240, help="chains on each mesh (default 240)")
     parser.add_argument(
-        "--steps", type=int, default=60, help="steps around tables on each mesh (default 60)"
+        "--chains", type=whole(0), default=240, help="chains on each mesh (default 240)"
     )
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
-    parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument(
-        "--timeout", type=float, default=600, help="limit in seconds of a task (default 600)"
+        "--steps", type=whole(0), default=60, help="steps around tables on each mesh (default 60)"
+    )
+    parser.add_argument(
+        "--first", type=whole(0), default=0, help="number of the first one (default 0)"
+    )
+    parser.add_argument("--meshes", help="numbers, joined by commas (default: all)")
+    parser.add_argument("--jobs", type=whole(), default=2, help="worker processes (default 2)")
+    parser.add_argument(
+        "--timeout", type=number(0.1), default=600, help="limit in seconds of a task (default 600)"
     )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     parser.add_argument("--show", action="store_true", help="print the table, write no files")
@@ -126,13 +130,10 @@ def main(args: argparse.Namespace) -> int:
     if args.worker:
         _serve()
         return 0
-    names = [
-        name
-        for name in (*(op.formatted_name for op in samples.entries()), *DRAWN)
-        if any(fnmatch.fnmatch(name, p) for p in args.ops.split(","))
-    ]
-    if not names:
-        parser.error(f"--ops names no entry of torch's database: {args.ops}")
+    known = [*(op.formatted_name for op in samples.entries()), *DRAWN]
+    names = selected(parser, "--ops", args.ops, known)
+    if args.meshes:
+        check_names(parser, "--meshes", args.meshes.split(","), [*map(str, range(len(MESHES)))])
     counts = {Chains.name: args.chains, TableSteps.name: args.steps}
     tasks = []
     meshes = map(int, args.meshes.split(",")) if args.meshes else range(len(MESHES))

@@ -19,15 +19,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.options import mesh_shape, whole
 from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = sweep_options.parser_of(__doc__, "benchmarks.partitioner.jax_functions")
     parser.add_argument(
-        "--limit", type=int, default=24, help="layouts of a call on a mesh; 0: every one"
+        "--limit", type=whole(0), default=24, help="layouts of a call on a mesh; 0: every one"
     )
     parser.add_argument(
-        "--mesh", action="append", help="sizes of one or two axes (default: 2,2 and 8)"
+        "--mesh",
+        type=mesh_shape(1, 2),
+        action="append",
+        help="sizes of one or two axes (default: 2,2 and 8)",
     )
     args = parser.parse_args()
 

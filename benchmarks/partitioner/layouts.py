@@ -20,14 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from benchmarks.options import mesh_shape, whole
 from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = sweep_options.parser_of(__doc__, "benchmarks.partitioner.layouts")
     parser.add_argument(
-        "--limit", type=int, default=128, help="layouts of a call; 0: every one (default 128)"
+        "--limit", type=whole(0), default=128, help="layouts of a call; 0: every one (default 128)"
     )
-    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
+    parser.add_argument(
+        "--mesh", type=mesh_shape(2), default="2,2", help="sizes of the two axes (default 2,2)"
+    )
     parser.add_argument(
         "--nonfinite", action="store_true", help="the first tensor has a NaN and both infinities"
     )

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from benchmarks.options import whole
 from benchmarks.partitioner import sweep_options
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -32,9 +33,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         "--mesh", action="append", help="name of a mesh, such as 4x2 (default: every one)"
     )
     parser.add_argument(
-        "--groups", type=int, default=4, help="groups of a call on a mesh (default 4)"
+        "--groups", type=whole(), default=4, help="groups of a call on a mesh (default 4)"
     )
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
+    parser.add_argument(
+        "--first", type=whole(0), default=0, help="number of the first one (default 0)"
+    )
     args = parser.parse_args()
 
 import torch

@@ -12,7 +12,6 @@ Run: python -m benchmarks.partitioner.sizes
 """
 
 import argparse
-import fnmatch
 import itertools
 import os
 import random
@@ -21,14 +20,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.options import mesh_shape, selected, whole
 from benchmarks.report import Table, argument_parser, publish
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     parser = argument_parser(__doc__)
     parser.add_argument("--calls", default="*", help="patterns, joined by commas (default all)")
-    parser.add_argument("--layouts", type=int, default=3, help="of each call (default 3)")
-    parser.add_argument("--mesh", default="2,2", help="sizes of the two axes (default 2,2)")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes and layouts (default 0)")
+    parser.add_argument("--layouts", type=whole(), default=3, help="of each call (default 3)")
+    parser.add_argument(
+        "--mesh", type=mesh_shape(2), default="2,2", help="sizes of the two axes (default 2,2)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, help="of sizes and layouts (default 0)")
     parser.add_argument("--show", action="store_true", help="print the table, write no files")
     args = parser.parse_args()
 
@@ -129,9 +131,7 @@ def drawn_layouts(call: Call, count: int, rng: random.Random) -> list[tuple[Spec
 
 
 def main(args: argparse.Namespace) -> int:
-    names = [n for n in CALLS if any(fnmatch.fnmatch(n, p) for p in args.calls.split(","))]
-    if not names:
-        parser.error(f"--calls names none of {', '.join(CALLS)}; got {args.calls!r}")
+    names = selected(parser, "--calls", args.calls, CALLS)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     start()
     spmd.config.warn_of_recompiles = False

@@ -6,7 +6,6 @@ that dies is replaced, and a run that was interrupted goes on from its journal.
 """
 
 import argparse
-import fnmatch
 import os
 import sys
 import warnings
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import spmd_core as spmd
 from benchmarks import workers
+from benchmarks.options import selected
 from benchmarks.partitioner.examination import num_replicated
 from benchmarks.partitioner.programs import start
 from benchmarks.report import Table, publish
@@ -137,10 +137,7 @@ class Sweep:
             start()
             workers.serve(self.answer)
             return 0
-        patterns = args.calls.split(",")
-        names = [n for n in self.calls if any(fnmatch.fnmatch(n, p) for p in patterns)]
-        if not names:
-            parser.error(f"--calls names none of {', '.join(self.calls)}; got {args.calls!r}")
+        names = selected(parser, "--calls", args.calls, self.calls)
         tasks = self.tasks(names, args)
         journal = args.out / f"{self.result}.journal"
         answers = workers.run(

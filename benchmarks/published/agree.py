@@ -14,8 +14,8 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.options import existing
 from benchmarks.published.rows import Measured, Quantity, VersionError, read, same_shape
 from benchmarks.report import Table
 
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("first", type=Path, help="a folder with results.json")
-    parser.add_argument("second", type=Path, help="another one")
+    parser.add_argument("first", type=existing("folder"), help="a folder with results.json")
+    parser.add_argument("second", type=existing("folder"), help="another one")
     options = parser.parse_args(argv)
     try:
         found = pairs(read(options.first), read(options.second))

@@ -216,8 +216,9 @@ def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_negative_least_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("--least", -1) == 2
-    assert "--least is a fraction from 0; got -1.0. Use 0.1 for 10" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_main("--least", -1)
+    assert "this is a number of at least 0; got '-1'. Write for" in capsys.readouterr().err
 
 
 def repository(folder: Path) -> None:

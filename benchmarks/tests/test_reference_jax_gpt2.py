@@ -151,7 +151,8 @@ def test_a_program_in_the_cache_on_disk_is_compiled_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "data=2"], "Pass for instance --mesh fsdp=4,tensor=2"),
+        (["--mesh", "data=2"], "mesh axes must be among fsdp, tensor; got ['data']"),
+        (["--mesh", "fsdp=*"], "a number for each axis; got 'fsdp=*'. Write for instance --mesh"),
         (["--mesh", "tensor=3"], "the axis tensor must divide the number of heads"),
         (["--mesh", "fsdp=3"], "the axis fsdp must divide the width"),
         (["--batch", "0"], "--batch must be at least 1; got 0"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from examples.gpt2.presets import PRESETS
+from examples.gpt2.presets import BATCH_AXES, PRESETS
 from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
 from examples.training.knobs import (
     KnobError,
@@ -20,6 +20,7 @@ from examples.training.knobs import (
     parse,
     parser_of,
 )
+from examples.training.mesh_sizes import Sizes, check_axes, check_heads, mesh_sizes, num_devices
 from examples.training.run_config import RunConfig, check_run_config
 
 # The mesh axes that each strategy takes.
@@ -207,7 +208,79 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"--mesh-devices says how many devices a mesh takes; got {config.mesh_devices} and no "
             f"--mesh. Add for instance --mesh fsdp={config.mesh_devices}."
         )
+    if config.mesh:
+        if config.devices:
+            check_mesh_devices(config, config.devices)
+        num_emulated = config.mesh_devices or config.devices
+        check_mesh(config, mesh_sizes(config.mesh, num_emulated=num_emulated, example="fsdp"))
     return config
+
+
+def check_mesh_devices(config: TrainConfig, available: int) -> None:
+    """Raises KnobError if --mesh-devices passes the number of devices."""
+    if config.mesh_devices > available:
+        raise KnobError(
+            f"--mesh-devices must not pass the number of devices; got {config.mesh_devices} of "
+            f"{available}. Pass at most {available}, or start with more --devices."
+        )
+
+
+def check_mesh(config: TrainConfig, sizes: Sizes) -> None:
+    """Checks that a mesh fits the strategy, the batch and the preset.
+
+    Args:
+        config: with the preset's values for options left open.
+        sizes: of the mesh's axes; with one that is not known, the axes' names alone are checked.
+
+    Raises:
+        KnobError: the shardings do not know an axis, or what the mesh splits does not divide by it.
+    """
+    strategy = f"--strategy {config.strategy}"
+    check_axes(config.mesh, sizes, STRATEGIES[config.strategy], option=strategy)
+    for axis, of, does in (
+        ("fsdp", "fsdp", "which splits the parameters"),
+        ("pipe", "pipeline", "along which the stages are split"),
+    ):
+        if config.strategy == of and axis not in sizes:
+            size = "*" if None in sizes.values() else num_devices(sizes)
+            raise KnobError(
+                f"{strategy} needs a mesh axis {axis}, {does}; got {config.mesh!r}. Pass for "
+                f"instance --mesh {axis}={size}."
+            )
+    if None in sizes.values():
+        return
+    num_parts = config.accumulate * math.prod(sizes.get(axis) or 1 for axis in BATCH_AXES)
+    factors = "data x fsdp x --accumulate"
+    if config.strategy == "pipeline":
+        _check_pipeline(config, sizes["pipe"] or 1)
+        num_parts *= config.microbatches or sizes["pipe"] or 1
+        factors += " x --microbatches"
+    if config.batch % num_parts:
+        raise KnobError(
+            f"--batch must divide by {factors}; got {config.batch} for "
+            f"{num_parts}. Pass for instance --batch "
+            f"{nearest_multiple(config.batch, num_parts)}."
+        )
+    preset = PRESETS[config.preset]
+    by = sizes.get("tensor") or 1
+    check_heads(by, preset.num_heads, of=preset.name, other="another preset")
+
+
+def _check_pipeline(config: TrainConfig, num_stages: int) -> None:
+    """Raises KnobError if a pipeline does not fit the devices or the preset's layers."""
+    if config.mesh_devices:
+        raise KnobError(
+            "--strategy pipeline takes all devices; got --mesh-devices "
+            f"{config.mesh_devices}. Leave it out."
+        )
+    num_layers = PRESETS[config.preset].num_layers
+    chunks = num_stages * (config.rounds if config.schedule == "circular" else 1)
+    if num_layers % chunks:
+        raise KnobError(
+            "pipe x --rounds (with --schedule circular) must divide the layers; got "
+            f"{chunks} for the {num_layers} of {config.preset}. Take a smaller pipe, or another "
+            "preset."
+        )
 
 
 def check_resumable(config: TrainConfig, saved: Mapping[str, Any] | None) -> None:

@@ -1,6 +1,13 @@
-"""GPT-2 sizes by name, with their parameter counts, in plain numbers without a framework."""
+"""GPT-2 sizes by name, and mesh axes of the batch, in plain values without a framework."""
 
 from dataclasses import dataclass
+
+from examples.training.knobs import KnobError
+from examples.training.model_sizes import check_divides, check_sizes
+
+# The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
+# optimizer state.
+BATCH_AXES = ("data", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -17,6 +24,9 @@ class ModelPreset:
         seq: default sequence length of training.
         batch: default number of sequences in a step, over all devices.
         lr: default peak learning rate.
+
+    Raises:
+        KnobError: a size is one that no model has, or two do not fit together.
     """
 
     name: str
@@ -28,6 +38,15 @@ class ModelPreset:
     seq: int
     batch: int
     lr: float
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_divides(self, "num_heads", "width")
+        if self.seq > self.positions:
+            raise KnobError(
+                f"seq of the preset {self.name!r} must not pass its positions; got {self.seq} of "
+                f"{self.positions}. Write for instance seq={self.positions}."
+            )
 
     def num_params(self, vocab_size: int | None = None) -> int:
         """The number of parameters, with the token table once, as the output layer shares it.

@@ -17,12 +17,9 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import spmd_core as spmd
+from examples.gpt2.presets import BATCH_AXES
 
 Spec: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
-
-# The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
-# optimizer state.
-BATCH_AXES = ("data", "fsdp")
 
 # The first pattern that matches the whole name decides. Axes that the mesh lacks drop out of the
 # spec.

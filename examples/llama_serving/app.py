@@ -30,8 +30,10 @@ from examples.llama_serving.interface import (
     ChatRequest,
     CompletionRequest,
     RefusedError,
+    decoded,
     error_body,
     parsed,
+    shortened,
 )
 from examples.llama_serving.measures import CONTENT_TYPE, Measures
 from examples.llama_serving.text import PromptEncoder, PromptError
@@ -150,7 +152,7 @@ class _Endpoints:
             else prompt
             for prompt in asked.prompts
         ]
-        return await self._answer(request, asked, prompts, asked.max_tokens)
+        return await self._answer(request, asked, prompts)
 
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = parsed(ChatRequest, await _json_body(request, self._served.body_s))
@@ -159,9 +161,7 @@ class _Endpoints:
             prompt = await run_in_threadpool(self._served.encoder.encode_chat, messages)
         except PromptError as error:
             raise RefusedError(str(error), param="messages") from None
-        return await self._answer(
-            request, asked, [prompt], asked.max_completion_tokens or asked.max_tokens
-        )
+        return await self._answer(request, asked, [prompt])
 
     async def refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusedError)
@@ -187,13 +187,10 @@ class _Endpoints:
         request: Request,
         asked: CompletionRequest | ChatRequest,
         prompts: Sequence[list[int]],
-        max_tokens: int | None,
     ) -> Response:
         self._check_model(asked.model)
         requests = [
-            serving.Request(
-                prompt, self._max_tokens(asked, prompt, max_tokens), asked.sampling(i), asked.stops
-            )
+            serving.Request(prompt, self._max_tokens(asked, prompt), asked.sampling(i), asked.stops)
             for prompt in prompts
             for i in range(asked.num_choices)
         ]
@@ -226,9 +223,7 @@ class _Endpoints:
             answer.whole(choices, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
         )
 
-    def _max_tokens(
-        self, asked: CompletionRequest | ChatRequest, prompt: list[int], max_tokens: int | None
-    ) -> int:
+    def _max_tokens(self, asked: CompletionRequest | ChatRequest, prompt: list[int]) -> int:
         """How many tokens continue a prompt, after checking that both fit."""
         longest, vocab_size = self._served.engine.max_length, self._served.vocab_size
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
@@ -239,8 +234,8 @@ class _Endpoints:
         unknown = [token for token in prompt if not 0 <= token < vocab_size]
         if unknown:
             raise RefusedError(
-                f"token ids must be from 0 to {vocab_size - 1}; got {unknown[0]}. Use the model's "
-                "tokenizer, or send text.",
+                f"token ids must be from 0 to {vocab_size - 1}; got {shortened(unknown[0])}. Use "
+                "the model's tokenizer, or send text.",
                 param=param,
             )
         left = longest - len(prompt)
@@ -251,13 +246,14 @@ class _Endpoints:
                 param=param,
                 code="context_length_exceeded",
             )
+        name, max_tokens = asked.limit
         if max_tokens is None:
             return min(left, asked.default_max_tokens or left)
         if max_tokens > left:
             raise RefusedError(
-                f"prompt and max_tokens together must be at most {longest} tokens; got "
+                f"prompt and {name} together must be at most {longest} tokens; got "
                 f"{len(prompt)} and {max_tokens}. Pass at most {left}, or shorten the prompt.",
-                param="max_tokens",
+                param=name,
                 code="context_length_exceeded",
             )
         return max_tokens
@@ -397,18 +393,7 @@ async def _json_body(request: Request, within_s: float) -> Any:
             f"a body must have at most {MAX_BODY_BYTES} bytes; got {num_bytes} or more. Send less.",
             status=413,
         )
-    try:
-        data = json.loads(bytes(body), parse_constant=_no_json)
-        json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of a lone surrogate
-        return data
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(
-            f"the body must be JSON; got something else: {error}. Correct it."
-        ) from None
-
-
-def _no_json(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    return decoded(bytes(body))
 
 
 async def _disconnected(request: Request) -> None:

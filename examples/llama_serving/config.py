@@ -4,15 +4,20 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 """
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from examples.training.knobs import KnobError, check_ranges, knob, parser_of
+from examples.training.mesh_sizes import Sizes, mesh_sizes, num_devices
 
 DEFAULT_LENGTH = 2048
 KEY_VARIABLE = "LLAMA_API_KEY"
 DTYPES = ("auto", "fp32", "bf16")
+# Of a client's header Host, without a port. The guard takes every address.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 @dataclass(frozen=True)
@@ -58,18 +63,50 @@ def checked(config: ServeConfig) -> None:
             "--model names the folder of the model; got none. Add for instance --model llama/."
         )
     check_ranges(config)
+    if not Path(config.model).is_dir():
+        raise KnobError(
+            f"--model names the folder of the model; {config.model!r} is no folder in {Path.cwd()}"
+            ". Correct its path."
+        )
     if config.devices > 1 and not config.mesh:
         raise KnobError(
             f"without a mesh one device computes; got --devices {config.devices} and no --mesh. "
             f"Add for instance --mesh tensor={config.devices}."
         )
+    if config.mesh:
+        sizes = mesh_sizes(config.mesh, num_emulated=config.devices, example="tensor")
+        check_axes(config.mesh, sizes)
+    if not config.host:
+        raise KnobError(
+            "--host names an address of this machine; got an empty one. Leave it out for "
+            "127.0.0.1, or pass 0.0.0.0 for every one."
+        )
+    for name in config.allow_host:
+        if not _HOST_NAME.fullmatch(name):
+            raise KnobError(
+                "--allow-host takes a host's name alone, as in llama.example; got "
+                f"{name!r}. Leave out a scheme, a port and a path."
+            )
     for origin in config.allow_origin:
         if not _is_origin(origin):
             raise KnobError(
                 "--allow-origin takes a scheme and a host, as browsers send them, or *; got "
                 f"{origin!r}. Pass for instance https://chat.example, without a path."
             )
-    api_key(config)
+    if api_key(config) and config.without_key:
+        given = "--api-key" if config.api_key else f"the variable {KEY_VARIABLE}"
+        raise KnobError(
+            f"--without-key lets everyone ask; got a key in {given} too. Leave one of them out."
+        )
+
+
+def check_axes(text: str, sizes: Sizes) -> None:
+    """Raises KnobError if a mesh has another axis than tensor."""
+    if [*sizes] != ["tensor"]:
+        raise KnobError(
+            f"a server splits over one axis, tensor; got {text!r}. Pass for instance --mesh "
+            f"tensor={'*' if None in sizes.values() else num_devices(sizes)}."
+        )
 
 
 def api_key(config: ServeConfig) -> str:

@@ -1,8 +1,10 @@
 """What clients send and get: the requests of OpenAI's interface, checked, and its answers."""
 
+import json
 import reprlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +17,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 LEAST_TEMPERATURE = 1e-5  # below it, logits that are divided by it leave float32's range
 _INT64 = 2**63
+_MAX_DIGITS = 1000  # of an integer
 # Options that are known and not supported, with the values that ask for nothing.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
@@ -173,6 +176,11 @@ class _Options(BaseModel):
     safety_identifier: str | None = None
 
     @property
+    def limit(self) -> tuple[str, int | None]:
+        """The option that limits the tokens of an answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
     def with_usage(self) -> bool:
         """Whether a stream ends in the numbers of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -227,6 +235,13 @@ class ChatRequest(_Options):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The option that limits the tokens of an answer, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().limit
+
 
 def parsed(kind: type[_Options], data: Any) -> Any:
     """A request from decoded JSON.
@@ -236,7 +251,7 @@ def parsed(kind: type[_Options], data: Any) -> Any:
     """
     if not isinstance(data, dict):
         raise RefusedError(
-            f"the body must be a JSON object; got {_shortened(data)}. Send for instance "
+            f"the body must be a JSON object; got {shortened(data)}. Send for instance "
             '{"prompt": "Once"}.'
         )
     given = _without_neutral(data, _UNSUPPORTED)
@@ -258,6 +273,58 @@ def parsed(kind: type[_Options], data: Any) -> Any:
             param="stream_options",
             code="invalid_value",
         )
+    name, number = found.limit
+    if found.max_tokens not in (None, number):
+        raise RefusedError(
+            f"{name} and max_tokens are names of one option; got {number} and {found.max_tokens}. "
+            "Leave out max_tokens.",
+            param=name,
+            code="invalid_value",
+        )
+    return found
+
+
+def decoded(body: bytes) -> Any:
+    """The value of a JSON text whose objects have each name once.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    try:
+        data = json.loads(
+            body, parse_constant=_no_number, parse_int=_integer, object_pairs_hook=_object
+        )
+        json.dumps(data, ensure_ascii=False).encode()  # fails for an escape of a lone surrogate
+    except RefusedError:  # which is a ValueError, too
+        raise
+    except RecursionError:
+        error: object = "its lists and objects are too deep inside one another"
+    except ValueError as found:
+        error = found
+    else:
+        return data
+    raise RefusedError(f"the body must be JSON; got something else: {error}. Correct it.")
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:  # beyond a few thousand, Python refuses it in words of its own
+        raise ValueError(f"a number has at most {_MAX_DIGITS} digits, and {_cut(text)} has more")
+    return int(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise RefusedError(
+            f"an object has each name once; got {_cut(twice)!r} twice. Leave one of them out.",
+            param=_cut(twice),
+            code="invalid_value",
+        )
     return found
 
 
@@ -268,7 +335,7 @@ def _without_neutral(
     for name, neutral in unsupported.items():
         if name in data and not _is_any_of(data[name], neutral):
             raise RefusedError(
-                f"{prefix}{name} is not supported by this server; got {_shortened(data[name])}. "
+                f"{prefix}{name} is not supported by this server; got {shortened(data[name])}. "
                 "Leave it out.",
                 param=f"{prefix}{name}",
                 code="unsupported_parameter",
@@ -304,7 +371,7 @@ def _refusal(found: Mapping[str, Any]) -> RefusedError:
     else:
         rule = _RULES.get(kind, rule)
         rule = f"should {rule.partition('should ')[2]}" if "should " in rule else f"fails: {rule}"
-        message = f"{name} {rule}; got {_shortened(got)}. Change it."
+        message = f"{name} {rule}; got {shortened(got)}. Change it."
         code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     return RefusedError(message, param=name, code=code)
 
@@ -320,7 +387,7 @@ _REPR = reprlib.Repr()  # bounds depth and the numbers of items
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 76
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
     """A value of decoded JSON in at most 80 characters, however deep or long it is."""
     return _cut(_REPR.repr(value))
 

@@ -30,7 +30,13 @@ import torch
 from transformers import LlamaConfig
 
 from examples.llama_serving.app import Served, make_app
-from examples.llama_serving.config import DEFAULT_LENGTH, KEY_VARIABLE, ServeConfig, api_key
+from examples.llama_serving.config import (
+    DEFAULT_LENGTH,
+    KEY_VARIABLE,
+    ServeConfig,
+    api_key,
+    check_axes,
+)
 from examples.llama_serving.connections import Limits, possible_connections
 from examples.llama_serving.engine import Engine
 from examples.llama_serving.guard import Access, is_local
@@ -48,6 +54,7 @@ from examples.llama_serving.text import PromptEncoder
 from examples.training.collector import long_lived
 from examples.training.command import exit_code, mesh_of
 from examples.training.knobs import KnobError
+from examples.training.mesh_sizes import check_heads
 
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -84,19 +91,8 @@ def parsed_mesh(text: str, config: LlamaConfig, *, num_emulated: int = 0) -> spm
     if not text:
         return None
     mesh = mesh_of(text, spmd.global_runtime_device_count(), num_emulated=num_emulated)
-    if [*mesh.shape()] != ["tensor"]:
-        raise KnobError(
-            f"a server splits over one axis, tensor; got {text!r}. Pass for instance --mesh "
-            f"tensor={mesh.size()}."
-        )
-    num_heads = config.num_attention_heads
-    if num_heads % mesh.size():
-        fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        raise KnobError(
-            f"the axis tensor splits attention by heads, whose number it must divide; got "
-            f"tensor={mesh.size()} for {num_heads} heads. Pass one of tensor="
-            f"{', '.join(map(str, fitting))}."
-        )
+    check_axes(text, mesh.shape())
+    check_heads(mesh.size(), config.num_attention_heads, of="this model", other="another model")
     return mesh
 
 

@@ -4,21 +4,25 @@ Plain values: neither torch nor jax is imported, so that a wrong option is repor
 """
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from examples.llama_tp.presets import PRESETS
+from examples.llama_tp.presets import BATCH_AXES, MESH_AXES, PRESETS, ModelPreset
 from examples.training.choices import PYTHON_STDLIB, REMAT_POLICIES, TEXT_CACHE_DIR
 from examples.training.knobs import (
     KnobError,
     add_smoke,
     knob,
+    nearest_multiple,
+    option,
     parse,
     parser_of,
 )
+from examples.training.mesh_sizes import Sizes, check_axes, check_heads, mesh_sizes
 from examples.training.run_config import RunConfig, check_run_config
 
 
@@ -164,4 +168,55 @@ def check_options(config: TrainConfig) -> None:
         raise KnobError(
             f"--adapters writes LoRA adapters; got {config.adapters!r} and no --lora. Add for "
             "instance --lora 8, or write all weights with --export."
+        )
+    if config.mesh:
+        sizes = mesh_sizes(config.mesh, num_emulated=config.devices, example="tensor")
+        if config.weights:  # whose folder is not read here
+            sizes = dict.fromkeys(sizes)
+        preset = PRESETS[config.preset]
+        given = dataclasses.replace(
+            config, batch=config.batch or preset.batch, seq=config.seq or preset.seq
+        )
+        check_mesh(given, sizes, preset)
+
+
+def check_mesh(config: TrainConfig, sizes: Sizes, model: ModelPreset) -> None:
+    """Checks that a mesh fits the plan, the batch, the sequences and the model.
+
+    Args:
+        config: with the preset's values for options left open.
+        sizes: of the mesh's axes; with one that is not known, the axes' names alone are checked.
+        model: the model's sizes.
+
+    Raises:
+        KnobError: the shardings do not know an axis, or what the mesh splits does not divide by it.
+    """
+    for name in ("sequence_parallel", "loss_parallel"):
+        if getattr(config, name) and "tensor" not in sizes:
+            raise KnobError(
+                f"{option(name)} splits over a mesh axis tensor; got --mesh {config.mesh!r}. Add "
+                "for instance tensor=4 to it."
+            )
+    check_axes(config.mesh, sizes, MESH_AXES)
+    if None in sizes.values():
+        return
+    num_parts = config.accumulate * math.prod(sizes.get(axis) or 1 for axis in BATCH_AXES)
+    if config.batch % num_parts:
+        raise KnobError(
+            f"--batch must divide by data x fsdp x --accumulate; got {config.batch} for "
+            f"{num_parts}. Pass for instance --batch {nearest_multiple(config.batch, num_parts)}."
+        )
+    by, context = sizes.get("tensor") or 1, sizes.get("context") or 1
+    check_heads(by, model.num_heads, of=model.name, other="another model")
+    if config.sequence_parallel and config.seq % by:
+        raise KnobError(
+            f"with --sequence-parallel the axis tensor must divide --seq; got tensor={by} for "
+            f"{config.seq} tokens. Pass for instance --seq {nearest_multiple(config.seq, by)}."
+        )
+    parts = 2 * context * (by if config.sequence_parallel else 1)
+    if context > 1 and config.seq % parts:
+        raise KnobError(
+            "the axis context cuts --seq into two equal parts for each device, and "
+            f"--sequence-parallel into more; got {config.seq} tokens for {parts} parts. Pass for "
+            f"instance --seq {nearest_multiple(config.seq, parts)}."
         )

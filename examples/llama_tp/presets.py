@@ -1,6 +1,13 @@
-"""Llama sizes by name, with their parameter counts, in plain numbers without a framework."""
+"""Llama sizes by name, and the names of mesh axes, in plain values without a framework."""
 
 from dataclasses import dataclass
+
+from examples.training.model_sizes import check_divides, check_sizes
+
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+# The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
+# optimizer state.
+BATCH_AXES = ("data", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,9 @@ class ModelPreset:
         seq: default sequence length of training.
         batch: default number of sequences in a step, over all devices.
         lr: default peak learning rate.
+
+    Raises:
+        KnobError: a size is one that no model has, or two do not fit together.
     """
 
     name: str
@@ -30,6 +40,10 @@ class ModelPreset:
     seq: int
     batch: int
     lr: float
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_divides(self, "num_kv_heads", "num_heads")
 
     def num_params(self, vocab_size: int | None = None) -> int:
         """The number of parameters; the output layer has a table of its own.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement
 from transformers import LlamaForCausalLM
 
 import spmd_core as spmd
+from examples.llama_tp.presets import BATCH_AXES
 from spmd_core.dtensor import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -20,12 +21,6 @@ from spmd_core.dtensor import (
     SequenceParallel,
     Shard,
 )
-
-MESH_AXES = ("data", "fsdp", "context", "tensor")
-
-# The batch is split over both: fsdp is data parallelism that also splits parameters, gradients and
-# optimizer state.
-BATCH_AXES = ("data", "fsdp")
 
 
 def plan(*, sequence_parallel: bool, loss_parallel: bool, splits_kv_heads: bool) -> dict[str, Any]:
@@ -112,7 +107,7 @@ def parallelize(
 
     Args:
         model: a Llama on device `xla`.
-        mesh: with axes among `MESH_AXES`.
+        mesh: with axes among `presets.MESH_AXES`.
         sequence_parallel, loss_parallel: as for `plan`.
         has_adapters: whether its blocks' linear layers have LoRA adapters.
     """
@@ -135,11 +130,6 @@ def parallelize(
         for layer in model.model.layers:
             spmd.fully_shard(layer, mesh, extra_data_axis=replicas)
         spmd.fully_shard(model, mesh, extra_data_axis=replicas)
-
-
-def num_batch_shards(mesh: spmd.Mesh) -> int:
-    """The number of shards of the batch dim."""
-    return axis_size(mesh, "data") * axis_size(mesh, "fsdp")
 
 
 def axis_size(mesh: spmd.Mesh, axis: str) -> int:

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from examples.resnet_spatial.presets import MODELS
-from examples.training.knobs import KnobError, add_smoke, knob, parse, parser_of
+from examples.resnet_spatial.presets import MESH_AXES, MODELS
+from examples.training.knobs import (
+    KnobError,
+    add_smoke,
+    knob,
+    nearest_multiple,
+    parse,
+    parser_of,
+)
+from examples.training.mesh_sizes import Sizes, check_axes, mesh_sizes
 from examples.training.run_config import RunConfig, check_run_config
 
 
@@ -106,4 +114,34 @@ def with_defaults(config: TrainConfig) -> TrainConfig:
             f"images of shapes need at least 16 rows, so that the shapes differ; got --image-size "
             f"{config.image_size}. Pass for instance --image-size 32."
         )
+    check_mesh(config, mesh_sizes(config.mesh, num_emulated=config.devices))
     return config
+
+
+def check_mesh(config: TrainConfig, sizes: Sizes) -> None:
+    """Checks that a mesh fits the batch and the images.
+
+    Args:
+        config: the options.
+        sizes: of the mesh's axes; with one that is not known, the axes' names alone are checked.
+
+    Raises:
+        KnobError: an axis has another name, or images do not fit the axes.
+    """
+    check_axes(config.mesh, sizes, MESH_AXES)
+    if None in sizes.values():
+        return
+    num_parts = sizes.get("data") or 1
+    if config.batch % num_parts:
+        raise KnobError(
+            f"--batch must divide by the mesh axis data; got {config.batch} for data={num_parts}. "
+            f"Pass for instance --batch {nearest_multiple(config.batch, num_parts)}."
+        )
+    for axis in ("height", "width"):
+        num_rows = sizes.get(axis) or 1
+        if num_rows > config.image_size:
+            raise KnobError(
+                f"each device must have a part of an image: --image-size must be at least the mesh "
+                f"axis {axis}; got {config.image_size} for {axis}={num_rows}. Pass --image-size "
+                f"{num_rows} or more, or a smaller axis."
+            )

@@ -8,8 +8,8 @@ straight line over its size, so two small batches predict the largest one, and c
 prediction confirms it. The search of each mesh has a process of its own, with the mesh's devices.
 """
 
-from examples.resnet_spatial.search import Search, search_from
-from examples.training.knobs import KnobError, check_command_line
+from examples.resnet_spatial.search import Search, search_from, sizes_of
+from examples.training.knobs import check_command_line
 
 if __name__ == "__main__":
     # Before the imports below, which take seconds.
@@ -35,7 +35,6 @@ from rich.table import Table
 from examples.resnet_spatial import shardings
 from examples.resnet_spatial.config import TrainConfig
 from examples.resnet_spatial.model import build_model
-from examples.resnet_spatial.presets import MESH_AXES
 from examples.resnet_spatial.resolve import num_classes, parsed_mesh
 from examples.training.command import exit_code
 from examples.training.console import console
@@ -82,25 +81,13 @@ def run(search: Search) -> None:
     limit = int(search.memory_gib * GIB)
     found = []
     for mesh in search.meshes:
-        sizes = _sizes(mesh)
+        sizes = sizes_of(mesh)
         share = sizes.get("data", 1)
         of = dataclasses.replace(search.config, mesh=mesh)
         batch, points = _in_process(of, search.topology, limit, share)
         found.append(Found(mesh, batch, share, sorted(points.items())))
         print(f"{mesh or 'one device'}: {batch} images", flush=True)
     _publish(search, found)
-
-
-def _sizes(mesh: str) -> dict[str, int]:
-    """The axes of a mesh's text, whose sizes must be numbers."""
-    axes = [part.partition("=") for part in mesh.split(",") if part]
-    unknown = [name for name, _, size in axes if name not in MESH_AXES or not size]
-    if unknown or not all(size.isdigit() and int(size) > 0 for _, _, size in axes):
-        raise KnobError(
-            f"--meshes takes meshes whose axes are among {', '.join(MESH_AXES)} with their "
-            f"sizes; got {mesh!r}. Write for instance height=2,width=2."
-        )
-    return {name: int(size) for name, _, size in axes}
 
 
 def largest(
@@ -237,7 +224,7 @@ def _search_here(values: str) -> None:
     config = TrainConfig(**fields)
     if not topology:
         spmd.config.cache_dir = None
-        spmd.simulate(math.prod(_sizes(config.mesh).values()))
+        spmd.simulate(math.prod(sizes_of(config.mesh).values()))
 
     def peak(batch: int) -> int:
         print(f"{batch} images", file=sys.stderr, flush=True)  # for when the system ends this

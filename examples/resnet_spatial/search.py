@@ -1,11 +1,14 @@
 """The options of a search for the largest batch, in plain values without a framework."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from examples.resnet_spatial.config import SMOKE, TrainConfig, with_defaults
+from examples.resnet_spatial.presets import MESH_AXES
 from examples.training.knobs import KnobError, add_smoke, parse, parser_of
+from examples.training.mesh_sizes import check_axes, mesh_sizes
 
 FOLDER = Path("results/resnet_spatial")
 MESHES = ("", "data=4", "height=2,width=2")
@@ -57,7 +60,7 @@ def search_from(argv: Sequence[str] | None, *, usage: str | None = None) -> Sear
     parser.add_argument("--folder", default=str(FOLDER), help=f"for its files (default: {FOLDER})")
     config = with_defaults(parse(parser, TrainConfig, argv, smoke=SMOKE))
     values = parser.parse_args(argv)
-    if values.memory_gib <= 0:
+    if not 0 < values.memory_gib < math.inf:
         raise KnobError(
             f"--memory-gib must be above 0; got {values.memory_gib}. Pass for instance 16."
         )
@@ -71,6 +74,25 @@ def search_from(argv: Sequence[str] | None, *, usage: str | None = None) -> Sear
             f"--meshes names the meshes to search; got --mesh {config.mesh!r}. Pass --meshes "
             f"{config.mesh}."
         )
+    for mesh in values.meshes:
+        sizes_of(mesh)
     return Search(
         config, values.memory_gib, tuple(values.meshes), Path(values.folder), values.topology
     )
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    """The axes of a mesh of the search, whose sizes must be numbers.
+
+    Raises:
+        KnobError: they are not, or an axis has another name.
+    """
+    sizes = mesh_sizes(mesh)
+    check_axes(mesh, sizes, MESH_AXES)
+    known = {axis: size for axis, size in sizes.items() if size is not None}
+    if known != sizes:
+        raise KnobError(
+            f"--meshes has a number for each axis; got {mesh!r}. Write for instance "
+            "height=2,width=2."
+        )
+    return known

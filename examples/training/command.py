@@ -1,6 +1,5 @@
 """A recipe's command: its errors as one line each, its exit codes, and its devices."""
 
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +8,7 @@ import torch
 
 import spmd_core as spmd
 from examples.training.knobs import EXIT_USAGE, KnobError
+from examples.training.mesh_sizes import mesh_sizes, wrong_product
 from examples.training.resume import ResumeError, SaveError
 from examples.training.run_config import RunConfig
 
@@ -88,21 +88,15 @@ def mesh_of(text: str, num_devices: int, *, num_emulated: int) -> spmd.Mesh:
         num_emulated: what --devices said; 0: nothing.
 
     Raises:
-        KnobError: it is a mesh for another number of devices, which the CPU can emulate.
-        spmd.errors.MeshError: the text is not a mesh, or the mesh does not fit the devices.
+        KnobError: the text is not a mesh, or one of another number of devices, which the CPU can
+            emulate.
+        spmd.errors.MeshError: the mesh does not fit devices that are not emulated.
     """
     try:
         return spmd.parse_mesh(text, num_devices)
     except spmd.errors.MeshError as error:
-        sizes = [part.partition("=")[2].strip() for part in text.split(",")]
-        needed = math.prod(int(size) for size in sizes if size.isdecimal())
-        is_mesh = all(map(str.isdecimal, sizes)) and needed not in (0, num_devices)
-        if not is_mesh or spmd.is_planning() or spmd.device_type() != "CPU":
+        if spmd.is_planning() or spmd.device_type() != "CPU":
             raise
-        spmd.parse_mesh(text, needed)
-        raise KnobError(
-            f"the sizes of --mesh must multiply to the number of devices; got {text!r}, which takes"
-            f" {needed}, and {num_devices} CPU device{'s' if num_devices > 1 else ''}. "
-            f"{'Pass' if num_emulated else 'Add'} --devices {needed}, which emulates them"
-            f"{f', or let the sizes multiply to {num_devices}' if num_devices > 1 else ''}."
+        raise wrong_product(
+            text, mesh_sizes(text), num_devices, is_emulated=num_emulated > 0
         ) from error

@@ -141,7 +141,7 @@ def test_a_chat_whole_and_streamed(client: httpx2.Client) -> None:
     plain = {**TEXT, "prompt": "user: the cat\n\nassistant:", "max_tokens": 8}
     as_text = client.post("/v1/completions", json=plain).json()
     assert as_text["choices"][0]["text"] == message["content"]
-    shorter = {**CHAT, "max_completion_tokens": 2}
+    shorter = {**CHAT, "max_tokens": None, "max_completion_tokens": 2}
     assert (
         client.post("/v1/chat/completions", json=shorter).json()["usage"]["completion_tokens"] <= 2
     )
@@ -330,6 +330,7 @@ def until(condition: Callable[[], bool]) -> None:
         (TEXT | {"model": "gpt"}, 404, "this server has the model 'tiny'; got 'gpt'. Leave the"),
         (TEXT | {"prompt": ""}, 400, "prompt must have at least one token; got none. Write"),
         (TEXT | {"prompt": [2, 320]}, 400, "token ids must be from 0 to 319; got 320. Use the"),
+        (TEXT | {"prompt": [10**900]}, 400, "from 0 to 319; got 1000000000000000000000000000000"),
         (TEXT | {"prompt": [2] * 96}, 400, "room for a token within 96 tokens; got 96 tokens."),
         (TEXT | {"prompt": [2] * 90}, 400, "at most 96 tokens; got 90 and 12. Pass at most 6, or"),
     ],
@@ -353,6 +354,13 @@ def test_a_refusal_says_what_to_do(
 def test_a_chat_is_refused(messages: Any, message: str, client: httpx2.Client) -> None:
     found, text = error_of(client.post("/v1/chat/completions", json={"messages": messages}))
     assert (found, message in text) == (400, True), text
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_refusal_names_the_limit_that_was_sent(name: str, client: httpx2.Client) -> None:
+    asked = {"messages": CHAT["messages"], name: 2**40}
+    error = client.post("/v1/chat/completions", json=asked).json()["error"]
+    assert error["param"] == name and f"prompt and {name} together must be at" in error["message"]
 
 
 # What clients send beside what was set: openai-python's message of an earlier answer, the defaults
@@ -428,9 +436,13 @@ def posted(client: httpx2.Client, body: bytes, *, path: str = "/v1/completions")
 def test_what_is_no_request(client: httpx2.Client) -> None:
     half = rb'{"prompt": "\ud800"}'
     nan = b'{"temperature": NaN}'
-    for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}', half, nan):
+    long = b'{"prompt": [' + b"9" * 5000 + b"]}"
+    for body in (b"{", b"\xff", b"[" * 100_000, b'{"prompt": "a",}', half, nan, long):
         status, message = error_of(posted(client, body))
         assert status == 400 and message.startswith("the body must be JSON; got something else")
+        assert len(message) < 400 and "recursion" not in message
+    error = posted(client, b'{"prompt": "a", "n": 1, "n": 2}').json()["error"]
+    assert error["param"] == "n" and error["message"].startswith("an object has each name once; go")
     status, message = error_of(posted(client, b" " * (MAX_BODY_BYTES + 1)))
     assert status == 413 and f"at most {MAX_BODY_BYTES} bytes; got {MAX_BODY_BYTES + 1}" in message
     status, message = error_of(client.get("/v1/engines"))

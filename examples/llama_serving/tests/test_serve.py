@@ -33,10 +33,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("arguments", "message"),
     [
         ([], "--model names the folder of the model; got none. Add for instance --model llama/."),
-        (["--model", "/missing"], "got /missing, which lacks config.json and *.safetensors"),
-        (["--model", "x", "--slots", "0"], "--slots must be at least 1; got 0"),
-        (["--model", "x", "--grace-s", "-1"], "--grace-s must be at least 0; got -1.0"),
-        (["--model", "x", "--devices", "8"], "got --devices 8 and no --mesh. Add for instance"),
+        (["--model", "/missing"], "--model names the folder of the model; '/missing' is no folder"),
+        (["--model", "/"], "got /, which lacks config.json and *.safetensors"),
+        (["--model", "/", "--slots", "0"], "--slots must be at least 1; got 0"),
+        (["--model", "/", "--grace-s", "-1"], "--grace-s must be at least 0; got -1.0"),
+        (["--model", "/", "--devices", "8"], "got --devices 8 and no --mesh. Add for instance"),
+        (["--host", ""], "--host names an address of this machine; got an empty one. Leave it out"),
+        (["--allow-host", "http://a.example"], "a host's name alone, as in llama.example; got 'ht"),
+        (["--allow-host", "a.example:80"], "got 'a.example:80'. Leave out a scheme, a port and a"),
+        (["--api-key", "a", "--without-key"], "got a key in --api-key too. Leave one of them out."),
+        (
+            ["--mesh", "data=2", "--devices", "2"],
+            "over one axis, tensor; got 'data=2'. Pass for in",
+        ),
+        (["--mesh", "tensor=3", "--devices", "2"], "which takes 3, and 2 CPU devices. Pass --devi"),
         (["--max-length", "129"], "at most the model's positions; got 129 for 128. Pass at most"),
         (["--max-length", "1"], "--max-length has room for a prompt and its answer; got 1"),
         (["--mesh", "data=1"], "a server splits over one axis, tensor; got 'data=1'"),
@@ -75,7 +85,7 @@ def test_a_mesh_must_divide_the_heads(num_devices: int) -> None:
     if num_devices != 8:
         pytest.skip("the numbers are those of 8 devices")
     config = LlamaConfig(hidden_size=96, num_attention_heads=12)
-    message = "tensor=8 for 12 heads. Pass one of tensor=1, 2, 3, 4, 6, 12."
+    message = "tensor=8 for the 12 heads of this model. Pass one of tensor=1, 2, 3, 4, 6, 12, or"
     with pytest.raises(KnobError, match=message):
         parsed_mesh("tensor=8", config)
 
@@ -119,10 +129,10 @@ def test_a_public_server_has_a_key_or_is_meant_to_have_none(
 
 def test_an_origin_is_a_scheme_and_a_host() -> None:
     for origin in ("https://chat.example", "http://localhost:3000", "vscode-webview://abc", "*"):
-        checked(ServeConfig(model="x", allow_origin=(origin,)))
+        checked(ServeConfig(model="/", allow_origin=(origin,)))
     for origin in ("chat.example", "https://chat.example/", "", "https://", "https://[", "null"):
         with pytest.raises(KnobError, match="without a path"):
-            checked(ServeConfig(model="x", allow_origin=(origin,)))
+            checked(ServeConfig(model="/", allow_origin=(origin,)))
 
 
 @pytest.mark.slow

@@ -22,9 +22,16 @@ def test_a_mesh_of_more_devices_names_the_option_that_emulates_them(num_devices:
     assert mesh_of("x=4,y=4", 16, num_emulated=16).size() == 16
 
 
-@pytest.mark.parametrize("text", ["x", "x=16,x=2", "x=0", "x=3,y=*", "x=-5"])
-def test_what_no_number_of_devices_mends_is_the_meshs_own_error(text: str) -> None:
-    with pytest.raises(spmd.errors.MeshError):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "a number of at least 1, or * for the rest of the devices; got 'x' in 'x'. Write"),
+        ("x=16,x=2", "names each axis once; got 'x' twice in 'x=16,x=2'. Rename"),
+        ("x=3,y=*", "which takes a multiple of 3, and 8 CPU devices. Add --devices 9, or let"),
+    ],
+)
+def test_what_is_no_mesh_of_any_devices(text: str, message: str) -> None:
+    with pytest.raises(KnobError, match=re.escape(message)):
         mesh_of(text, 8, num_emulated=0)
 
 

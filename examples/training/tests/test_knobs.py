@@ -94,7 +94,7 @@ def test_every_number_of_every_recipe_has_a_range() -> None:
         (gpt2.TrainConfig(), gpt2.with_defaults),
         (llama.TrainConfig(), llama.check_options),
         (resnet.TrainConfig(), resnet.with_defaults),
-        (serving.ServeConfig(model="folder"), serving.checked),
+        (serving.ServeConfig(model="/"), serving.checked),
     ]
     for config, check in checks:
         check(config)

@@ -72,8 +72,22 @@ def test_a_split_batch_that_varies_says_why(mesh_1d, num_devices):
             spmd.mark_sharding(x, mesh_1d, ("x", None))
             x.sum().item()
 
-    with pytest.warns(RuntimeWarning, match="a dim that grows is split over devices"):
-        summed()
+    def trained():
+        model = nn.Linear(8, 4).to("xla")
+        for n in (3, 5, 4, 7, 6, 9):
+            x = torch.ones(8 * n * num_devices, 8).to("xla")
+            spmd.mark_sharding(x, mesh_1d, ("x", None))
+            model(x).square().mean().backward()
+            model.zero_grad()
+            spmd.sync()
+
+    for loop in (summed, trained):
+        with pytest.warns(RuntimeWarning, match="4 programs in a row") as found:
+            loop()
+        text = str(found[0].message)
+        assert "dim 0 varies in size, and is split over devices by x" in text
+        assert "share a program only if one size varies, along a dim that no device splits" in text
+        assert "Pad batches and sequences to one size or a few" in text
 
 
 def test_what_settles_is_not_warned_of():

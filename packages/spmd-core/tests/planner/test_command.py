@@ -171,10 +171,30 @@ def test_an_interrupted_search_goes_on(script, num_devices, tmp_path, capsys, mo
 
 
 @pytest.mark.one_device
-def test_values_of_another_form(script, num_devices, capsys):
-    words = ["--search", "batch", "--values", "batch", "--", script]
-    assert _main(num_devices, *words) == 2
-    assert "names an option and its values; got 'batch'. Write e.g." in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--search", "batch", "--values", "batch"], "got 'batch'. Write e.g. --values 'remat="),
+        (["--values", "batch=2;4"], "got 'batch=2;4' and no --search. Add --search batch."),
+        (["--search", "batch", "--code"], "as they are without --code; got both. Leave out --co"),
+        (["--search", "batch", "--steps", "5"], "without --steps; got both. Leave out --steps, or"),
+        (["--json", "/"], "--json names a file to write; got the folder '/'. Write for instance"),
+    ],
+)
+def test_options_that_do_not_fit_together(words, message, script, num_devices, capsys):
+    assert _main(num_devices, *words, "--", script) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.one_device
+@pytest.mark.parametrize("name", ["--slices", "--steps"])
+@pytest.mark.parametrize("number", ["0", "-1", "2.5", "nan", "many"])
+def test_numbers_out_of_their_range(name, number, script, num_devices, capsys):
+    with pytest.raises(SystemExit) as ended:
+        _main(num_devices, f"{name}={number}", "--", script)
+    assert ended.value.code == 2
+    message = f"of at least 1; got {number!r}. Leave it out for the default"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -207,4 +207,4 @@ def test_a_batch_that_is_split_compiles_at_each_size(mesh_1d, num_devices):
         on_device = x.to("xla")
         spmd.mark_sharding(on_device, mesh_1d, ("x", None))
         torch.testing.assert_close((on_device @ w.to("xla")).sum(0).cpu(), (x @ w).sum(0))
-    assert {*growing_sizes.refusals()} == {"a dim that grows is split over devices"}
+    assert {*growing_sizes.refusals()} == {"dim 0 varies in size, and is split over devices by x"}

@@ -15,8 +15,8 @@ COMMANDS = {
     "examples.llama_tp.train": ["--adapters", "out"],
     "examples.resnet_spatial.train": ["--label-smoothing", "2"],
     "examples.minimal": ["--steps", "many"],
-    "examples.llama_serving.serve": ["--model", "llama", "--slots", "0"],
-    "examples.llama_tp.serve": ["--model", "llama", "--slots", "0"],
+    "examples.llama_serving.serve": ["--model", "/", "--slots", "0"],
+    "examples.llama_tp.serve": ["--model", "/", "--slots", "0"],
     "spmd_core.plan": ["--topology", "v4-17", "--", "-m", "examples.gpt2.train"],
 }
 HEAVY = {"torch", "jax", "jaxlib", "transformers", "numpy", "torchvision", "tokenizers", "rich"}
@@ -121,3 +121,77 @@ def test_no_command_imports_a_framework_before_its_options_are_read():
     }
     assert not wrong
     assert len(found) == 2 * len(given)
+
+
+# Runs each command in this process with wrong numbers, with the frameworks' imports refused.
+RUN_NUMBERS = """
+import argparse, contextlib, io, json, runpy, sys
+HEAVY = {"torch", "jax", "jaxlib", "spmd_core", "transformers", "torchvision"}
+
+class Ended(BaseException): pass
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HEAVY:
+            raise Ended(f"imports {name}")
+
+def run(file, module, words):
+    sys.argv, out = [file, *words], io.StringIO()
+    sys.path[:] = [file.rpartition("/")[0], *path]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(file, run_name="__main__")
+        except SystemExit as end:
+            return end.code, out.getvalue()
+        except Ended as end:
+            return end.args[0], out.getvalue()
+        except BaseException as error:
+            return repr(error), out.getvalue()
+    return None, out.getvalue()
+
+def is_number(action):
+    try:
+        return isinstance(action.type("1"), (int, float)) and action.choices is None
+    except Exception:
+        return False
+
+def noted(parser, *args, **kwargs):
+    raise Ended([a.option_strings[-1] for a in parser._actions if a.type and is_number(a)])
+
+sys.meta_path.insert(0, Refusing())
+found, path, parse_args = {}, list(sys.path), argparse.ArgumentParser.parse_args
+for file, module, given in json.loads(sys.argv[1]):
+    argparse.ArgumentParser.parse_args = noted
+    options, _ = run(file, module, given)
+    argparse.ArgumentParser.parse_args = parse_args
+    for option in options:
+        for number in ("-1", "nan", "many"):
+            code, said = run(file, module, [*given, f"{option}={number}"])
+            if code != 2 or number not in said.splitlines()[-1]:
+                found[f"{file} {option}={number}"] = [code, said[-200:]]
+    found[file] = len(options)
+print(json.dumps(found))
+"""
+# Of the learning rate at the end, where a negative one stands for a tenth of the peak.
+TAKEN = ("gpt2/train.py --min-lr=-1", "llama_tp/train.py --min-lr=-1")
+
+
+def test_every_command_refuses_wrong_numbers_before_it_imports_a_framework():
+    model = {"examples.llama_serving.serve", "examples.llama_tp.serve"}
+    given = [(f, m, ["--model", "/"] if m in model else []) for f, m in commands()]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_NUMBERS, json.dumps(given)],
+        env={"PYTHONPATH": ":".join([str(ROOT), *(entry for entry in sys.path if entry)])},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    numbers = [found.pop(file) for file, _, _ in given]
+    assert not {command: how for command, how in found.items() if not command.endswith(TAKEN)}
+    assert sum(numbers) > 150

@@ -79,7 +79,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--processes", "0", "--", "true"], "a positive number is needed; got '0'"),
+        (["--processes", "0", "--", "true"], "a whole number of at least 1; got '0'"),
         (["--processes", "2"], "nothing to run; write the command after --"),
         (["--", "no-such-command"], "no-such-command cannot be run"),
     ],

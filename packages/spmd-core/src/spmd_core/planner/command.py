@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spmd_core.errors import PlanError, PlanReadError
-from spmd_core.planner.options import EXIT_USAGE, parser, words_of
+from spmd_core.planner.options import EXIT_USAGE, check, parser, values_of, words_of
 from spmd_core.planner.plan import plan
 from spmd_core.planner.planned import Plan
 from spmd_core.planner.planned import values as plan_values
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        check(options)
         if options.search:
             return _search(options)
         script = script_of(words_of(options.command))
@@ -59,7 +60,7 @@ def _search(options: argparse.Namespace) -> int:
     """Plans every combination and prints the ranking; 1 if none fits."""
     command = words_of(options.command)
     request = Request(options.topology, options.slices, tuple(command), options.cache)
-    given = dict(_values_of(text) for text in options.values)
+    given = dict(values_of(text) for text in options.values)
     values = candidates(options.search.split(","), given, request)
     num_all = math.prod(len(chosen) for chosen in values.values())
     with _progress_bar(num_all) as advance:
@@ -77,22 +78,6 @@ def _search(options: argparse.Namespace) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return EXIT_FITS if any(outcome.fits for outcome in outcomes) else EXIT_DOES_NOT_FIT
-
-
-def _values_of(text: str) -> tuple[str, list[str]]:
-    """An option and its values, from `remat=none;full`.
-
-    Raises:
-        PlanError: the text has another form.
-    """
-    name, equals, values = text.partition("=")
-    chosen = [value for value in values.split(";") if value]
-    if not (name and equals and chosen):
-        raise PlanError(
-            f"--values names an option and its values; got {text!r}. Write e.g. "
-            "--values 'remat=none;full'."
-        )
-    return name, chosen
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from spmd_core.errors import PlanError
 from spmd_core.planner.topology_names import parse
 
 EXIT_USAGE = 2
+_OF_ONE = ("steps", "all", "code")  # options of a plan of one command
 
 
 def check_command_line() -> None:
@@ -23,11 +24,63 @@ def check_command_line() -> None:
         return
     options = parser().parse_args(sys.argv[1:])
     try:
-        words_of(options.command)
-        parse(options.topology, num_slices=options.slices)
+        check(options)
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the options before anything is planned.
+
+    Raises:
+        PlanError: one cannot work, or two do not fit together.
+    """
+    words_of(options.command)
+    parse(options.topology, num_slices=options.slices)
+    for text in options.values:
+        values_of(text)
+    if options.values and not options.search:
+        raise PlanError(
+            f"--values are for options of --search; got {options.values[0]!r} and no --search. Add "
+            f"--search {values_of(options.values[0])[0]}."
+        )
+    plain = parser()
+    of_one = [f"--{name}" for name in _OF_ONE if getattr(options, name) != plain.get_default(name)]
+    if options.search and of_one:
+        raise PlanError(
+            f"--search ranks plans as they are without {', '.join(of_one)}; got both. Leave out "
+            f"{of_one[0]}, or plan one command without --search."
+        )
+    if options.json is not None and options.json.is_dir():
+        raise PlanError(
+            f"--json names a file to write; got the folder {str(options.json)!r}. Write for "
+            f"instance --json {options.json / 'plan.json'}."
+        )
+
+
+def values_of(text: str) -> tuple[str, list[str]]:
+    """An option and its values, from `remat=none;full`.
+
+    Raises:
+        PlanError: the text has another form.
+    """
+    name, equals, values = text.partition("=")
+    chosen = [value for value in values.split(";") if value]
+    if not (name and equals and chosen):
+        raise PlanError(
+            f"--values names an option and its values; got {text!r}. Write e.g. "
+            "--values 'remat=none;full'."
+        )
+    return name, chosen
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"this is a whole number of at least 1; got {text!r}. Leave it out for the default"
+        )
+    return int(text)
 
 
 def words_of(command: Sequence[str]) -> list[str]:
@@ -94,10 +147,10 @@ def parser() -> argparse.ArgumentParser:
         help="v4-8, v4-16, v5e-8, v5p-512, v6e-256, ... as Google Cloud names them; v4:2x2x2 as "
         "libtpu does; cpu-64 for emulated devices",
     )
-    options.add_argument("--slices", type=int, default=1, help="TPU slices (default: 1)")
+    options.add_argument("--slices", type=_count, default=1, help="TPU slices (default: 1)")
     options.add_argument(
         "--steps",
-        type=int,
+        type=_count,
         default=3,
         help="steps that update a state and bring no new program, after which the plan is complete "
         "(default: 3)",

@@ -420,6 +420,9 @@ def _refuse_split(sizes: Sizes, placement: Placement | None) -> None:
     """Raises where a dim that grows is split."""
     if placement is None or placement.jax_sharding is None:
         return
-    spec = placement.jax_sharding.spec
-    if any(_is_growing(size) and split for size, split in zip(sizes, spec)):
-        raise GrowthRefusedError("a dim that grows is split over devices")
+    for dim, (size, split) in enumerate(zip(sizes, placement.jax_sharding.spec)):
+        if _is_growing(size) and split:
+            axes = split if isinstance(split, tuple) else (split,)
+            raise GrowthRefusedError(
+                f"dim {dim} varies in size, and is split over devices by {', '.join(axes)}"
+            )

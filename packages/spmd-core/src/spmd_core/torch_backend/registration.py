@@ -189,7 +189,11 @@ def _install() -> torch.library.Library:
 
 
 def device() -> torch.device:
-    """The one logical device, `xla:0`, which stands for all devices of all hosts."""
+    """The one logical device, `xla:0`, which stands for all devices of all hosts.
+
+    Another index is refused where it is used. torch keeps 8 bits of one: it reads "xla:256" as
+    "xla:0", and nothing can tell the two apart.
+    """
     return XLA_DEVICE
 
 
